@@ -1,0 +1,311 @@
+"""IsoScore against the published package, eigenvalues and its own axioms; the corrected score against known populations."""
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings, strategies as st
+from IsoScore.IsoScore import IsoScore as published, IsoScore_star as published_star, istar
+from ranks import on_ranks
+
+from isoreg.isoscore import IsoScore, isoscore, isoscore_from_cov, isoscore_star, isoscore_with_error, participation_ratio
+
+pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+
+
+def eigenvalue_form(points):
+    "The published steps, in float64."
+    d, lam = points.shape[-1], torch.linalg.eigvalsh(torch.cov(points.double().T)).clamp(min=0)
+    normal = math.sqrt(d) * lam / lam.norm()
+    defect2 = (normal - 1).square().sum() / (2 * (d - math.sqrt(d)))
+    phi = (d - defect2 * (d - math.sqrt(d))) ** 2 / d**2
+    return (d * phi - 1) / (d - 1)
+
+
+def spectra(d):
+    g = torch.Generator().manual_seed(d)
+    one_outlier = torch.ones(d)
+    one_outlier[d // 2] = 1e4
+    return {
+        "random": torch.rand(d, generator=g) + 0.05,
+        "power law": 1 / torch.arange(1, d + 1),
+        "repeated": torch.cat([torch.full((d // 2,), 2.0), torch.ones(d - d // 2)]),
+        "one outlier dimension": one_outlier,
+        "near isotropic": torch.ones(d) + 1e-3 * torch.rand(d, generator=g),
+    }
+
+
+CASES = [(d, n, name) for d, n in [(2, 50), (48, 400), (96, 40), (256, 1000)] for name in spectra(4)]
+
+
+@pytest.mark.parametrize("d, n, name", CASES)
+def test_equals_eigenvalues_and_the_package(d, n, name):
+    g = torch.Generator().manual_seed(n)
+    x = torch.randn(n, d, generator=g, dtype=torch.float64) * spectra(d)[name].double()
+    exact = eigenvalue_form(x)
+    torch.testing.assert_close(isoscore(x), exact, rtol=1e-10, atol=1e-13)
+    ours, theirs = isoscore(x.float()).double(), published(x.float()).double()
+    assert ours.dtype == torch.float64 and isoscore(x.float()).dtype == torch.float32
+    if name == "one outlier dimension":  # a score near 0 is a small difference: ours keeps its digits, float32 eigenvalues do not
+        assert abs(ours - exact) <= abs(theirs - exact) + 1e-6 * exact
+        if n > d: torch.testing.assert_close(ours, exact, rtol=1e-5, atol=0)
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+def test_rank_one_and_4096_dimensions():
+    line = torch.randn(300, 1, dtype=torch.float64) @ torch.randn(1, 20, dtype=torch.float64)
+    assert abs(isoscore(line)) < 1e-14
+    x = torch.randn(60, 4096, dtype=torch.float64)
+    torch.testing.assert_close(isoscore(x), eigenvalue_form(x), rtol=1e-10, atol=0)
+    wide = torch.randn(5000, 4096)
+    assert abs(1 / participation_ratio(torch.cov(wide.T)) - (1 / 4096 + 1 / 4999)) < 2e-6
+    torch.testing.assert_close(isoscore(wide), isoscore_from_cov(torch.cov(wide.T)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("zeta", [0.0, 0.2, 0.7, 1.0])
+@pytest.mark.parametrize("n", [20, 300])
+def test_star_equals_the_package(n, zeta):
+    x, reference = torch.randn(n, 40) * torch.linspace(0.2, 2, 40), torch.cov(torch.randn(40, 500))
+    torch.testing.assert_close(isoscore_star(x, reference, zeta), published_star(x, reference, zeta), rtol=1e-5, atol=0)
+    x.requires_grad_()
+    (ours,) = torch.autograd.grad(isoscore_star(x, reference, zeta), x)
+    if zeta == 1.0: return torch.testing.assert_close(ours, torch.zeros_like(ours))
+    (theirs,) = torch.autograd.grad(istar().IsoScore_star(x, reference, zeta, is_eval=False), x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("n, d", [(12, 4), (5, 9)])
+@pytest.mark.parametrize("correction", [None, "gaussian", "ustat"])
+def test_gradcheck(n, d, correction):
+    x = torch.randn(n, d, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([1] * (n - 1) + [0])
+    assert torch.autograd.gradcheck(lambda x: isoscore(x, mask, correction), (x,))
+    assert torch.autograd.gradcheck(lambda x: isoscore_star(x, torch.eye(d, dtype=torch.float64), 0.3, mask), (x,))
+
+
+def test_gradcheck_by_sequence():
+    x = torch.randn(6, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: isoscore(x, correction="ustat", unit="sequence"), (x,))
+
+
+# the six properties of the IsoScore paper -------------------------------------------------------------------------
+
+def cloud(seed, n, d): return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * torch.linspace(0.2, 2, d)
+
+
+seeds, sizes, dims = st.integers(0, 10**6), st.integers(3, 60), st.integers(2, 40)
+relaxed = settings(deadline=None, max_examples=50)
+
+
+@relaxed
+@given(seeds, sizes, dims, st.floats(-1e3, 1e3))
+def test_mean_invariance(seed, n, d, shift): torch.testing.assert_close(isoscore(cloud(seed, n, d) + shift), isoscore(cloud(seed, n, d)), rtol=1e-8, atol=1e-12)
+
+
+@relaxed
+@given(seeds, sizes, dims, st.floats(1e-4, 1e4))
+def test_scalar_invariance(seed, n, d, scale): torch.testing.assert_close(isoscore(cloud(seed, n, d) * scale), isoscore(cloud(seed, n, d)), rtol=1e-9, atol=0)
+
+
+@relaxed
+@given(seeds, sizes, dims)
+def test_rotation_invariance(seed, n, d):
+    q = torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))[0]
+    torch.testing.assert_close(isoscore(cloud(seed, n, d) @ q), isoscore(cloud(seed, n, d)), rtol=1e-8, atol=1e-12)
+
+
+@relaxed
+@given(st.integers(3, 40), st.floats(1.01, 100), st.floats(1.01, 10))
+def test_a_larger_maximal_variance_lowers_the_score(d, top, factor):
+    score = lambda v: isoscore_from_cov(torch.diag(torch.cat([torch.tensor([v]), torch.ones(d - 1)]).double()))
+    assert score(top * factor) < score(top) < 1
+
+
+@relaxed
+@given(st.integers(2, 200), st.data())
+def test_number_of_dimensions_used(d, data):
+    k = data.draw(st.integers(1, d))
+    cov = torch.diag(torch.cat([torch.ones(k), torch.zeros(d - k)]).double())
+    assert isoscore_from_cov(cov) * (d - 1) + 1 == pytest.approx(k)
+    assert participation_ratio(cov) == pytest.approx(k)
+
+
+@relaxed
+@given(seeds, st.floats(2, 200), st.integers(2, 40))
+def test_global_stability(seed, length, d):
+    "A skewer through an isotropic ball lowers the score, but does not decide it while its points are few."
+    g = torch.Generator().manual_seed(seed)
+    ball, skewer = torch.randn(2000, d, generator=g).double(), torch.zeros(20, d).double()
+    skewer[:, 0] = torch.linspace(-length, length, 20)
+    with_skewer = torch.cat([ball, skewer])
+    expected = isoscore_from_cov(torch.diag(torch.tensor([2000 + float(skewer.square().sum())] + [2000.0] * (d - 1)).double()))
+    assert isoscore(with_skewer) < isoscore(ball) + 0.02
+    assert isoscore(with_skewer) == pytest.approx(float(expected), abs=0.06)
+
+
+@relaxed
+@given(seeds, sizes, dims)
+def test_bounds_and_masks(seed, n, d):
+    x = cloud(seed, n, d)
+    assert -1e-12 <= isoscore(x) <= 1 + 1e-12
+    garbage = torch.cat([x, torch.full((5, d), float("nan"))])
+    mask = torch.tensor([True] * n + [False] * 5)
+    torch.testing.assert_close(isoscore(garbage, mask), isoscore(x), rtol=1e-9, atol=1e-13)
+
+
+# bias correction --------------------------------------------------------------------------------------------------
+
+def test_the_papers_stability_simulation_without_a_reference():
+    d = 768
+    spectrum = torch.tensor([10.0, 6, 4, 4] + [1] * (d - 4))
+    truth = float(isoscore_from_cov(torch.diag(spectrum.double())))
+    assert truth == pytest.approx(0.8673, abs=5e-5)
+    draws = torch.randn(200, 64, d, generator=torch.Generator().manual_seed(0)) * spectrum.sqrt()
+    assert float(isoscore(draws, correction="gaussian").mean()) == pytest.approx(truth, abs=0.01)
+    assert float(isoscore(draws, correction="ustat").mean()) == pytest.approx(truth, abs=0.01)
+    assert float(isoscore(draws).mean()) == pytest.approx(0.07, abs=0.01)
+
+
+def _himeno_yamada_by_loops(x):
+    "The U-statistics by their definition: sums over distinct indices."
+    from itertools import permutations
+    K, n = x @ x.T, len(x)
+    mean = lambda k, f: np.mean([f(*p) for p in permutations(range(n), k)])
+    square = mean(2, lambda i, j: K[i, j] ** 2) - 2 * mean(3, lambda i, j, k: K[i, j] * K[i, k]) + mean(4, lambda i, j, k, l: K[i, j] * K[k, l])
+    trace2 = mean(2, lambda i, j: K[i, i] * K[j, j]) - 2 * mean(3, lambda i, j, k: K[i, i] * K[j, k]) + mean(4, lambda i, j, k, l: K[i, j] * K[k, l])
+    return trace2, square
+
+
+@pytest.mark.parametrize("n, d", [(6, 3), (6, 11)])
+def test_ustat_equals_sums_over_distinct_rows(n, d):
+    x = np.random.default_rng(n).normal(size=(n, d)) ** 3 + 2
+    trace2, square = _himeno_yamada_by_loops(x)
+    assert isoscore(x, correction="ustat") == pytest.approx((trace2 / square - 1) / (d - 1), rel=1e-10)
+
+
+def test_by_sequence_equals_sums_over_distinct_sequences():
+    from itertools import permutations
+    rng = np.random.default_rng(1)
+    x, mask = rng.normal(size=(6, 4, 5)) + rng.normal(size=(6, 1, 5)), rng.random((6, 4)) < 0.7
+    mask[:, 0] = True
+    x = x - x[mask].mean(0)  # the weights make the estimate depend (slightly) on the origin: the code centres first
+    n, s = mask.sum(1), (x * mask[..., None]).sum(1)
+    P = np.einsum("ctd,cte,ct->cde", x, x, mask)
+    p = np.trace(P, axis1=1, axis2=2)
+    def mean(k, f, w): return (lambda q: sum(f(*i) for i in q) / sum(w(*i) for i in q))(list(permutations(range(6), k)))
+    w = lambda *i: np.prod([float(n[j]) for j in i])
+    four = mean(4, lambda a, b, c, e: (s[a] @ s[b]) * (s[c] @ s[e]), w)
+    square = mean(2, lambda a, b: (P[a] * P[b]).sum(), w) - 2 * mean(3, lambda a, b, c: s[a] @ P[c] @ s[b], w) + four
+    trace2 = mean(2, lambda a, b: p[a] * p[b], w) - 2 * mean(3, lambda a, b, c: p[c] * (s[a] @ s[b]), w) + four
+    assert isoscore(x, mask, "ustat", unit="sequence") == pytest.approx((trace2 / square - 1) / 4, rel=1e-9)
+
+
+@pytest.mark.parametrize("correction, heavy", [("gaussian", False), ("ustat", False), ("ustat", True)])
+@pytest.mark.parametrize("n, d", [(60, 100), (300, 100)])
+def test_standard_error_matches_the_scatter(n, d, correction, heavy):
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(300, n, d, generator=g) * torch.linspace(0.3, 2, d)
+    if heavy: x = x * torch.randn(300, n, 1, generator=g).mul(0.4).exp()
+    scatter = float(isoscore(x, correction=correction).std())
+    told = np.mean([isoscore_with_error(c, correction=correction).stderr for c in x[:60]])
+    assert 0.7 < told / scatter < 1.6
+    assert isoscore_with_error(x[0], correction=correction).score == pytest.approx(float(isoscore(x[0], correction=correction)), rel=1e-5)
+
+
+def test_jackknife_equals_leaving_out_each_row():
+    for n, d in ((9, 20), (40, 6)):
+        x = torch.randn(n, d, dtype=torch.float64) ** 3
+        left = torch.stack([isoscore(torch.cat([x[:i], x[i + 1 :]]), correction="ustat") for i in range(n)])
+        jackknife = (n - 1) / n * (left - left.mean()).square().sum()
+        told = isoscore_with_error(x).stderr ** 2
+        assert jackknife / 2 * (1 - 1e-9) <= told <= jackknife * (1 + 1e-9)
+
+
+def test_standard_error_by_sequence_sees_the_dependence():
+    g = torch.Generator().manual_seed(0)
+    x = 0.8 * torch.randn(150, 60, 1, 20, generator=g) + 0.6 * torch.randn(150, 60, 10, 20, generator=g)
+    scatter = float(torch.stack([isoscore(c, correction="ustat", unit="sequence") for c in x]).std())
+    told = np.mean([isoscore_with_error(c, unit="sequence").stderr for c in x[:20]])
+    naive = np.mean([isoscore_with_error(c.flatten(0, 1)).stderr for c in x[:20]])
+    assert 0.6 < told / scatter < 1.9
+    assert naive < 0.75 * scatter  # taking tokens for independent rows promises too much
+
+
+# input ------------------------------------------------------------------------------------------------------------
+
+x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0, float("nan"))
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: isoscore(torch.randn(1, 3)), ["points", "at least 2", "add"]),
+    (lambda: isoscore(torch.randn(3, 8), correction="ustat"), ["points", "at least 4"]),
+    (lambda: isoscore(torch.randn(2, 3), correction="gaussian"), ["points", "at least 3"]),
+    (lambda: isoscore(x53, [1, 0, 0, 0, 0]), ["points", "1 rows", "mask"]),
+    (lambda: isoscore(torch.randn(9, 1)), ["points", "one dimension"]),
+    (lambda: isoscore(torch.ones(9, 3)), ["points", "zero variance"]),
+    (lambda: isoscore(torch.ones(2, 3)), ["points", "zero variance"]),
+    (lambda: isoscore(nan), ["points", "NaN", "mask"]),
+    (lambda: isoscore(x53, torch.ones(4)), ["mask", "(4,)", "(5, 3)"]),
+    (lambda: isoscore(x53, correction="bootstrap"), ["correction", "bootstrap", "ustat"]),
+    (lambda: isoscore(x53, unit="token"), ["unit", "token"]),
+    (lambda: isoscore(x53, correction="ustat", unit="sequence"), ["unit", "n_sequences"]),
+    (lambda: isoscore_star(x53, torch.eye(3), 1.2), ["zeta", "1.2", "[0, 1]"]),
+    (lambda: isoscore_star(x53, torch.eye(3), -0.1), ["zeta", "-0.1"]),
+    (lambda: isoscore_star(x53, torch.eye(3), float("nan")), ["zeta", "nan"]),
+    (lambda: isoscore_star(x53, torch.eye(4), 0.2), ["reference_cov", "4 x 4", "3 dimensions"]),
+    (lambda: isoscore_star(x53, torch.ones(3), 0.2), ["reference_cov", "(3,)"]),
+    (lambda: isoscore_star(x53, torch.tensor([[1.0, 2, 3], [0, 1, 0], [0, 0, 1]]), 0.2), ["reference_cov", "not symmetric", ".T"]),
+    (lambda: isoscore_star(x53, torch.eye(3) * float("nan"), 0.2), ["reference_cov", "NaN"]),
+    (lambda: isoscore_star(x53, torch.eye(3), 0.2, convention="paper"), ["convention", "paper", "released"]),
+    (lambda: isoscore_star(torch.randn(1, 3), torch.eye(3), 0.2), ["points", "at least 2"]),
+    (lambda: isoscore_star(nan, torch.eye(3), 0.2), ["points", "NaN"]),
+    (lambda: isoscore_from_cov(torch.zeros(3, 3)), ["cov", "zero variance"]),
+    (lambda: isoscore_from_cov(torch.randn(5, 3)), ["cov", "(5, 3)", "points"]),
+    (lambda: isoscore_from_cov(torch.ones(1, 1)), ["cov", "one dimension"]),
+    (lambda: participation_ratio(torch.eye(3).long()), ["cov", "int64"]),
+    (lambda: isoscore_with_error(x53, correction=None), ["correction", "None"]),
+    (lambda: isoscore_with_error(torch.randn(4, 3)), ["points", "at least 5"]),
+    (lambda: IsoScore(1), ["num_dims", "1"]),
+    (lambda: IsoScore(3, zeta=0.5), ["zeta", "reference_cov"]),
+    (lambda: IsoScore(3).update(torch.randn(4, 5)), ["points", "5", "num_dims=3"]),
+    (lambda: IsoScore(3).compute(), ["points", "0 seen"]),
+])
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError) as error, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call()
+    for word in words: assert word in str(error.value)
+
+
+def test_layers_in_one_call_and_numpy():
+    layers, mask = torch.randn(5, 300, 20), torch.rand(300) > 0.3
+    together = isoscore(layers, mask, "ustat")
+    for i in range(5): torch.testing.assert_close(together[i], isoscore(layers[i][mask], correction="ustat"))
+    out = isoscore(layers.numpy(), mask.numpy())
+    assert isinstance(out, np.ndarray) and out.shape == (5,)
+    assert isinstance(isoscore(layers[0].numpy()), np.floating)
+
+
+def test_half_precision_score():
+    x = torch.randn(4000, 32) * torch.linspace(0.3, 2, 32)
+    assert float(isoscore(x.bfloat16())) == pytest.approx(float(isoscore(x)), rel=2e-3)
+    assert isoscore(x.bfloat16()).dtype == torch.float32
+
+
+def _metric_on_rank(rank, world):
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) + 20
+    metric = IsoScore(6, correction="ustat")
+    for batch in (x[:13] if rank == 0 else x[13:]).split(7): metric.update(batch)
+    first = metric.compute()
+    metric.reset()
+    metric.update(x[rank * 25 : rank * 25 + 25])
+    return first, metric.compute()
+
+
+def test_metric_over_ranks():
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) + 20
+    exact = isoscore(x.double(), correction="ustat")
+    for scores in on_ranks(_metric_on_rank):
+        for score in scores: torch.testing.assert_close(score, exact, rtol=1e-5, atol=0)

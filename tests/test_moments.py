@@ -1,0 +1,155 @@
+"""Moments against their definition, under merging, masking, dtypes, memory and ranks."""
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from ranks import on_ranks
+
+from isoreg.isoscore import isoscore_from_cov
+from isoreg.moments import Moments, all_reduce, merge, moments, pool
+
+
+def by_definition(x):
+    y = x - x.mean(0)
+    r = y.square().sum(1)
+    return x.mean(0), y.T @ y, (r[:, None] * y).sum(0), r.square().sum()
+
+
+@settings(deadline=None, max_examples=60)
+@given(n=st.integers(1, 700), d=st.sampled_from([1, 2, 7, 193, 400]), seed=st.integers(0, 10**6), kept=st.floats(0.05, 1))
+def test_equals_definition(n, d, seed, kept):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, generator=g, dtype=torch.float64) * 3 + torch.randn(d, generator=g, dtype=torch.float64) * 100
+    mask = torch.rand(n, generator=g) < kept
+    mask[int(torch.randint(n, (1,), generator=g))] = True
+    m = moments(x.masked_fill(~mask[:, None], float("nan")), mask, order=4)  # a masked row may hold anything
+    assert m.count == mask.sum()
+    for ours, exact in zip(m[1:], by_definition(x[mask])): torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=30)
+@given(cuts=st.lists(st.integers(1, 299), min_size=1, max_size=4, unique=True), seed=st.integers(0, 1000))
+def test_parts_merge_to_the_whole(cuts, seed):
+    x = torch.randn(300, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * torch.arange(1, 10) + 40
+    edges = [0, *sorted(cuts), 300]
+    parts = [moments(x[a:b], order=4) for a, b in zip(edges, edges[1:])]
+    for ours, exact in zip(merge(parts), moments(x, order=4)): torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-8)
+
+
+def test_empty_part_changes_nothing():
+    x = torch.randn(20, 3)
+    m = moments(x, order=4)
+    for a, b in zip(merge([m, moments(x, torch.zeros(20), order=4)]), m): torch.testing.assert_close(a, b)
+
+
+def test_batched_and_pooled():
+    x, mask = torch.randn(4, 50, 6).double(), torch.rand(50) > 0.3
+    m = moments(x, mask, order=4)
+    for i in range(4):
+        for a, b in zip(m, moments(x[i], mask, order=4)): torch.testing.assert_close(a[i], b)
+    for a, b in zip(pool(m), moments(x.flatten(0, 1), mask.repeat(4), order=4)): torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32(dtype):
+    x = (torch.randn(20_000, 16) + 5).to(dtype).requires_grad_()
+    m = moments(x)
+    assert m.m2.dtype == torch.float32
+    torch.testing.assert_close(m.cov(), torch.cov(x.detach().double().T).float(), rtol=1e-4, atol=1e-4)
+    m.m2.sum().backward()
+    assert x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("offset", [0, 100, 1000])
+def test_mean_that_dwarfs_the_spread(offset):
+    x = torch.randn(30_000, 256) + offset
+    exact = isoscore_from_cov(torch.cov(x.double().T))
+    torch.testing.assert_close(isoscore_from_cov(moments(x).cov()).double(), exact, rtol=1e-5, atol=0)
+
+
+def test_rows_sorted_by_cluster_and_left_padding():
+    x = torch.cat([torch.randn(500, 8) + c for c in (1000, 0, -500)])
+    mask = torch.cat([torch.zeros(400), torch.ones(1100)])
+    torch.testing.assert_close(moments(x, mask).cov(), torch.cov(x[400:].double().T).float(), rtol=1e-5, atol=1)
+
+
+@pytest.mark.parametrize("order", [2, 4])
+def test_gradient(order):
+    x = torch.randn(2, 8, 3, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1], [1] * 8])
+    assert torch.autograd.gradcheck(lambda x: tuple(f for f in moments(x, mask, order)[1:] if f is not None), (x,))
+
+
+def test_gradient_across_chunks_equals_autograd():
+    x = torch.randn(3000, 200, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(200, 200, dtype=torch.float64)
+    (ours,) = torch.autograd.grad((moments(x).m2 * w).sum(), x)
+    y = x - x.mean(0)
+    (exact,) = torch.autograd.grad(((y.T @ y) * w).sum(), x)
+    torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak memory from /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_beside_the_input_stays_below_8_mib(dtype):
+    script = f"""
+import torch
+from isoreg.moments import moments
+def kib(key): return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith(key))
+moments(torch.randn(2000, 768))                       # libraries allocate their own buffers on first use
+x = torch.randn(100_000, 768).to(torch.{dtype})
+try: open('/proc/self/clear_refs', 'w').write('5')    # reset the high-water mark
+except OSError: print('skip'); raise SystemExit
+before = kib('VmRSS')
+moments(x)
+print((kib('VmHWM') - before) / 1024)
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    if out == "skip": pytest.skip("the peak memory of a process cannot be reset here")
+    assert 0 < float(out) < 8
+
+
+def _rank_moments(rank, world):
+    x = torch.randn(2, 30, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 7
+    mine = (x[:, :12] if rank == 0 else x[:, 12:]).clone().requires_grad_()
+    m = all_reduce(moments(mine, order=4))
+    isoscore_from_cov(m.cov()).sum().backward()
+    return list(m), mine.grad
+
+
+def test_all_reduce_is_one_cloud_and_so_is_its_gradient():
+    x = torch.randn(2, 30, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64) + 7
+    x.requires_grad_()
+    m = moments(x, order=4)
+    isoscore_from_cov(m.cov()).sum().backward()
+    ranks = on_ranks(_rank_moments)
+    for fields, _ in ranks:
+        for a, b in zip(fields, m): torch.testing.assert_close(a, b.detach())
+    # every rank adds the same global score to its loss, so summed gradients are twice those of one process;
+    # DistributedDataParallel averages over ranks, which restores them
+    torch.testing.assert_close(torch.cat([g for _, g in ranks], 1) / 2, x.grad)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: moments(torch.randn(5)), ["points", "(5,)", "add"]),
+    (lambda: moments(torch.arange(6).view(2, 3)), ["points", "int64", ".float()"]),
+    (lambda: moments(torch.randn(0, 3)), ["points", "(0, 3)"]),
+    (lambda: moments(torch.randn(4, 3), torch.ones(3)), ["mask", "(3,)", "(4, 3)"]),
+    (lambda: moments(torch.randn(2, 4, 3), torch.ones(2)), ["mask", "(2,)", "(2, 4)"]),
+    (lambda: moments(torch.randn(4, 3), order=3), ["order", "3"]),
+    (lambda: moments(torch.randn(1, 3)).cov(), ["count", "1"]),
+    (lambda: merge([]), ["parts"]),
+    (lambda: merge([moments(torch.randn(4, 3)), moments(torch.randn(4, 2))]), ["parts", "(3,)", "(2,)"]),
+])
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError) as error: call()
+    for word in words: assert word in str(error.value)
+
+
+def test_numpy_and_integer_masks():
+    x = np.random.default_rng(0).normal(size=(10, 4))
+    assert isinstance(moments(x, np.array([1] * 9 + [0])), Moments)
+    assert moments(x, np.array([1] * 9 + [0])).count == 9
