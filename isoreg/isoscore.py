@@ -4,7 +4,7 @@
 __all__ = ['CORRECTIONS', 'CONVENTIONS', 'check_cov', 'participation_ratio', 'isoscore_from_cov', 'Invariants', 'invariants',
            'isoscore', 'IsoScoreEstimate', 'isoscore_with_error', 'check_zeta', 'mix', 'isoscore_star']
 
-# %% ../nbs/01_isoscore.ipynb #863a8ed7
+# %% ../nbs/01_isoscore.ipynb #79539c64
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .moments import check_points, moments
+from .moments import check_points, full_precision, moments
 
 # %% ../nbs/01_isoscore.ipynb #cd72697f
 class _TraceAndSquare(torch.autograd.Function):
@@ -204,7 +204,7 @@ def _checked(points, mask, correction, unit) -> tuple[Tensor, Tensor | None]:
         raise ValueError("unit: 'sequence' needs points of shape (..., n_sequences, length, d) and correction None or 'ustat'")
     return points, mask
 
-# %% ../nbs/01_isoscore.ipynb #ac6f9c14
+# %% ../nbs/01_isoscore.ipynb #6e58ce9f
 def isoscore(
     points,  # (..., n, d) tensor or array, one row a point; leading dimensions are separate clouds
     mask=None,  # broadcastable to (..., n), true or 1 where a row counts (an attention mask)
@@ -219,12 +219,13 @@ def isoscore(
     """
     x, keep = _checked(points, mask, correction, unit)
     need = {None: 2, "gaussian": 3, "ustat": 4}[correction]
-    if unit == "sequence" and correction == "ustat":
-        (t2, f), count = _by_sequence(x, keep), _sequences(x, keep)
-    else:
-        if unit == "sequence": x, keep = x.flatten(-3, -2), None if keep is None else keep.flatten(-2)
-        inv = invariants(x, keep, 4 if correction == "ustat" else 2)
-        (t2, f), count = _corrected(inv, correction), inv.count
+    with full_precision(x):
+        if unit == "sequence" and correction == "ustat":
+            (t2, f), count = _by_sequence(x, keep), _sequences(x, keep)
+        else:
+            if unit == "sequence": x, keep = x.flatten(-3, -2), None if keep is None else keep.flatten(-2)
+            inv = invariants(x, keep, 4 if correction == "ustat" else 2)
+            (t2, f), count = _corrected(inv, correction), inv.count
     score = _closed_form(t2, f, x.shape[-1])
     if not bool(torch.isfinite(score).all()): _explain(x, keep, count, need, unit)
     return _like(score, points, x.dtype)

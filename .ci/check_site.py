@@ -1,0 +1,392 @@
+"""Check, without Quarto, all that Quarto needs to build the site: the configuration, each notebook's passage through
+nbdev_filter, and every cross-reference, embedding and link. Prints what is wrong by file and cell, and exits 1."""
+
+import argparse, ast, configparser, json, os, re, shutil, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import yaml
+
+os.environ["PATH"] = (
+    f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the filter of this environment
+)
+KNOWN_KEYS = {
+    "": "project execute ipynb-filters format website number-sections bibliography",
+    "project": "type output-dir render resources",
+    "execute": "enabled echo warning",
+    "format": "html",
+    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow df-print css smooth-scroll",
+    "format.html.theme": "light dark",
+    "website": "title description site-url repo-url repo-branch repo-actions search page-navigation favicon "
+    "sidebar navbar page-footer",
+    "website.sidebar": "style collapse-level search title contents",
+    "website.navbar": "title left right search",
+}
+CELL_OPTIONS = set(
+    "label tbl-cap tbl-colwidths fig-cap fig-subcap fig-alt fig-width fig-height fig-align layout-ncol layout "
+    "column echo output warning error eval include code-fold code-summary code-overflow".split()
+)
+BEFORE, BODY = r"(?<![\w@`\\/.])", r"([A-Za-z0-9](?:[\w:-]*\w)?)"
+REFERENCE = re.compile(BEFORE + r"-?@(tbl|fig|eq|sec)-" + BODY)
+MARK = re.compile(r"\{#((?:tbl|fig|eq|sec)-[\w:-]+)[^}]*\}")
+OPTION = re.compile(r"^#\|\s*([\w-]+)\s*:\s*(.*?)\s*$")
+EMBED = re.compile(r"\{\{<\s*(embed|include)\s+([^\s#>]+)(?:#([\w:-]+))?[^>]*>\}\}")
+LINK = re.compile(r"\]\((?!https?:|mailto:|data:|attachment:|#)([^)\s#]+)(?:#[^)\s]*)?\)")
+
+
+def text_of(value: str | list[str]) -> str:
+    return value if isinstance(value, str) else "".join(value)
+
+
+def read_cells(path: Path) -> list[dict]:
+    return [cell | {"source": text_of(cell["source"])} for cell in json.loads(path.read_text())["cells"]]
+
+
+def prose(text: str) -> str:
+    "The text without its code, fenced or in backticks."
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^(```+|~~~+).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def front_matter(cells: list[dict]) -> dict:
+    if not cells or cells[0]["cell_type"] != "raw" or not cells[0]["source"].startswith("---"):
+        return {}
+    return yaml.safe_load(cells[0]["source"].strip().strip("-")) or {}
+
+
+def directives(source: str) -> set[str]:
+    "The words of the leading #| lines of a cell."
+    leading = re.match(r"(?:\s*#\|.*\n?)*", source)[0]
+    return {word for line in leading.splitlines() for word in re.findall(r"#\|\s*([\w-]+)", line)[:1]}
+
+
+def options(cell: dict) -> list[tuple[str, str]]:
+    "The Quarto options of a cell: its lines of the form #| key: value."
+    return [(option[1], option[2]) for line in cell["source"].splitlines() if (option := OPTION.match(line))]
+
+
+def is_hidden(cell: dict) -> bool:
+    return "hide" in directives(cell["source"]) or bool(
+        re.search(r"^#\|\s*include:\s*false", cell["source"], re.MULTILINE)
+    )
+
+
+def exported_defs(cells: list[dict]) -> list[tuple[int, ast.AST]]:
+    "Each public function and class that the notebook exports, with the number of its cell."
+    found = []
+    for n, cell in enumerate(cells):
+        if cell["cell_type"] == "code" and directives(cell["source"]) & {"export", "exports"}:
+            found += [
+                (n, node)
+                for node in ast.parse(cell["source"]).body
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name[0] != "_"
+            ]
+    return found
+
+
+# ---- 1. the configuration
+
+
+def unknown_keys(config: dict, place: str = "") -> list[str]:
+    wrong = []
+    for key, value in config.items():
+        inner = f"{place}.{key}".strip(".")
+        if key not in KNOWN_KEYS[place].split():
+            wrong.append(f"_quarto.yml: unknown key {inner}")
+        elif isinstance(value, dict) and inner in KNOWN_KEYS:
+            wrong += unknown_keys(value, inner)
+    return wrong
+
+
+def published(root: Path, globs: list[str]) -> list[Path]:
+    "The files that the render list selects. Names that begin with _ or . are never rendered."
+    chosen = {path for glob in globs if glob[0] != "!" for path in root.glob(glob)}
+    chosen -= {path for glob in globs if glob[0] == "!" for path in root.glob(glob[1:])}
+    return sorted(path for path in chosen if not any(part[0] in "_." for part in path.relative_to(root).parts))
+
+
+def hrefs(item: object) -> list[str]:
+    "Every page named in a sidebar or navigation bar, in order."
+    if isinstance(item, str):
+        return [item]
+    if isinstance(item, list):
+        return [href for part in item for href in hrefs(part)]
+    keys = ("href", "file", "contents", "menu", "left", "right")
+    if isinstance(item, dict):
+        return [href for key in keys for href in hrefs(item.get(key, []))]
+    return []
+
+
+def check_config(root: Path, config: dict) -> list[str]:
+    wrong = unknown_keys(config)
+    globs, site = config["project"].get("render", []), config["website"]
+    for glob in globs:
+        if not any(root.glob(glob.lstrip("!"))) and glob[0] != "!":
+            wrong.append(f"_quarto.yml: nothing matches {glob} in project.render")
+    linked = [
+        href for bar in ("sidebar", "navbar") for href in hrefs(site.get(bar, {})) if not href.startswith("http")
+    ]
+    for href in linked:
+        if not any(root.glob(href)):
+            wrong.append(f"_quarto.yml: {href} is linked but does not exist")
+    reachable = {
+        path for href in hrefs(site.get("sidebar", {})) if not href.startswith("http") for path in root.glob(href)
+    }
+    pages = published(root, globs)
+    for page in pages:
+        if page not in reachable:
+            wrong.append(f"_quarto.yml: {page.relative_to(root)} is published but not in the sidebar")
+    for page in sorted(reachable - set(pages)):
+        wrong.append(f"_quarto.yml: {page.relative_to(root)} is in the sidebar but not published")
+    for command in config.get("ipynb-filters", []):
+        if not shutil.which(command.split()[0]):
+            wrong.append(f"_quarto.yml: the filter {command} is not on PATH")
+    return wrong
+
+
+def check_front_matter(root: Path, notebooks: dict[Path, list[dict]]) -> list[str]:
+    wrong, taken = [], {}
+    for path, cells in notebooks.items():
+        name, front = path.relative_to(root), front_matter(cells)
+        wrong += [
+            f"{name}: cell 0: no {key} in the front matter"
+            for key in ("title", "description", "output-file")
+            if not front.get(key)
+        ]
+        page = path.parent / front.get("output-file", f"{path.stem}.html")
+        if page in taken:
+            wrong.append(f"{name}: cell 0: output-file {page.name} is also that of {taken[page]}")
+        taken.setdefault(page, name)
+        expected = re.sub(r"^\d+[a-zA-Z0-9]*_", "", path.stem.lower()) + ".html"
+        if exported_defs(cells) and page.name != expected:
+            wrong.append(f"{name}: cell 0: links into the API lead to {expected}, but output-file is {page.name}")
+    return wrong
+
+
+# ---- 2. the filter
+
+
+def run_filter(path: Path, command: str) -> subprocess.CompletedProcess:
+    "What Quarto does with a notebook: the filter, in the notebook's folder, from stdin to stdout."
+    return subprocess.run(
+        command.split(), cwd=path.parent, input=path.read_text(), capture_output=True, text=True, timeout=900
+    )
+
+
+def check_filtered(
+    name: Path, cells: list[dict], done: subprocess.CompletedProcess, api: str, anchors: dict[str, set[str]]
+) -> list[str]:
+    if done.returncode:
+        return [f"{name}: the filter fails: {' | '.join(done.stderr.strip().splitlines()[-3:])}"]
+    wrong = []
+    if "cells containing imports and other code" in done.stderr:
+        wrong.append(f"{name}: a cell mixes imports with other code: {done.stderr.strip()[:200]}")
+    shown = {}
+    for n, cell in enumerate(json.loads(done.stdout)["cells"]):
+        source = text_of(cell.get("source", ""))
+        outputs = [text_of(out.get("data", {}).get("text/markdown", "")) for out in cell.get("outputs", [])]
+        if cell["cell_type"] == "code":
+            if called := re.search(r"^show_doc\((\w+)\)", source, re.MULTILINE):
+                shown[called[1]] = "".join(outputs)
+            for line in re.findall(r"^\s*#\s*\|.*", source, re.MULTILINE):
+                option = OPTION.match(line)
+                if not option or option[1] not in CELL_OPTIONS:
+                    wrong.append(f"{name}: filtered cell {n}: directive left over: {line.strip()}")
+        text = "".join([source if cell["cell_type"] == "markdown" else "", *outputs])
+        for page, anchor in re.findall(re.escape(api) + r"([\w/.-]+)#([\w.]+)", text):
+            if anchor not in anchors.get(page, set()):
+                wrong.append(f"{name}: filtered cell {n}: the API link {page}#{anchor} leads nowhere")
+    for n, node in exported_defs(cells):
+        if node.name not in shown:
+            wrong.append(f"{name}: cell {n}: {node.name} is exported but its documentation is not shown")
+        elif node.name not in shown[node.name]:
+            wrong.append(f"{name}: cell {n}: the documentation of {node.name} is empty")
+    return wrong
+
+
+def api_anchors(nbs: Path, notebooks: dict[Path, list[dict]]) -> dict[str, set[str]]:
+    "For each page of the library, the anchors that nbdev gives to what it exports."
+    anchors = {}
+    for path, cells in notebooks.items():
+        page = (path.parent / front_matter(cells).get("output-file", "")).relative_to(nbs).as_posix()
+        for _, node in exported_defs(cells):
+            methods = [
+                part for part in node.body if isinstance(node, ast.ClassDef) and isinstance(part, ast.FunctionDef)
+            ]
+            names = [node.name, *(f"{node.name}.{method.name}" for method in methods)]
+            anchors.setdefault(page, set()).update(name.lower() for name in names)
+    return anchors
+
+
+# ---- 3. references, embeddings, links
+
+
+def labels(cells: list[dict]) -> list[tuple[int, str]]:
+    found = []
+    for n, cell in enumerate(cells):
+        if cell["cell_type"] == "markdown":
+            found += [(n, mark) for mark in MARK.findall(prose(cell["source"]))]
+        elif cell["cell_type"] == "code" and not is_hidden(cell):
+            found += [(n, value.strip("\"'")) for key, value in options(cell) if key == "label"]
+    return found
+
+
+def check_references(name: Path, cells: list[dict], numbered: bool) -> list[str]:
+    wrong, marks = [], labels(cells)
+    known = [mark for _, mark in marks]
+    for n, mark in marks:
+        if known.count(mark) > 1:
+            wrong.append(f"{name}: cell {n}: label {mark} is given {known.count(mark)} times")
+        kind, cell = mark.split("-")[0], cells[n]
+        if cell["cell_type"] == "code" and kind in ("tbl", "fig"):
+            if f"{kind}-cap" not in directives(cell["source"]):
+                wrong.append(f"{name}: cell {n}: {mark} has no {kind}-cap")
+            if not cell["outputs"]:
+                wrong.append(f"{name}: cell {n}: {mark} has no stored output")
+    for n, cell in enumerate(cells):
+        if any(out["output_type"] == "error" for out in cell.get("outputs", [])):
+            wrong.append(f"{name}: cell {n}: the stored output is an error")
+        if cell["cell_type"] == "raw" or is_hidden(cell):
+            continue
+        captions = [value for key, value in options(cell) if key.endswith("-cap")]
+        tables = [text_of(out.get("data", {}).get("text/markdown", "")) for out in cell.get("outputs", [])]
+        text = cell["source"] if cell["cell_type"] == "markdown" else "\n".join(captions + tables)
+        for kind, body in REFERENCE.findall(prose(text)):
+            if f"{kind}-{body}" not in known:
+                wrong.append(f"{name}: cell {n}: @{kind}-{body} has no label in this notebook")
+            elif kind == "sec" and not numbered:
+                wrong.append(f"{name}: cell {n}: @sec-{body} needs number-sections: true in _quarto.yml")
+    return wrong
+
+
+def check_links(root: Path, path: Path, cells: list[dict], pages: set[Path]) -> list[str]:
+    wrong, name = [], path.relative_to(root)
+    for n, cell in enumerate(cells):
+        if cell["cell_type"] != "markdown":
+            continue
+        text = re.sub(r"^(```+|~~~+).*?^\1", "", cell["source"], flags=re.DOTALL | re.MULTILINE)
+        for verb, target, label in EMBED.findall(text):
+            found = path.parent / target if target[0] != "/" else root / target[1:]
+            if not found.exists():
+                wrong.append(f"{name}: cell {n}: {verb} {target} does not exist")
+            elif label and found.suffix == ".ipynb":
+                there = read_cells(found)
+                if label not in [mark for _, mark in labels(there)] + [cell.get("id") for cell in there]:
+                    wrong.append(f"{name}: cell {n}: {target} has no cell {label}")
+        for target in LINK.findall(prose(text)):
+            found = Path(os.path.normpath(path.parent / target if target[0] != "/" else root / target[1:]))
+            if not (found.exists() or found in pages):
+                wrong.append(f"{name}: cell {n}: the link to {target} leads nowhere")
+    return wrong
+
+
+def module_names(module: Path) -> set[str]:
+    "The names that a module defines or imports at its top level."
+    names = set()
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
+    return names
+
+
+def check_api_names(root: Path, lib: str, name: Path, cells: list[dict]) -> list[str]:
+    "Each `lib.module.name` in backticks has to exist."
+    wrong = []
+    for n, cell in enumerate(cells):
+        if cell["cell_type"] != "markdown":
+            continue
+        for dotted in re.findall(rf"`{lib}\.([A-Za-z_][\w.]*)(?:\(\))?`", cell["source"]):
+            first, *rest = dotted.split(".")
+            module, package = root / lib / f"{first}.py", root / lib / "__init__.py"
+            if module.exists():
+                good = not rest or rest[0] in module_names(module) or rest == ["py"]
+            else:
+                good = (
+                    (root / lib / first).is_dir()
+                    or first in module_names(package)
+                    or f'"{first}"' in package.read_text()
+                )
+            if not good:
+                wrong.append(f"{name}: cell {n}: `{lib}.{dotted}` does not exist")
+    return wrong
+
+
+# ---- all of it
+
+
+def check(root: Path, with_filter: bool = True, only: list[str] = (), workers: int = 2) -> list[str]:
+    try:
+        config = yaml.safe_load((root / "_quarto.yml").read_text())
+    except (OSError, yaml.YAMLError) as error:
+        return [f"_quarto.yml: {error}"]
+    settings = configparser.ConfigParser(interpolation=None)
+    settings.read(root / "settings.ini")
+    settings = settings["DEFAULT"]
+    wrong = check_config(root, config)
+    chosen = published(root, config["project"]["render"])
+    notebooks = {path: read_cells(path) for path in chosen if path.suffix == ".ipynb"}
+    wrong += check_front_matter(root, notebooks)
+    pages = {
+        path.parent / front_matter(cells).get("output-file", f"{path.stem}.html") for path, cells in notebooks.items()
+    }
+    documents = {
+        path: [{"cell_type": "markdown", "source": path.read_text()}]
+        for path in [*root.glob("*.qmd"), *root.glob("*.md")]
+    }
+    index = root / settings["nbs_path"] / settings.get("readme_nb", "index.ipynb")
+    if index.exists():
+        documents[index] = read_cells(index)
+    for path, cells in (notebooks | documents).items():
+        if only and str(path.relative_to(root)) not in only:
+            continue
+        wrong += check_references(path.relative_to(root), cells, bool(config.get("number-sections")))
+        wrong += check_links(root, path, cells, pages | {root / "index.html"})
+        wrong += check_api_names(root, settings["lib_name"], path.relative_to(root), cells)
+    for path, cells in notebooks.items():
+        wrong += [
+            f"{path.relative_to(root)}: cell {n}: {node.name} has no docstring"
+            for n, node in exported_defs(cells)
+            if not ast.get_docstring(node)
+        ]
+    if with_filter and not any("is not on PATH" in line for line in wrong):
+        anchors = api_anchors(root / settings["nbs_path"], notebooks)
+        api = settings.get("doc_host", "").rstrip("/") + "/" + settings.get("doc_baseurl", "").strip("/") + "/"
+        paths = [path for path in notebooks if not only or str(path.relative_to(root)) in only]
+        with ThreadPoolExecutor(workers) as pool:
+            for path, done in zip(paths, pool.map(lambda path: run_filter(path, config["ipynb-filters"][0]), paths)):
+                wrong += check_filtered(path.relative_to(root), notebooks[path], done, api, anchors)
+    return wrong
+
+
+def check_rendered(root: Path) -> list[str]:
+    "After `quarto render`: each published page is there."
+    config = yaml.safe_load((root / "_quarto.yml").read_text())
+    site, wrong = root / config["project"]["output-dir"], []
+    for path in published(root, config["project"]["render"]):
+        front = front_matter(read_cells(path)) if path.suffix == ".ipynb" else {}
+        page = site / path.parent.relative_to(root) / front.get("output-file", f"{path.stem}.html")
+        if not page.exists():
+            wrong.append(f"{path.relative_to(root)}: {page.relative_to(root)} was not rendered")
+    return wrong
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1])
+    parser.add_argument(
+        "--no-filter", action="store_true", help="leave out nbdev_filter, which takes some seconds a notebook"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="check the cells of these notebooks alone (paths from the root)"
+    )
+    parser.add_argument("--rendered", action="store_true", help="check only that quarto render wrote every page")
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    root = args.root.resolve()
+    found = check_rendered(root) if args.rendered else check(root, not args.no_filter, args.only, args.workers)
+    print("\n".join(found) if found else "the site's sources are sound")
+    sys.exit(bool(found))

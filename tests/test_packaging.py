@@ -1,0 +1,176 @@
+"""The package as its users meet it: what an import costs, what is declared, what the files say of each other."""
+
+import ast
+import configparser
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = sorted((ROOT / "isoreg").rglob("*.py"))
+DISTRIBUTION = {
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+    "IsoScore": "isoscore",
+    "skdim": "scikit-dimension",
+    "PIL": "pillow",
+}
+
+
+def requirements(*groups: list[str]) -> dict[str, Requirement]:
+    return {canonicalize_name(req.name): req for group in groups for req in map(Requirement, group)}
+
+
+RUNTIME = requirements(PROJECT["dependencies"])
+OPTIONAL = requirements(*[group for name, group in PROJECT["optional-dependencies"].items() if name != "dev"])
+EVERYTHING = requirements(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+PINS = dict(
+    line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"
+)
+PINS = {canonicalize_name(name): version for name, version in PINS.items()}
+
+
+def tracked_files() -> list[Path]:
+    "What git tracks, and what it would track if it were added now."
+    listing = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def imported_packages(module: Path) -> set[str]:
+    "The packages that a module imports anywhere, functions included."
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"isoreg"}
+
+
+def test_importing_the_package_is_light():
+    heavy = "torch transformers numpy pandas datasets matplotlib evaluate papermill nbdev fastcore".split()
+    code = f"import isoreg, sys; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+def test_every_import_is_declared(module):
+    needed = {canonicalize_name(DISTRIBUTION.get(name, name)) for name in imported_packages(module)}
+    assert needed <= RUNTIME.keys() | OPTIONAL.keys()
+
+
+def test_what_is_needed_only_to_develop_is_not_needed_to_use():
+    assert not RUNTIME.keys() & {"nbdev", "fastcore", "execnb", "pytest", "hypothesis", "isoscore", "nbconvert"}
+
+
+@pytest.mark.parametrize("name", sorted(EVERYTHING))
+def test_the_pin_satisfies_the_declaration(name):
+    assert name in PINS, f"constraints.txt does not pin {name}"
+    assert EVERYTHING[name].specifier.contains(PINS[name], prereleases=True)
+
+
+def test_pins_name_no_build():
+    "A local suffix such as +cpu would keep the pin from being found anywhere but on one kind of machine."
+    assert not [name for name, version in PINS.items() if "+" in version or "@" in version]
+    assert "isoreg" not in PINS
+
+
+def test_one_version_everywhere():
+    settings = configparser.ConfigParser(interpolation=None)
+    settings.read(ROOT / "settings.ini")
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "isoreg/__init__.py").read_text(), re.MULTILINE)[1]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert settings["DEFAULT"]["version"] == version == citation["version"]
+    assert settings["DEFAULT"]["min_python"] in PROJECT["requires-python"]
+    assert settings["DEFAULT"]["description"] == PROJECT["description"]
+    assert set(settings["DEFAULT"]["keywords"].split()) == set(PROJECT["keywords"])
+
+
+@pytest.mark.parametrize("group, name", [("scripts", "isoreg"), ("entry-points", "nbdev")])
+def test_entry_points_lead_somewhere(group, name):
+    target = PROJECT["scripts"]["isoreg"] if group == "scripts" else PROJECT["entry-points"]["nbdev"]["isoreg"]
+    module, attribute = target.split(":")
+    tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
+    assert attribute in {
+        leaf.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for leaf in node.targets
+        if isinstance(leaf, ast.Name)
+    }
+
+
+def test_no_path_of_a_machine():
+    folders = "|".join(["home", "work", "tmp", "root", "Users", "var/folders", "opt/pypi", "opt/wheels"])
+    machine = re.compile(rf"(?:(?<![\w.:/~-])|(?<=file://))/(?:{folders})/[\w.]+|[A-Z]:\\+Users\\")
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        hits = machine.findall(text.replace("\\n", " ").replace("\\t", " "))
+        found += [f"{path.relative_to(ROOT)}: {hit}" for hit in sorted(set(hits))]
+    assert not found, "\n".join(found)
+
+
+def test_no_large_file_is_tracked():
+    large = [
+        f"{path.relative_to(ROOT)}: {path.stat().st_size / 2**20:.1f} MiB"
+        for path in tracked_files()
+        if path.stat().st_size > 5 * 2**20
+    ]
+    assert not large, "\n".join(large)
+
+
+def test_licence():
+    text = (ROOT / "LICENSE").read_text()
+    assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "9. Accepting Warranty" in text
+
+
+def test_citation_is_well_formed():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (
+        citation["cff-version"] == "1.2.0"
+        and citation["type"] == "software"
+        and citation["license"] == PROJECT["license"]
+    )
+    assert {"message", "title", "authors"} <= citation.keys()
+    allowed = {"type", "title", "authors", "year", "conference", "journal", "volume", "identifiers", "url", "notes"}
+    for reference in citation["references"]:
+        assert {"type", "title", "authors", "year"} <= reference.keys() <= allowed, reference["title"]
+        assert reference["type"] in ("article", "conference-paper", "data")
+        assert ("conference" in reference) == (reference["type"] == "conference-paper"), reference["title"]
+        assert isinstance(reference["year"], int) and 2000 < reference["year"] < 2100
+        assert all({"given-names", "family-names"} == author.keys() for author in reference["authors"]), reference[
+            "title"
+        ]
+        for identifier in reference.get("identifiers", []):
+            assert identifier["type"] == "other" and re.fullmatch(r"arXiv:\d{4}\.\d{5}", identifier["value"])
+    titles = [reference["title"] for reference in citation["references"]]
+    assert len(titles) == len(set(titles))
+
+
+def test_the_readme_gives_the_test_command():
+    "The continuous integration takes the command from README.md and runs it, so it has to be there, once."
+    lines = re.findall(r"^python3 -m venv .*pytest.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    steps = [
+        "python3 -m venv .venv",
+        ".venv/bin/pip install -c constraints.txt -e '.[dev]'",
+        ".venv/bin/python -m pytest",
+    ]
+    assert lines == [" && ".join(steps)]

@@ -1,0 +1,292 @@
+"""The site's sources: sound as they are, and the check that says so finds what is broken on purpose."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_site, build_readme = load("check_site"), load("build_readme")
+
+CONFIG = """
+project: {type: website, output-dir: _site, render: [index.qmd, "nbs/*.ipynb", "nbs/**/*.ipynb", "!nbs/index.ipynb"]}
+execute: {enabled: false}
+ipynb-filters: [nbdev_filter]
+format: {html: {theme: cosmo, toc: true, html-math-method: mathml}}
+website:
+  title: small
+  sidebar: {contents: [index.qmd, {section: All, contents: [nbs/00_core.ipynb, nbs/tables/main.ipynb]}]}
+"""
+SETTINGS = """[DEFAULT]
+repo = small
+lib_name = small
+lib_path = small
+nbs_path = nbs
+recursive = True
+skip_procs = FrontmatterProc
+doc_host = https://small.example
+doc_baseurl = /small/nbs
+"""
+DOUBLE = '#| export\ndef double(\n    x: float,  # any number\n) -> float:  # 2x\n    "Twice `x`."\n    return 2 * x'
+CORE = [
+    ("raw", "---\ntitle: Core\ndescription: One function\noutput-file: core.html\n---"),
+    ("code", "#| default_exp core"),
+    (
+        "markdown",
+        "Doubling is $$ y = 2x $$ {#eq-double}\n\nand @eq-double is what `small.core.double` computes: "
+        "[a table](tables/main.ipynb).",
+    ),
+    ("code", DOUBLE),
+    ("code", "#| hide\nimport nbdev; nbdev.nbdev_export()"),
+]
+TABLE = [
+    ("raw", "---\ntitle: Table\ndescription: One table\noutput-file: main.html\n---"),
+    (
+        "code",
+        '#| label: tbl-main\n#| tbl-cap: "Doubles"\n#| echo: false\nMarkdown(table)',
+        "| x | 2x |\n|---|---|\n| 1 | 2 |",
+    ),
+    ("markdown", "@tbl-main, or `@tbl-nothing` when quoted, and [the function](../core.html)."),
+]
+INDEX = [
+    ("raw", "---\ntitle: small\ndescription: A small project\n---"),
+    (
+        "markdown",
+        "It doubles. See [core](00_core.ipynb), the [licence](../LICENSE) and [the web](https://small.example).",
+    ),
+    ("code", "#| hide\nimport small"),
+    ("code", "#| echo: true\nprint(2 * 2)", None, "4\n"),
+]
+
+
+def write_notebook(path: Path, cells: list[tuple]) -> None:
+    "Cells are (kind, source), (kind, source, markdown output) or (kind, source, None, printed output)."
+    made = []
+    for n, (kind, source, *out) in enumerate(cells):
+        cell = {"cell_type": kind, "id": f"cell{n}", "metadata": {}, "source": source.splitlines(True)}
+        outputs = [
+            {"output_type": "display_data", "data": {"text/markdown": text.splitlines(True)}, "metadata": {}}
+            for text in out[:1]
+            if text
+        ]
+        outputs += [{"output_type": "stream", "name": "stdout", "text": text.splitlines(True)} for text in out[1:]]
+        if kind == "code":
+            cell |= {"execution_count": None, "outputs": outputs}
+        made.append(cell)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    for name, text in [
+        ("_quarto.yml", CONFIG),
+        ("settings.ini", SETTINGS),
+        ("LICENSE", "free"),
+        ("index.qmd", "{{< include README.md >}}\n"),
+        ("small/__init__.py", ""),
+        ("small/core.py", "def double(x): return 2 * x\n"),
+    ]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for name, cells in [("00_core", CORE), ("tables/main", TABLE), ("index", INDEX)]:
+        write_notebook(tmp_path / f"nbs/{name}.ipynb", cells)
+    (tmp_path / "README.md").write_text(build_readme.readme(tmp_path / "nbs/index.ipynb"))
+    return tmp_path
+
+
+def replace_text(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def add_cells(path: Path, cells: list[tuple], *more: tuple) -> None:
+    write_notebook(path, [*cells, *more])
+
+
+def test_a_sound_site_passes(site):
+    assert check_site.check(site) == []
+
+
+BREAKS = {
+    "linked but missing": (
+        lambda s: replace_text(s / "_quarto.yml", "nbs/tables/main.ipynb]", "nbs/tables/main.ipynb, nbs/none.ipynb]"),
+        "nbs/none.ipynb is linked but does not exist",
+    ),
+    "not in the sidebar": (
+        lambda s: replace_text(s / "_quarto.yml", ", nbs/tables/main.ipynb]", "]"),
+        "published but not in the sidebar",
+    ),
+    "empty glob": (
+        lambda s: replace_text(s / "_quarto.yml", '[index.qmd, "nbs', '[index.qmd, "docs/*.qmd", "nbs'),
+        "nothing matches docs/*.qmd",
+    ),
+    "unknown key": (
+        lambda s: replace_text(s / "_quarto.yml", "toc: true", "tok: true"),
+        "unknown key format.html.tok",
+    ),
+    "yaml": (lambda s: replace_text(s / "_quarto.yml", "toc: true", "toc: [true"), "_quarto.yml: "),
+    "filter": (
+        lambda s: replace_text(s / "_quarto.yml", "[nbdev_filter]", "[no_such_filter]"),
+        "no_such_filter is not on PATH",
+    ),
+    "no title": (lambda s: add_cells(s / "nbs/tables/main.ipynb", TABLE[1:]), "no title in the front matter"),
+    "same page twice": (lambda s: add_cells(s / "nbs/00_other.ipynb", CORE), "output-file core.html is also that of"),
+    "wrong page for the API": (
+        lambda s: replace_text(s / "nbs/00_core.ipynb", "core.html", "kernel.html"),
+        "links into the API lead to core.html",
+    ),
+    "no label": (
+        lambda s: add_cells(s / "nbs/00_core.ipynb", CORE, ("markdown", "As [-@fig-none] shows.")),
+        "cell 5: @fig-none has no label",
+    ),
+    "label of another page": (
+        lambda s: add_cells(s / "nbs/00_core.ipynb", CORE, ("markdown", "See @tbl-main.")),
+        "@tbl-main has no label in this",
+    ),
+    "label twice": (
+        lambda s: add_cells(s / "nbs/tables/main.ipynb", TABLE, TABLE[1]),
+        "label tbl-main is given 2 times",
+    ),
+    "no caption": (
+        lambda s: replace_text(s / "nbs/tables/main.ipynb", "tbl-cap", "fig-cap"),
+        "tbl-main has no tbl-cap",
+    ),
+    "no output": (
+        lambda s: add_cells(s / "nbs/tables/main.ipynb", [TABLE[0], TABLE[1][:2]]),
+        "tbl-main has no stored output",
+    ),
+    "unnumbered sections": (
+        lambda s: add_cells(s / "nbs/00_core.ipynb", CORE, ("markdown", "## A {#sec-a}\n\nSee @sec-a.")),
+        "needs number-sections",
+    ),
+    "embedding": (
+        lambda s: (s / "index.qmd").write_text("{{< embed nbs/tables/main.ipynb#tbl-none >}}"),
+        "nbs/tables/main.ipynb has no cell tbl-none",
+    ),
+    "inclusion": (
+        lambda s: (s / "index.qmd").write_text("{{< include OTHER.md >}}"),
+        "include OTHER.md does not exist",
+    ),
+    "link": (
+        lambda s: replace_text(s / "nbs/00_core.ipynb", "tables/main.ipynb", "tables/other.ipynb"),
+        "cell 2: the link to tables/other.ipynb",
+    ),
+    "link to a page": (
+        lambda s: replace_text(s / "nbs/tables/main.ipynb", "../core.html", "core.html"),
+        "the link to core.html leads nowhere",
+    ),
+    "API name": (
+        lambda s: replace_text(s / "nbs/00_core.ipynb", "small.core.double", "small.core.triple"),
+        "`small.core.triple` does not exist",
+    ),
+    "no docstring": (
+        lambda s: add_cells(s / "nbs/00_core.ipynb", CORE, ("code", "#| export\ndef half(x): return x / 2")),
+        "half has no docstring",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_is_broken_is_found(site, name):
+    spoil, message = BREAKS[name]
+    spoil(site)
+    assert any(message in line for line in check_site.check(site, with_filter=False))
+
+
+FILTER_BREAKS = {
+    "stray directive": (("code", "y = 1\n#| export"), "directive left over: #| export"),
+    "misspelt option": (("code", "#| ehco: false\ny = 1"), "directive left over: #| ehco: false"),
+    "hidden export": (
+        ("code", "#| hide\n#| export\ndef half(x):\n    'Half.'\n    return x / 2"),
+        "half is exported but its documentation is not shown",
+    ),
+    "imports and code": (("code", "import math\ny = math.pi"), "a cell mixes imports with other code"),
+    "failing export": (("code", "#| export\nlimit = undefined_name"), "the filter fails"),
+}
+
+
+@pytest.mark.parametrize("name", FILTER_BREAKS)
+def test_what_the_filter_trips_over_is_found(site, name):
+    cell, message = FILTER_BREAKS[name]
+    add_cells(site / "nbs/00_core.ipynb", CORE, cell)
+    assert any(message in line for line in check_site.check(site, only=["nbs/00_core.ipynb"]))
+
+
+def test_api_links_must_lead_to_an_anchor():
+    api, made = "https://small.example/small/nbs/", {
+        "cells": [{"cell_type": "markdown", "source": "[x](https://small.example/small/nbs/core.html#triple)"}]
+    }
+    done = type("Done", (), {"returncode": 0, "stderr": "", "stdout": json.dumps(made)})
+    assert check_site.check_filtered(Path("a.ipynb"), [], done, api, {"core.html": {"double"}}) == [
+        "a.ipynb: filtered cell 0: the API link core.html#triple leads nowhere"
+    ]
+    assert check_site.check_filtered(Path("a.ipynb"), [], done, api, {"core.html": {"triple"}}) == []
+
+
+def test_a_missing_page_of_the_rendered_site_is_found(site):
+    for page in ["index.html", "nbs/core.html"]:
+        (site / "_site" / page).parent.mkdir(parents=True, exist_ok=True)
+        (site / "_site" / page).touch()
+    assert check_site.check_rendered(site) == ["nbs/tables/main.ipynb: _site/nbs/tables/main.html was not rendered"]
+
+
+def test_the_repository_is_sound():
+    "All but the passage through the filter, which takes some seconds a notebook and is a step of its own in .ci/run."
+    wrong = check_site.check(ROOT, with_filter=False)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_copy_of_the_repository_with_a_page_taken_away_is_not(tmp_path):
+    for name in ["_quarto.yml", "settings.ini", "index.qmd", "README.md", "LICENSE"]:
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ["nbs", "isoreg"]:
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "nbs/00_moments.ipynb").unlink()
+    assert "_quarto.yml: nbs/00_moments.ipynb is linked but does not exist" in check_site.check(
+        tmp_path, with_filter=False
+    )
+
+
+# ---- README.md
+
+
+def test_readme_holds_what_the_notebook_says(site):
+    text = (site / "README.md").read_text()
+    assert text.startswith("<!-- Generated from nbs/index.ipynb")
+    assert "# small\n\nA small project\n" in text
+    assert "[core](nbs/00_core.ipynb), the [licence](LICENSE) and [the web](https://small.example)" in text
+    assert "```python\nprint(2 * 2)\n```\n\n```text\n4\n```" in text
+    assert "import small" not in text
+
+
+def test_readme_shows_tables_and_leaves_pictures_out(tmp_path):
+    write_notebook(tmp_path / "index.ipynb", [("code", "#| hide_input\ntable", "| a |\n|---|\n| 1 |")])
+    book = json.loads((tmp_path / "index.ipynb").read_text())
+    book["cells"][0]["outputs"].append(
+        {"output_type": "display_data", "data": {"image/png": "AAAA", "text/plain": "<Figure>"}, "metadata": {}}
+    )
+    (tmp_path / "index.ipynb").write_text(json.dumps(book))
+    text = build_readme.readme(tmp_path / "index.ipynb")
+    assert "\n| a |\n|---|\n| 1 |\n" in text and "Figure" not in text and "AAAA" not in text
+
+
+def test_readme_refuses_what_it_cannot_show(tmp_path):
+    write_notebook(tmp_path / "index.ipynb", [("markdown", "{{< embed tables/main.ipynb#tbl-main >}}")])
+    with pytest.raises(SystemExit, match="shortcode"):
+        build_readme.readme(tmp_path / "index.ipynb")
+
+
+def test_readme_of_the_repository_is_up_to_date():
+    assert (ROOT / "README.md").read_text() == build_readme.readme(ROOT / "nbs/index.ipynb")
