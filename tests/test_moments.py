@@ -99,7 +99,7 @@ def test_memory_beside_the_input_stays_below_8_mib(dtype):
 import torch
 from isoreg.moments import moments
 def kib(key): return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith(key))
-moments(torch.randn(2000, 768))                       # libraries allocate their own buffers on first use
+moments(torch.randn(2000, 768).to(torch.{dtype}))     # code and libraries' own buffers are loaded on first use
 x = torch.randn(100_000, 768).to(torch.{dtype})
 try: open('/proc/self/clear_refs', 'w').write('5')    # reset the high-water mark
 except OSError: print('skip'); raise SystemExit

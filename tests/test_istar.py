@@ -1,0 +1,285 @@
+"""The penalties against direct formulas, and inside the transformers Trainer against its traps."""
+import copy
+import tempfile
+
+import pytest
+import torch
+from ranks import on_ranks
+from transformers import BertConfig, BertForSequenceClassification, BertModel, TrainingArguments
+
+from isoreg.isoscore import isoscore, isoscore_star
+from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, token_moments
+from isoreg.trainer import DropoutSchedule, IsotropyLog, PenaltyTrainer, ReferenceRefresh
+
+CONFIG = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16)
+
+
+def states_and_mask(dtype=torch.float64, requires_grad=False):
+    g = torch.Generator().manual_seed(0)
+    states = tuple((torch.randn(3, 6, 8, generator=g, dtype=torch.float64) + torch.randn(8, generator=g)).to(dtype).requires_grad_(requires_grad) for _ in range(4))
+    return states, torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [0] * 3 + [1] * 3])
+
+
+def union(states, mask): return torch.cat([h[mask.bool()] for h in states[1:]])
+
+
+def test_union_mean_and_single_layer():
+    states, mask = states_and_mask()
+    reference = torch.cov(torch.randn(8, 50, dtype=torch.float64))
+    for convention in ("released", "text"):
+        score = IStar(1, 0.3, reference, convention=convention).score(states, mask)
+        torch.testing.assert_close(score, isoscore_star(union(states, mask), reference, 0.3, convention=convention))
+    each = torch.stack([isoscore(h[mask.bool()], correction="ustat") for h in states[1:]])
+    torch.testing.assert_close(IStar(1, layers="mean", correction="ustat").score(states, mask), each.mean())
+    torch.testing.assert_close(IStar(1, zeta=0, layers=2).score(states, mask), isoscore(states[2][mask.bool()]))
+    torch.testing.assert_close(IStar(1, zeta=0, layers=-1).score(states, mask), isoscore(states[-1][mask.bool()]))
+    references = torch.stack([reference, torch.eye(8, dtype=torch.float64), 2 * reference])
+    each = torch.stack([isoscore_star(h[mask.bool()], r, 0.3) for h, r in zip(states[1:], references)])
+    torch.testing.assert_close(IStar(1, 0.3, references, layers="mean").score(states, mask), each.mean())
+
+
+def test_padding_and_embeddings_only_when_asked():
+    states, mask = states_and_mask()
+    torch.testing.assert_close(IStar(1, zeta=0, padding=True).score(states, mask), isoscore(torch.cat(states[1:]).flatten(0, 1)))
+    torch.testing.assert_close(IStar(1, zeta=0, embeddings=True).score(states, mask), isoscore(torch.cat([h[mask.bool()] for h in states])))
+    poisoned = tuple(h.masked_fill(mask[..., None] == 0, float("nan")) for h in states)
+    torch.testing.assert_close(IStar(1, zeta=0)(poisoned, mask), IStar(1, zeta=0)(states, mask))
+
+
+@pytest.mark.parametrize("penalty", [IStar(-2, 0.2, torch.eye(8)), IStar(1, zeta=0, layers="mean"), IStar(3, correction="ustat"), IStar(1, correction="gaussian", layers=1)])
+def test_gradient_by_finite_differences(penalty):
+    states, mask = states_and_mask(requires_grad=True)
+    double = copy.deepcopy(penalty).double()
+    assert torch.autograd.gradcheck(lambda *h: double.score(h, mask), states)
+    term = penalty(states, mask)
+    term.backward()
+    assert all((h.grad[mask == 0] == 0).all() for h in states[1:] if h.grad is not None)
+    assert term.item() == pytest.approx(penalty.lam * (1 - penalty.parts["isoscore"].item()), rel=1e-6)
+    assert not penalty.parts["istar"].requires_grad
+
+
+def test_bfloat16_states_and_autocast():
+    states, mask = states_and_mask(torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        term = IStar(-1, 0.2, torch.eye(8))(states, mask)
+        cos = CosReg(1)(states, mask)
+    exact = isoscore_star(union(states, mask).double(), torch.eye(8).double(), 0.2)
+    assert term.dtype == torch.float32 and term.item() == pytest.approx(-(1 - exact.item()), rel=1e-5)
+    (term + cos).backward()
+    assert states[2].grad.dtype == torch.bfloat16
+
+
+def test_cosreg_is_the_n_by_n_form():
+    states, mask = states_and_mask(requires_grad=True)
+    for keep, padding in ((mask.bool(), False), (torch.ones_like(mask).bool(), True)):
+        u = torch.nn.functional.normalize(states[-1][keep], dim=-1)
+        n = len(u)
+        exact = ((u @ u.T).sum() - n) / n**2
+        ours = CosReg(1.5, padding=padding)(states, mask) / 1.5
+        torch.testing.assert_close(ours, exact)
+        torch.testing.assert_close(*(torch.autograd.grad(v, states[-1])[0] for v in (ours, exact)))
+
+
+def model_and_batches(n=6):
+    torch.manual_seed(0)
+    model, g, batches = BertModel(BertConfig(**CONFIG), add_pooling_layer=False), torch.Generator().manual_seed(1), []
+    for _ in range(n):
+        mask = torch.arange(10) < torch.randint(3, 11, (4, 1), generator=g)
+        batches.append({"input_ids": torch.randint(0, 60, (4, 10), generator=g), "attention_mask": mask.long(), "labels": torch.zeros(4)})
+    return model, batches
+
+
+def test_reference_covariance_is_the_covariance_of_token_vectors():
+    model, batches = model_and_batches()
+    model.train()
+    reference = reference_covariance(model, batches, progress=False)
+    assert model.training and not reference.requires_grad
+    model.eval()
+    with torch.no_grad():
+        hidden = [model(b["input_ids"], b["attention_mask"], output_hidden_states=True).hidden_states for b in batches]
+    rows = torch.cat([h[b["attention_mask"].bool()] for states, b in zip(hidden, batches) for h in states[1:]])
+    torch.testing.assert_close(reference, torch.cov(rows.T))
+    score = measure_isotropy(model, batches)
+    assert score["union"] == pytest.approx(float(isoscore(rows)), rel=1e-5) and score["points"] == len(rows) and len(score["layers"]) == 2
+    padded = torch.cat([h.flatten(0, 1) for states in hidden for h in states[1:]])
+    torch.testing.assert_close(reference_covariance(model, batches, padding=True, progress=False), torch.cov(padded.T))
+    assert reference_covariance(model, batches, layers="mean", progress=False).shape == (2, 16, 16)
+
+
+def test_max_points_is_a_maximum_and_is_reached():
+    model, batches = model_and_batches()
+    for limit in (2, 30, 31, 77):
+        m = token_moments(model, iter(batches), limit)
+        assert limit - 2 < int(m.count[1:].sum()) <= limit
+
+
+def _reference_on_rank(rank, world):
+    model, batches = model_and_batches()
+    return reference_covariance(model, batches[rank::world], progress=False)
+
+
+def test_reference_is_the_same_on_all_ranks():
+    model, batches = model_and_batches()
+    whole = reference_covariance(model, batches, progress=False)
+    for reference in on_ranks(_reference_on_rank): torch.testing.assert_close(reference, whole)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: IStar(float("nan")), ["lam", "nan"]),
+    (lambda: IStar("1"), ["lam", "'1'"]),
+    (lambda: IStar(1, zeta=1.5), ["zeta", "1.5"]),
+    (lambda: IStar(1, layers="all"), ["layers", "all", "union"]),
+    (lambda: IStar(1, correction="bias"), ["correction", "bias"]),
+    (lambda: IStar(1, convention="code"), ["convention", "code"]),
+    (lambda: IStar(1, reference_cov=torch.ones(3, 4)), ["reference_cov", "(3, 4)"]),
+    (lambda: IStar(1)(*states_and_mask()), ["reference_cov", "zeta=0.2", "reference_covariance"]),
+    (lambda: IStar(1, zeta=0)(None), ["hidden_states", "output_hidden_states"]),
+    (lambda: IStar(1, zeta=0)(torch.randn(3, 6, 8)), ["hidden_states", "tuple"]),
+    (lambda: IStar(1, zeta=0)(states_and_mask()[0], torch.ones(3, 5)), ["attention_mask", "(3, 5)"]),
+    (lambda: CosReg(1, layer="last"), ["layer", "last"]),
+    (lambda: token_moments(model_and_batches()[0], iter([])), ["batches"]),
+    (lambda: token_moments(model_and_batches()[0], [], max_points=1), ["max_points", "1"]),
+])
+def test_bad_input_is_named(call, words):
+    with pytest.raises(ValueError) as error: call()
+    for word in words: assert word in str(error.value)
+
+
+# in the Trainer ---------------------------------------------------------------------------------------------------
+
+def examples(n, seed):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 60, (n, 8), generator=g)
+    return [{"input_ids": i, "attention_mask": torch.ones(8, dtype=torch.long), "labels": int(i[0] > 30)} for i in ids]
+
+
+class InOrder(PenaltyTrainer):
+    "Takes the examples as they come, so that runs can be compared."
+    def _get_train_sampler(self, *args): return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def make_trainer(penalty, data, batch_size=8, accumulation=1, steps=1, dropout=0.0, kind=InOrder, **arguments):
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
+    defaults = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation, max_steps=steps, optim="sgd",
+                    learning_rate=1.0, max_grad_norm=0, weight_decay=0, lr_scheduler_type="constant", report_to="none", use_cpu=True, save_strategy="no",
+                    logging_steps=1, disable_tqdm=True, eval_strategy="no")
+    return kind(model, TrainingArguments(**defaults | arguments), train_dataset=data, eval_dataset=examples(16, 9), penalty=penalty)
+
+
+def gradients(trainer):
+    "What one SGD step at rate 1 took off the weights."
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    trainer.train()
+    return {n: before[n] - p.detach() for n, p in trainer.model.named_parameters()}
+
+
+def assert_same(a, b, **tolerance):
+    for n in a: torch.testing.assert_close(a[n], b[n], **({"rtol": 1e-3, "atol": 2e-6} | tolerance))
+
+
+class TokenMean(torch.nn.Module):
+    "A penalty that is a mean over examples, so that its batch value is the mean of micro-batch values."
+    parts: dict = {}
+    def forward(self, hidden_states, attention_mask=None): return hidden_states[-1].tanh().mean()
+
+
+@pytest.mark.parametrize("penalty, data", [(None, examples(8, 0)), (TokenMean(), examples(8, 0)), (IStar(-2, zeta=0), examples(2, 0) * 4), (CosReg(0.0), examples(8, 0))])
+def test_accumulation_does_not_change_the_gradient(penalty, data):
+    assert_same(gradients(make_trainer(penalty, data)), gradients(make_trainer(penalty, data, batch_size=2, accumulation=4)))
+
+
+def test_gradient_of_one_step_is_that_of_the_formula():
+    data, reference = examples(8, 0), torch.eye(16)
+    trainer = make_trainer(IStar(-1.5, 0.2, reference), data)
+    trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if not isinstance(c, ReferenceRefresh)]
+    model = copy.deepcopy(trainer.model)
+    ours = gradients(trainer)
+    batch = {k: torch.stack([torch.as_tensor(e[k]) for e in data]) for k in data[0]}
+    out = model(**batch, output_hidden_states=True)
+    (out.loss - 1.5 * (1 - isoscore_star(torch.cat(out.hidden_states[1:]).flatten(0, 1), reference, 0.2))).backward()
+    assert_same(ours, {n: p.grad for n, p in model.named_parameters() if p.grad is not None} | {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.grad is None})
+
+
+def test_evaluation_has_no_penalty_and_no_hidden_states():
+    trainer = make_trainer(IStar(-5), examples(8, 0))
+    plain = make_trainer(None, examples(8, 0))
+    seen = []
+    trainer.model.register_forward_hook(lambda m, a, out: seen.append(out.hidden_states))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+    assert seen and all(s is None for s in seen)
+    prediction = trainer.predict(examples(16, 9)).predictions
+    assert prediction.shape == (16, 2)
+    assert trainer.model.config.output_hidden_states is False
+
+
+def test_lambda_zero_is_the_baseline_bit_for_bit():
+    runs = []
+    for penalty in (None, IStar(0.0), IStar(0.0, correction="ustat")):
+        trainer = make_trainer(penalty, examples(64, 0), dropout=0.1, steps=-1, num_train_epochs=3, optim="adamw_torch", learning_rate=1e-3, kind=PenaltyTrainer)
+        trainer.train()
+        runs.append(trainer.model.state_dict())
+    for other in runs[1:]:
+        for n in runs[0]: assert torch.equal(runs[0][n], other[n]), n
+
+
+def test_reference_is_refreshed_at_each_epoch_and_detached():
+    penalty, seen = IStar(-1), []
+    original = penalty.set_reference
+    penalty.set_reference = lambda cov: (seen.append(cov.clone()), original(cov))
+    make_trainer(penalty, examples(32, 0), steps=-1, num_train_epochs=3).train()
+    assert len(seen) == 3 and not any(torch.equal(a, b) for a, b in zip(seen, seen[1:]))
+    assert not penalty.reference_cov.requires_grad
+
+
+def test_parts_are_logged_and_add_up():
+    trainer = make_trainer([IStar(-1), CosReg(0.5)], examples(32, 0), batch_size=4, accumulation=2, steps=3)
+    trainer.train()
+    logs = [e for e in trainer.state.log_history if "loss" in e]
+    assert len(logs) == 3
+    for e in logs: assert e["loss"] == pytest.approx(e["task_loss"] + e["istar"] + e["cosreg"], abs=1e-4)
+    assert {"isoscore", "cosine"} <= set(logs[0])
+
+
+@pytest.mark.parametrize("arguments", [dict(bf16=True), dict(gradient_checkpointing=True), dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})])
+def test_mixed_precision_and_checkpointing(arguments):
+    exact = gradients(make_trainer(IStar(-1, zeta=0), examples(8, 0)))
+    ours = gradients(make_trainer(IStar(-1, zeta=0), examples(8, 0), **arguments))
+    if "bf16" not in arguments: return assert_same(ours, exact)
+    flat = [torch.cat([g[n].flatten() for n in exact]) for g in (ours, exact)]
+    assert torch.nn.functional.cosine_similarity(*flat, dim=0) > 0.99
+
+
+def _train_on_rank(rank, world, name):
+    penalty = {"istar": lambda: IStar(-1), "cosreg": lambda: CosReg(1), "ustat": lambda: IStar(1, correction="ustat", layers="mean"), "none": lambda: None}[name]()
+    trainer = make_trainer(penalty, examples(8, 0), batch_size=8 // world, kind=PenaltyTrainer, data_seed=1)
+    trainer._get_train_sampler = lambda *a: torch.utils.data.SequentialSampler(trainer.train_dataset)
+    out = gradients(trainer)
+    log = next(e for e in trainer.state.log_history if "loss" in e)
+    return out, {k: log[k] for k in ("loss", "isoscore", "cosine") if k in log}
+
+
+@pytest.mark.parametrize("name", ["istar", "cosreg", "ustat", "none"])
+def test_two_ranks_give_the_gradient_and_loss_of_one(name):
+    exact, log = _train_on_rank(0, 1, name)
+    for ours, theirs in on_ranks(_train_on_rank, name):
+        assert_same(ours, exact, atol=5e-6)
+        for k, v in log.items(): assert theirs[k] == pytest.approx(v, rel=1e-3), k
+
+
+def test_isotropy_log_and_dropout_schedule():
+    held_out = [{k: torch.stack([e[k] for e in examples(20, 4)]) for k in ("input_ids", "attention_mask")}]
+    trainer = make_trainer(IStar(1, zeta=0), examples(32, 0), steps=4, dropout=0.1, eval_strategy="steps", eval_steps=2)
+    record, seen = IsotropyLog(held_out), []
+    trainer.add_callback(record)
+    trainer.add_callback(DropoutSchedule(lambda progress: {"bert.embeddings.dropout": 0.5 * (1 - progress)}))
+    dropout = trainer.model.bert.embeddings.dropout
+    dropout.register_forward_hook(lambda m, a, o: seen.append((m.training, m.p)))
+    trainer.train()
+    assert [h["step"] for h in record.history] == [0, 2, 4] and len(record.history[0]["layers"]) == 2
+    assert record.history[0]["union"] == pytest.approx(measure_isotropy(make_trainer(None, examples(2, 0)).model, held_out)["union"], rel=1e-5)
+    assert [p for training, p in seen if training] == pytest.approx([0.5, 0.375, 0.25, 0.125])
+    assert dropout.p == 0.1
+    bad = make_trainer(None, examples(8, 0))
+    bad.add_callback(DropoutSchedule(lambda progress: {"bert.nowhere": 0.5}))
+    with pytest.raises(ValueError, match="bert.nowhere"): bad.train()

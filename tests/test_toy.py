@@ -1,0 +1,230 @@
+"""The toy language: grammar, labels, determinism, separation of train and validation, and the shipped model."""
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from isoreg.toy import (ANIMATE, DEFINITE, KIND_OF, MONOTONE, NP, PLURAL, ROLES, SINGULAR, SYNONYM, TOY_TASKS, VIOLATIONS, WORD_SETS, Clause,
+                        Place, Rel, cola_row, draw, draw_premise, edit, get_role, likeness, polarity, rte_pair, set_role, side, similarity,
+                        sts_pair, tagged, text, toy_corpus, toy_model_path, toy_pairs, toy_task, toy_tokenizer, toy_vocabulary, with_s)
+
+seeds = st.integers(0, 10**6).map(random.Random)
+texts = lambda rows: {v for r in rows for k, v in r.items() if k.startswith("sentence")}
+
+
+# ---- grammar ---------------------------------------------------------------------------------------------------------------------
+
+@given(seeds)
+@settings(max_examples=200, deadline=None)
+def test_every_word_is_in_the_vocabulary_and_sentences_fit(rng):
+    sentence = text(draw(rng))
+    words = sentence.removesuffix(".").split()
+    assert set(words) <= set(toy_vocabulary()) and sentence.endswith(".") and 3 <= len(words) <= 31
+
+
+@given(seeds)
+@settings(max_examples=200, deadline=None)
+def test_agreement_by_an_independent_reading(rng):
+    """Read the number of determiner, noun and verb off the written words of a subject with nothing behind it."""
+    clause = draw(rng)
+    if clause.subject.rel or clause.subject.place or clause.fronted:
+        return
+    words = tagged(clause)
+    det, noun = words[0][0], next(w for w, t in words if t == "noun")
+    verb = next(w for w, t in words if t == "verb")
+    plural_noun = noun in {with_s(n) for n in KIND_OF}
+    assert plural_noun != verb.endswith("s")                    # dogs sleep, a dog sleeps
+    assert ("a" if det == "an" else det) in (PLURAL if plural_noun else SINGULAR)
+
+
+def test_words_have_one_spelling_each():
+    words = toy_vocabulary()
+    assert len(words) == len(set(words)) < 400
+    assert not set(KIND_OF) & {with_s(n) for n in KIND_OF}
+    flat = [w for s in WORD_SETS for w in s]
+    assert len(flat) == len(set(flat))                          # no word in two classes
+    assert all(SYNONYM[SYNONYM[w]] == w for w in SYNONYM)
+
+
+@pytest.mark.parametrize("kind", VIOLATIONS)
+def test_violations_differ_from_their_sentence(kind):
+    rng, found = random.Random(1), 0
+    while found < 50:
+        clause = draw(rng)
+        spoilt = VIOLATIONS[kind](clause, rng)
+        if spoilt is None:
+            continue
+        found += 1
+        good, bad = text(clause).split(), text(spoilt).split()
+        assert good != bad
+        if kind == "order":
+            assert sorted(w.strip(".") for w in good) == sorted(w.strip(".") for w in bad)
+        if kind in ("agreement", "attractor", "relative", "number", "argument"):
+            assert len(good) == len(bad) and sum(a != b for a, b in zip(good, bad)) == 1
+        if kind == "determiner":
+            assert abs(len(good) - len(bad)) == 1
+
+
+def test_cola_labels_are_balanced_within_each_kind():
+    for kind in VIOLATIONS:
+        rows = [cola_row(random.Random(s), (kind,)) for s in range(300)]
+        assert 0.38 < sum(r["label"] for r in rows) / 300 < 0.62
+        length = [sum(len(r["sentence"].split()) for r in rows if r["label"] == y) / sum(r["label"] == y for r in rows) for y in (0, 1)]
+        assert abs(length[0] - length[1]) < 1.0                 # length does not tell
+
+
+# ---- entailment, checked in a finite model -------------------------------------------------------------------------------------
+
+QUANTIFIERS = {"a": lambda n, v: bool(n & v), "some": lambda n, v: bool(n & v), "one": lambda n, v: bool(n & v),
+               "two": lambda n, v: len(n & v) >= 2, "three": lambda n, v: len(n & v) >= 3, "every": lambda n, v: n <= v,
+               "each": lambda n, v: n <= v, "all": lambda n, v: n <= v, "no": lambda n, v: not n & v}
+SETS = [frozenset(i for i in range(3) if k >> i & 1) for k in range(8)]
+
+
+@pytest.mark.parametrize("det", QUANTIFIERS)
+def test_monotonicity_table_against_all_sets_of_three(det):
+    """Each sign of the table holds for all sets; each opposite sign fails for some."""
+    q, pairs = QUANTIFIERS[det], [(a, b) for a in SETS for b in SETS if a <= b]
+    noun, verb = MONOTONE[det]
+    up = (all(not q(a, v) or q(b, v) for a, b in pairs for v in SETS), all(not q(n, a) or q(n, b) for a, b in pairs for n in SETS))
+    down = (all(not q(b, v) or q(a, v) for a, b in pairs for v in SETS), all(not q(n, b) or q(n, a) for a, b in pairs for n in SETS))
+    assert (noun, verb) == tuple(1 if u else -1 if d else 0 for u, d in zip(up, down)) and noun and verb
+
+
+def holds(clause, world):
+    "Truth of a sentence with an intransitive verb in a world that says which animal has which property."
+    has = lambda word: {i for i, properties in enumerate(world) if word in properties}
+    below = lambda noun: {noun} | {n for low in [w for w, k in KIND_OF.items() if k == noun] for n in below(low)}
+    noun = set().union(*(has(n) for n in below(clause.subject.noun)))
+    noun &= has(clause.subject.adj) if clause.subject.adj else noun
+    verb = has(clause.verb) & (has(clause.adverb) if clause.adverb else has(clause.verb))
+    verb = set(range(len(world))) - verb if clause.negated else verb
+    return QUANTIFIERS[clause.subject.det](noun, verb)
+
+
+@given(seeds, st.sampled_from(["a", "every", "no"]), st.booleans(), st.sampled_from(["subject", "rest"]))
+@settings(max_examples=60, deadline=None)
+def test_edits_entail_just_as_polarity_says(rng, det, general, site):
+    clause = Clause(NP(det, "dog", False, adj="old"), "sleep", adverb="quietly" if general else "")
+    if not general:
+        clause = replace(clause, subject=replace(clause.subject, adj=""))
+    other = edit(clause, site, general, rng)
+    if other is None or other.place or other.subject.place or other.subject.rel:
+        return
+    words = ["dog", "animal", "poodle", "beagle", "cat", "old", "sleep", "quietly", other.subject.adj or "old", other.adverb or "quietly"]
+    worlds = [[{w for w in words if rng.random() < 0.6} for _ in range(3)] for _ in range(1500)]
+    entails = all(holds(other, w) for w in worlds if holds(clause, w))
+    assert entails == (polarity(clause)[site] == (1 if general else -1))
+
+
+@given(seeds)
+@settings(max_examples=100, deadline=None)
+def test_pairs_differ_and_premises_have_one_reading(rng):
+    premise, hypothesis, label = rte_pair(rng)
+    assert text(premise) != text(hypothesis) and label in (0, 1)
+    clause = draw_premise(rng)
+    if clause.negated:
+        assert clause.subject.det in DEFINITE
+
+
+# ---- similarity --------------------------------------------------------------------------------------------------------------
+
+@given(seeds)
+@settings(max_examples=200, deadline=None)
+def test_similarity_is_symmetric_bounded_and_full_for_itself(rng):
+    a, b = sts_pair(rng)
+    assert similarity(a, b) == similarity(b, a) and 0 <= similarity(a, b) <= 5 and similarity(a, a) == 5
+    assert similarity(a, replace(a, negated=not a.negated)) == 2.5
+
+
+def test_similarity_falls_with_distance_of_the_word():
+    a = Clause(NP("a", "rabbit", False), "see", NP("the", "ball", False), place=Place("in", "the", "park", False))
+    scores = [similarity(a, set_role(a, "subject", w)) for w in ("rabbit", "bunny", "dog", "poet")]
+    assert scores == sorted(scores, reverse=True) and len(set(scores)) == 4
+    assert [likeness("rabbit", w) for w in ("rabbit", "bunny", "dog", "animal", "poet", "")] == [1, 0.8, 0.5, 0.5, 0, 0]
+    assert all(get_role(set_role(a, r, get_role(a, r)), r) == get_role(a, r) for r in ROLES if get_role(a, r))
+
+
+# ---- tasks -------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", TOY_TASKS)
+def test_train_and_validation_share_no_sentence_for_any_seed(name):
+    train = texts(toy_task(name, "train", 600, seed=1)) | texts(toy_task(name, "train", 300))
+    held = texts(toy_task(name, "validation", 400)) | texts(toy_task(name, "validation", 200, seed=7))
+    assert not train & held and {side(s) for s in train} == {"train"} and {side(s) for s in held} == {"validation"}
+    assert not held & (set(toy_corpus(3000)) | {s for p in toy_pairs(1000) for s in p})
+
+
+@pytest.mark.parametrize("name", TOY_TASKS)
+def test_rows_are_unique_prefix_stable_and_seeded(name):
+    rows = toy_task(name, "train", 300)
+    assert len({tuple(v for k, v in r.items() if k.startswith("sentence")) for r in rows}) == 300
+    assert toy_task(name, "train", 40).to_list() == rows.to_list()[:40]
+    assert toy_task(name, "train", 40, seed=1).to_list() != rows.to_list()[:40]
+    assert rows["idx"][:] == list(range(300))
+
+
+def test_default_sizes_and_majorities():
+    for name in TOY_TASKS:
+        assert len(toy_task(name, "train")) == 2000
+        held = toy_task(name, "validation")
+        assert len(held) == 400
+        if name != "toy-stsb":
+            assert 0.4 < sum(held["label"]) / 400 < 0.6
+        else:
+            assert min(held["label"]) < 1 and max(held["label"]) > 4.5
+
+
+def test_another_process_with_another_hash_seed_gives_the_same_rows():
+    code = "from isoreg.toy import *; print([toy_task(n, 'validation', 60).to_list() for n in TOY_TASKS], toy_corpus(40), toy_pairs(20), toy_vocabulary())"
+    outputs = {subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": h}, capture_output=True, text=True, check=True).stdout
+               for h in ("1", "2")}
+    here = f"{[toy_task(n, 'validation', 60).to_list() for n in TOY_TASKS]} {toy_corpus(40)} {toy_pairs(20)} {toy_vocabulary()}\n"
+    assert outputs == {here}
+
+
+@pytest.mark.parametrize("arguments, word", [(("toy-sst", "train"), "name='toy-sst'"), (("toy-rte", "test"), "split='test'"),
+                                             (("toy-rte", "train", 0), "n=0")])
+def test_bad_arguments_are_named(arguments, word):
+    with pytest.raises(ValueError, match=word):
+        toy_task(*arguments)
+
+
+# ---- tokenizer and model ---------------------------------------------------------------------------------------------------------
+
+def test_tokenizer_round_trip_and_segments():
+    tokenizer = toy_tokenizer()
+    a, b = toy_pairs(1)[0]
+    batch = tokenizer(a, b)
+    n = len(tokenizer(a)["input_ids"])
+    assert tokenizer.unk_token_id not in batch["input_ids"] and tokenizer.model_max_length == 64
+    assert batch["token_type_ids"] == [0] * n + [1] * (len(batch["input_ids"]) - n)
+    assert tokenizer("A DOG sleeps.")["input_ids"] == tokenizer("a dog sleeps.")["input_ids"]
+    assert tokenizer("a zebra sleeps.")["input_ids"].count(tokenizer.unk_token_id) == 1
+
+
+def test_shipped_model_loads_offline_and_knows_agreement():
+    import torch
+    from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+    folder = toy_model_path()
+    assert (folder / "model.safetensors").stat().st_size < 2.5e6
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, report = AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert tokenizer.get_vocab() == toy_tokenizer().get_vocab()
+    a, b = toy_pairs(1)[0]
+    assert dict(tokenizer(a, b)) == dict(toy_tokenizer()(a, b))
+    classifier, report = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, output_loading_info=True)
+    assert not report["unexpected_keys"] and classifier.config.hidden_dropout_prob == 0.1
+    assert all(k.startswith(("classifier", "bert.pooler")) for k in report["missing_keys"])
+    prefer = []
+    for sentence, right, wrong in (("the dog near these houses [MASK].", "sleeps", "sleep"), ("the dogs near this house [MASK].", "sleep", "sleeps"),
+                                   ("two [MASK] sleep.", "cats", "cat"), ("every [MASK] sleeps.", "cat", "cats")):
+        batch = tokenizer(sentence, return_tensors="pt")
+        logits = model.eval()(**batch).logits[0, batch["input_ids"][0].tolist().index(tokenizer.mask_token_id)]
+        prefer.append(bool(logits[tokenizer.convert_tokens_to_ids(right)] > logits[tokenizer.convert_tokens_to_ids(wrong)]))
+    assert all(prefer)
