@@ -142,7 +142,7 @@ def _show(record, folder: Path):
     table.add_row("notebook", str(folder / "notebook.ipynb"))
     _console.print(table)
 
-# %% ../nbs/11_cli.ipynb #e6efa576
+# %% ../nbs/11_cli.ipynb #24ef9860
 def read_points(
     path: str | Path,  # .npy, .npz, .safetensors or .parquet
     array: str | None = None,  # name of the array or column; None takes the only one (Parquet: all numeric columns)
@@ -176,8 +176,9 @@ def _from_parquet(path: Path, column: str | None):
 
 
 def _two_dimensional(x, path: Path):
+    import numpy as np
     import torch
-    x = torch.as_tensor(x)
+    x = x if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x))
     x = x if x.is_floating_point() else x.double()
     if x.ndim != 2: raise ValueError(f"file: {path.name} holds an array of shape {tuple(x.shape)}; need (n_points, n_dims)")
     return x

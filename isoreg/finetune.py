@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'SMALL', 'Recipe', 'RunConfig', 'RunRecord', 'write_atomically', 'load_model', 'training_arguments',
-           'resolve_precision', 'ProgressFile', 'run']
+           'resolve_precision', 'ProgressFile', 'run', 'collect']
 
 # %% ../nbs/08_finetune.ipynb #88257139
 import dataclasses
@@ -37,7 +37,7 @@ from .tasks import (
 from .toy import toy_model_path
 from .trainer import IsotropyLog, PenaltyTrainer, ReferenceRefresh
 
-# %% ../nbs/08_finetune.ipynb #89f2a433
+# %% ../nbs/08_finetune.ipynb #d5f5338c
 @dataclass(frozen=True)
 class Recipe:
     "Training settings; every field is also a field of RunConfig."
@@ -57,7 +57,7 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "quick": Recipe(),
-    "toy": Recipe(lr=1e-3, max_length=64),
+    "toy": Recipe(lr=5e-4, max_length=64),
     "mosbach": Recipe(lr=2e-5, batch_size=16, epochs=20),
     "istar-paper": Recipe(lr=3e-5, batch_size=16, epochs=4, accumulation=2, warmup=0.0, schedule="constant", weight_decay=0.0, clip=0.0, max_length=256),
     "istar-released": Recipe(lr=1e-5, batch_size=32, epochs=4, warmup=0.0, schedule="constant", weight_decay=0.0, clip=0.0, max_length=256,
@@ -156,7 +156,7 @@ def _fill(c: RunConfig):
     if c.regularizer == "none": put(padding=False)
     if c.correction is not None: put(zeta=0.0)
 
-# %% ../nbs/08_finetune.ipynb #0c327358
+# %% ../nbs/08_finetune.ipynb #e9aff665
 def _validate(c: RunConfig):
     task = get_task(c.task)
     if c.regularizer not in ("none", "istar", "cosreg"): raise ValueError(f"regularizer: {c.regularizer!r} is unknown; use none, istar or cosreg")
@@ -171,7 +171,7 @@ def _validate(c: RunConfig):
     for name in ("batch_size", "epochs", "accumulation", "max_length", "reference_points", "max_train", "max_eval"):
         value, least = getattr(c, name), {"max_length": 8, "reference_points": 1000}.get(name, 1)
         if value is not None and value < least: raise ValueError(f"{name}: {value} is too small; need {least} or more")
-    if not 0 < c.lr < 1: raise ValueError(f"lr: {c.lr} is no learning rate; 1e-5 to 5e-5 is usual, 1e-3 for the toy model")
+    if not 0 < c.lr < 1: raise ValueError(f"lr: {c.lr} is no learning rate; 1e-5 to 5e-5 is usual, 5e-4 for the toy model")
     if not 0 <= c.warmup <= 1: raise ValueError(f"warmup: {c.warmup} is not a share of the steps; need 0 to 1")
     if not 0 < c.train_fraction <= 1: raise ValueError(f"train_fraction: {c.train_fraction} is not in (0, 1]")
     if c.weight_decay < 0 or c.clip < 0: raise ValueError(f"weight_decay, clip: {c.weight_decay}, {c.clip}; need 0 or more")
@@ -492,3 +492,16 @@ def _fill_record(record: RunRecord, config: RunConfig, data: TaskData, trainer: 
     record.hardware = _hardware() | {"precision": resolve_precision(config.precision)}
     record.versions, record.git_commit = _versions(), _git_commit()
     record.warnings = sorted({f"{w.category.__name__}: {str(w.message).splitlines()[0][:200]}" for w in caught})[:20]
+
+# %% ../nbs/08_finetune.ipynb #0a148f83
+def collect(
+    folder: str | Path,  # of runs, searched for record.json
+    path: str | Path,  # JSON lines file; its lines are kept unless the same run is found again
+) -> list[dict]:
+    "Gather finished records into a JSON lines file, sorted by key, written atomically; the records."
+    path = Path(path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    found = [RunRecord.load(f).to_dict() | {"loss": []} for f in sorted(Path(folder).rglob("record.json"))]
+    records = {r["key"]: r for r in lines + [r for r in found if r["status"] == "done"]}
+    write_atomically(path, "".join(json.dumps(records[k]) + "\n" for k in sorted(records)))
+    return [records[k] for k in sorted(records)]

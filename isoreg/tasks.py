@@ -52,13 +52,15 @@ class Task:
         "The columns that every source of the task has, in order."
         return ("id", "context", "question", "answers") if self.kind == "qa" else (*self.text_columns, "label")
 
-# %% ../nbs/07_tasks.ipynb #cdc4de26
-def _task(name, text, labels, train, evaluation, papers, metrics=("accuracy",), hub=None, folder=None, split="validation", kind=None):
+# %% ../nbs/07_tasks.ipynb #485a543b
+def _task(name, text, labels, train, evaluation, papers, metrics=("accuracy",), hub=None, folder=None,
+          split="validation", kind=None):
     "A `Task` from what differs between the rows of the table."
     kind = kind or ("classification" if labels else "regression")
     texts, names = tuple(text.split()), tuple(labels.split())
     rows = (("train", train), (split, evaluation))
-    return Task(name, kind, texts, names, metrics[0], metrics, hub or ("nyu-mll/glue", name), folder or f"glue/{name}", (split,), papers, rows)
+    hub, folder = hub or ("nyu-mll/glue", name), folder or f"glue/{name}"
+    return Task(name, kind, texts, names, metrics[0], metrics, hub, folder, (split,), papers, rows)
 
 _I, _G, _F1, _NLI = ("istar",), ("guided-dropout",), ("accuracy", "f1"), "entailment neutral contradiction"
 _PAIR, _RTE, _CORR = "sentence1 sentence2", "entailment not_entailment", ("pearson", "spearman")
@@ -74,10 +76,13 @@ _ALL = [
     _task("qnli", "question sentence", _RTE, 104743, 5463, _I + _G),
     _task("rte", _PAIR, _RTE, 2490, 277, _I + _G),
     _task("wnli", _PAIR, "not_entailment entailment", 635, 71, _G),
-    _task("sst5", "text", "very_negative negative neutral positive very_positive", 8544, 1101, _I, hub=("SetFit/sst5", None), folder="sst5"),
+    _task("sst5", "text", "very_negative negative neutral positive very_positive", 8544, 1101, _I,
+          hub=("SetFit/sst5", None), folder="sst5"),
     _task("squad", "question context", "", 87599, 10570, _I, ("f1", "exact_match"), ("rajpurkar/squad", None), "squad", kind="qa"),
-    Task("toy-cola", "classification", ("sentence",), ("unacceptable", "acceptable"), "matthews_correlation", ("matthews_correlation",), None, None),
-    Task("toy-rte", "classification", ("sentence1", "sentence2"), ("entailment", "not_entailment"), "accuracy", ("accuracy",), None, None),
+    Task("toy-cola", "classification", ("sentence",), ("unacceptable", "acceptable"), "matthews_correlation",
+         ("matthews_correlation",), None, None),
+    Task("toy-rte", "classification", ("sentence1", "sentence2"), ("entailment", "not_entailment"), "accuracy",
+         ("accuracy",), None, None),
     Task("toy-stsb", "regression", ("sentence1", "sentence2"), (), "pearson", _CORR, None, None),
 ]
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
@@ -89,7 +94,8 @@ def get_task(
     if isinstance(name, Task): return name
     if name in TASKS: return TASKS[name]
     near = difflib.get_close_matches(str(name).lower(), TASKS, n=3, cutoff=0.5)
-    raise ValueError(f"task={name!r} is unknown" + (f"; did you mean {' or '.join(near)}?" if near else "") + f" Tasks: {', '.join(TASKS)}")
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"task={name!r} is unknown; {hint}Tasks: {', '.join(TASKS)}")
 
 # %% ../nbs/07_tasks.ipynb #c571660d
 def _correlation(kind, predictions, references):
@@ -260,7 +266,7 @@ def split_rows(
     order, held = rng.permutation(n), -(-n // 5)            # a fifth, rounded up
     return order[:n - held], order[n - held:]
 
-# %% ../nbs/07_tasks.ipynb #d2be6aee
+# %% ../nbs/07_tasks.ipynb #237a36f3
 def _notes(task, asked, rows, protocol, seed):
     "How the rows differ from the official task: one sentence for each difference."
     notes = [f"{split} is not the official split" for split in asked if re.search("_(part|rebuilt)$", split)]
@@ -268,7 +274,8 @@ def _notes(task, asked, rows, protocol, seed):
     notes += [f"{split} has {n} rows, the official split {official[split]}"
               for split, n in zip(asked, rows) if official.get(split, n) != n]
     if protocol == "joined" and task.folder != "glue/mnli":
-        notes.append(f"joined protocol: {asked[0]} and {asked[1]} shuffled together with seed {seed}, 80/20; not comparable with the official split")
+        notes.append(f"joined protocol: {asked[0]} and {asked[1]} shuffled together with seed {seed}, 80/20; "
+                     "not comparable with the official split")
     return notes
 
 def _majority(task, evaluation):
@@ -390,7 +397,7 @@ def encode_squad_eval(
         for key, values in batch.items(): out[key] += values
     return Dataset.from_dict(dict(out))
 
-# %% ../nbs/07_tasks.ipynb #7c99eea5
+# %% ../nbs/07_tasks.ipynb #3c167afa
 def _best_span(start, end, offsets, n_best, max_answer):
     "(score, first character, last character) of the best span of a window; the score is -inf if there is none."
     k = np.asarray(offsets)
@@ -413,13 +420,17 @@ def squad_predictions(
     "The best answer to each question, ready for `load_metric('squad')`. Raises `ValueError` if the sizes do not fit."
     start_logits, end_logits = (np.asarray(x, dtype=np.float64) for x in (start_logits, end_logits))
     if not len(start_logits) == len(end_logits) == len(features):
-        raise ValueError(f"start_logits has {len(start_logits)} rows and end_logits {len(end_logits)} for {len(features)} windows; give one row each")
+        raise ValueError(f"start_logits has {len(start_logits)} rows and end_logits {len(end_logits)} for {len(features)} windows; "
+                         "give one row each")
     best = {}
     for start, end, offsets, key in zip(start_logits, end_logits, features["offset_mapping"], features["example_id"]):
         span = _best_span(start, end, offsets, n_best, max_answer)
         if span[0] > best.get(key, (-np.inf,))[0]: best[key] = span
-    return [{"id": row["id"], "prediction_text": row["context"][best[row["id"]][1]:best[row["id"]][2]] if row["id"] in best else ""}
-            for row in examples.select_columns(["id", "context"])]
+    said = []
+    for row in examples.select_columns(["id", "context"]):
+        _, first, last = best.get(row["id"], (None, 0, 0))
+        said.append({"id": row["id"], "prediction_text": row["context"][first:last]})
+    return said
 
 # %% ../nbs/07_tasks.ipynb #00ddaa37
 def find_tasks(

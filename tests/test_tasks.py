@@ -208,6 +208,26 @@ def test_fingerprint_sees_rows_and_order_and_nothing_else(tmp_path):
     assert rows_fingerprint(data, columns=columns) != rows_fingerprint(data.select(range(3)), data.select(range(3, 6)), columns=columns)
 
 
+def test_hub_and_folder_give_the_same_columns_and_fingerprint(tmp_path, monkeypatch):
+    import datasets
+    rows = {"train": rte_rows(8), "validation": rte_rows(4, 50)}
+    features = datasets.Features({"sentence1": datasets.Value("string"), "sentence2": datasets.Value("string"),
+                                  "label": datasets.ClassLabel(names=["entailment", "not_entailment"]), "idx": datasets.Value("int32")})
+    asked = []
+
+    def hub(path, config, split):
+        asked.append((path, config, split))
+        return Dataset.from_list(rows[split], features=features)
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    for split in rows:
+        write(tmp_path, f"glue/rte/{split}.parquet", rows[split])
+    a, b = load_task("rte"), load_task("rte", tmp_path)
+    assert asked == [("nyu-mll/glue", "rte", "train"), ("nyu-mll/glue", "rte", "validation")]
+    assert a.fingerprint == b.fingerprint and a.train.features == b.train.features
+    assert a.sources == {"train": "hub:nyu-mll/glue/rte", "validation": "hub:nyu-mll/glue/rte"}
+
+
 def test_unlabelled_rows_are_refused(tmp_path):
     write(tmp_path, "glue/rte/train.parquet", rte_rows(4))
     write(tmp_path, "glue/rte/test.parquet", [r | {"label": -1} for r in rte_rows(4)])

@@ -219,7 +219,7 @@ def test_shipped_model_loads_offline_and_knows_agreement():
     a, b = toy_pairs(1)[0]
     assert dict(tokenizer(a, b)) == dict(toy_tokenizer()(a, b))
     classifier, report = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, output_loading_info=True)
-    assert not report["unexpected_keys"] and classifier.config.hidden_dropout_prob == 0.1
+    assert all(k.startswith("cls.") for k in report["unexpected_keys"]) and classifier.config.hidden_dropout_prob == 0.1
     assert all(k.startswith(("classifier", "bert.pooler")) for k in report["missing_keys"])
     prefer = []
     for sentence, right, wrong in (("the dog near these houses [MASK].", "sleeps", "sleep"), ("the dogs near this house [MASK].", "sleep", "sleeps"),

@@ -1,0 +1,202 @@
+"""A run from configuration to record: what is refused, what is written, what must not depend on chance."""
+import dataclasses
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from transformers import (
+    AlbertConfig, AlbertModel, BertConfig, BertModel, DistilBertConfig, DistilBertModel, GPT2Config, GPT2Model, RobertaConfig, RobertaModel)
+
+from isoreg.finetune import RECIPES, RunConfig, RunRecord, load_model, run, training_arguments, write_atomically
+from isoreg.tasks import load_task
+from isoreg.toy import toy_tokenizer
+
+SMALL = dict(max_train=64, max_eval=40, epochs=1)
+DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
+
+
+@pytest.mark.parametrize("values, words", [
+    (dict(task="colla"), ["task", "colla", "cola"]),
+    (dict(lam=float("nan")), ["lam", "nan"]),
+    (dict(lam="strong"), ["lam", "strong"]),
+    (dict(zeta=1.2), ["zeta", "1.2"]),
+    (dict(batch_size=0), ["batch_size", "0"]),
+    (dict(batch_size=2.5), ["batch_size", "2.5"]),
+    (dict(epochs=0), ["epochs"]),
+    (dict(epochs=True), ["epochs", "True"]),
+    (dict(lr=5), ["lr", "5"]),
+    (dict(lr=-1e-5), ["lr"]),
+    (dict(seed=-1), ["seed"]),
+    (dict(regularizer="dropout"), ["regularizer", "cosreg"]),
+    (dict(layers="all"), ["layers", "all"]),
+    (dict(correction="bias"), ["correction"]),
+    (dict(convention="code"), ["convention"]),
+    (dict(recipe="best"), ["recipe", "mosbach"]),
+    (dict(schedule="cosine"), ["schedule"]),
+    (dict(warmup=2.0), ["warmup"]),
+    (dict(train_fraction=0.0), ["train_fraction"]),
+    (dict(split_protocol="mine"), ["split_protocol", "joined"]),
+    (dict(precision="int8"), ["precision"]),
+    (dict(data_dir="no/such/folder"), ["data_dir", "no/such/folder"]),
+    (dict(model="./no/such/model"), ["model", "config.json"]),
+    (dict(task="squad"), ["model", "squad"]),
+    (dict(lamm=1), ["lamm", "unknown", "lam"]),
+])
+def test_bad_configuration_is_named(values, words):
+    with pytest.raises(ValueError) as error: RunConfig.from_dict(values)
+    for word in words: assert word in str(error.value)
+
+
+@settings(deadline=None)
+@given(lam=st.sampled_from([-1, -1.0, 1, 0.3]), zeta=st.sampled_from([0, 0.2, 1.0]), seed=st.integers(0, 99), regularizer=st.sampled_from(["none", "istar", "cosreg"]))
+def test_key_is_stable_and_tells_runs_apart(lam, zeta, seed, regularizer):
+    config = RunConfig(lam=lam, zeta=zeta, seed=seed, regularizer=regularizer)
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))).key == config.key  # survives JSON and its own output
+    assert RunConfig(lam=lam, zeta=zeta, seed=seed + 1, regularizer=regularizer).key != config.key
+    if regularizer == "istar": assert RunConfig(lam=lam + 1, zeta=zeta, seed=seed).key != config.key
+    if regularizer == "none": assert config.key == RunConfig(seed=seed, regularizer="none").key
+
+
+def test_recipes_fill_and_can_be_overridden():
+    for name, recipe in RECIPES.items():
+        config = RunConfig(recipe=name, epochs=7)
+        assert config.epochs == 7
+        for f in dataclasses.fields(recipe):
+            if f.name not in ("epochs", "padding"): assert getattr(config, f.name) == getattr(recipe, f.name), (name, f.name)
+    mosbach = RECIPES["mosbach"]
+    assert (mosbach.lr, mosbach.epochs, mosbach.batch_size, mosbach.warmup, mosbach.weight_decay, mosbach.clip) == (2e-5, 20, 16, 0.1, 0.01, 1.0)
+    arguments = training_arguments(RunConfig(recipe="mosbach"), "unused", 1000, "classification")
+    assert arguments.get_warmup_steps(1000) == 100 and arguments.lr_scheduler_type == "linear" and arguments.max_grad_norm == 1.0
+    assert RunConfig().lam == -0.1 and RunConfig(recipe="quick").lam == -1.0 and RunConfig(regularizer="cosreg").lam == 1.0
+
+
+@pytest.fixture(scope="module")
+def records():
+    configs = {"base": dict(regularizer="none"), "down": dict(lam=-1), "up": dict(lam=1), "cosreg": dict(regularizer="cosreg", lam=1), "again": dict(lam=1)}
+    return {name: run(RunConfig(max_train=320, max_eval=80, epochs=2, **c)) for name, c in configs.items()}
+
+
+def test_record_holds_what_it_promises(records, tmp_path):
+    record = records["up"]
+    path = record.save(tmp_path)
+    values = json.loads(path.read_text(), parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
+    assert values["status"] == "done" and values["metric"] == "matthews_correlation" and values["value"] == record.epochs[-1]["matthews_correlation"]
+    assert set(values["config"]) == {f.name for f in dataclasses.fields(RunConfig)}
+    for when in ("before", "after"):
+        assert 0 < values["isoscore"][when]["union"] <= 1 and all(0 <= v <= 1 for v in values["isoscore"][when]["layers"])
+    assert len(values["epochs"]) == 2 and values["train_seconds"] > 0 and values["peak_memory_mib"] > 0
+    assert values["data"]["train_rows"] == 320 and len(values["data"]["fingerprint"]) == 64
+    assert {"task_loss", "istar", "isoscore", "step"} <= set(values["loss"][0])
+    assert RunRecord.load(tmp_path).to_dict() == values
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert [p.name for p in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_lambda_turns_isotropy(records):
+    after = {name: r.isoscore["after"]["union"] for name, r in records.items()}
+    assert after["down"] < after["base"] < after["up"]
+    assert after["down"] < records["down"].isoscore["before"]["union"] < after["up"]
+
+
+def test_same_seed_same_run_and_shared_start(records):
+    assert records["again"].epochs == records["up"].epochs and records["again"].isoscore == records["up"].isoscore
+    assert len({json.dumps(r.isoscore["before"]) for r in records.values()}) == 1
+    assert len({r.data["fingerprint"] for r in records.values()}) == 1 == len({r.model["fingerprint"] for r in records.values()})
+    assert records["base"].loss[0]["loss"] == pytest.approx(records["up"].loss[0]["task_loss"], abs=1e-5)  # same head, same first batch
+
+
+@pytest.mark.parametrize("task", ["toy-rte", "toy-stsb"])
+def test_other_kinds_of_task(task):
+    record = run(RunConfig(task=task, **SMALL, correction="ustat", lam=0.5))
+    assert record.config["zeta"] == 0 and set(record.metrics) == ({"accuracy"} if task == "toy-rte" else {"pearson", "spearman"})
+
+
+def test_atomic_write(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    write_atomically(path, "first")
+    monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError): write_atomically(path, "second")
+    assert path.read_text() == "first" and [p.name for p in tmp_path.iterdir()] == ["record.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"status": "done"}', '{"status": 1, "config": 2, "metric": 3, "value": 4, "surprise": 5}'])
+def test_broken_record_is_refused(tmp_path, text):
+    (tmp_path / "record.json").write_text(text)
+    with pytest.raises(ValueError, match="record.json"): RunRecord.load(tmp_path)
+
+
+# encoders -----------------------------------------------------------------------------------------------------------
+
+def encoders():
+    n = len(toy_tokenizer())
+    common = dict(vocab_size=n, pad_token_id=0)
+    bert = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=70)
+    return {
+        "bert": BertModel(BertConfig(**common, **bert)),
+        "albert": AlbertModel(AlbertConfig(**common, **bert, embedding_size=16)),
+        "roberta": RobertaModel(RobertaConfig(**common, **bert)),
+        "distilbert": DistilBertModel(DistilBertConfig(**common, dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=70)),
+        "gpt2": GPT2Model(GPT2Config(vocab_size=n, n_embd=32, n_layer=2, n_head=2, n_positions=70, eos_token_id=3)),
+    }
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "roberta", "distilbert", "gpt2"])
+def test_any_encoder_runs(name, tmp_path):
+    torch.manual_seed(0)
+    encoders()[name].save_pretrained(tmp_path)
+    toy_tokenizer().save_pretrained(tmp_path)
+    before = {p.name for p in tmp_path.iterdir()}
+    record = run(RunConfig(task="toy-rte", model=str(tmp_path), recipe="toy", lam=1, **SMALL))
+    assert record.status == "done" and record.isoscore["after"]["union"] > record.isoscore["before"]["union"]
+    assert {p.name for p in tmp_path.iterdir()} == before
+
+
+def test_untrained_pooler_is_redrawn_and_noted(tmp_path):
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(vocab_size=len(toy_tokenizer()), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64))
+    toy_tokenizer().save_pretrained(tmp_path)
+    for bias, redrawn in ((0.0, True), (0.01, False)):
+        torch.nn.init.constant_(model.pooler.dense.bias, bias)
+        torch.nn.init.normal_(model.pooler.dense.weight, std=0.5)
+        model.save_pretrained(tmp_path)
+        loaded, _, notes = load_model(RunConfig(task="toy-rte", model=str(tmp_path)))
+        assert (loaded.bert.pooler.dense.weight.std().item() < 0.03) == redrawn == any("redrawn" in n for n in notes)
+    _, _, notes = load_model(RunConfig())
+    assert any("pooler absent" in n for n in notes)
+
+
+def test_segment_ids_are_kept_unless_told(tmp_path):
+    seen = []
+    original = BertModel.forward
+    for keep in (True, False):
+        ids = []
+        def spy(self, *args, **kwargs):
+            ids.append(kwargs.get("token_type_ids"))
+            return original(self, *args, **kwargs)
+        BertModel.forward = spy
+        try: run(RunConfig(task="toy-rte", segment_ids=keep, regularizer="none", max_train=8, max_eval=8, epochs=1))
+        finally: BertModel.forward = original
+        seen.append(any(i is not None and bool(i.any()) for i in ids))
+    assert seen == [True, False]
+
+
+# real data ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(not (DATA and MODELS), reason="needs the data and model folders (ISOREG_DATA, ISOREG_MODELS)")
+@pytest.mark.parametrize("task, metrics", [("mrpc", {"accuracy", "f1"}), ("stsb", {"pearson", "spearman"}), ("squad", {"f1", "exact_match"})])
+def test_real_task_and_encoder(task, metrics):
+    record = run(RunConfig(task=task, model=f"{MODELS}/minilm-l6-h384", data_dir=DATA, max_train=16, max_eval=16, epochs=1, batch_size=8, lam=1, precision="bf16"))
+    assert set(record.metrics) == metrics
+    if task != "squad": assert any("redrawn" in n for n in record.model["notes"])
+
+
+@pytest.mark.skipif(not DATA, reason="needs the data folder (ISOREG_DATA)")
+def test_missing_split_is_named_before_training():
+    with pytest.raises(ValueError) as error: run(RunConfig(task="qqp", data_dir=DATA, max_length=64))
+    for word in ("train", "train_part", "qqp"): assert word in str(error.value)
+    stamped = load_task("qqp", DATA, train_split="train_part", eval_split="validation_part", max_train=10, max_eval=10)
+    assert any("not the official split" in n for n in stamped.notes)
