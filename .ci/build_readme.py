@@ -41,7 +41,8 @@ def cell_text(cell: dict) -> str:
         )
     if re.match(r"#\|\s*hide\b", source):
         return ""
-    code = re.sub(r"^#\|.*\n?", "", source, flags=re.MULTILINE).strip()
+    silent = re.search(r"^#\|\s*echo:\s*false", source, flags=re.MULTILINE)
+    code = "" if silent else re.sub(r"^#\|.*\n?", "", source, flags=re.MULTILINE).strip()
     return "\n\n".join(
         text for text in [fenced(code, "python") if code else "", *map(output_text, cell["outputs"])] if text
     )

@@ -64,7 +64,7 @@ def test_finished_run_is_not_repeated_and_a_damaged_record_is(done):
     (["run", "--batch-size", 0], ["batch_size"]),
     (["run", "--lam", "nan"], ["lam"]),
     (["run", "--data-dir", "nowhere"], ["data_dir", "nowhere"]),
-    (["run", "--lamda", 1], ["--lamda"]),
+    (["run", "--lamm", 1], ["--lamm"]),
     (["run", "--seed", "x"], ["--seed"]),
     (["score", "nowhere.npy"], ["nowhere.npy"]),
     (["tasks", "--data-dir", "nowhere"], ["nowhere"]),
@@ -93,7 +93,7 @@ def test_options_parameters_and_configuration_have_the_same_names():
     assert RunConfig(**{k: None if v["default"] in ("None", '""') else json.loads(v["default"]) for k, v in parameters.items() if k != "out"}) == RunConfig()
 
 
-@pytest.mark.parametrize("wrong", [{"lamda": 3}, {"lam": "x"}, {"task": "colla"}])
+@pytest.mark.parametrize("wrong", [{"lamm": 3}, {"lam": "x"}, {"task": "colla"}])
 def test_notebook_refuses_wrong_parameters_before_it_works(wrong, tmp_path):
     start = time.monotonic()
     with pytest.raises(papermill.PapermillExecutionError) as error: execute("finetune", tmp_path / "out.ipynb", {**wrong, "out": str(tmp_path / "runs")})
