@@ -66,9 +66,35 @@ RECIPES: dict[str, Recipe] = {
     "guided-released": Recipe(lr=2e-5, batch_size=18, warmup=0.0, weight_decay=0.0, max_length=512),
 }
 
-# %% ../nbs/08_finetune.ipynb #1423c893
+# %% ../nbs/08_finetune.ipynb #aee57041
+class _Parameters:
+    "What the configuration can do, apart from its fields."
+
+    @classmethod
+    def from_dict(
+        cls,
+        values: dict,  # parameter names and values
+    ) -> "RunConfig":
+        "A configuration from plain values; an unknown name is a `ValueError`."
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                raise ValueError(f"{name}: unknown parameter; {f'did you mean {near[0]}?' if near else 'known are ' + ', '.join(names)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict: return dataclasses.asdict(self)
+
+    @property
+    def key(self) -> str:
+        "Short name of the run: readable, and unique by a hash of all its parameters."
+        digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:10]
+        how = self.regularizer if self.regularizer == "none" else f"{self.regularizer}{self.lam:g}"
+        return f"{self.task}-{Path(self.model).name}-{how}-seed{self.seed}-{digest}"
+
+# %% ../nbs/08_finetune.ipynb #f767eadc
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(_Parameters):
     "Everything that decides a run. `ValueError` for a bad value, before anything is loaded."
     task: str = "toy-cola"  # a name of isoreg.tasks.TASKS
     model: str = "toy-bert"  # the embedded model, a folder, or a name on the hub
@@ -106,28 +132,6 @@ class RunConfig:
         for f in dataclasses.fields(self): object.__setattr__(self, f.name, _typed(f, getattr(self, f.name)))
         _fill(self)
         _validate(self)
-
-    @classmethod
-    def from_dict(
-        cls,
-        values: dict,  # parameter names and values
-    ) -> "RunConfig":
-        "A configuration from plain values; an unknown name is a `ValueError`."
-        names = [f.name for f in dataclasses.fields(cls)]
-        for name in values:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, 1)
-                raise ValueError(f"{name}: unknown parameter; {f'did you mean {near[0]}?' if near else 'known are ' + ', '.join(names)}")
-        return cls(**values)
-
-    def to_dict(self) -> dict: return dataclasses.asdict(self)
-
-    @property
-    def key(self) -> str:
-        "Short name of the run: readable, and unique by a hash of all its parameters."
-        digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:10]
-        how = self.regularizer if self.regularizer == "none" else f"{self.regularizer}{self.lam:g}"
-        return f"{self.task}-{Path(self.model).name}-{how}-seed{self.seed}-{digest}"
 
 # %% ../nbs/08_finetune.ipynb #00e4f020
 _TYPES = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "None": (type(None),)}

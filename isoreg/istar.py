@@ -33,7 +33,16 @@ def check_lam(lam: float, name: str = "lam"):
     if isinstance(lam, bool) or not isinstance(lam, (int, float)) or not -float("inf") < lam < float("inf"):
         raise ValueError(f"{name}: {lam!r} is not a finite number; positive raises isotropy, negative lowers it, the paper uses -5 to 5")
 
-# %% ../nbs/03_istar.ipynb #82d48e68
+# %% ../nbs/03_istar.ipynb #8b5bc13a
+def _check_istar(lam, zeta, layers, correction, convention):
+    check_lam(lam)
+    check_zeta(zeta)
+    if correction not in CORRECTIONS: raise ValueError(f"correction: {correction!r} is unknown; use None, 'gaussian' or 'ustat'")
+    if convention not in CONVENTIONS: raise ValueError(f"convention: {convention!r} is unknown; use 'released' or 'text'")
+    if layers not in ("union", "mean") and (isinstance(layers, bool) or not isinstance(layers, int)):
+        raise ValueError(f"layers: {layers!r} is unknown; use 'union', 'mean' or an index into hidden_states")
+
+# %% ../nbs/03_istar.ipynb #c7746b3a
 class IStar(nn.Module):
     """The I-STAR penalty lam * (1 - IsoScore*), called with hidden states and attention mask (Rudman and Eickhoff 2024, eq. for the loss).
 
@@ -45,7 +54,7 @@ class IStar(nn.Module):
         self,
         lam: float,  # strength; > 0 raises isotropy, < 0 lowers it
         zeta: float = 0.2,  # weight of the reference (convention "released"); 0 needs none; unused with a correction
-        reference_cov: Tensor | None = None,  # (d, d), or (L, d, d) with layers="mean"; see `reference_covariance`
+        reference_cov: Tensor | None = None,  # (d, d), or (L, d, d) with layers="mean": `reference_covariance`
         layers: str | int = "union",  # "union" of layers 1..L, "mean" of their scores, or an index into hidden_states
         correction: str | None = None,  # "gaussian" or "ustat": the bias-corrected score, without reference
         *,
@@ -54,12 +63,7 @@ class IStar(nn.Module):
         embeddings: bool = False,  # count the embedding layer too
     ):
         super().__init__()
-        check_lam(lam)
-        check_zeta(zeta)
-        if correction not in CORRECTIONS: raise ValueError(f"correction: {correction!r} is unknown; use None, 'gaussian' or 'ustat'")
-        if convention not in CONVENTIONS: raise ValueError(f"convention: {convention!r} is unknown; use 'released' or 'text'")
-        if layers not in ("union", "mean") and (isinstance(layers, bool) or not isinstance(layers, int)):
-            raise ValueError(f"layers: {layers!r} is unknown; use 'union', 'mean' or an index into hidden_states")
+        _check_istar(lam, zeta, layers, correction, convention)
         self.lam, self.zeta, self.layers, self.correction = lam, zeta, layers, correction
         self.convention, self.padding, self.embeddings = convention, padding, embeddings
         self.register_buffer("reference_cov", None)

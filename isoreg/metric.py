@@ -11,7 +11,20 @@ from torch import Tensor
 from .isoscore import CONVENTIONS, CORRECTIONS, Invariants, _closed_form, _corrected, _TraceAndSquare, check_cov, check_zeta, mix
 from .moments import Moments, check_points, merge, moments, pool
 
-# %% ../nbs/01a_metric.ipynb #89669073
+# %% ../nbs/01a_metric.ipynb #141d1d8b
+def _check_metric(num_dims, correction, reference_cov, zeta, convention):
+    if not isinstance(num_dims, int) or num_dims < 2: raise ValueError(f"num_dims: {num_dims!r} is not an integer of 2 or more")
+    if correction not in CORRECTIONS: raise ValueError(f"correction: {correction!r} is unknown; use None, 'gaussian' or 'ustat'")
+    if convention not in CONVENTIONS: raise ValueError(f"convention: {convention!r} is unknown; use 'released' or 'text'")
+    check_zeta(zeta)
+    if reference_cov is not None and correction is not None:
+        raise ValueError("correction: a corrected score has no reference; drop reference_cov or correction")
+    if reference_cov is None and zeta != 0: raise ValueError(f"zeta: {zeta} needs reference_cov; pass one or leave zeta at 0")
+
+
+def _double(f: Tensor) -> Tensor: return f if f.dtype == torch.int64 else f.double()
+
+# %% ../nbs/01a_metric.ipynb #95ec8db0
 class IsoScore(torchmetrics.Metric):
     """IsoScore of all points that `update` has seen, over all batches and ranks.
 
@@ -31,13 +44,7 @@ class IsoScore(torchmetrics.Metric):
         **kwargs,  # of torchmetrics.Metric
     ):
         super().__init__(**kwargs)
-        if not isinstance(num_dims, int) or num_dims < 2: raise ValueError(f"num_dims: {num_dims!r} is not an integer of 2 or more")
-        if correction not in CORRECTIONS: raise ValueError(f"correction: {correction!r} is unknown; use None, 'gaussian' or 'ustat'")
-        if convention not in CONVENTIONS: raise ValueError(f"convention: {convention!r} is unknown; use 'released' or 'text'")
-        check_zeta(zeta)
-        if reference_cov is not None and correction is not None:
-            raise ValueError("correction: a corrected score has no reference; drop reference_cov or correction")
-        if reference_cov is None and zeta != 0: raise ValueError(f"zeta: {zeta} needs reference_cov; pass one or leave zeta at 0")
+        _check_metric(num_dims, correction, reference_cov, zeta, convention)
         self.num_dims, self.correction, self.zeta, self.convention = num_dims, correction, zeta, convention
         reference = None if reference_cov is None else check_cov(reference_cov, "reference_cov", num_dims).detach().double()
         self.register_buffer("reference_cov", reference)
@@ -57,7 +64,7 @@ class IsoScore(torchmetrics.Metric):
         x, keep = check_points(points, mask)
         with torch.no_grad():
             m = moments(x.flatten(0, -2), None if keep is None else keep.flatten(), order=4 if "m4" in self._fields else 2)
-        self._set(merge([self._state(), Moments(*(None if f is None else f.to(self._dtype_of(f)) for f in m))]))
+        self._set(merge([self._state(), Moments(*(None if f is None else _double(f) for f in m))]))
 
     def compute(self) -> Tensor:
         "The score as a 0-d float64 tensor."
@@ -81,9 +88,6 @@ class IsoScore(torchmetrics.Metric):
         "Add what another metric has seen."
         get = incoming_state.get if isinstance(incoming_state, dict) else lambda name: getattr(incoming_state, name)
         self._set(merge([self._state(), Moments(*(get(name) for name in self._fields))]))
-
-    @staticmethod
-    def _dtype_of(f: Tensor) -> torch.dtype: return f.dtype if f.dtype == torch.int64 else torch.float64
 
     def _state(self) -> Moments:
         m = Moments(*(getattr(self, name) for name in self._fields))
