@@ -34,7 +34,7 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
         print(isoreg.__version__)
         raise typer.Exit()
 
-# %% ../nbs/11_cli.ipynb #b81400b3
+# %% ../nbs/11_cli.ipynb #d3a99a21
 def _option(text: str, *names: str): return typer.Option(*names, help=text, show_default=False)
 
 
@@ -66,7 +66,7 @@ def run_command(
     padding: Annotated[Optional[bool], _option("Count padding in the penalty, as the released code does.", "--padding/--no-padding")] = None,
     train_split: Annotated[Optional[str], _option("train, train_part or train_rebuilt.")] = None,
     eval_split: Annotated[Optional[str], _option("The task's own, or validation_part.")] = None,
-    split_protocol: Annotated[Optional[str], _option("official, or joined (80/20 of train and validation).")] = None,
+    split_protocol: Annotated[Optional[str], _option("official, or joined (80/20 of train and validation); default: the recipe's.")] = None,
     train_fraction: Annotated[Optional[float], _option("Share of the training part, 0 to 1.")] = None,
     max_train: Annotated[Optional[int], _option("Training examples at most.")] = None,
     max_eval: Annotated[Optional[int], _option("Evaluation examples at most.")] = None,
@@ -79,12 +79,11 @@ def run_command(
     if given.get("layers", "").lstrip("-").isdigit(): given["layers"] = int(given["layers"])
     _run(given, out, force)
 
-# %% ../nbs/11_cli.ipynb #28b59a02
+# %% ../nbs/11_cli.ipynb #b494389c
 def _run(given: dict, out: Path, force: bool):
-    with _errors.status("checking the parameters ..."):
-        from isoreg.finetune import RunConfig, RunRecord
-        try: config = RunConfig.from_dict(given)
-        except ValueError as error: _fail(str(error), 2)
+    from isoreg.finetune import RunConfig, RunRecord
+    try: config = RunConfig.from_dict(given)
+    except ValueError as error: _fail(str(error), 2)
     folder = out / config.key
     record = None if force else _finished(folder, config, RunRecord)
     if record is None:
@@ -100,7 +99,7 @@ def _finished(folder: Path, config, RunRecord):
     except (OSError, ValueError): return None
     return record if record.config == config.to_dict() and record.status == "done" else None
 
-# %% ../nbs/11_cli.ipynb #681982f1
+# %% ../nbs/11_cli.ipynb #82b413f1
 def _execute(config, folder: Path, out: Path):
     from papermill.exceptions import PapermillExecutionError
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -116,15 +115,17 @@ def _execute(config, folder: Path, out: Path):
         parameters = {k: v for k, v in config.to_dict().items() if v is not None} | {"out": str(out)}
         try: execute("finetune", notebook, parameters, progress_file, tell)
         except PapermillExecutionError as error:
-            bad_input = error.ename in ("ValueError", "MissingSplit", "OSError")
             failure = f"{error.ename}: {error.evalue.strip()}"
         else: failure = None
-    if failure: _fail(f"{failure}\nnotebook: {notebook}", 2 if bad_input and not _trained(progress_file) else 1)
+    if failure is None: return
+    if _trained(progress_file): _fail(f"{failure}\nnotebook: {notebook}", 1)
+    hint = "\nNo network? Give --data-dir, and --model as a folder." if "onnection" in failure or "ffline" in failure else ""
+    _fail(f"{failure}{hint}\nnotebook: {notebook}", 2)
 
 
 def _trained(progress_file: Path) -> bool:
     "Whether training had begun."
-    try: return json.loads(progress_file.read_text())["stage"] == "training"
+    try: return json.loads(progress_file.read_text())["stage"] in ("training", "done")
     except (OSError, ValueError, KeyError): return False
 
 # %% ../nbs/11_cli.ipynb #837ff157
@@ -142,22 +143,30 @@ def _show(record, folder: Path):
     table.add_row("notebook", str(folder / "notebook.ipynb"))
     _console.print(table)
 
-# %% ../nbs/11_cli.ipynb #24ef9860
+# %% ../nbs/11_cli.ipynb #6e3e4ef9
 def read_points(
     path: str | Path,  # .npy, .npz, .safetensors or .parquet
-    array: str | None = None,  # name of the array or column; None takes the only one (Parquet: all numeric columns)
+    array: str | None = None,  # name of the array or column; None takes the only one (Parquet: all floating columns)
 ):
     "The (n, d) array in an embedding file. `ValueError` that says what the file holds; nothing is unpickled."
-    import numpy as np
     path = Path(path)
     if not path.is_file(): raise ValueError(f"file: no file {str(path)!r}")
+    if path.suffix not in (".npy", ".npz", ".safetensors", ".parquet"):
+        raise ValueError(f"file: {path.suffix or path.name!r} is unknown; use .npy, .npz, .safetensors or .parquet, or a text file with --model")
+    try: return _read_points(path, array)
+    except Exception as error:
+        if str(error).startswith(("file: ", "array: ")): raise
+        raise ValueError(f"file: {path.name} cannot be read, or only by unpickling ({type(error).__name__}: {error})") from None
+
+
+def _read_points(path: Path, array: str | None):
+    import numpy as np
     if path.suffix == ".npy": return _two_dimensional(np.load(path, allow_pickle=False), path)
     if path.suffix == ".parquet": return _two_dimensional(_from_parquet(path, array), path)
     if path.suffix == ".npz": arrays = np.load(path, allow_pickle=False)
-    elif path.suffix == ".safetensors":
+    else:
         from safetensors.torch import load_file
         arrays = load_file(path)
-    else: raise ValueError(f"file: {path.suffix or path.name!r} is unknown; use .npy, .npz, .safetensors or .parquet, or a text file with --model")
     names = list(arrays.keys())
     if array is None and len(names) != 1: raise ValueError(f"array: the file holds {', '.join(names[:20])}; choose one with --array")
     if array is not None and array not in names: raise ValueError(f"array: no {array!r} in the file; it holds {', '.join(names[:20])}")
@@ -171,8 +180,11 @@ def _from_parquet(path: Path, column: str | None):
     if column is not None and column not in table.column_names: raise ValueError(f"array: no column {column!r}; the file has {', '.join(table.column_names[:20])}")
     frame = table.select([column]) if column else table
     lists = [n for n in frame.column_names if str(frame.schema.field(n).type).startswith(("list", "large_list", "fixed_size_list"))]
+    if len(lists) > 1: raise ValueError(f"array: the file holds {', '.join(lists)}; choose one with --array")
     if lists: return np.array(frame[lists[0]].to_pylist(), dtype=np.float64)
-    return frame.to_pandas().select_dtypes("number").to_numpy(dtype=np.float64)
+    frame = frame.to_pandas()
+    floats = frame.select_dtypes("floating")  # whole numbers beside them are ids, labels or counts
+    return (floats if len(floats.columns) else frame.select_dtypes("number")).to_numpy(dtype=np.float64)
 
 
 def _two_dimensional(x, path: Path):
@@ -196,7 +208,7 @@ def spectrum(
     needed = {f"{int(100 * p)}%": int((share.cumsum(0) < p - 1e-12).sum()) + 1 for p in (0.5, 0.9, 0.99)}
     return {"share": share[:10].tolist(), "axes_for": needed}
 
-# %% ../nbs/11_cli.ipynb #914a144b
+# %% ../nbs/11_cli.ipynb #73097a42
 def score_points(
     points,  # (n, d)
 ) -> dict:
@@ -216,11 +228,12 @@ def score_model(
     lines: list[str],  # one text each
     max_length: int = 128,  # tokens of a text at most
 ) -> list[dict]:
-    "Plain and sequence-corrected IsoScore of the token vectors of each layer 0..L."
+    "Plain and sequence-corrected IsoScore and the spectrum of the token vectors of each layer 0..L."
     import torch
     from transformers import AutoModel, AutoTokenizer
     from isoreg.isoscore import isoscore, isoscore_with_error
     from isoreg.toy import toy_model_path
+    if len(lines) < 6: raise ValueError(f"file: {len(lines)} lines with text, but a standard error by sequence needs at least 6; add lines or raise --max-lines")
     source = str(toy_model_path()) if model == "toy-bert" else model
     tokenizer, encoder = AutoTokenizer.from_pretrained(source), AutoModel.from_pretrained(source, dtype=torch.float32).eval()
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
@@ -235,10 +248,10 @@ def score_model(
         h = torch.cat(states)
         best = isoscore_with_error(h, mask, unit="sequence")
         rows.append({"layer": layer, "isoscore": float(isoscore(h, mask, unit="sequence")), "corrected": best.score, "standard_error": best.stderr,
-                     "tokens": int(mask.sum()), "sequences": len(h)})
+                     "tokens": int(mask.sum()), "sequences": len(h), "spectrum": spectrum(h[mask.bool()])})
     return rows
 
-# %% ../nbs/11_cli.ipynb #c036c2de
+# %% ../nbs/11_cli.ipynb #b77e9d94
 @app.command("score")
 def score_command(
     file: Annotated[Path, typer.Argument(help="Vectors (.npy, .npz, .safetensors, .parquet), or a text file, one text a line, with --model.")],
@@ -272,8 +285,10 @@ def _show_points(r: dict):
 
 def _show_layers(rows: list[dict]):
     table = Table(title=f"{rows[0]['tokens']} tokens of {rows[0]['sequences']} texts", title_justify="left")
-    for name in ("layer", "IsoScore", "corrected, by sequence"): table.add_column(name, justify="right")
-    for r in rows: table.add_row(str(r["layer"]), f"{r['isoscore']:.4f}", f"{r['corrected']:.4f} ± {r['standard_error']:.4f}")
+    for name in ("layer", "IsoScore", "corrected, by sequence", "axes for 50, 90, 99 %", "first axis"): table.add_column(name, justify="right")
+    for r in rows:
+        table.add_row(str(r["layer"]), f"{r['isoscore']:.4f}", f"{r['corrected']:.4f} ± {r['standard_error']:.4f}",
+                      ", ".join(map(str, r["spectrum"]["axes_for"].values())), f"{100 * r['spectrum']['share'][0]:.1f} %")
     _console.print(table)
 
 # %% ../nbs/11_cli.ipynb #8261207b

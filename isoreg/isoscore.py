@@ -2,9 +2,11 @@
 
 # %% auto #0
 __all__ = ['CORRECTIONS', 'CONVENTIONS', 'check_cov', 'participation_ratio', 'isoscore_from_cov', 'Invariants', 'invariants',
-           'isoscore', 'IsoScoreEstimate', 'isoscore_with_error', 'check_zeta', 'mix', 'isoscore_star']
+           'isoscore', 'gaussian_stderr', 'IsoScoreEstimate', 'isoscore_with_error', 'check_zeta', 'mix',
+           'isoscore_star']
 
-# %% ../nbs/01_isoscore.ipynb #79539c64
+# %% ../nbs/01_isoscore.ipynb #1262f38e
+import numbers
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +44,7 @@ def _closed_form(t2: Tensor, f: Tensor, d: int) -> Tensor:
     "The score from (tr S)^2 and the squared Frobenius norm; nan where both are 0."
     return (t2 - f) / (f * (d - 1))
 
-# %% ../nbs/01_isoscore.ipynb #1dcaa35d
+# %% ../nbs/01_isoscore.ipynb #d21973b1
 def _as_floating(x, name: str) -> Tensor:
     x = x if isinstance(x, Tensor) else torch.as_tensor(x)
     if not x.is_floating_point(): raise ValueError(f"{name}: need floating values, got {x.dtype}; convert with .float()")
@@ -62,11 +64,14 @@ def check_cov(
         raise ValueError(f"{name}: is {cov.shape[-1]} x {cov.shape[-1]}, but the points have {dims} dimensions; rebuild it from the same layer")
     if cov.shape[-1] < 2:
         raise ValueError(f"{name}: one dimension has no isotropy; need d >= 2")
-    worst, scale = (cov - cov.mT).detach().abs().max(), cov.detach().abs().max()
-    if not bool(torch.isfinite(scale)):
-        raise ValueError(f"{name}: holds NaN or infinite values; drop the points that caused them")
-    if bool(worst > 1e-3 * scale):
-        raise ValueError(f"{name}: not symmetric (entries differ by up to {float(worst):.3g}); pass (cov + cov.T) / 2 if that is meant")
+    with torch.no_grad():
+        worst, scale = (cov - cov.mT).abs().amax((-2, -1)), cov.abs().amax((-2, -1))
+        if not bool(torch.isfinite(scale).all()):
+            raise ValueError(f"{name}: holds NaN or infinite values; drop the points that caused them")
+        if bool((worst > 1e-3 * scale).any()):
+            raise ValueError(f"{name}: not symmetric (entries differ by up to {float(worst.max()):.3g}); pass (cov + cov.T) / 2 if that is meant")
+        if bool((cov.diagonal(dim1=-2, dim2=-1) < 0).any()):
+            raise ValueError(f"{name}: has a negative variance on its diagonal; pass a covariance")
     return cov
 
 # %% ../nbs/01_isoscore.ipynb #7a05b4c0
@@ -117,18 +122,18 @@ class Invariants(NamedTuple):
     square: Tensor  # (...) squared Frobenius norm of M2
     quartic: Tensor | None = None  # (...) m4, None unless order=4
 
-# %% ../nbs/01_isoscore.ipynb #534de213
+# %% ../nbs/01_isoscore.ipynb #cd3c8d07
 class _Gram(torch.autograd.Function):
     "Count, tr M2, ||M2||^2 and m4 of clouds (..., n, d) with n < d, through the Gram matrix."
 
     @staticmethod
     def forward(ctx, x: Tensor, mask: Tensor | None):
-        X, count = _centred(x, mask)
+        X, count = _centred(x.to(_wide(x)), mask)
         K = X @ X.mT
-        ctx.save_for_backward(x, mask, K)
-        r = K.diagonal(dim1=-2, dim2=-1).to(_wide(K))
+        ctx.save_for_backward(x, mask, K.to(torch.promote_types(x.dtype, torch.float32)))
+        r = K.diagonal(dim1=-2, dim2=-1)
         ctx.mark_non_differentiable(count)
-        return count, r.sum(-1), K.to(r.dtype).square().sum((-2, -1)), r.square().sum(-1)
+        return count, r.sum(-1), K.square().sum((-2, -1)), r.square().sum(-1)
 
     @staticmethod
     @once_differentiable
@@ -152,10 +157,10 @@ def _centred(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     x, count, keep = x.masked_fill(~mask[..., None], 0), mask.sum(-1), mask[..., None]
     return (x - x.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]).masked_fill(~keep, 0), count
 
-# %% ../nbs/01_isoscore.ipynb #1a7f056a
+# %% ../nbs/01_isoscore.ipynb #b157c7f9
 def invariants(
     points,  # (..., n, d) tensor or array
-    mask=None,  # broadcastable to (..., n)
+    mask=None,  # (..., n) or its last dimensions
     order: int = 2,  # 4 adds m4
 ) -> Invariants:
     "Count, tr M2, ||M2||^2 and m4 of each cloud, by the cheaper of the covariance and the Gram form; differentiable."
@@ -181,16 +186,24 @@ def _corrected(inv: Invariants, correction: str | None) -> tuple[Tensor, Tensor]
     Q, k = inv.quartic / ν, ν / (n * (n - 2) * (n - 3))
     return k * (2 * a + (n * n - 3 * n + 1) * t * t - n * Q), k * ((n - 1) * (n - 2) * a + t * t - n * Q)
 
-# %% ../nbs/01_isoscore.ipynb #4800110f
-def _explain(points: Tensor, mask: Tensor | None, count: Tensor, need: int, unit: str = "row"):
-    "Say why a score is not finite."
+# %% ../nbs/01_isoscore.ipynb #0ad4ccac
+def _constant(points: Tensor, mask: Tensor | None, count: Tensor, trace: Tensor) -> bool:
+    "Whether a cloud has no variance but rounding: measured by its first row, which stands for all if all are equal."
+    first = points[..., 0, :] if mask is None else points.gather(-2, mask.int().argmax(-1)[..., None, None].expand(*mask.shape[:-1], 1, points.shape[-1]))[..., 0, :]
+    eps = torch.finfo(torch.promote_types(points.dtype, torch.float32)).eps
+    return bool((trace <= count * (8 * eps) ** 2 * first.detach().to(trace.dtype).square().sum(-1)).any())
+
+
+def _explain(points: Tensor, mask: Tensor | None, count: Tensor, need: int, unit: str = "row", constant: bool = False):
+    "Say why there is no score."
     least = int(count.min())
     if least < need:
         raise ValueError(f"points: only {least} {unit}s count, but this score needs at least {need}; add {unit}s or check the mask")
     seen = points if mask is None else points.masked_fill(~mask[..., None], 0)
     if not bool(torch.isfinite(seen).all()):
         raise ValueError("points: hold NaN or infinite values; drop those rows or mask them")
-    raise ValueError("points: all rows of a cloud are equal: zero variance has no isotropy; leave constant clouds out")
+    if constant: raise ValueError("points: all rows of a cloud are equal: zero variance has no isotropy; leave constant clouds out")
+    raise ValueError("points: values too large or too small to be squared in their precision; rescale them, the score does not depend on the scale")
 
 
 def _checked(points, mask, correction, unit) -> tuple[Tensor, Tensor | None]:
@@ -204,10 +217,10 @@ def _checked(points, mask, correction, unit) -> tuple[Tensor, Tensor | None]:
         raise ValueError("unit: 'sequence' needs points of shape (..., n_sequences, length, d) and correction None or 'ustat'")
     return points, mask
 
-# %% ../nbs/01_isoscore.ipynb #6e58ce9f
+# %% ../nbs/01_isoscore.ipynb #486b262d
 def isoscore(
     points,  # (..., n, d) tensor or array, one row a point; leading dimensions are separate clouds
-    mask=None,  # broadcastable to (..., n), true or 1 where a row counts (an attention mask)
+    mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts (an attention mask)
     correction: str | None = None,  # None (as published), "gaussian" or "ustat"
     *,
     unit: str = "row",  # what is independent: "row", or "sequence" for points (..., n_sequences, length, d)
@@ -221,16 +234,17 @@ def isoscore(
     need = {None: 2, "gaussian": 3, "ustat": 4}[correction]
     with full_precision(x):
         if unit == "sequence" and correction == "ustat":
-            (t2, f), count = _by_sequence(x, keep), _sequences(x, keep)
+            (t2, f), count, trace = _by_sequence(x, keep), _sequences(x, keep), None
         else:
             if unit == "sequence": x, keep = x.flatten(-3, -2), None if keep is None else keep.flatten(-2)
             inv = invariants(x, keep, 4 if correction == "ustat" else 2)
-            (t2, f), count = _corrected(inv, correction), inv.count
+            (t2, f), count, trace = _corrected(inv, correction), inv.count, inv.trace
     score = _closed_form(t2, f, x.shape[-1])
-    if not bool(torch.isfinite(score).all()): _explain(x, keep, count, need, unit)
+    constant = _constant(x, keep, count, trace) if trace is not None else bool((t2 <= 0).any())
+    if constant or bool((count < need).any()) or not bool(torch.isfinite(score).all()): _explain(x, keep, count, need, unit, constant)
     return _like(score, points, x.dtype)
 
-# %% ../nbs/01_isoscore.ipynb #3ab01a45
+# %% ../nbs/01_isoscore.ipynb #9cd8453e
 def _distinct4(K: Tensor) -> Tensor:
     "Sum of K_ab K_ce over distinct a, b, c, e, for symmetric K (..., m, m)."
     K = K - torch.diag_embed(K.diagonal(dim1=-2, dim2=-1))
@@ -261,7 +275,7 @@ def _by_sequence(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _sequences(x: Tensor, mask: Tensor | None) -> Tensor:
     "How many sequences have a token."
-    return torch.full(x.shape[:-3], x.shape[-3]) if mask is None else mask.any(-1).sum(-1)
+    return torch.full(x.shape[:-3], x.shape[-3], device=x.device) if mask is None else mask.any(-1).sum(-1)
 
 # %% ../nbs/01_isoscore.ipynb #ab85acb6
 def _relative_variance_gaussian(n, t2, f, t1, s2, s3, s4):
@@ -274,6 +288,24 @@ def _relative_variance_gaussian(n, t2, f, t1, s2, s3, s4):
         + 2 * (5 * ν + 6) / (ν * c) * s2 * t1 * t1 - (5 * ν + 6) / (ν * ν * c) * t1**4)
     first = 8 / n * (f / t2 + τ4 / f**2 - 2 * τ3 / (f * t2.clamp(min=0).sqrt()))
     return first.clamp(min=0), 4 / n**2 * (1 + (τ4 / f**2).clamp(0, 1))
+
+# %% ../nbs/01_isoscore.ipynb #6da26237
+def gaussian_stderr(
+    cov: Tensor,  # (d, d) sample covariance, divisor n - 1
+    count: int,  # n, the rows behind it
+) -> float:
+    "Standard error of the Gaussian-corrected score from the covariance alone. `ValueError` for fewer than 5 rows."
+    if count < 5: raise ValueError(f"count: {int(count)} rows, but a standard error needs at least 5; add points")
+    S, n, d = cov.to(_wide(cov)), int(count), cov.shape[-1]
+    t2, f, first, second = _gaussian_terms(S, n)
+    return float((t2 / f / (d - 1)) * (first + second).sqrt())
+
+
+def _gaussian_terms(S: Tensor, n: int):
+    "(tr Sigma)^2, tr(Sigma^2) and the two terms of the relative variance, from S or its Gram matrix (same traces)."
+    S2, t1, s2 = S @ S, S.trace(), S.square().sum()
+    t2, f = _corrected(Invariants(torch.tensor(n), t1 * (n - 1), s2 * (n - 1) ** 2), "gaussian")
+    return t2, f, *_relative_variance_gaussian(n, t2, f, t1, s2, (S2 * S).sum(), S2.square().sum())
 
 # %% ../nbs/01_isoscore.ipynb #904a5b0f
 def _jackknife_variance(n: int, d: int, r: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -315,20 +347,16 @@ def isoscore_with_error(
         if len(x) < 5: raise ValueError(f"points: {len(x)} rows count, but a standard error needs at least 5; add points")
         return IsoScoreEstimate(score, _row_error(x, score, correction), len(x))
 
-# %% ../nbs/01_isoscore.ipynb #b036b2d5
+# %% ../nbs/01_isoscore.ipynb #eb2ef960
 def _row_error(x: Tensor, score: float, correction: str) -> float:
     (n, d), (X, _) = x.shape, _centred(x, None)
     r, wide = X.square().sum(-1), _wide(X)
     A = X @ X.mT if n < d else moments(X).m2
     w, v = (A.square().sum(-1), A @ r) if n < d else (((X @ A) * X).sum(-1), X @ (X.mT @ r))
-    S, r, w, v = A.to(wide) / (n - 1), r.to(wide), w.to(wide), v.to(wide)
-    S2, inv = S @ S, Invariants(torch.tensor(n), r.sum(), A.to(wide).square().sum(), (r * r).sum())
-    first, second = _relative_variance_gaussian(
-        n, *_corrected(inv, correction), S.trace(), S.square().sum(), (S2 * S).sum(), S2.square().sum())
-    scale = (score + 1 / (d - 1)) ** 2
-    if correction == "gaussian": return float((scale * (first + second)).sqrt())
-    variance = _jackknife_variance(n, d, r, w, v)
-    return float(torch.maximum(variance - scale * second, variance / 2).sqrt())
+    t2, f, first, second = _gaussian_terms(A.to(wide) / (n - 1), n)
+    if correction == "gaussian": return float(t2 / f / (d - 1) * (first + second).sqrt())
+    variance = _jackknife_variance(n, d, r.to(wide), w.to(wide), v.to(wide))
+    return float(torch.maximum(variance - (score + 1 / (d - 1)) ** 2 * second, variance / 2).sqrt())
 
 
 def _sequence_error(x: Tensor, mask: Tensor | None, score: float, groups: int) -> IsoScoreEstimate:
@@ -340,13 +368,16 @@ def _sequence_error(x: Tensor, mask: Tensor | None, score: float, groups: int) -
     left = torch.stack([isoscore(x[group != g], None if mask is None else mask[group != g], "ustat", unit="sequence") for g in range(groups)])
     return IsoScoreEstimate(score, float(((groups - 1) / groups * (left - left.mean()).square().sum()).sqrt()), m)
 
-# %% ../nbs/01_isoscore.ipynb #34a2904a
+# %% ../nbs/01_isoscore.ipynb #95e1db98
 CONVENTIONS = ("released", "text")
 
 
-def check_zeta(zeta: float, name: str = "zeta"):
+def check_zeta(
+    zeta: float,  # the weight
+    name: str = "zeta",  # how the caller's argument is called
+) -> None:
     "`ValueError` unless zeta is a number in [0, 1]."
-    if isinstance(zeta, bool) or not isinstance(zeta, (int, float)) or not 0 <= zeta <= 1:
+    if isinstance(zeta, bool) or not isinstance(zeta, numbers.Real) or not 0 <= zeta <= 1:
         raise ValueError(f"{name}: {zeta!r} is not a number in [0, 1]; 0 is the sample alone (released convention), the paper uses 0.2 to 0.8")
 
 
@@ -357,15 +388,20 @@ def mix(
     convention: str = "released",  # "released": zeta weighs the reference; "text": zeta weighs the sample
 ) -> Tensor:
     "The covariance of which IsoScore* is the IsoScore."
-    w = zeta if convention == "released" else 1 - zeta
+    w = float(zeta if convention == "released" else 1 - zeta)
     return (1 - w) * cov + w * reference_cov.to(cov)
 
-# %% ../nbs/01_isoscore.ipynb #a658464b
+
+def _mixed_score(cov: Tensor, reference_cov: Tensor, zeta: float, convention: str) -> Tensor:
+    t, f = _TraceAndSquare.apply(mix(cov, reference_cov, zeta, convention))
+    return _closed_form(t * t, f, cov.shape[-1])
+
+# %% ../nbs/01_isoscore.ipynb #49e23e85
 def isoscore_star(
     points,  # (..., n, d) tensor or array
     reference_cov,  # (d, d) or (..., d, d), the paper's Sigma_S; not differentiated
     zeta: float,  # in [0, 1]; in the released convention 0 is plain IsoScore
-    mask=None,  # broadcastable to (..., n)
+    mask=None,  # (..., n) or its last dimensions
     convention: str = "released",  # "released" (Algorithm 1 and code): zeta weighs reference_cov; "text": it weighs the sample
 ):
     """IsoScore* of each cloud, of shape (...); differentiable in `points` (Rudman and Eickhoff 2024, Algorithm 1, closed form).
@@ -376,10 +412,11 @@ def isoscore_star(
     if convention not in CONVENTIONS: raise ValueError(f"convention: {convention!r} is unknown; use 'released' or 'text'")
     x, keep = _checked(points, mask, None, "row")
     reference = check_cov(reference_cov, "reference_cov", x.shape[-1]).detach().to(x.device)
+    if reference.ndim > 2 and reference.shape[:-2] != x.shape[:-2]:
+        raise ValueError(f"reference_cov: {tuple(reference.shape[:-2])} references for clouds {tuple(x.shape[:-2])}; pass one (d, d), or one for each cloud")
     m = moments(x, keep)
     if bool((m.count < 2).any()): _explain(x, keep, m.count, 2)
-    t, f = _TraceAndSquare.apply(mix(m.cov(), reference, zeta, convention))
-    score = _closed_form(t * t, f, x.shape[-1])
+    score = _mixed_score(m.cov(), reference, zeta, convention)
     if not bool(torch.isfinite(score).all()): _explain(x, keep, m.count, 2)
     return _like(score, points, x.dtype)
 

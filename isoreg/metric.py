@@ -3,12 +3,13 @@
 # %% auto #0
 __all__ = ['IsoScore']
 
-# %% ../nbs/01a_metric.ipynb #a59abc6f
+# %% ../nbs/01a_metric.ipynb #d87a876d
 import torch
 import torchmetrics
 from torch import Tensor
 
-from .isoscore import CONVENTIONS, CORRECTIONS, Invariants, _closed_form, _corrected, _TraceAndSquare, check_cov, check_zeta, mix
+from .isoscore import (
+    CONVENTIONS, CORRECTIONS, Invariants, _closed_form, _corrected, _mixed_score, _TraceAndSquare, check_cov, check_zeta, gaussian_stderr)
 from .moments import Moments, check_points, merge, moments, pool
 
 # %% ../nbs/01a_metric.ipynb #141d1d8b
@@ -24,7 +25,7 @@ def _check_metric(num_dims, correction, reference_cov, zeta, convention):
 
 def _double(f: Tensor) -> Tensor: return f if f.dtype == torch.int64 else f.double()
 
-# %% ../nbs/01a_metric.ipynb #95ec8db0
+# %% ../nbs/01a_metric.ipynb #8177945c
 class IsoScore(torchmetrics.Metric):
     """IsoScore of all points that `update` has seen, over all batches and ranks.
 
@@ -73,13 +74,15 @@ class IsoScore(torchmetrics.Metric):
         if m.count < need: raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
         if self.reference_cov is None:
             t, f = _TraceAndSquare.apply(m.m2)
-            t2, f = _corrected(Invariants(m.count, t, f, m.m4), self.correction)
-        else:
-            t, f = _TraceAndSquare.apply(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
-            t2 = t * t
-        score = _closed_form(t2, f, self.num_dims)
+            score = _closed_form(*_corrected(Invariants(m.count, t, f, m.m4), self.correction), self.num_dims)
+        else: score = _mixed_score(m.cov(), self.reference_cov, self.zeta, self.convention)
         if not bool(torch.isfinite(score)): raise ValueError("points: NaN, infinite values or zero variance were seen; mask such points")
         return score
+
+    def stderr(self) -> float:
+        "Standard error of the Gaussian-corrected score, from the accumulated covariance; rows are taken as independent."
+        if self.correction != "gaussian": raise ValueError(f"correction: {self.correction!r} has no streaming standard error; use 'gaussian', or isoscore_with_error")
+        return gaussian_stderr(self._state().cov(), int(self._state().count))
 
     def merge_state(
         self,

@@ -4,7 +4,8 @@
 __all__ = ['SHIFT_ROWS', 'CHUNK_BYTES', 'BLOCK_DIMS', 'Moments', 'full_precision', 'check_points', 'moments', 'merge', 'pool',
            'world_size', 'all_reduce']
 
-# %% ../nbs/00_moments.ipynb #fd7762bf
+# %% ../nbs/00_moments.ipynb #52672719
+import contextlib
 from typing import NamedTuple, Sequence
 
 import torch
@@ -138,15 +139,22 @@ class _Moments(torch.autograd.Function):
                 _gradient(cloud, pick(mask), Moments(*map(pick, saved)), g_mean[i], g2[i], pick(g3), pick(g4), grad[i])
         return grad, None, None
 
-# %% ../nbs/00_moments.ipynb #9a2fd3d1
-def full_precision(x: Tensor) -> torch.autocast:
-    "Context without autocast on the device of x."
-    return torch.autocast(x.device.type, enabled=False)
+# %% ../nbs/00_moments.ipynb #f61e3e2b
+@contextlib.contextmanager
+def full_precision(
+    x: Tensor,  # whose device counts
+):
+    "Context in which float32 products are float32 products: no autocast, no TF32."
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(x.device.type, enabled=False): yield
+    finally: torch.set_float32_matmul_precision(before)
 
-# %% ../nbs/00_moments.ipynb #8a4a236d
+# %% ../nbs/00_moments.ipynb #aae40c74
 def check_points(
     points,  # (..., n, d) tensor or array
-    mask=None,  # broadcastable to (..., n), true or 1 where a row counts
+    mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts
 ) -> tuple[Tensor, Tensor | None]:
     "Points as a floating tensor and the mask as a boolean tensor of shape (..., n); `ValueError` that names the remedy."
     points = points if isinstance(points, Tensor) else torch.as_tensor(points)
@@ -166,10 +174,10 @@ def check_points(
         )
     return points, (mask != 0).expand(want)
 
-# %% ../nbs/00_moments.ipynb #b302eb73
+# %% ../nbs/00_moments.ipynb #4a35877f
 def moments(
     points,  # (..., n, d) tensor or array; float16 and bfloat16 are summed in float32
-    mask=None,  # broadcastable to (..., n), true or 1 where a row counts; a masked row may hold anything, even NaN
+    mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts; a masked row may hold anything, even NaN
     order: int = 2,  # 2, or 4 for m3 and m4 too
 ) -> Moments:
     """Moments of each cloud in `points`, in one pass without a centred copy; differentiable, one product backward.
@@ -184,7 +192,7 @@ def moments(
         out = _Moments.apply(points.reshape(-1, n, d), None if mask is None else mask.reshape(-1, n), order)
     return Moments(*(None if f is None else f.reshape(lead + f.shape[1:]) for f in out))
 
-# %% ../nbs/00_moments.ipynb #685104df
+# %% ../nbs/00_moments.ipynb #b8da096c
 def merge(
     parts: Sequence[Moments],  # clouds over the same dimensions
 ) -> Moments:
@@ -193,6 +201,7 @@ def merge(
     if not parts: raise ValueError("parts: nothing to merge; pass at least one Moments")
     if len({p.mean.shape for p in parts}) > 1:
         raise ValueError(f"parts: means of shapes {[tuple(p.mean.shape) for p in parts]} differ; merge equal shapes")
+    if len({p.m3 is None for p in parts}) > 1: raise ValueError("parts: of order 2 and of order 4; compute all with the same order")
     n = sum(p.count for p in parts)
     mean = sum(p.mean * p.count[..., None] for p in parts) / n.clamp(min=1)[..., None]
     moved = [_moved(p, p.mean - mean) for p in parts]
@@ -211,7 +220,7 @@ def pool(
     "The union over the first batch dimension, for example of all layers."
     return merge([Moments(*(None if f is None else f[i] for f in m)) for i in range(len(m.count))])
 
-# %% ../nbs/00_moments.ipynb #b4273c20
+# %% ../nbs/00_moments.ipynb #eb519606
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group):
@@ -228,7 +237,9 @@ class _SumOverRanks(torch.autograd.Function):
         return g, None
 
 
-def world_size(group=None) -> int:
+def world_size(
+    group=None,  # process group, the default one if None
+) -> int:
     "Ranks of the running process group, 1 where none runs."
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 

@@ -432,7 +432,13 @@ def squad_predictions(
         said.append({"id": row["id"], "prediction_text": row["context"][first:last]})
     return said
 
-# %% ../nbs/07_tasks.ipynb #00ddaa37
+# %% ../nbs/07_tasks.ipynb #7f11030e
+def _own_splits(task, data_dir):
+    "Files of the task's folder that are its own: MNLI's two evaluation splits share a folder."
+    others = {s for t in TASKS.values() if t.folder == task.folder for s in t.eval_splits} - set(task.eval_splits)
+    names = sorted(p.stem for p in (Path(data_dir) / task.folder).glob("*.parquet"))
+    return [n for n in names if re.sub("_(part|rebuilt)$", "", n) not in others]
+
 def find_tasks(
     data_dir: str | Path | None = None,  # folder of Parquet files, or None
 ) -> list[dict]:  # one row a task: task, papers, metric, where, files, missing
@@ -443,11 +449,12 @@ def find_tasks(
     rows = []
     for task in TASKS.values():
         toy = task.hub is None
-        files = [] if toy or data_dir is None else sorted(p.stem for p in (Path(data_dir) / task.folder).glob("*.parquet"))
+        files = [] if toy or data_dir is None else _own_splits(task, data_dir)
         missing = [] if toy or data_dir is None else [s for s in ("train", *task.eval_splits) if s not in files]
         other = [f for f in files if re.search("_(part|rebuilt)$", f)]
-        where = "toy" if toy else f"hub: {'/'.join(x for x in task.hub if x)}" if not files else \
-            ", ".join(f for f in files if f not in other) + (f" [not official: {', '.join(other)}]" if other else "")
+        found = [f for f in files if f not in other]
+        where = "toy" if toy else f"hub: {'/'.join(x for x in task.hub if x)}" if data_dir is None else "; ".join(filter(None, (
+            ", ".join(found), f"missing: {', '.join(missing)}" if missing else "", f"not official: {', '.join(other)}" if other else "")))
         rows.append({"task": task.name, "papers": ", ".join(task.papers), "metric": task.metric, "where": where.strip(),
                      "files": files, "missing": missing})
     return rows

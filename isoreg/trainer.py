@@ -4,7 +4,7 @@
 __all__ = ['honours_num_items', 'PenaltyMixin', 'PenaltyTrainer', 'ReferenceRefresh', 'own_batches', 'IsotropyLog',
            'DropoutSchedule']
 
-# %% ../nbs/03a_trainer.ipynb #766c4db8
+# %% ../nbs/03a_trainer.ipynb #136b4186
 from collections import Counter
 from typing import Callable, Iterable, Mapping, Sequence
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
-from .istar import measure_isotropy, reference_covariance
+from .istar import eval_mode, measure_isotropy, reference_covariance
 from .moments import world_size
 
-# %% ../nbs/03a_trainer.ipynb #d90d429f
+# %% ../nbs/03a_trainer.ipynb #20fd9225
 @torch.no_grad()
 def honours_num_items(
     model: nn.Module,  # a transformers model, or DistributedDataParallel around one
@@ -25,13 +25,10 @@ def honours_num_items(
 ) -> bool:
     "Whether the model's loss really depends on `num_items_in_batch`. Leaves mode and random state as they were."
     body = getattr(model, "module", model)
-    was_training = body.training
-    body.eval()
-    try: one, two = (body(**inputs, num_items_in_batch=num_items * k)["loss"] for k in (1, 2))
-    finally: body.train(was_training)
+    with eval_mode(body): one, two = (body(**inputs, num_items_in_batch=num_items * k)["loss"] for k in (1, 2))
     return not torch.equal(one, two)
 
-# %% ../nbs/03a_trainer.ipynb #016554a2
+# %% ../nbs/03a_trainer.ipynb #2403567b
 class PenaltyMixin:
     """Adds penalties to the training loss of a transformers Trainer: `class MyTrainer(PenaltyMixin, Trainer)`.
 
@@ -54,6 +51,7 @@ class PenaltyMixin:
                 self.add_callback(ReferenceRefresh(p))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        "The Trainer's loss, in training with the penalties added as training_step will scale them."
         if not model.training: return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self._verify_normalisation(model, inputs, num_items_in_batch)
         if not self.penalties: return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -64,8 +62,10 @@ class PenaltyMixin:
         steps = 1 if self._trainer_divides(num_items_in_batch) else getattr(
             self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
         self._part_calls += 1
-        self._part_sums["task_loss"] += loss.detach() * steps
-        for p in self.penalties: self._part_sums.update(p.parts)
+        self._part_sums["task_loss"] += loss.detach().mean() * steps
+        for i, p in enumerate(self.penalties):  # a second penalty of the same kind is logged as istar_2, isoscore_2
+            earlier = sum(type(q) is type(p) for q in self.penalties[:i])
+            self._part_sums.update({name + (f"_{earlier + 1}" if earlier else ""): value for name, value in p.parts.items()})
         loss = loss + penalty / steps
         return (loss, outputs) if return_outputs else loss
 
@@ -76,13 +76,14 @@ class PenaltyMixin:
         return not ((self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None)
 
     def log(self, logs, *args, **kwargs):
+        "The Trainer's log, with the mean of each part since the last one."
         if "loss" in logs and self._part_calls:  # means over the micro-batches since the last log; on the device until now
             logs |= {name: float(v) / self._part_calls for name, v in self._part_sums.items()}
             self._part_sums, self._part_calls = Counter(), 0
         return super().log(logs, *args, **kwargs)
 
     def _verify_normalisation(self, model, inputs, num_items):
-        if self._verified or num_items is None or not self.model_accepts_loss_kwargs or self.compute_loss_func is not None: return
+        if self._verified or num_items is None or not self.model_accepts_loss_kwargs or self.compute_loss_func is not None or self.label_smoother is not None: return
         self._verified = True
         if self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1: return
         with self.compute_loss_context_manager():
@@ -92,7 +93,7 @@ class PenaltyMixin:
 class PenaltyTrainer(PenaltyMixin, Trainer):
     "The transformers Trainer with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-1))`."
 
-# %% ../nbs/03a_trainer.ipynb #a33eeb9a
+# %% ../nbs/03a_trainer.ipynb #1daebc59
 class ReferenceRefresh(TrainerCallback):
     "Gives a penalty its reference covariance at the start of each epoch (the paper's schedule), from the training set."
 
@@ -102,7 +103,7 @@ class ReferenceRefresh(TrainerCallback):
         max_points: int = 250_000,  # token vectors over all layers and ranks
         every_epoch: bool = True,  # False: only before training
         seed: int | None = None,  # of the draw; None takes the training seed
-        progress: bool = False,  # show a progress bar
+        progress: bool | None = None,  # show a progress bar; None does as the Trainer does
     ):
         self.penalty, self.max_points, self.every_epoch, self.seed, self.progress = penalty, max_points, every_epoch, seed, progress
 
@@ -113,7 +114,7 @@ class ReferenceRefresh(TrainerCallback):
         with torch.random.fork_rng(devices), _autocast(args):
             reference = reference_covariance(
                 model, own_batches(train_dataloader, args.per_device_train_batch_size, seed), self.max_points, self.penalty.layers,
-                padding=self.penalty.padding, embeddings=self.penalty.embeddings, progress=self.progress)
+                padding=self.penalty.padding, embeddings=self.penalty.embeddings, progress=not args.disable_tqdm if self.progress is None else self.progress)
         self.penalty.set_reference(reference.to(args.device))
 
 # %% ../nbs/03a_trainer.ipynb #c1567c02
@@ -157,7 +158,7 @@ class IsotropyLog(TrainerCallback):
     def on_evaluate(self, args, state, control, model=None, **kwargs):
         if not self.history or self.history[-1]["step"] != state.global_step: self._measure(args, state, model)
 
-# %% ../nbs/03a_trainer.ipynb #46e75852
+# %% ../nbs/03a_trainer.ipynb #b4c88d6e
 class DropoutSchedule(TrainerCallback):
     "Sets the rate `p` of named Dropout modules before each step, and restores them after training."
 
@@ -168,14 +169,14 @@ class DropoutSchedule(TrainerCallback):
         self.rates, self.before = rates, {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        modules = {n: m for n, m in getattr(model, "module", model).named_modules() if isinstance(m, nn.Dropout)}
-        for name, p in self.rates(0.0).items():
-            if name not in modules: raise ValueError(f"rates: {name!r} is no Dropout module of this model; it has {', '.join(list(modules)[:4])}, ...")
-            if not 0 <= p < 1: raise ValueError(f"rates: p={p} for {name!r} is not in [0, 1)")
-        self.modules, self.before = modules, {n: m.p for n, m in modules.items()}
+        self.modules = {n: m for n, m in getattr(model, "module", model).named_modules() if isinstance(m, nn.Dropout)}
+        self.before = {n: m.p for n, m in self.modules.items()}
 
     def on_step_begin(self, args, state, control, **kwargs):
-        for name, p in self.rates(state.global_step / max(1, state.max_steps)).items(): self.modules[name].p = p
+        for name, p in self.rates(state.global_step / max(1, state.max_steps)).items():
+            if name not in self.modules: raise ValueError(f"rates: {name!r} is no Dropout module of this model; it has {', '.join(list(self.modules)[:4])}, ...")
+            if not 0 <= p < 1: raise ValueError(f"rates: p={p} for {name!r} is not in [0, 1)")
+            self.modules[name].p = p
 
     def on_train_end(self, args, state, control, **kwargs):
         for name, p in self.before.items(): self.modules[name].p = p

@@ -108,8 +108,9 @@ def test_score_of_files(tmp_path):
     save_file({"x": torch.tensor(x)}, tmp_path / "x.safetensors")
     pd.DataFrame(x, columns=[f"c{i}" for i in range(12)]).assign(name="text").to_parquet(tmp_path / "wide.parquet")
     pd.DataFrame({"embedding": list(x), "id": range(80)}).to_parquet(tmp_path / "list.parquet")
+    pd.DataFrame(x, columns=[f"c{i}" for i in range(12)]).assign(id=range(80)).to_parquet(tmp_path / "with_id.parquet")
     exact = float(isoscore(x))
-    for arguments in (["x.npy"], ["x.npz", "--array", "first"], ["x.safetensors"], ["wide.parquet"], ["list.parquet", "--array", "embedding"]):
+    for arguments in (["x.npy"], ["x.npz", "--array", "first"], ["x.safetensors"], ["wide.parquet"], ["with_id.parquet"], ["list.parquet", "--array", "embedding"]):
         result = invoke("score", tmp_path / arguments[0], *arguments[1:], "--json")
         assert result.exit_code == 0, result.stderr
         values = json.loads(result.stdout)
@@ -117,6 +118,14 @@ def test_score_of_files(tmp_path):
     assert invoke("score", tmp_path / "x.npz").exit_code == 2  # two arrays: which?
     np.save(tmp_path / "objects.npy", np.array([{"a": 1}], dtype=object))
     assert invoke("score", tmp_path / "objects.npy").exit_code == 2  # a pickle is not opened
+    for name, content in {"broken.npz": b"PK", "broken.safetensors": b"xx", "broken.parquet": b"PAR1", "empty.npy": b"", "list.txt": b"1 2"}.items():
+        (tmp_path / name).write_bytes(content)
+        result = invoke("score", tmp_path / name)
+        assert result.exit_code == 2 and name.split(".")[-1] in result.stderr
+    np.save(tmp_path / "words.npy", np.array(["a", "b"]))
+    assert invoke("score", tmp_path / "words.npy").exit_code == 2
+    np.save(tmp_path / "constant.npy", np.ones((8, 1)) * np.random.default_rng(0).normal(size=(1, 6)))
+    assert "zero variance" in invoke("score", tmp_path / "constant.npy").stderr
     assert "IsoScore" in invoke("score", tmp_path / "x.npy").stdout
 
 
@@ -134,7 +143,9 @@ def test_score_of_a_model_on_text(tmp_path):
     (tmp_path / "text.txt").write_text("\n".join(toy_corpus(60)))
     result = invoke("score", tmp_path / "text.txt", "--model", "toy-bert", "--json")
     rows = json.loads(result.stdout)
-    assert result.exit_code == 0 and len(rows) > 2 and all(0 < r["isoscore"] < 1 and r["standard_error"] > 0 for r in rows)
+    assert result.exit_code == 0 and len(rows) > 2 and all(0 < r["isoscore"] < 1 and r["standard_error"] > 0 and sum(r["spectrum"]["share"]) < 1 for r in rows)
+    (tmp_path / "empty.txt").write_text("\n")
+    assert invoke("score", tmp_path / "empty.txt", "--model", "toy-bert").exit_code == 2
 
 
 def test_tasks_and_version():

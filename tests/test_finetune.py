@@ -71,6 +71,7 @@ def test_recipes_fill_and_can_be_overridden():
     assert (mosbach.lr, mosbach.epochs, mosbach.batch_size, mosbach.warmup, mosbach.weight_decay, mosbach.clip) == (2e-5, 20, 16, 0.1, 0.01, 1.0)
     arguments = training_arguments(RunConfig(recipe="mosbach"), "unused", 1000, "classification")
     assert arguments.get_warmup_steps(1000) == 100 and arguments.lr_scheduler_type == "linear" and arguments.max_grad_norm == 1.0
+    assert RunConfig(recipe="guided-released").split_protocol == "joined" and RunConfig().split_protocol == "official"
     assert RunConfig().lam == -0.1 and RunConfig(recipe="quick").lam == -1.0 and RunConfig(regularizer="cosreg").lam == 1.0
 
 
@@ -106,13 +107,24 @@ def test_same_seed_same_run_and_shared_start(records):
     assert records["again"].epochs == records["up"].epochs and records["again"].isoscore == records["up"].isoscore
     assert len({json.dumps(r.isoscore["before"]) for r in records.values()}) == 1
     assert len({r.data["fingerprint"] for r in records.values()}) == 1 == len({r.model["fingerprint"] for r in records.values()})
-    assert records["base"].loss[0]["loss"] == pytest.approx(records["up"].loss[0]["task_loss"], abs=1e-5)  # same head, same first batch
+    assert records["base"].loss[0]["loss"] == pytest.approx(records["up"].loss[0]["task_loss"], abs=1e-4)  # same head, same first batch
 
 
 @pytest.mark.parametrize("task", ["toy-rte", "toy-stsb"])
 def test_other_kinds_of_task(task):
     record = run(RunConfig(task=task, **SMALL, correction="ustat", lam=0.5))
     assert record.config["zeta"] == 0 and set(record.metrics) == ({"accuracy"} if task == "toy-rte" else {"pearson", "spearman"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do fp16")
+def test_fp16_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="precision: fp16"): RunConfig(precision="fp16")
+
+
+@pytest.mark.parametrize("values", [dict(layers=9), dict(regularizer="cosreg", cosreg_layer=-9)])
+def test_layer_that_the_model_lacks_is_refused_before_training(values, tmp_path):
+    with pytest.raises(ValueError, match="hidden states 0 to 4"): run(RunConfig(**values), progress_file=tmp_path / "progress.json")
+    assert json.loads((tmp_path / "progress.json").read_text())["stage"] == "loading model"
 
 
 def test_atomic_write(tmp_path, monkeypatch):
@@ -164,9 +176,9 @@ def test_untrained_pooler_is_redrawn_and_noted(tmp_path):
         torch.nn.init.normal_(model.pooler.dense.weight, std=0.5)
         model.save_pretrained(tmp_path)
         loaded, _, notes = load_model(RunConfig(task="toy-rte", model=str(tmp_path)))
-        assert (loaded.bert.pooler.dense.weight.std().item() < 0.03) == redrawn == any("redrawn" in n for n in notes)
-    _, _, notes = load_model(RunConfig())
-    assert any("pooler absent" in n for n in notes)
+        assert (loaded.bert.pooler.dense.weight.std().item() < 0.03) == redrawn == any("untrained" in n for n in notes)
+    loaded, _, notes = load_model(RunConfig())
+    assert any("absent" in n for n in notes) and 0.015 < loaded.bert.pooler.dense.weight.std().item() < 0.025
 
 
 def test_segment_ids_are_kept_unless_told(tmp_path):
@@ -191,7 +203,7 @@ def test_segment_ids_are_kept_unless_told(tmp_path):
 def test_real_task_and_encoder(task, metrics):
     record = run(RunConfig(task=task, model=f"{MODELS}/minilm-l6-h384", data_dir=DATA, max_train=16, max_eval=16, epochs=1, batch_size=8, lam=1, precision="bf16"))
     assert set(record.metrics) == metrics
-    if task != "squad": assert any("redrawn" in n for n in record.model["notes"])
+    if task != "squad": assert any("untrained" in n for n in record.model["notes"])
 
 
 @pytest.mark.skipif(not DATA, reason="needs the data folder (ISOREG_DATA)")

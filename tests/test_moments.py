@@ -1,4 +1,5 @@
 """Moments against their definition, under merging, masking, dtypes, memory and ranks."""
+import os
 import subprocess
 import sys
 
@@ -63,6 +64,17 @@ def test_half_precision_is_summed_in_float32(dtype):
     assert x.grad.dtype == dtype
 
 
+def test_short_products_are_not_used_where_the_user_allows_them():
+    x = torch.randn(4000, 300)
+    exact = torch.cov(x.double().T).float()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        torch.testing.assert_close(moments(x).cov(), exact, rtol=1e-4, atol=1e-5)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally: torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("offset", [0, 100, 1000])
 def test_mean_that_dwarfs_the_spread(offset):
     x = torch.randn(30_000, 256) + offset
@@ -101,13 +113,16 @@ from isoreg.moments import moments
 def kib(key): return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith(key))
 moments(torch.randn(2000, 768).to(torch.{dtype}))     # code and libraries' own buffers are loaded on first use
 x = torch.randn(100_000, 768).to(torch.{dtype})
-try: open('/proc/self/clear_refs', 'w').write('5')    # reset the high-water mark
-except OSError: print('skip'); raise SystemExit
-before = kib('VmRSS')
-moments(x)
-print((kib('VmHWM') - before) / 1024)
+def extra():
+    open('/proc/self/clear_refs', 'w').write('5')     # reset the high-water mark
+    before = kib('VmRSS')
+    moments(x)
+    return (kib('VmHWM') - before) / 1024
+try: print(min(extra() for _ in range(3)))            # other pages of the process only add
+except OSError: print('skip')
 """
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
+                         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}).stdout.strip()  # freed memory goes back at once
     if out == "skip": pytest.skip("the peak memory of a process cannot be reset here")
     assert 0 < float(out) < 8
 
@@ -142,6 +157,7 @@ def test_all_reduce_is_one_cloud_and_so_is_its_gradient():
     (lambda: moments(torch.randn(4, 3), order=3), ["order", "3"]),
     (lambda: moments(torch.randn(1, 3)).cov(), ["count", "1"]),
     (lambda: merge([]), ["parts"]),
+    (lambda: merge([moments(torch.randn(4, 3)), moments(torch.randn(4, 3), order=4)]), ["parts", "order"]),
     (lambda: merge([moments(torch.randn(4, 3)), moments(torch.randn(4, 2))]), ["parts", "(3,)", "(2,)"]),
 ])
 def test_bad_input_is_named(call, words):
