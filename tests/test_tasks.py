@@ -244,7 +244,7 @@ def test_find_tasks_names_what_is_not_official(tmp_path):
     write(tmp_path, "glue/qnli/train_rebuilt.parquet", [{"a": 1}])
     write(tmp_path, "glue/qnli/validation.parquet", [{"a": 1}])
     row = next(r for r in find_tasks(tmp_path) if r["task"] == "qnli")
-    assert row["missing"] == ["train"] and row["where"] == "validation [not official: train_rebuilt]"
+    assert row["missing"] == ["train"] and row["where"] == "validation; missing: train; not official: train_rebuilt"
     assert next(r for r in find_tasks() if r["task"] == "toy-rte")["where"] == "toy"
 
 
