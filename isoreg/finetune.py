@@ -364,13 +364,23 @@ def _encoded(config: RunConfig, data: TaskData, tokenizer, model: nn.Module):
         train, rows = (d.remove_columns([c for c in d.column_names if c == "token_type_ids"]) for d in (train, rows))
     return train, rows, scores
 
-# %% ../nbs/08_finetune.ipynb #58e7b6d0
+# %% ../nbs/08_finetune.ipynb #b47aef33
 class ProgressFile(TrainerCallback):
     "Writes {stage, step, total, loss} to a JSON file at most twice a second."
 
-    def __init__(self, path: str | Path | None): self.path, self.last, self.loss = path, 0.0, None
+    def __init__(
+        self,
+        path: str | Path | None,  # of the file; None writes nothing
+    ):
+        self.path, self.last, self.loss = path, 0.0, None
 
-    def write(self, stage: str, step: int = 0, total: int = 0):
+    def write(
+        self,
+        stage: str,  # "loading data", "loading model", "training", "done"
+        step: int = 0,  # done
+        total: int = 0,  # of the run
+    ) -> None:
+        "Write the file, atomically."
         if self.path is None: return
         self.last = time.monotonic()
         write_atomically(self.path, json.dumps({"stage": stage, "step": step, "total": total, "loss": self.loss}))

@@ -52,8 +52,24 @@ def _check_istar(lam, zeta, layers, correction, convention):
     if layers not in ("union", "mean") and (isinstance(layers, bool) or not isinstance(layers, int)):
         raise ValueError(f"layers: {layers!r} is unknown; use 'union', 'mean' or an index into hidden_states")
 
-# %% ../nbs/03_istar.ipynb #6a52cc52
-class IStar(nn.Module):
+# %% ../nbs/03_istar.ipynb #c28c669a
+class _Referenced(nn.Module):
+    "A penalty whose score may read a reference covariance."
+
+    @property
+    def needs_reference(self) -> bool:
+        "Whether the score reads a reference covariance."
+        return self.correction is None and self.zeta != (0 if self.convention == "released" else 1)
+
+    def set_reference(
+        self,
+        reference_cov: Tensor,  # (d, d) or (L, d, d)
+    ) -> None:
+        "Take a new reference covariance; it is detached."
+        self.reference_cov = check_cov(reference_cov, "reference_cov").detach()
+
+# %% ../nbs/03_istar.ipynb #36c4fdd1
+class IStar(_Referenced):
     """The I-STAR penalty lam * (1 - IsoScore*), called with hidden states and attention mask (Rudman and Eickhoff 2024, eq. for the loss).
 
     Over all ranks of a running process group it is the penalty of the whole batch, gradient included. `parts` holds the
@@ -79,18 +95,6 @@ class IStar(nn.Module):
         self.register_buffer("reference_cov", None, persistent=False)
         if reference_cov is not None: self.set_reference(reference_cov)
         self.parts: dict[str, Tensor] = {}
-
-    @property
-    def needs_reference(self) -> bool:
-        "Whether the score reads a reference covariance."
-        return self.correction is None and self.zeta != (0 if self.convention == "released" else 1)
-
-    def set_reference(
-        self,
-        reference_cov: Tensor,  # (d, d) or (L, d, d)
-    ) -> None:
-        "Take a new reference covariance; it is detached."
-        self.reference_cov = check_cov(reference_cov, "reference_cov").detach()
 
     def score(
         self,

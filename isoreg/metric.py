@@ -25,8 +25,29 @@ def _check_metric(num_dims, correction, reference_cov, zeta, convention):
 
 def _double(f: Tensor) -> Tensor: return f if f.dtype == torch.int64 else f.double()
 
-# %% ../nbs/01a_metric.ipynb #8177945c
-class IsoScore(torchmetrics.Metric):
+# %% ../nbs/01a_metric.ipynb #b1115869
+class _MomentStates(torchmetrics.Metric):
+    "A metric whose states are the fields of a Moments."
+
+    _fields: list[str]
+
+    def merge_state(
+        self,
+        incoming_state,  # another IsoScore, or its state dictionary
+    ) -> None:
+        "Add what another metric has seen."
+        get = incoming_state.get if isinstance(incoming_state, dict) else lambda name: getattr(incoming_state, name)
+        self._set(merge([self._state(), Moments(*(get(name) for name in self._fields))]))
+
+    def _state(self) -> Moments:
+        m = Moments(*(getattr(self, name) for name in self._fields))
+        return pool(m) if m.count.ndim else m  # gathered over ranks: one more leading dimension
+
+    def _set(self, m: Moments):
+        for name in self._fields: setattr(self, name, getattr(m, name))
+
+# %% ../nbs/01a_metric.ipynb #2ebe7ff6
+class IsoScore(_MomentStates):
     """IsoScore of all points that `update` has seen, over all batches and ranks.
 
     `compute` raises `ValueError` if too few points were seen or if they have no variance.
@@ -83,18 +104,3 @@ class IsoScore(torchmetrics.Metric):
         "Standard error of the Gaussian-corrected score, from the accumulated covariance; rows are taken as independent."
         if self.correction != "gaussian": raise ValueError(f"correction: {self.correction!r} has no streaming standard error; use 'gaussian', or isoscore_with_error")
         return gaussian_stderr(self._state().cov(), int(self._state().count))
-
-    def merge_state(
-        self,
-        incoming_state,  # another IsoScore, or its state dictionary
-    ) -> None:
-        "Add what another metric has seen."
-        get = incoming_state.get if isinstance(incoming_state, dict) else lambda name: getattr(incoming_state, name)
-        self._set(merge([self._state(), Moments(*(get(name) for name in self._fields))]))
-
-    def _state(self) -> Moments:
-        m = Moments(*(getattr(self, name) for name in self._fields))
-        return pool(m) if m.count.ndim else m  # gathered over ranks: one more leading dimension
-
-    def _set(self, m: Moments):
-        for name in self._fields: setattr(self, name, getattr(m, name))
