@@ -5,6 +5,7 @@ __all__ = ['app', 'run_command', 'read_points', 'spectrum', 'score_points', 'sco
 
 # %% ../nbs/11_cli.ipynb #cb6f1c2f
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -76,7 +77,7 @@ def run_command(
 ):
     "Fine-tune a model on a task and write the record. Without options: I-STAR on the embedded toy task, no network, about a minute."
     given = {k: v for k, v in locals().items() if k not in ("out", "force") and v is not None}
-    if given.get("layers", "").lstrip("-").isdigit(): given["layers"] = int(given["layers"])
+    if re.fullmatch(r"-?\d+", given.get("layers", "")): given["layers"] = int(given["layers"])
     _run(given, out, force)
 
 # %% ../nbs/11_cli.ipynb #b494389c
@@ -104,6 +105,8 @@ def _execute(config, folder: Path, out: Path):
     from papermill.exceptions import PapermillExecutionError
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     from isoreg.notebook import execute
+    try: folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error: _fail(f"out: cannot make {str(folder)!r} ({error.strerror}); give a folder that can be written", 2)
     notebook, progress_file = folder / "notebook.ipynb", folder / "progress.json"
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[step]}"), TimeElapsedColumn(), console=_errors) as bar:
         row = bar.add_task("starting the kernel", total=None, step="")

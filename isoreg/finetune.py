@@ -190,6 +190,9 @@ def _validate(c: RunConfig):
     for name in ("batch_size", "epochs", "accumulation", "max_length", "reference_points", "max_train", "max_eval"):
         value, least = getattr(c, name), {"max_length": 8, "reference_points": 1000}.get(name, 1)
         if value is not None and value < least: raise ValueError(f"{name}: {value} is too small; need {least} or more")
+    for f in dataclasses.fields(c):
+        if isinstance(getattr(c, f.name), float) and not math.isfinite(getattr(c, f.name)): raise ValueError(f"{f.name}: {getattr(c, f.name)} is not a finite number")
+    if not c.model.strip(): raise ValueError("model: is empty; give toy-bert, a folder, or a name on the hub")
     if not 0 < c.lr < 1: raise ValueError(f"lr: {c.lr} is no learning rate; 1e-5 to 5e-5 is usual, 5e-4 for the toy model")
     if not 0 <= c.warmup <= 1: raise ValueError(f"warmup: {c.warmup} is not a share of the steps; need 0 to 1")
     if not 0 < c.train_fraction <= 1: raise ValueError(f"train_fraction: {c.train_fraction} is not in (0, 1]")

@@ -191,7 +191,9 @@ def _constant(points: Tensor, mask: Tensor | None, count: Tensor, trace: Tensor)
     "Whether a cloud has no variance but rounding: measured by its first row, which stands for all if all are equal."
     first = points[..., 0, :] if mask is None else points.gather(-2, mask.int().argmax(-1)[..., None, None].expand(*mask.shape[:-1], 1, points.shape[-1]))[..., 0, :]
     eps = torch.finfo(torch.promote_types(points.dtype, torch.float32)).eps
-    return bool((trace <= count * (8 * eps) ** 2 * first.detach().to(trace.dtype).square().sum(-1)).any())
+    if not bool((trace <= count * (8 * eps) ** 2 * first.detach().to(trace.dtype).square().sum(-1)).any()): return False
+    differs = points != first[..., None, :]  # a small spread far from the origin is a cloud all the same
+    return bool((~(differs if mask is None else differs & mask[..., None]).any(-1).any(-1)).any())
 
 
 def _explain(points: Tensor, mask: Tensor | None, count: Tensor, need: int, unit: str = "row", constant: bool = False):
@@ -417,7 +419,8 @@ def isoscore_star(
     m = moments(x, keep)
     if bool((m.count < 2).any()): _explain(x, keep, m.count, 2)
     score = _mixed_score(m.cov(), reference, zeta, convention)
-    if not bool(torch.isfinite(score).all()): _explain(x, keep, m.count, 2)
+    if not bool(torch.isfinite(score).all()):
+        _explain(x, keep, m.count, 2, constant=_constant(x, keep, m.count, m.m2.diagonal(dim1=-2, dim2=-1).sum(-1)))
     return _like(score, points, x.dtype)
 
 # %% ../nbs/01_isoscore.ipynb #e369edbc

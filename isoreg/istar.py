@@ -110,7 +110,7 @@ class IStar(_Referenced):
             clouds = [_cloud(h, attention_mask, 4 if self.correction == "ustat" else 2) for h in chosen]
             m = all_reduce(_stack(clouds) if self.layers == "mean" else merge(clouds))
             score = _score(m, self).mean()
-        if not bool(torch.isfinite(score)): _explain_score(m, self.correction)
+        if not bool(torch.isfinite(score) & ~_collapsed(m).any()): _explain_score(m, self.correction)
         return score
 
     def forward(
@@ -128,6 +128,12 @@ class IStar(_Referenced):
 def _stack(clouds: list[Moments]) -> Moments:
     "One batched Moments with a leading dimension for the clouds."
     return Moments(*(None if f[0] is None else torch.stack(f) for f in zip(*clouds)))
+
+
+def _collapsed(m: Moments) -> Tensor:
+    "Whether all tokens are equal but for rounding."
+    rounding = 8 * torch.finfo(m.m2.dtype).eps
+    return m.m2.detach().diagonal(dim1=-2, dim2=-1).sum(-1) <= m.count * rounding**2 * m.mean.detach().square().sum(-1)
 
 
 def _explain_score(m: Moments, correction: str | None):

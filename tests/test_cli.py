@@ -64,6 +64,8 @@ def test_finished_run_is_not_repeated_and_a_damaged_record_is(done):
     (["run", "--batch-size", 0], ["batch_size"]),
     (["run", "--lam", "nan"], ["lam"]),
     (["run", "--data-dir", "nowhere"], ["data_dir", "nowhere"]),
+    (["run", "--layers=--1"], ["layers"]),
+    (["run", "--out", __file__ + "/below"], ["out", "written"]),
     (["run", "--lamm", 1], ["--lamm"]),
     (["run", "--seed", "x"], ["--seed"]),
     (["score", "nowhere.npy"], ["nowhere.npy"]),

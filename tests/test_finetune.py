@@ -44,6 +44,9 @@ DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
     (dict(data_dir="no/such/folder"), ["data_dir", "no/such/folder"]),
     (dict(model="./no/such/model"), ["model", "config.json"]),
     (dict(task="squad"), ["model", "squad"]),
+    (dict(weight_decay=float("nan")), ["weight_decay", "nan"]),
+    (dict(clip=float("inf")), ["clip", "inf"]),
+    (dict(model=" "), ["model", "empty"]),
     (dict(lamm=1), ["lamm", "unknown", "lam"]),
 ])
 def test_bad_configuration_is_named(values, words):

@@ -250,6 +250,8 @@ x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0,
     (lambda: isoscore(torch.randn(16).expand(1000, 16), correction="ustat"), ["points", "zero variance"]),
     (lambda: isoscore(torch.randn(2, 5, 16)[:, :1].expand(2, 5, 16) * 300), ["points", "zero variance"]),
     (lambda: isoscore(torch.randn(900, 16) * 1e25), ["points", "rescale"]),
+    (lambda: isoscore(torch.randn(900, 16) * 1e-30), ["points", "rescale"]),
+    (lambda: isoscore_star(torch.full((10, 16), 0.1), torch.eye(16), 0.0), ["points", "zero variance"]),
     (lambda: isoscore_star(torch.randn(4, 9, 3), torch.eye(3).expand(5, 3, 3), 0.2), ["reference_cov", "(5,)", "(4,)"]),
     (lambda: isoscore_from_cov(torch.diag(torch.tensor([1.0, -1.0]))), ["cov", "negative"]),
     (lambda: isoscore_from_cov(torch.stack([1e4 * torch.eye(2), torch.tensor([[1, 0.9], [0, 1]])])), ["cov", "not symmetric"]),
@@ -294,6 +296,12 @@ def test_layers_in_one_call_and_numpy():
     out = isoscore(layers.numpy(), mask.numpy())
     assert isinstance(out, np.ndarray) and out.shape == (5,)
     assert isinstance(isoscore(layers[0].numpy()), np.floating)
+
+
+@pytest.mark.parametrize("n", [8, 1000])
+def test_a_small_spread_far_from_the_origin_is_a_cloud(n):
+    x = torch.randn(n, 16) + 1.2e6
+    torch.testing.assert_close(isoscore(x).double(), isoscore(x.double()), rtol=1e-3, atol=0)
 
 
 def test_half_precision_score():

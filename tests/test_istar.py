@@ -141,6 +141,7 @@ def test_reference_is_the_same_on_all_ranks():
     (lambda: IStar(1, zeta=0)(states_and_mask()[0], torch.zeros(3, 6)), ["attention_mask", "0 token vectors"]),
     (lambda: IStar(1, correction="ustat", layers=1)(states_and_mask()[0], torch.eye(3, 6)), ["attention_mask", "3 token vectors", "4"]),
     (lambda: IStar(1, zeta=0)((torch.ones(2, 3, 4),) * 3), ["hidden_states", "equal"]),
+    (lambda: IStar(1, zeta=0)((50 * torch.randn(16).expand(7, 30, 16),) * 3), ["hidden_states", "equal"]),  # rounding is no variance
     (lambda: CosReg(1)(states_and_mask()[0], torch.zeros(3, 6)), ["hidden_states", "mask"]),
     (lambda: IStar(1, zeta=0)(None), ["hidden_states", "output_hidden_states"]),
     (lambda: IStar(1, zeta=0)(torch.randn(3, 6, 8)), ["hidden_states", "tuple"]),
