@@ -9,7 +9,6 @@ __all__ = ['CORRECTIONS', 'CONVENTIONS', 'check_cov', 'participation_ratio', 'is
 import numbers
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -255,7 +254,7 @@ def _distinct4(K: Tensor) -> Tensor:
 
 def _by_sequence(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     "Estimates of (tr Sigma)^2 and tr(Sigma^2) from points (..., m, length, d) of m independent sequences."
-    lead, (m, T, d) = x.shape[:-3], x.shape[-3:]
+    lead, (m, T) = x.shape[:-3], x.shape[-3:-1]
     X, _ = _centred(x.flatten(-3, -2), None if mask is None else mask.flatten(-2))
     X = X.to(_wide(X)).unflatten(-2, (m, T))
     n = (torch.full((*lead, m), T, device=x.device) if mask is None else mask.sum(-1)).to(X.dtype)

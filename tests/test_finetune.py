@@ -3,7 +3,6 @@ import dataclasses
 import json
 import os
 import stat
-from pathlib import Path
 
 import pytest
 import torch

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from IsoScore.IsoScore import IsoScore as published, IsoScore_star as published_star, istar
 from ranks import on_ranks
 
