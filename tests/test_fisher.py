@@ -1,0 +1,319 @@
+"""Squared per-sample gradients against a loop over samples, in float64, for every architecture the papers use."""
+import copy
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import on_ranks
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    AlbertConfig, AlbertForMaskedLM, AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, DistilBertConfig, DistilBertForMaskedLM, ElectraConfig,
+    ElectraForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM, MPNetConfig, MPNetForMaskedLM,
+    RobertaConfig, RobertaForMaskedLM, T5Config, T5ForConditionalGeneration)
+
+from isoreg.corpus import TextBatches
+from isoreg.fisher import FisherEstimate, agreement, empirical_fisher, sum_over_ranks
+from isoreg.toy import toy_corpus, toy_model_path
+
+V, H = 50, 16
+BASE = dict(vocab_size=V, hidden_size=H, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, max_position_embeddings=24)
+MODELS = {
+    "bert": lambda: BertForMaskedLM(BertConfig(**BASE)),
+    "bert-eager": lambda: BertForMaskedLM(BertConfig(**BASE, attn_implementation="eager")),
+    "bert-untied": lambda: BertForMaskedLM(BertConfig(**BASE, tie_word_embeddings=False)),
+    "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**(BASE | {"max_position_embeddings": 28, "pad_token_id": 1}))),
+    "albert": lambda: AlbertForMaskedLM(AlbertConfig(**(BASE | {"num_hidden_layers": 3}), embedding_size=8)),
+    "distilbert": lambda: DistilBertForMaskedLM(DistilBertConfig(vocab_size=V, dim=H, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=24)),
+    "electra": lambda: ElectraForMaskedLM(ElectraConfig(**BASE, embedding_size=8)),
+    "modernbert": lambda: ModernBertForMaskedLM(ModernBertConfig(**BASE, pad_token_id=0, local_attention=8, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)),
+    "mpnet": lambda: MPNetForMaskedLM(MPNetConfig(**(BASE | {"max_position_embeddings": 28}))),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=H, n_layer=2, n_head=2, n_positions=24, bos_token_id=1, eos_token_id=2)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**BASE, num_key_value_heads=1)),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=V, d_model=H, d_kv=8, d_ff=24, num_layers=2, num_heads=2, relative_attention_num_buckets=8, decoder_start_token_id=0)),
+}
+LOSS = {"gpt2": "clm", "llama": "clm", "t5": "seq2seq"}
+
+
+def model_of(name: str) -> nn.Module:
+    "Random weights large enough to matter, no two tensors alike, biases and scales away from 0 and 1."
+    torch.manual_seed(0)
+    model = MODELS[name]().double().eval()
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters(): p.add_(0.1 * torch.randn(p.shape, generator=g, dtype=p.dtype))
+    return model
+
+
+def batch_of(loss: str, lengths=(9, 5, 12, 9), seed=0) -> dict:
+    g = torch.Generator().manual_seed(seed)
+    n, t = len(lengths), max(lengths)
+    mask = (torch.arange(t) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(5, 12, (n, t), generator=g) * mask       # few different tokens: rows of the embedding occur several times
+    if loss == "clm": labels = ids.clone()
+    elif loss == "seq2seq": labels = torch.randint(3, V, (n, 6), generator=g).masked_fill(torch.arange(6) >= torch.tensor([3, 6, 4, 5])[:n, None], -100)
+    else:
+        labels = torch.full_like(ids, -100)
+        for i, length in enumerate(lengths):
+            at = torch.randperm(length, generator=g)[: 1 + i % 3 + length // 6]
+            labels[i, at] = torch.randint(3, V, (len(at),), generator=g)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def one_loss(model, batch, i, loss, reduction="mean"):
+    "The loss of one sequence without its padding, with the model's full logits."
+    length = int(batch["attention_mask"][i].sum())
+    row = {"input_ids": batch["input_ids"][i : i + 1, :length], "attention_mask": batch["attention_mask"][i : i + 1, :length]}
+    labels = batch["labels"][i : i + 1]
+    if loss == "seq2seq":
+        logits = model(**row, labels=labels).logits[0]
+        return F.cross_entropy(logits, labels[0], reduction=reduction)
+    logits = model(**row).logits[0]
+    if loss == "clm": return F.cross_entropy(logits[:-1], labels[0, 1:length], reduction=reduction)
+    return F.cross_entropy(logits, labels[0, :length], reduction=reduction)
+
+
+def by_loop(model, batches, loss="mlm", reduction="mean") -> dict:
+    sums = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad}
+    for batch in batches:
+        for i in range(len(batch["input_ids"])):
+            model.zero_grad()
+            one_loss(model, batch, i, loss, reduction).backward()
+            for n, p in model.named_parameters():
+                if p.grad is not None: sums[n] += p.grad.square()
+    model.zero_grad()
+    return sums
+
+
+def agree(ours: FisherEstimate, loop: dict, rtol=1e-6):
+    assert set(ours.sums) == set(loop)
+    largest = max(float(v.mean()) for v in loop.values())
+    for n, v in loop.items():
+        v = v if ours.level == "diagonal" else v.sum()
+        floor = 1e-12 * largest * (1 if ours.level == "diagonal" else ours.numel[n])
+        torch.testing.assert_close(ours.sums[n].to(v), v, rtol=rtol, atol=floor, msg=lambda m: f"{n}: {m}")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.func")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("level", ["tensor", "diagonal"])
+def test_equals_a_loop_over_samples(name, level):
+    model, loss = model_of(name), LOSS.get(name, "mlm")
+    batches = [batch_of(loss), batch_of(loss, (7, 11), seed=3), batch_of(loss, (6,), seed=4)]
+    ours = empirical_fisher(model, batches, level, loss)
+    agree(ours, by_loop(model, batches, loss))
+    assert ours.n_samples == 7
+    assert not ours.by_function
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "t5"])
+@pytest.mark.filterwarnings("ignore:.*torch.func")
+def test_sum_over_tokens_and_positions(name):
+    model, loss = model_of(name), LOSS.get(name, "mlm")
+    batch = batch_of(loss)
+    agree(empirical_fisher(model, [batch], "diagonal", loss, reduction="sum"), by_loop(model, [batch], loss, "sum"))
+    if loss == "clm":
+        with pytest.raises(ValueError, match="sample"): empirical_fisher(model, [batch], loss=loss, sample="position")
+        return
+    singles = []
+    for i, j in (batch["labels"] != -100).nonzero().tolist():
+        one = {k: v[i : i + 1].clone() for k, v in batch.items()}
+        if loss == "seq2seq": one["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(one["labels"])
+        one["labels"][0, torch.arange(one["labels"].shape[1]) != j] = -100
+        singles.append(one)
+    ours = empirical_fisher(model, [batch], "tensor", loss, sample="position")
+    assert ours.n_samples == len(singles) and "position" in ours.unit
+    each = [empirical_fisher(model, [s], "tensor", loss) for s in singles]
+    for n, v in ours.sums.items(): torch.testing.assert_close(v, sum(e.sums[n] for e in each), rtol=1e-6, atol=1e-14)
+
+
+def test_other_losses_and_layouts():
+    """A classifier with a loss of its own, a pooler that reads one position, a weight used twice, samples in a layout that no hook can tell apart,
+    a raw parameter, a frozen one, a batch norm: all as a loop has it."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.scale, self.frozen = nn.Linear(H, H), nn.Linear(H, 3), nn.Parameter(torch.rand(H)), nn.Linear(H, H)
+            self.norm, self.mixed, self.unused = nn.BatchNorm1d(H), nn.Linear(H, H, bias=False), nn.Linear(2, 2)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x):
+            x = self.a(torch.tanh(self.a(x))) * self.scale + self.frozen(x)
+            x = self.mixed(x.transpose(0, 1)).transpose(0, 1)      # (tokens, batch, hidden)
+            return self.b(self.norm(x.mean(1)))
+
+    torch.manual_seed(0)
+    model = Odd().double().eval()
+    loss = lambda m, b: F.cross_entropy(m(b["x"]), b["y"], reduction="none")
+    batches = [{"x": torch.randn(n, 7, H, dtype=torch.float64), "y": torch.randint(0, 3, (n,))} for n in (5, 7)]      # 7 samples of 7 tokens: the layouts look alike
+    right = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad}
+    for b in batches:
+        for i in range(len(b["y"])):
+            model.zero_grad()
+            loss(model, {k: v[i : i + 1] for k, v in b.items()}).sum().backward()
+            for n, p in model.named_parameters():
+                if p.grad is not None: right[n] += p.grad.square()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.warns(UserWarning, match="torch.func"): ours = empirical_fisher(model, batches, "diagonal", loss)
+    agree(ours, right)
+    assert ours.by_function == ["mixed.weight", "norm.bias", "norm.weight", "scale"] and "frozen.weight" not in ours.sums
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and model.a.weight.requires_grad and not model.frozen.weight.requires_grad
+    classifier = BertForSequenceClassification(BertConfig(**BASE, num_labels=3)).double()
+    batch = batch_of("mlm")
+    batch["labels"] = torch.tensor([0, 1, 2, 1])
+    own = lambda m, b: F.cross_entropy(m(b["input_ids"], attention_mask=b["attention_mask"]).logits, b["labels"], reduction="none")
+    ours, right = empirical_fisher(classifier, [batch], "diagonal", own), {}
+    assert classifier.training and not ours.by_function
+    classifier.eval()
+    for i in range(4):
+        classifier.zero_grad()
+        own(classifier, {k: v[i : i + 1] for k, v in batch.items()}).sum().backward()
+        for n, p in classifier.named_parameters(): right[n] = right.get(n, 0) + p.grad.square()
+    agree(ours, right)
+
+
+def test_not_the_square_of_the_sum():
+    model, batch = model_of("bert"), batch_of("mlm")
+    ours = empirical_fisher(model, [batch], "diagonal")
+    one_by_one = sum((one_loss(model, batch, i, "mlm") for i in range(4)))
+    one_by_one.backward()
+    p = model.bert.encoder.layer[0].output.dense.weight
+    assert not torch.allclose(ours.sums["bert.encoder.layer.0.output.dense.weight"], p.grad.square(), rtol=0.1)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.permutations(range(6)), st.integers(1, 5))
+def test_order_and_batching_do_not_matter(order, cut):
+    model, batch = model_of("distilbert"), batch_of("mlm", (9, 5, 12, 9, 4, 7))
+    row = lambda at: {k: v[list(at)] for k, v in batch.items()}
+    a, b = empirical_fisher(model, [batch]), empirical_fisher(model, [row(order[:cut]), row(order[cut:])])
+    for n in a.sums: torch.testing.assert_close(a.sums[n], b.sums[n], rtol=1e-9, atol=1e-16)
+
+
+def test_float32_and_bfloat16_follow_float64():
+    right = empirical_fisher(model_of("bert"), [batch_of("mlm")])
+    single = empirical_fisher(model_of("bert").float(), [batch_of("mlm")])
+    cast = empirical_fisher(model_of("bert").float(), [batch_of("mlm")], precision="bf16")
+    half = empirical_fisher(model_of("bert").bfloat16(), [batch_of("mlm")], "diagonal")
+    for n, v in right.sums.items():
+        if "key.bias" in n: continue
+        assert float(single.sums[n] / v) == pytest.approx(1, abs=1e-4), n
+        assert float(cast.sums[n] / v) == pytest.approx(1, abs=0.1), n
+        assert float(half.sums[n].sum() / v) == pytest.approx(1, abs=0.25), n
+    assert not single.by_function and not cast.by_function and cast.precision == "bf16"
+    assert all(s.dtype == torch.float32 for s in half.sums.values()) and all(s.dtype == torch.float64 for s in single.sums.values())
+
+
+# ---- merging, files, resuming
+
+
+def corpus_of(n=40, **options):
+    return TextBatches(toy_corpus(n), AutoTokenizer.from_pretrained(toy_model_path()), batch_size=4, name="toy", **options)
+
+
+def toy_model():
+    return AutoModelForMaskedLM.from_pretrained(toy_model_path())
+
+
+def same(a: FisherEstimate, b: FisherEstimate, rtol=1e-5):
+    assert a.n_samples == b.n_samples
+    largest = max(float(v.max()) for v in b.sums.values())
+    for n in b.sums: torch.testing.assert_close(a.sums[n], b.sums[n], rtol=rtol, atol=1e-9 * largest)
+
+
+def test_merge_of_shards_is_the_whole(tmp_path):
+    model, corpus = toy_model(), corpus_of()
+    whole = empirical_fisher(model, corpus, "diagonal")
+    a, b = (empirical_fisher(model, corpus.shard(r, 2), "diagonal") for r in range(2))
+    same(a + b, whole)
+    assert len((a + b).corpora) == 2
+    with pytest.raises(ValueError, match="corpora.*disjoint"): a + a
+    a.save(tmp_path)
+    again = FisherEstimate.load(tmp_path)
+    assert {k: v for k, v in again.__dict__.items() if k != "sums"} == {k: v for k, v in a.__dict__.items() if k != "sums"}
+    assert all(torch.equal(again.sums[n], a.sums[n]) for n in a.sums) and "unit" in json.loads((tmp_path / "fisher.json").read_text())
+    with pytest.raises(ValueError, match="level"): a + empirical_fisher(model, corpus.shard(1, 2))
+    with pytest.raises(ValueError, match="reduction"): a + empirical_fisher(model, corpus.shard(1, 2), "diagonal", reduction="sum")
+    with torch.no_grad(): model.bert.embeddings.LayerNorm.weight.mul_(1.01)
+    with pytest.raises(ValueError, match="fingerprint"): a + empirical_fisher(model, corpus.shard(1, 2), "diagonal")
+    scores, mean = whole.scores(), whole.mean()
+    for n in scores: assert scores[n] == pytest.approx(float(mean[n].double().mean()), rel=1e-6)
+
+
+def _ranked(rank, world):
+    estimate = sum_over_ranks(empirical_fisher(toy_model(), corpus_of().shard(rank, world)))
+    return {"n": torch.tensor(estimate.n_samples), "corpora": torch.tensor(len(estimate.corpora))} | estimate.sums
+
+
+def test_sum_over_two_ranks_is_the_whole():
+    whole = empirical_fisher(toy_model(), corpus_of())
+    for result in on_ranks(_ranked):
+        assert result["n"] == whole.n_samples and result["corpora"] == 2
+        for n, v in whole.sums.items(): torch.testing.assert_close(result[n], v, rtol=1e-4, atol=1e-12)
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from test_fisher import corpus_of, toy_model
+from isoreg.fisher import empirical_fisher
+def progress(done):
+    if done == 7: os.kill(os.getpid(), signal.SIGKILL)
+empirical_fisher(toy_model(), corpus_of(), "diagonal", checkpoint={folder!r}, every=2, progress=progress)
+"""
+
+
+def test_a_killed_estimate_goes_on(tmp_path):
+    code = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "f"))
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -signal.SIGKILL
+    done = FisherEstimate.load(tmp_path / "f").batches_done
+    assert done == 6 and len(list((tmp_path / "f").iterdir())) == 2
+    seen = []
+    again = empirical_fisher(toy_model(), corpus_of(), "diagonal", checkpoint=tmp_path / "f", progress=seen.append)
+    assert seen == [7, 8, 9, 10]
+    same(again, empirical_fisher(toy_model(), corpus_of(), "diagonal"))
+    with pytest.raises(ValueError, match="checkpoint.*corpora"): empirical_fisher(toy_model(), corpus_of(seed=1), "diagonal", checkpoint=tmp_path / "f")
+    with pytest.raises(ValueError, match="checkpoint.*level"): empirical_fisher(toy_model(), corpus_of(), checkpoint=tmp_path / "f")
+    (tmp_path / "f" / "fisher.json").write_text("{")
+    with pytest.raises(ValueError, match="no complete estimate"): FisherEstimate.load(tmp_path / "f")
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize("wrong, message", [
+    (dict(level="row"), "level: 'row'"), (dict(loss="mse"), "loss: 'mse'"), (dict(reduction="max"), "reduction: 'max'"),
+    (dict(sample="token"), "sample: 'token'"), (dict(precision="fp8"), "precision: 'fp8'")])
+def test_unknown_settings(wrong, message):
+    with pytest.raises(ValueError, match=message): empirical_fisher(model_of("bert"), [batch_of("mlm")], **wrong)
+
+
+def test_bad_batches_and_models():
+    model = model_of("bert")
+    with pytest.raises(ValueError, match="batches: no sample"): empirical_fisher(model, [])
+    with pytest.raises(ValueError, match="batch: has no label"): empirical_fisher(model, [batch_of("mlm") | {"labels": torch.full((4, 12), -100)}])
+    with pytest.raises(ValueError, match="one loss for each"): empirical_fisher(model, [batch_of("mlm")], loss=lambda m, b: m(**b).loss)
+    with pytest.raises(ValueError, match="no parameter requires"): empirical_fisher(model_of("bert").requires_grad_(False), [batch_of("mlm")])
+    assert all(p.requires_grad for p in model.parameters()) and not any(m._forward_hooks for m in model.modules())
+    boom = lambda m, b: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt): empirical_fisher(model, [batch_of("mlm")], loss=boom)
+    assert all(p.requires_grad for p in model.parameters()) and not any(m._forward_hooks for m in model.modules())
+
+
+def test_agreement_measures():
+    model, corpus = toy_model(), corpus_of(120)
+    full = empirical_fisher(model, corpus, "diagonal")
+    for row in agreement(full, full):
+        assert row["pearson"] == pytest.approx(1) and row["spearman"] == pytest.approx(1) and row["overlap"] == 1 and row["difference"] == 0
+    few, many = (agreement(empirical_fisher(model, corpus.draw(s, 1), "diagonal"), full)[0] for s in (0.03, 0.5))
+    assert few["spearman"] < many["spearman"] < 1 and few["overlap"] < many["overlap"] < 1 and few["difference"] > many["difference"]
+    with pytest.raises(ValueError, match="part: level"): agreement(empirical_fisher(model, corpus), full)
+    with pytest.raises(ValueError, match="top"): agreement(full, full, (0,))
