@@ -3,7 +3,8 @@
 # %% auto #0
 __all__ = ['app', 'run_command', 'read_points', 'spectrum', 'score_points', 'score_model', 'score_command', 'tasks_command']
 
-# %% ../nbs/11_cli.ipynb #cb6f1c2f
+# %% ../nbs/11_cli.ipynb #da236a7f
+import itertools
 import json
 import re
 from pathlib import Path
@@ -80,7 +81,7 @@ def run_command(
     if re.fullmatch(r"-?\d+", given.get("layers", "")): given["layers"] = int(given["layers"])
     _run(given, out, force)
 
-# %% ../nbs/11_cli.ipynb #b494389c
+# %% ../nbs/11_cli.ipynb #7401704c
 def _run(given: dict, out: Path, force: bool):
     from isoreg.finetune import RunConfig, RunRecord
     try: config = RunConfig.from_dict(given)
@@ -98,7 +99,8 @@ def _finished(folder: Path, config, RunRecord):
     "The record of the folder if it is complete and of this configuration."
     try: record = RunRecord.load(folder)
     except (OSError, ValueError): return None
-    return record if record.config == config.to_dict() and record.status == "done" else None
+    same = record.config | {"recipe": config.recipe} == config.to_dict()  # the settings count, not the name they came by
+    return record if same and record.status == "done" else None
 
 # %% ../nbs/11_cli.ipynb #82b413f1
 def _execute(config, folder: Path, out: Path):
@@ -146,7 +148,7 @@ def _show(record, folder: Path):
     table.add_row("notebook", str(folder / "notebook.ipynb"))
     _console.print(table)
 
-# %% ../nbs/11_cli.ipynb #6e3e4ef9
+# %% ../nbs/11_cli.ipynb #963e9108
 def read_points(
     path: str | Path,  # .npy, .npz, .safetensors or .parquet
     array: str | None = None,  # name of the array or column; None takes the only one (Parquet: all floating columns)
@@ -154,6 +156,7 @@ def read_points(
     "The (n, d) array in an embedding file. `ValueError` that says what the file holds; nothing is unpickled."
     path = Path(path)
     if not path.is_file(): raise ValueError(f"file: no file {str(path)!r}")
+    if path.suffix == ".npy" and array is not None: raise ValueError(f"array: {array!r} is asked for, but a .npy file holds a single array without a name; leave --array out")
     if path.suffix not in (".npy", ".npz", ".safetensors", ".parquet"):
         raise ValueError(f"file: {path.suffix or path.name!r} is unknown; use .npy, .npz, .safetensors or .parquet, or a text file with --model")
     try: return _read_points(path, array)
@@ -176,29 +179,42 @@ def _read_points(path: Path, array: str | None):
     return _two_dimensional(arrays[array or names[0]], path)
 
 
-def _from_parquet(path: Path, column: str | None):
-    import numpy as np
-    import pyarrow.parquet as pq
-    table = pq.read_table(path)
-    if column is not None and column not in table.column_names: raise ValueError(f"array: no column {column!r}; the file has {', '.join(table.column_names[:20])}")
-    frame = table.select([column]) if column else table
-    lists = [n for n in frame.column_names if str(frame.schema.field(n).type).startswith(("list", "large_list", "fixed_size_list"))]
-    if len(lists) > 1: raise ValueError(f"array: the file holds {', '.join(lists)}; choose one with --array")
-    if lists: return np.array(frame[lists[0]].to_pylist(), dtype=np.float64)
-    frame = frame.to_pandas()
-    floats = frame.select_dtypes("floating")  # whole numbers beside them are ids, labels or counts
-    return (floats if len(floats.columns) else frame.select_dtypes("number")).to_numpy(dtype=np.float64)
-
-
 def _two_dimensional(x, path: Path):
     import numpy as np
     import torch
-    x = x if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x))
-    x = x if x.is_floating_point() else x.double()
+    if not isinstance(x, torch.Tensor):
+        if x.dtype.kind not in "fiub": raise ValueError(f"file: {path.name} holds values of type {x.dtype}; need real numbers")
+        x = torch.from_numpy(x.astype(x.dtype.newbyteorder("=") if x.dtype.kind == "f" and x.dtype.itemsize <= 8 else np.float64))
+    if x.is_complex(): raise ValueError(f"file: {path.name} holds values of type {x.dtype}; need real numbers")
+    x = x if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) else x.double()
     if x.ndim != 2: raise ValueError(f"file: {path.name} holds an array of shape {tuple(x.shape)}; need (n_points, n_dims)")
     return x
 
-# %% ../nbs/11_cli.ipynb #4fc966e5
+# %% ../nbs/11_cli.ipynb #b8e2757f
+def _from_parquet(path: Path, column: str | None):
+    import pyarrow.parquet as pq
+    from pyarrow import types
+    table = pq.read_table(path)
+    if column is not None and column not in table.column_names: raise ValueError(f"array: no column {column!r}; the file has {', '.join(table.column_names[:20])}")
+    fields = [f for f in table.schema if column in (None, f.name)]
+    number = lambda t: types.is_floating(t) or types.is_integer(t)
+    lists = [f.name for f in fields if (types.is_list(f.type) or types.is_large_list(f.type) or types.is_fixed_size_list(f.type)) and number(f.type.value_type)]
+    if len(lists) > 1: raise ValueError(f"array: the file holds {', '.join(lists)}; choose one with --array")
+    if lists: return _from_lists(table[lists[0]].to_pylist(), lists[0])
+    numbers = [f.name for f in fields if types.is_floating(f.type)] or [f.name for f in fields if types.is_integer(f.type)]
+    if numbers: return table.select(numbers).to_pandas().to_numpy(dtype="float64")  # whole numbers beside floating ones are ids, labels or counts
+    held = ", ".join(f"{f.name} ({f.type})" for f in fields[:20])
+    raise ValueError(f"array: no column of numbers or of lists of numbers in {held or 'the empty file'}; score text with --model on a text file")
+
+
+def _from_lists(rows: list, column: str):
+    import numpy as np
+    lengths = {-1 if row is None else len(row) for row in rows}
+    if -1 in lengths: raise ValueError(f"array: column {column!r} has rows without a vector; drop them")
+    if len(lengths) > 1: raise ValueError(f"array: vectors of {min(lengths)} to {max(lengths)} values in column {column!r}; need one length")
+    return np.array(rows, dtype=np.float64)
+
+# %% ../nbs/11_cli.ipynb #a612520d
 def spectrum(
     points,  # (n, d) array or tensor
 ) -> dict:
@@ -206,12 +222,18 @@ def spectrum(
     import torch
     x = torch.as_tensor(points)
     x = (x - x.mean(0)).double()
-    variance = torch.linalg.eigvalsh(x @ x.T if len(x) < x.shape[1] else x.T @ x).flip(0).clamp(min=0)
+    return _spectrum(x @ x.T if len(x) < x.shape[1] else x.T @ x, len(x))
+
+
+def _spectrum(products, n: int) -> dict:
+    "The spectrum of n points from their matrix of products, (d, d) or (n, n)."
+    import torch
+    variance = torch.linalg.eigvalsh(products).flip(0).clamp(min=0)[:n]
     share = variance / variance.sum()
     needed = {f"{int(100 * p)}%": int((share.cumsum(0) < p - 1e-12).sum()) + 1 for p in (0.5, 0.9, 0.99)}
     return {"share": share[:10].tolist(), "axes_for": needed}
 
-# %% ../nbs/11_cli.ipynb #73097a42
+# %% ../nbs/11_cli.ipynb #d1cba8fd
 def score_points(
     points,  # (n, d)
 ) -> dict:
@@ -225,54 +247,74 @@ def score_points(
         result |= {"corrected": best.score, "standard_error": best.stderr}
     return result | {"spectrum": spectrum(points)}
 
-
+# %% ../nbs/11_cli.ipynb #a4cd114a
 def score_model(
     model: str,  # toy-bert, a folder or a name on the hub
     lines: list[str],  # one text each
     max_length: int = 128,  # tokens of a text at most
 ) -> list[dict]:
-    "Plain and sequence-corrected IsoScore and the spectrum of the token vectors of each layer 0..L."
+    """Plain and sequence-corrected IsoScore and the spectrum of the token vectors of each layer 0..L.
+
+    Memory does not grow with the number of lines, token ids apart. `ValueError` for fewer than 6 lines with tokens.
+    """
     import torch
     from transformers import AutoModel, AutoTokenizer
-    from isoreg.isoscore import isoscore, isoscore_with_error
+    from isoreg.isoscore import isoscore_from_cov
     from isoreg.toy import toy_model_path
-    if len(lines) < 6: raise ValueError(f"file: {len(lines)} lines with text, but a standard error by sequence needs at least 6; add lines or raise --max-lines")
     source = str(toy_model_path()) if model == "toy-bert" else model
     tokenizer, encoder = AutoTokenizer.from_pretrained(source), AutoModel.from_pretrained(source, dtype=torch.float32).eval()
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
-    batch = tokenizer(lines, truncation=True, max_length=min(max_length, tokenizer.model_max_length), padding=True, return_tensors="pt")
-    parts = []
-    with torch.no_grad():
-        for i in range(0, len(lines), 32):
-            inputs = {k: v[i : i + 32] for k, v in batch.items()}
-            parts.append(encoder(**inputs, output_hidden_states=True).hidden_states)
-    mask, rows = batch["attention_mask"], []
-    for layer, states in enumerate(zip(*parts)):
-        h = torch.cat(states)
-        best = isoscore_with_error(h, mask, unit="sequence")
-        rows.append({"layer": layer, "isoscore": float(isoscore(h, mask, unit="sequence")), "corrected": best.score, "standard_error": best.stderr,
-                     "tokens": int(mask.sum()), "sequences": len(h), "spectrum": spectrum(h[mask.bool()])})
+    batch = tokenizer(lines, truncation=True, max_length=min(max_length, tokenizer.model_max_length), padding=True, return_tensors="pt") if lines else {}
+    some = batch["attention_mask"].any(-1) if lines else torch.zeros(0)
+    if some.sum() < 6: raise ValueError(f"file: {int(some.sum())} lines with text, but a standard error by sequence needs at least 6; add lines or raise --max-lines")
+    rows = []
+    for layer, stream in enumerate(_stream(encoder, {k: v[some] for k, v in batch.items()})):
+        best, tokens = stream.estimate(), int(stream.m.count)
+        rows.append({"layer": layer, "isoscore": float(isoscore_from_cov(stream.m.cov())), "corrected": best.score, "standard_error": best.stderr,
+                     "tokens": tokens, "sequences": best.count, "spectrum": _spectrum(stream.m.m2, tokens)})
     return rows
 
-# %% ../nbs/11_cli.ipynb #b77e9d94
+
+def _stream(encoder, batch: dict, groups: int = 20, size: int = 32) -> list:
+    "A `_SequenceStream` for each layer, when all sequences of the batch went through the model twice."
+    import torch
+    from isoreg.isoscore import _groups, _SequenceStream
+    group, streams = _groups(len(batch["attention_mask"]), groups), None
+    for again in (False, True):
+        for g in group.unique().tolist():
+            for chosen in (group == g).nonzero()[:, 0].split(size):
+                inputs = {k: v[chosen] for k, v in batch.items()}
+                with torch.no_grad(): states = encoder(**inputs, output_hidden_states=True).hidden_states
+                streams = streams or [_SequenceStream(int(group[-1]) + 1, h.shape[-1], h.device) for h in states]
+                for stream, h in zip(streams, states): (stream.second if again else stream.first)(g, h, inputs["attention_mask"].bool())
+            if again: [stream.close(g) for stream in streams]
+    return streams
+
+# %% ../nbs/11_cli.ipynb #6c46dd64
 @app.command("score")
 def score_command(
     file: Annotated[Path, typer.Argument(help="Vectors (.npy, .npz, .safetensors, .parquet), or a text file, one text a line, with --model.")],
     model: Annotated[Optional[str], _option("Score the layers of this model on the text file: toy-bert, a folder or a name on the hub.")] = None,
     array: Annotated[Optional[str], _option("Name of the array or column in the file.")] = None,
-    max_lines: Annotated[int, typer.Option(help="Lines of the text file at most.")] = 500,
+    max_lines: Annotated[int, typer.Option(min=1, help="Lines of the text file at most.")] = 500,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ):
     "IsoScore, plain and bias-corrected with its standard error, and the spectrum."
     try:
         if model is None: result = score_points(read_points(file, array))
-        else:
-            if not file.is_file(): raise ValueError(f"file: no file {str(file)!r}")
-            lines = [line for line in file.read_text().splitlines() if line.strip()][:max_lines]
-            result = score_model(model, lines)
+        elif array is not None: raise ValueError("array: does not apply to a text file; leave --array out, or --model")
+        else: result = score_model(model, _lines(file, max_lines))
     except (ValueError, OSError) as error: _fail(str(error), 2)
     if as_json: print(json.dumps(result, indent=1))
     else: _show_layers(result) if model else _show_points(result)
+
+
+def _lines(file: Path, most: int) -> list[str]:
+    "The first lines with text."
+    if not file.is_file(): raise ValueError(f"file: no file {str(file)!r}")
+    with file.open(encoding="utf-8-sig") as f:
+        try: return list(itertools.islice((line.rstrip("\n") for line in f if line.strip()), most))
+        except UnicodeDecodeError: raise ValueError(f"file: {file.name} is no UTF-8 text; convert it, for example with iconv -f latin1 -t utf-8, or leave --model out for vectors") from None
 
 
 def _show_points(r: dict):

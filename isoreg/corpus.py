@@ -2,12 +2,14 @@
 
 # %% auto #0
 __all__ = ['LOSSES', 'mask_tokens', 'corrupt_spans', 'check_loss', 'TextBatches', 'predicted_positions', 'head_input',
-           'only_positions', 'predicted_logits', 'sample_losses']
+           'only_positions', 'predicted_logits', 'sample_losses', 'load_texts']
 
-# %% ../nbs/03b_corpus.ipynb #353744c3
+# %% ../nbs/03b_corpus.ipynb #ab1ec9d2
 import hashlib
+import re
 from contextlib import contextmanager
-from typing import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -277,3 +279,32 @@ def sample_losses(
     nll = F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target, reduction="none")
     total, count = (nll.new_zeros(len(batch["labels"])).index_add(0, row, x) for x in (nll, torch.ones_like(nll)))
     return total if reduction == "sum" else total / count.clamp(min=1)
+
+# %% ../nbs/03b_corpus.ipynb #df4d610c
+def load_texts(
+    source: str | Path | Sequence[str | Path],  # .txt (a text a line), .parquet, .json(l) or .csv; several; or on the hub "name", "name:configuration:split"
+    column: str = "text",  # of the file or data set
+    limit: int | None = None,  # texts at most, the first ones
+) -> list[str]:
+    "Texts of a corpus without blank lines and headings. `ValueError` for a source that is not there or has no such column."
+    if limit is not None and limit < 1: raise ValueError(f"limit: {limit}; need at least 1")
+    if not isinstance(source, (str, Path)): return [t for s in source for t in load_texts(s, column)][:limit]
+    lines = (re.sub(r" @(\W)@ ", r"\1", t.strip()) for t in _read(str(source), column))
+    texts = [t for t in lines if t and not re.fullmatch(r"=.*=", t)][:limit]
+    if not texts: raise ValueError(f"source: {str(source)!r} holds no text; blank lines and headings are left out")
+    return texts
+
+
+def _read(source: str, column: str) -> Iterable[str]:
+    kinds = {".txt": "text", ".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+    kind = kinds.get(Path(source).suffix)
+    if kind and not Path(source).is_file(): raise ValueError(f"source: no file {source!r}; give a file or the name of a data set on the hub")
+    if kind == "text": return Path(source).read_text(errors="replace").splitlines()
+    from datasets import load_dataset
+    if kind: data = load_dataset(kind, data_files=source, split="train")
+    else:
+        name, configuration, split = (source.split(":") + [None, "train"][source.count(":") :])[:3]
+        try: data = load_dataset(name, configuration or None, split=split)
+        except (OSError, ValueError) as error: raise ValueError(f"source: {source!r} is no file, and the hub does not give it ({str(error).splitlines()[0]})") from None
+    if column not in data.column_names: raise ValueError(f"column: {source!r} has no column {column!r}; it has {', '.join(data.column_names)}")
+    return data[column]

@@ -66,7 +66,7 @@ RECIPES: dict[str, Recipe] = {
     "guided-released": Recipe(lr=2e-5, batch_size=18, warmup=0.0, weight_decay=0.0, max_length=512, split_protocol="joined"),
 }
 
-# %% ../nbs/08_finetune.ipynb #32b60db0
+# %% ../nbs/08_finetune.ipynb #e111dab6
 class _Parameters:
     "What the configuration can do, apart from its fields."
 
@@ -89,12 +89,15 @@ class _Parameters:
 
     @property
     def key(self) -> str:
-        "Short name of the run: readable, and unique by a hash of all its parameters."
-        digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:10]
+        """Short name of the run: readable, and unique by a hash of all that decides it.
+
+        The recipe's name decides nothing once its settings are filled in: the model's default name enters the hash in its place.
+        """
+        digest = hashlib.sha256(json.dumps(self.to_dict() | {"recipe": _default_recipe(self)}, sort_keys=True).encode()).hexdigest()[:10]
         how = self.regularizer if self.regularizer == "none" else f"{self.regularizer}{self.lam:g}"
         return f"{self.task}-{Path(self.model).name}-{how}-seed{self.seed}-{digest}"
 
-# %% ../nbs/08_finetune.ipynb #6566652f
+# %% ../nbs/08_finetune.ipynb #6d1d9a3c
 @dataclass(frozen=True)
 class RunConfig(_Parameters):
     "Everything that decides a run. `ValueError` for a bad value, before anything is loaded."
@@ -134,8 +137,9 @@ class RunConfig(_Parameters):
         for f in dataclasses.fields(self): object.__setattr__(self, f.name, _typed(f, getattr(self, f.name)))
         _fill(self)
         _validate(self)
+        _settle(self)
 
-# %% ../nbs/08_finetune.ipynb #047d13ff
+# %% ../nbs/08_finetune.ipynb #13d4f8f2
 _TYPES = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "None": (type(None),)}
 
 
@@ -149,20 +153,33 @@ def _typed(f: dataclasses.Field, value):
     return float(value) if "float" in names and value is not None else value
 
 
+def _put(c: RunConfig, **values):
+    for name, value in values.items(): object.__setattr__(c, name, value)
+
+
+def _default_recipe(c: RunConfig) -> str: return "toy" if c.model == "toy-bert" else "quick"
+
+
 def _fill(c: RunConfig):
-    "Fill in the recipe and put settings that play no part to one value, so that equal runs have equal keys."
-    put = lambda **kw: [object.__setattr__(c, k, v) for k, v in kw.items()]
-    if c.recipe is None: put(recipe="toy" if c.model == "toy-bert" else "quick")
+    "Fill in the recipe and the strength."
+    if c.recipe is None: _put(c, recipe=_default_recipe(c))
     if c.recipe not in RECIPES: raise ValueError(f"recipe: {c.recipe!r} is unknown; use one of {', '.join(RECIPES)}")
-    if c.max_length is None and c.task in TASKS and TASKS[c.task].kind == "qa": put(max_length=384)
+    if c.max_length is None and c.task in TASKS and TASKS[c.task].kind == "qa": _put(c, max_length=384)
     for f in dataclasses.fields(Recipe):
-        if getattr(c, f.name) is None: put(**{f.name: getattr(RECIPES[c.recipe], f.name)})
-    if c.regularizer == "none": put(lam=0.0)
-    if c.lam is None: put(lam=1.0 if c.regularizer == "cosreg" else -0.1 if c.recipe == "toy" else -1.0)
-    if c.regularizer != "istar": put(zeta=0.0, layers="union", correction=None, convention="released", reference_points=250_000)
-    if c.regularizer != "cosreg": put(cosreg_layer=-1)
-    if c.regularizer == "none": put(padding=False)
-    if c.correction is not None: put(zeta=0.0)
+        if getattr(c, f.name) is None: _put(c, **{f.name: getattr(RECIPES[c.recipe], f.name)})
+    if c.lam is None: _put(c, lam=1.0 if c.regularizer == "cosreg" else -0.1 if c.recipe == "toy" else -1.0)
+
+
+def _settle(c: RunConfig):
+    "Put settings that play no part, checked by now, to one value, so that equal runs have equal keys."
+    task = get_task(c.task)
+    if c.regularizer == "none": _put(c, lam=0.0, padding=False)
+    if c.regularizer != "istar": _put(c, layers="union", correction=None)
+    if c.regularizer != "cosreg": _put(c, cosreg_layer=-1)
+    alone = c.regularizer != "istar" or c.correction is not None or c.zeta == (0 if c.convention == "released" else 1)
+    if alone: _put(c, zeta=0.0, convention="released", reference_points=250_000)  # no reference covariance is read
+    if task.hub is None: _put(c, data_dir=None)  # toy tasks are generated
+    if c.eval_split == task.eval_splits[0]: _put(c, eval_split=None)
 
 # %% ../nbs/08_finetune.ipynb #5c3fd6c7
 def resolve_precision(

@@ -5,7 +5,8 @@ __all__ = ['CORRECTIONS', 'CONVENTIONS', 'check_cov', 'participation_ratio', 'is
            'isoscore', 'gaussian_stderr', 'IsoScoreEstimate', 'isoscore_with_error', 'check_zeta', 'mix',
            'isoscore_star']
 
-# %% ../nbs/01_isoscore.ipynb #1262f38e
+# %% ../nbs/01_isoscore.ipynb #665f0666
+import functools
 import numbers
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .moments import check_points, full_precision, moments
+from .moments import check_points, full_precision, merge, moments
 
 # %% ../nbs/01_isoscore.ipynb #cd72697f
 class _TraceAndSquare(torch.autograd.Function):
@@ -245,33 +246,40 @@ def isoscore(
     if constant or bool((count < need).any()) or not bool(torch.isfinite(score).all()): _explain(x, keep, count, need, unit, constant)
     return _like(score, points, x.dtype)
 
-# %% ../nbs/01_isoscore.ipynb #9cd8453e
-def _distinct4(K: Tensor) -> Tensor:
-    "Sum of K_ab K_ce over distinct a, b, c, e, for symmetric K (..., m, m)."
-    K = K - torch.diag_embed(K.diagonal(dim1=-2, dim2=-1))
-    return K.sum((-2, -1)) ** 2 - 4 * K.sum(-1).square().sum(-1) + 2 * K.square().sum((-2, -1))
+# %% ../nbs/01_isoscore.ipynb #a1091440
+class _SequenceSums(NamedTuple):
+    "What the estimates read of independent sequences, their tokens centred; leading dimensions are sets of sequences."
+    lengths: Tensor  # (..., 4) sums of n_c, n_c^2, n_c^3 and n_c^4
+    all: Tensor  # (..., 5) <P, P>, <P, G>, <G, G>, tr P and tr G
+    single: Tensor  # (..., 5) sums of <P_c, P_c>, s_c' P_c s_c, p_c^2, p_c |s_c|^2 and |s_c|^4
+
+
+def _sequence_estimates(sums: _SequenceSums) -> tuple[Tensor, Tensor]:
+    "Estimates of (tr Sigma)^2 and tr(Sigma^2)."
+    (N, N2, N3, N4), (PP, PG, GG, p, g), (own, sPs, p2, ps, s4) = (q.unbind(-1) for q in sums)
+    pairs, triples = N**2 - N2, N**3 - 3 * N * N2 + 2 * N3
+    fours = pairs**2 - 4 * (N**2 * N2 - 2 * N * N3 + N4) + 2 * (N2**2 - N4)
+    μ4 = (g**2 + 2 * GG - 6 * s4) / fours
+    f = (PP - own) / pairs - 2 * (2 * sPs - PG) / triples + μ4
+    t2 = (p**2 - p2) / pairs - 2 * (2 * ps - p * g) / triples + μ4
+    return t2, f
+
+
+def _powers(n: Tensor) -> Tensor: return torch.stack([n, n**2, n**3, n**4], -1).sum(-2)
 
 
 def _by_sequence(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     "Estimates of (tr Sigma)^2 and tr(Sigma^2) from points (..., m, length, d) of m independent sequences."
     lead, (m, T) = x.shape[:-3], x.shape[-3:-1]
-    X, _ = _centred(x.flatten(-3, -2), None if mask is None else mask.flatten(-2))
-    X = X.to(_wide(X)).unflatten(-2, (m, T))
+    rows, _ = _centred(x.flatten(-3, -2).to(_wide(x)), None if mask is None else mask.flatten(-2))
+    X, P = rows.unflatten(-2, (m, T)), rows.mT @ rows
     n = (torch.full((*lead, m), T, device=x.device) if mask is None else mask.sum(-1)).to(X.dtype)
-    s, P = X.sum(-2), X.flatten(-3, -2).mT @ X.flatten(-3, -2)
-    p, S, N = X.square().sum((-2, -1)), s.sum(-2, keepdim=True), n.sum(-1)
-    own = (X @ X.mT).square().sum((-2, -1))                                          # <P_c, P_c>
-    with_rest = (X @ (S - s)[..., None])[..., 0].square().sum(-1)                    # (S - s_c)' P_c (S - s_c)
-    same = ((s @ P) * s).sum(-1) - (X @ s[..., None])[..., 0].square().sum(-1)       # s_a' (P - P_a) s_a
-    s2, K = s.square().sum(-1), s @ s.mT
-    pairs = N**2 - n.square().sum(-1)
-    triples = N**3 - 3 * N * n.square().sum(-1) + 2 * n.pow(3).sum(-1)
-    μ4 = _distinct4(K) / _distinct4(n[..., :, None] * n[..., None, :])
-    μMμ = (with_rest - same).sum(-1) / triples
-    pμμ = (p * (S - s).square().sum(-1) - s2 * (p.sum(-1, keepdim=True) - p)).sum(-1) / triples
-    f = (P.square().sum((-2, -1)) - own.sum(-1)) / pairs - 2 * μMμ + μ4
-    t2 = (p.sum(-1) ** 2 - p.square().sum(-1)) / pairs - 2 * pμμ + μ4
-    return t2, f
+    s, p = X.sum(-2), X.square().sum((-2, -1))
+    s2, PP, GG = s.square().sum(-1), P.square().sum((-2, -1)), (s @ s.mT).square().sum((-2, -1))
+    all_ = PP, ((s @ P) * s).sum((-2, -1)), GG, p.sum(-1), s2.sum(-1)
+    own, sPs = (X @ X.mT).square().sum((-2, -1)), (X @ s[..., None]).square().sum((-2, -1))
+    single = torch.stack([own, sPs, p**2, p * s2, s2**2], -1).sum(-2)
+    return _sequence_estimates(_SequenceSums(_powers(n), torch.stack(all_, -1), single))
 
 
 def _sequences(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -290,15 +298,25 @@ def _relative_variance_gaussian(n, t2, f, t1, s2, s3, s4):
     first = 8 / n * (f / t2 + τ4 / f**2 - 2 * τ3 / (f * t2.clamp(min=0).sqrt()))
     return first.clamp(min=0), 4 / n**2 * (1 + (τ4 / f**2).clamp(0, 1))
 
-# %% ../nbs/01_isoscore.ipynb #6da26237
+# %% ../nbs/01_isoscore.ipynb #34921322
 def gaussian_stderr(
-    cov: Tensor,  # (d, d) sample covariance, divisor n - 1
+    cov,  # (d, d) sample covariance, divisor n - 1, tensor or array
     count: int,  # n, the rows behind it
 ) -> float:
-    "Standard error of the Gaussian-corrected score from the covariance alone. `ValueError` for fewer than 5 rows."
+    """Standard error of the Gaussian-corrected score from the covariance alone.
+
+    Raises `ValueError` for fewer than 5 rows, for anything but one covariance that is not zero, and for a covariance that `count` rows cannot have
+    left: its rank is n - 1 at most, and where its n - 1 variances are all equal, it says nothing about the population.
+    """
     if count < 5: raise ValueError(f"count: {int(count)} rows, but a standard error needs at least 5; add points")
-    S, n, d = cov.to(_wide(cov)), int(count), cov.shape[-1]
+    S = check_cov(cov)
+    if S.ndim != 2: raise ValueError(f"cov: need one covariance (d, d), got {tuple(S.shape)}; pass them one by one")
+    n, d, eps, S = int(count), S.shape[-1], torch.finfo(S.dtype).eps, S.detach().to(_wide(S))
+    if not S.trace() > 0: raise ValueError("cov: has zero variance, which has no isotropy; leave constant clouds out")
+    S = S / S.trace()
     t2, f, first, second = _gaussian_terms(S, n)
+    if f <= 16 * eps * S.square().sum():
+        raise ValueError(f"count: a covariance as even as this one needs more than {n} rows; pass the number of rows that it comes from, or add points")
     return float((t2 / f / (d - 1)) * (first + second).sqrt())
 
 
@@ -348,7 +366,7 @@ def isoscore_with_error(
         if len(x) < 5: raise ValueError(f"points: {len(x)} rows count, but a standard error needs at least 5; add points")
         return IsoScoreEstimate(score, _row_error(x, score, correction), len(x))
 
-# %% ../nbs/01_isoscore.ipynb #eb2ef960
+# %% ../nbs/01_isoscore.ipynb #714f97f1
 def _row_error(x: Tensor, score: float, correction: str) -> float:
     (n, d), (X, _) = x.shape, _centred(x, None)
     r, wide = X.square().sum(-1), _wide(X)
@@ -359,15 +377,116 @@ def _row_error(x: Tensor, score: float, correction: str) -> float:
     variance = _jackknife_variance(n, d, r.to(wide), w.to(wide), v.to(wide))
     return float(torch.maximum(variance - (score + 1 / (d - 1)) ** 2 * second, variance / 2).sqrt())
 
+# %% ../nbs/01_isoscore.ipynb #77f6ab33
+class _SequenceMeans:
+    "What is gathered when the sequences stream by for the first time: the means, and the covariance of all."
+
+    def __init__(self, groups: int, d: int, device: torch.device):
+        self.dtype = _wide(torch.empty(0, device=device))
+        zeros = functools.partial(torch.zeros, dtype=self.dtype, device=device)
+        self.lengths, self.s, self.ns = zeros(groups + 1, 4), zeros(groups + 1, d), zeros(groups + 1, d)  # of each group; the last is empty
+        self.all, self.single = zeros(groups + 1, 5), zeros(groups + 1, 5)  # of what is left without each group
+        self.G, self.P_g, self.G_g = zeros(d, d), zeros(d, d), zeros(d, d)
+        self.m, self.centre, self.δ, self.sequences = None, None, None, 0
+
+    def _centred(self, x: Tensor, mask: Tensor | None):
+        X = x.to(self.dtype) - self.centre
+        if mask is not None: X = X.masked_fill(~mask[..., None], 0)
+        n = torch.full(x.shape[:1], x.shape[1], device=x.device) if mask is None else mask.sum(-1)
+        return X, n.to(self.dtype), X.sum(1)
+
+    def first(self, g: int, x: Tensor, mask: Tensor | None):
+        "Sequences (b, length, d) of group g, for the means."
+        m = moments(x.to(self.dtype).flatten(0, 1), None if mask is None else mask.flatten())
+        self.m = m if self.m is None else merge([self.m, m])
+        if self.centre is None: self.centre = m.mean
+        X, n, s = self._centred(x, mask)
+        self.sequences += int((n > 0).sum())
+        self.lengths[g] += _powers(n)
+        self.s[g] += s.sum(0)
+        self.ns[g] += n @ s
+        self.G += s.mT @ s
+
+    def _move(self):
+        "Move the sums to the common mean, and find the means without each group."
+        e, ns = self.m.mean - self.centre, self.ns.sum(0)
+        self.G += self.lengths[:, 1].sum() * e.outer(e) - ns.outer(e) - e.outer(ns)
+        self.s -= self.lengths[:, :1] * e
+        self.ns -= self.lengths[:, 1:2] * e
+        self.centre, self.left = self.m.mean, self.lengths.sum(0) - self.lengths
+        self.δ = -self.s / self.left[:, :1]
+
+# %% ../nbs/01_isoscore.ipynb #d592b341
+class _SequenceStream(_SequenceMeans):
+    """Score by sequence, with its jackknife error, of sequences that stream by twice, in float64.
+
+    Call `first` with all of them, then `second` with all of them, group after group, and `close` after each group.
+    """
+
+    def second(self, g: int, x: Tensor, mask: Tensor | None):
+        "The same sequences once more, for the sums."
+        if self.δ is None: self._move()
+        X, n, s = self._centred(x, mask)
+        self.P_g += X.flatten(0, 1).mT @ X.flatten(0, 1)
+        self.G_g += s.mT @ s
+        single = _moved_sums(X, n, s, self.δ, mask).sum(0)
+        single[g] = 0
+        self.single += single
+
+    def close(self, g: int):
+        "Group g is complete."
+        self._without(g)
+        self.P_g.zero_()
+        self.G_g.zero_()
+
+    def _without(self, g: int):
+        δ, (N, N2), ns = self.δ[g], self.left[g, :2], self.ns.sum(0) - self.ns[g]
+        P = self.m.m2 - self.P_g - N * δ.outer(δ)
+        G = self.G - self.G_g - ns.outer(δ) - δ.outer(ns) + N2 * δ.outer(δ)
+        self.all[g] = torch.stack([(P * P).sum(), (P * G).sum(), (G * G).sum(), P.trace(), G.trace()])
+
+    def estimate(self) -> "IsoScoreEstimate":
+        "The score of all, and its jackknife error."
+        self._without(-1)
+        t2, f = _sequence_estimates(_SequenceSums(self.left, self.all, self.single))
+        scores, groups = _closed_form(t2, f, self.G.shape[-1]), len(t2) - 1
+        if not bool((torch.isfinite(scores) & (t2 > 0)).all()):
+            raise ValueError("points: without one group of sequences no score is left: too few sequences, zero variance or NaN; add sequences or check the points")
+        left = scores[:-1]
+        return IsoScoreEstimate(float(scores[-1]), float(((groups - 1) / groups * (left - left.mean()).square().sum()).sqrt()), self.sequences)
+
+# %% ../nbs/01_isoscore.ipynb #eb65a5ab
+def _moved_sums(X: Tensor, n: Tensor, s: Tensor, δ: Tensor, mask: Tensor | None) -> Tensor:
+    "The five terms of each sequence of X (b, length, d) about each centre δ (k, d): (b, k, 5)."
+    n, δ2, s2 = n[:, None], δ.square().sum(-1), s.square().sum(-1, keepdim=True)
+    sδ, Xs, Xδ = s @ δ.T, X @ s[..., None], X @ δ.T
+    own = (X @ X.mT).square().sum((-2, -1))[:, None]
+    own = own - 4 * (Xs * Xδ).sum(1) + 2 * n * Xδ.square().sum(1) + 2 * s2 * δ2 + 2 * sδ**2 - 4 * n * sδ * δ2 + (n * δ2) ** 2
+    along = Xs - n[:, None] * Xδ - (sδ - n * δ2)[:, None]  # (x - δ)' (s - n δ)
+    if mask is not None: along = along.masked_fill(~mask[..., None], 0)
+    p, s2 = X.square().sum((-2, -1))[:, None] - 2 * sδ + n * δ2, s2 - 2 * n * sδ + n**2 * δ2
+    return torch.stack([own, along.square().sum(1), p**2, p * s2, s2**2], -1)
+
+
+def _groups(m: int, groups: int) -> Tensor:
+    "The group of each of m sequences, in order."
+    return torch.arange(m) * min(groups, m) // m
+
 
 def _sequence_error(x: Tensor, mask: Tensor | None, score: float, groups: int) -> IsoScoreEstimate:
     if mask is not None: x, mask = x[mask.any(-1)], mask[mask.any(-1)]
-    m = len(x)
-    if m < 6: raise ValueError(f"points: {m} sequences have tokens, but a standard error needs at least 6; add sequences")
-    groups = min(groups, m)
-    group = torch.arange(m) * groups // m
-    left = torch.stack([isoscore(x[group != g], None if mask is None else mask[group != g], "ustat", unit="sequence") for g in range(groups)])
-    return IsoScoreEstimate(score, float(((groups - 1) / groups * (left - left.mean()).square().sum()).sqrt()), m)
+    if groups < 2: raise ValueError(f"groups: {groups} leaves nothing to compare; use 2 or more, 20 is usual")
+    if len(x) < 6: raise ValueError(f"points: {len(x)} sequences have tokens, but a standard error needs at least 6; add sequences")
+    group = _groups(len(x), groups)
+    sizes = group.bincount().tolist()
+    parts = list(zip(x.split(sizes), [None] * len(sizes) if mask is None else mask.split(sizes)))
+    stream = _SequenceStream(len(sizes), x.shape[-1], x.device)
+    with full_precision(x):
+        for g, part in enumerate(parts): stream.first(g, *part)
+        for g, part in enumerate(parts):
+            stream.second(g, *part)
+            stream.close(g)
+        return stream.estimate()._replace(score=score)
 
 # %% ../nbs/01_isoscore.ipynb #95e1db98
 CONVENTIONS = ("released", "text")
@@ -397,7 +516,7 @@ def _mixed_score(cov: Tensor, reference_cov: Tensor, zeta: float, convention: st
     t, f = _TraceAndSquare.apply(mix(cov, reference_cov, zeta, convention))
     return _closed_form(t * t, f, cov.shape[-1])
 
-# %% ../nbs/01_isoscore.ipynb #49e23e85
+# %% ../nbs/01_isoscore.ipynb #94be1b1c
 def isoscore_star(
     points,  # (..., n, d) tensor or array
     reference_cov,  # (d, d) or (..., d, d), the paper's Sigma_S; not differentiated
@@ -418,8 +537,9 @@ def isoscore_star(
     m = moments(x, keep)
     if bool((m.count < 2).any()): _explain(x, keep, m.count, 2)
     score = _mixed_score(m.cov(), reference, zeta, convention)
-    if not bool(torch.isfinite(score).all()):
-        _explain(x, keep, m.count, 2, constant=_constant(x, keep, m.count, m.m2.diagonal(dim1=-2, dim2=-1).sum(-1)))
+    alone, finite = zeta == (0 if convention == "released" else 1), bool(torch.isfinite(score).all())
+    constant = (alone or not finite) and _constant(x, keep, m.count, m.m2.diagonal(dim1=-2, dim2=-1).sum(-1))
+    if constant or not finite: _explain(x, keep, m.count, 2, constant=constant)
     return _like(score, points, x.dtype)
 
 # %% ../nbs/01_isoscore.ipynb #e369edbc

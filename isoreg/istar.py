@@ -43,12 +43,16 @@ def check_lam(
     if isinstance(lam, bool) or not isinstance(lam, numbers.Real) or not -float("inf") < lam < float("inf"):
         raise ValueError(f"{name}: {lam!r} is not a finite number; positive raises isotropy, negative lowers it, the paper uses -5 to 5")
 
-# %% ../nbs/03_istar.ipynb #8b5bc13a
+# %% ../nbs/03_istar.ipynb #00ae5499
 def _check_istar(lam, zeta, layers, correction, convention):
     check_lam(lam)
     check_zeta(zeta)
     if correction not in CORRECTIONS: raise ValueError(f"correction: {correction!r} is unknown; use None, 'gaussian' or 'ustat'")
     if convention not in CONVENTIONS: raise ValueError(f"convention: {convention!r} is unknown; use 'released' or 'text'")
+    _check_layers(layers)
+
+
+def _check_layers(layers):
     if layers not in ("union", "mean") and (isinstance(layers, bool) or not isinstance(layers, int)):
         raise ValueError(f"layers: {layers!r} is unknown; use 'union', 'mean' or an index into hidden_states")
 
@@ -68,7 +72,7 @@ class _Referenced(nn.Module):
         "Take a new reference covariance; it is detached."
         self.reference_cov = check_cov(reference_cov, "reference_cov").detach()
 
-# %% ../nbs/03_istar.ipynb #36c4fdd1
+# %% ../nbs/03_istar.ipynb #2e6ad0aa
 class IStar(_Referenced):
     """The I-STAR penalty lam * (1 - IsoScore*), called with hidden states and attention mask (Rudman and Eickhoff 2024, eq. for the loss).
 
@@ -106,6 +110,7 @@ class IStar(_Referenced):
         if isinstance(self.layers, int): _check_layer(self.layers, hidden_states, "layers")
         if self.padding: attention_mask = None
         chosen = [hidden_states[self.layers]] if isinstance(self.layers, int) else hidden_states[0 if self.embeddings else 1 :]
+        if not chosen: raise ValueError("hidden_states: hold the embeddings alone and no layer; pass all L + 1 of the model, or set embeddings=True")
         with full_precision(chosen[0]):
             clouds = [_cloud(h, attention_mask, 4 if self.correction == "ustat" else 2) for h in chosen]
             m = all_reduce(_stack(clouds) if self.layers == "mean" else merge(clouds))
@@ -169,7 +174,7 @@ def eval_mode(
     finally:
         for m, training in before.items(): m.training = training
 
-# %% ../nbs/03_istar.ipynb #4bddf837
+# %% ../nbs/03_istar.ipynb #84b4997a
 @torch.no_grad()
 def token_moments(
     model: nn.Module,  # a transformers model, or DistributedDataParallel around one
@@ -183,6 +188,11 @@ def token_moments(
 
     Runs in eval mode without gradient and leaves the model in the mode it was in. Layer 0, the embeddings, does not count towards `max_points`.
     """
+    return _token_moments(model, batches, max_points, padding, progress)
+
+
+def _token_moments(model, batches, max_points, padding, progress, check=lambda states: None) -> Moments:
+    "`check` sees the hidden states of the first batch."
     if max_points is not None and max_points < 2: raise ValueError(f"max_points: {max_points} gives no covariance; the paper uses 250000")
     body = getattr(model, "module", model)
     body = getattr(body, "base_model", body)
@@ -193,6 +203,10 @@ def token_moments(
         for batch in batches:
             inputs = {k: v.to(device) for k, v in batch.items() if k in ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds")}
             states = body(**inputs, output_hidden_states=True).hidden_states
+            if total is None:
+                _check_states(states, None)
+                if len(states) < 2: raise ValueError("model: its hidden states are the embeddings alone, so there is no layer to measure")
+                check(states)
             keep = torch.ones(states[-1].shape[:2], device=device) if padding or "attention_mask" not in inputs else inputs["attention_mask"]
             if share is not None:  # cut the last batch to size
                 keep = keep.bool() & (keep.flatten().cumsum(0) <= (share - seen) // (len(states) - 1)).view_as(keep)
@@ -205,7 +219,7 @@ def token_moments(
     if total is None: raise ValueError("batches: no batch came; pass a fresh loader, not an exhausted iterator")
     return all_reduce(total)
 
-# %% ../nbs/03_istar.ipynb #6a116a31
+# %% ../nbs/03_istar.ipynb #540d1170
 def reference_covariance(
     model: nn.Module,  # a transformers model, or DistributedDataParallel around one
     batches: Iterable[dict],  # batches of the training set, in random order
@@ -218,9 +232,11 @@ def reference_covariance(
 ) -> Tensor:
     """Covariance of token vectors of the training set, the paper's Sigma_S; detached, the same on all ranks.
 
-    Raises `ValueError` if no batch came or fewer than two tokens counted.
+    Raises `ValueError` for layers that the model does not have (at the first batch), if no batch came or fewer than two tokens counted.
     """
-    m = token_moments(model, batches, max_points, padding=padding, progress=progress)
+    _check_layers(layers)
+    check = lambda states: _check_layer(layers, states, "layers") if isinstance(layers, int) else None
+    with torch.no_grad(): m = _token_moments(model, batches, max_points, padding, progress, check)
     if isinstance(layers, int): return Moments(*(None if f is None else f[layers] for f in m)).cov()
     m = m if embeddings else Moments(*(None if f is None else f[1:] for f in m))
     return m.cov() if layers == "mean" else pool(m).cov()

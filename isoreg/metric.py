@@ -3,14 +3,16 @@
 # %% auto #0
 __all__ = ['IsoScore']
 
-# %% ../nbs/01a_metric.ipynb #d87a876d
+# %% ../nbs/01a_metric.ipynb #431cddc4
+from typing import NamedTuple
+
 import torch
 import torchmetrics
 from torch import Tensor
 
 from .isoscore import (
     CONVENTIONS, CORRECTIONS, Invariants, _closed_form, _corrected, _mixed_score, _TraceAndSquare, check_cov, check_zeta, gaussian_stderr)
-from .moments import Moments, check_points, merge, moments, pool
+from .moments import Moments, check_points, merge, moments
 
 # %% ../nbs/01a_metric.ipynb #141d1d8b
 def _check_metric(num_dims, correction, reference_cov, zeta, convention):
@@ -25,9 +27,38 @@ def _check_metric(num_dims, correction, reference_cov, zeta, convention):
 
 def _double(f: Tensor) -> Tensor: return f if f.dtype == torch.int64 else f.double()
 
-# %% ../nbs/01a_metric.ipynb #b1115869
+# %% ../nbs/01a_metric.ipynb #58fb98c4
+class _Seen(NamedTuple):
+    "A cloud: its moments, its first row, and whether another row differs from that."
+    moments: Moments
+    first: Tensor  # (d,)
+    varies: Tensor  # 0 or 1
+
+
+def _join(clouds: list[_Seen]) -> _Seen:
+    count, first = torch.stack([c.moments.count for c in clouds]), torch.stack([c.first for c in clouds])
+    start = first[(count > 0).int().argmax()]
+    varies = torch.stack([c.varies for c in clouds]).any() | ((first != start).any(-1) & (count > 0)).any()
+    return _Seen(merge([c.moments for c in clouds]), start, varies.long())
+
+
+def _read(states: dict, fields: list[str]) -> _Seen:
+    each = [states[name] for name in (*fields, "first", "varies")]
+    clouds = zip(*each) if states["count"].ndim else [each]  # gathered over ranks: one more leading dimension
+    return _join([_Seen(Moments(*values), first, varies) for *values, first, varies in clouds])
+
+
+def _seen(x: Tensor, keep: Tensor | None, order: int) -> _Seen:
+    "The cloud of the rows of x (n, d)."
+    m = moments(x, keep, order)
+    first = x[0] if keep is None else x[keep.int().argmax()]
+    differs = (x != first).any(-1)
+    varies = (differs if keep is None else differs & keep).any()
+    return _Seen(Moments(*(None if f is None else _double(f) for f in m)), first.double(), varies.long())
+
+# %% ../nbs/01a_metric.ipynb #3adfe94e
 class _MomentStates(torchmetrics.Metric):
-    "A metric whose states are the fields of a Moments."
+    "A metric whose states are the fields of a Moments, and those of _Seen."
 
     _fields: list[str]
 
@@ -35,18 +66,25 @@ class _MomentStates(torchmetrics.Metric):
         self,
         incoming_state,  # another IsoScore, or its state dictionary
     ) -> None:
-        "Add what another metric has seen."
-        get = incoming_state.get if isinstance(incoming_state, dict) else lambda name: getattr(incoming_state, name)
-        self._set(merge([self._state(), Moments(*(get(name) for name in self._fields))]))
+        "Add what another metric has seen. `ValueError` if it was built for other dimensions, or for a correction with other states."
+        values, names = incoming_state, (*self._fields, "first", "varies")
+        if not isinstance(values, dict): values = {name: getattr(incoming_state, name) for name in names if hasattr(incoming_state, name)}
+        lacking = [name for name in names if name not in values]
+        if lacking: raise ValueError(f"incoming_state: lacks {', '.join(lacking)}; merge an IsoScore of the same correction, here {self.correction!r}")
+        if values["mean"].shape[-1] != self.num_dims:
+            raise ValueError(f"incoming_state: has {values['mean'].shape[-1]} dimensions, the metric was built for num_dims={self.num_dims}")
+        self._add(_read(values, self._fields))
+        self._computed = None  # the cached score
+        self._update_count += 1
 
-    def _state(self) -> Moments:
-        m = Moments(*(getattr(self, name) for name in self._fields))
-        return pool(m) if m.count.ndim else m  # gathered over ranks: one more leading dimension
+    def _state(self) -> _Seen: return _read({name: getattr(self, name) for name in (*self._fields, "first", "varies")}, self._fields)
 
-    def _set(self, m: Moments):
-        for name in self._fields: setattr(self, name, getattr(m, name))
+    def _add(self, cloud: _Seen):
+        both = _join([self._state(), cloud])
+        for name in self._fields: setattr(self, name, getattr(both.moments, name))
+        self.first, self.varies = both.first, both.varies
 
-# %% ../nbs/01a_metric.ipynb #2ebe7ff6
+# %% ../nbs/01a_metric.ipynb #ddaa1355
 class IsoScore(_MomentStates):
     """IsoScore of all points that `update` has seen, over all batches and ranks.
 
@@ -72,27 +110,23 @@ class IsoScore(_MomentStates):
         self.register_buffer("reference_cov", reference)
         d = num_dims
         shapes = dict(count=(), mean=(d,), m2=(d, d)) | (dict(m3=(d,), m4=()) if correction == "ustat" else {})
-        for name, shape in shapes.items():
-            self.add_state(name, torch.zeros(shape, dtype=torch.int64 if name == "count" else torch.float64), dist_reduce_fx=None)
         self._fields = list(shapes)
+        for name, shape in (shapes | dict(first=(d,), varies=())).items():
+            self.add_state(name, torch.zeros(shape, dtype=torch.int64 if name in ("count", "varies") else torch.float64), dist_reduce_fx=None)
 
     def update(
         self,
-        points: Tensor,  # (..., d); all leading dimensions together are one cloud
-        mask: Tensor | None = None,  # (...), true or 1 where a point counts
+        points: Tensor,  # (..., n, d); all leading dimensions together are one cloud
+        mask: Tensor | None = None,  # (..., n), true or 1 where a point counts
     ) -> None:
         "Add a batch of points. `ValueError` for a wrong shape or mask."
-        if points.shape[-1] != self.num_dims: raise ValueError(f"points: last dimension is {points.shape[-1]}, the metric was built for num_dims={self.num_dims}")
         x, keep = check_points(points, mask)
-        with torch.no_grad():
-            m = moments(x.flatten(0, -2), None if keep is None else keep.flatten(), order=4 if "m4" in self._fields else 2)
-        self._set(merge([self._state(), Moments(*(None if f is None else _double(f) for f in m))]))
+        if x.shape[-1] != self.num_dims: raise ValueError(f"points: last dimension is {x.shape[-1]}, the metric was built for num_dims={self.num_dims}")
+        with torch.no_grad(): self._add(_seen(x.flatten(0, -2), None if keep is None else keep.flatten(), 4 if "m4" in self._fields else 2))
 
     def compute(self) -> Tensor:
         "The score as a 0-d float64 tensor."
-        m = self._state()
-        need = {None: 2, "gaussian": 3, "ustat": 4}[self.correction]
-        if m.count < need: raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
+        m = self._checked({None: 2, "gaussian": 3, "ustat": 4}[self.correction])
         if self.reference_cov is None:
             t, f = _TraceAndSquare.apply(m.m2)
             score = _closed_form(*_corrected(Invariants(m.count, t, f, m.m4), self.correction), self.num_dims)
@@ -100,7 +134,16 @@ class IsoScore(_MomentStates):
         if not bool(torch.isfinite(score)): raise ValueError("points: NaN, infinite values or zero variance were seen; mask such points")
         return score
 
+    def _checked(self, need: int) -> Moments:
+        "The moments of all points; `ValueError` where they have no score."
+        m, _, varies = self._state()
+        if m.count < need: raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
+        alone = self.reference_cov is None or self.zeta == (0 if self.convention == "released" else 1)
+        if alone and not varies: raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave constant clouds out")
+        return m
+
     def stderr(self) -> float:
         "Standard error of the Gaussian-corrected score, from the accumulated covariance; rows are taken as independent."
         if self.correction != "gaussian": raise ValueError(f"correction: {self.correction!r} has no streaming standard error; use 'gaussian', or isoscore_with_error")
-        return gaussian_stderr(self._state().cov(), int(self._state().count))
+        m = self._checked(5)
+        return gaussian_stderr(m.cov(), int(m.count))

@@ -151,7 +151,7 @@ def full_precision(
         with torch.autocast(x.device.type, enabled=False): yield
     finally: torch.set_float32_matmul_precision(before)
 
-# %% ../nbs/00_moments.ipynb #aae40c74
+# %% ../nbs/00_moments.ipynb #4968c872
 def check_points(
     points,  # (..., n, d) tensor or array
     mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts
@@ -162,8 +162,8 @@ def check_points(
         raise ValueError(f"points: need shape (..., n_points, n_dims), got {tuple(points.shape)}; add the missing axis")
     if not points.is_floating_point():
         raise ValueError(f"points: need floating values, got {points.dtype}; convert with .float()")
-    if points.shape[-2] == 0 or points.shape[-1] == 0:
-        raise ValueError(f"points: shape {tuple(points.shape)} holds no value; pass at least one row and one column")
+    if 0 in points.shape:
+        raise ValueError(f"points: shape {tuple(points.shape)} holds no value; pass at least one cloud, one row and one column")
     if mask is None: return points, None
     mask = torch.as_tensor(mask, device=points.device)
     want = points.shape[:-1]

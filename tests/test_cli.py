@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+import weakref
 
 import numpy as np
 import pandas as pd
@@ -14,10 +15,11 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from isoreg.cli import app, run_command, score_points, spectrum
-from isoreg.finetune import RunConfig, RunRecord
-from isoreg.isoscore import isoscore
+from isoreg.cli import _finished, _lines, app, read_points, run_command, score_model, score_points, spectrum
+from isoreg.finetune import Recipe, RunConfig, RunRecord
+from isoreg.isoscore import isoscore, isoscore_with_error
 from isoreg.notebook import execute, run_notebook_path
+from isoreg.toy import toy_model_path
 
 invoke = lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
 TINY = {"max_train": 32, "max_eval": 20, "epochs": 1}
@@ -45,6 +47,15 @@ def test_run_writes_record_and_notebook(done):
     assert sum("image/png" in o.get("data", {}) for c in notebook["cells"] for o in c.get("outputs", [])) == 2
 
 
+def test_finished_run_is_found_under_another_recipe_with_its_settings(done):
+    folder, _ = done
+    record = RunRecord.load(folder / "runs" / RunConfig(**TINY, lam=0.5, seed=3).key)
+    settings = {f.name: record.config[f.name] for f in dataclasses.fields(Recipe)}
+    config = RunConfig(**TINY | settings, lam=0.5, seed=3, recipe="mosbach")
+    assert config.recipe != record.config["recipe"] and _finished(folder / "runs" / config.key, config, RunRecord).value == record.value
+    assert _finished(folder / "runs" / config.key, dataclasses.replace(config, lr=0.1), RunRecord) is None
+
+
 def test_finished_run_is_not_repeated_and_a_damaged_record_is(done):
     folder, _ = done
     key = RunConfig(**TINY, lam=0.5, seed=3).key
@@ -68,6 +79,9 @@ def test_finished_run_is_not_repeated_and_a_damaged_record_is(done):
     (["run", "--lamm", 1], ["--lamm"]),
     (["run", "--seed", "x"], ["--seed"]),
     (["score", "nowhere.npy"], ["nowhere.npy"]),
+    (["score", __file__, "--model", "toy-bert", "--max-lines", -1], ["--max-lines"]),
+    (["score", __file__, "--model", "toy-bert", "--max-lines", 0], ["--max-lines"]),
+    (["score", __file__, "--model", "toy-bert", "--array", "x"], ["array", "--model"]),
     (["tasks", "--data-dir", "nowhere"], ["nowhere"]),
 ])
 def test_bad_input_exits_with_2(arguments, words):
@@ -130,6 +144,67 @@ def test_score_of_files(tmp_path):
     assert "IsoScore" in invoke("score", tmp_path / "x.npy").stdout
 
 
+def test_any_byte_order_and_width_is_read(tmp_path):
+    x = np.random.default_rng(0).integers(-100, 100, size=(40, 6))
+    exact = float(isoscore(x.astype(float)))
+    for kind in (">f8", ">f4", "<f2", ">i4", "i8", "u1", np.longdouble):
+        values = np.abs(x) if np.dtype(kind).kind == "u" else x
+        np.save(tmp_path / "x.npy", values.astype(kind))
+        np.savez(tmp_path / "x.npz", x=values.astype(kind))
+        want = float(isoscore(values.astype(float)))
+        for name in ("x.npy", "x.npz"): assert score_points(read_points(tmp_path / name))["isoscore"] == pytest.approx(want, rel=1e-6)
+    save_file({"x": torch.tensor(x)}, tmp_path / "x.safetensors")
+    assert score_points(read_points(tmp_path / "x.safetensors"))["isoscore"] == pytest.approx(exact)
+
+
+def _refused(tmp_path, name, words, *arguments):
+    result = invoke("score", tmp_path / name, *arguments)
+    assert result.exit_code == 2
+    for word in words: assert word in result.stderr
+    for word in ("unpickling", "Error:", "codec"): assert word not in result.stderr
+
+
+def test_what_is_no_cloud_of_real_vectors_is_refused_in_plain_words(tmp_path):
+    x = np.random.default_rng(0).normal(size=(30, 6))
+    np.save(tmp_path / "real.npy", x)
+    _refused(tmp_path, "real.npy", ["array", "x", "single"], "--array", "x")
+    np.save(tmp_path / "complex.npy", x + 1j)
+    np.savez(tmp_path / "complex.npz", x=(x + 1j).astype(np.complex64))
+    save_file({"x": torch.tensor(x + 1j).to(torch.complex64)}, tmp_path / "complex.safetensors")
+    for name in ("complex.npy", "complex.npz", "complex.safetensors"): _refused(tmp_path, name, ["file", name, "complex", "real numbers"])
+    np.save(tmp_path / "words.npy", np.array([["a", "b"]]))
+    _refused(tmp_path, "words.npy", ["file", "<U1", "real numbers"])
+
+
+@pytest.mark.parametrize("frame, words, arguments", [
+    (dict(text=["a", "b"]), ["array", "text (", "string"], []),
+    (dict(text=["a", "b"], v=[1.0, 2.0]), ["array", "text (", "string"], ["--array", "text"]),
+    (dict(tags=[["a"], ["b"]]), ["array", "tags (list"], []),
+    (dict(v=[[[1.0]], [[2.0]]]), ["array", "v (list"], []),
+    (dict(v=[[1.0, 2.0], [1.0]]), ["array", "'v'", "1 to 2"], []),
+    (dict(v=[[1.0, 2.0], None]), ["array", "'v'", "without a vector"], []),
+    (dict(v=[[1.0]], w=[[2.0]]), ["array", "v, w", "--array"], []),
+    (dict(v=[1.0, 2.0]), ["array", "no column 'w'", "v"], ["--array", "w"]),
+])
+def test_parquet_without_vectors_is_refused_in_plain_words(tmp_path, frame, words, arguments):
+    pd.DataFrame(frame).to_parquet(tmp_path / "x.parquet")
+    _refused(tmp_path, "x.parquet", words, *arguments)
+
+
+def test_vectors_beside_lists_of_words(tmp_path):
+    x = np.random.default_rng(0).normal(size=(30, 6))
+    pd.DataFrame({"tags": [["a"]] * 30, "v": list(x), "text": ["b"] * 30}).to_parquet(tmp_path / "x.parquet")
+    assert torch.equal(read_points(tmp_path / "x.parquet"), torch.tensor(x))
+
+
+def test_text_in_another_encoding(tmp_path):
+    lines = [f"caf\u00e9 {i}" for i in range(8)]
+    (tmp_path / "latin.txt").write_bytes("\n".join(lines).encode("latin1"))
+    _refused(tmp_path, "latin.txt", ["file", "latin.txt", "UTF-8"], "--model", "toy-bert")
+    (tmp_path / "marked.txt").write_text("\n\n".join(lines), encoding="utf-8-sig")
+    assert _lines(tmp_path / "marked.txt", 100) == lines and _lines(tmp_path / "marked.txt", 3) == lines[:3]
+
+
 def test_spectrum_against_the_singular_values():
     x = np.random.default_rng(1).normal(size=(40, 60)) * np.linspace(0.1, 3, 60)
     s = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
@@ -147,6 +222,58 @@ def test_score_of_a_model_on_text(tmp_path):
     assert result.exit_code == 0 and len(rows) > 2 and all(0 < r["isoscore"] < 1 and r["standard_error"] > 0 and sum(r["spectrum"]["share"]) < 1 for r in rows)
     (tmp_path / "empty.txt").write_text("\n")
     assert invoke("score", tmp_path / "empty.txt", "--model", "toy-bert").exit_code == 2
+
+
+@pytest.fixture(scope="module")
+def texts():
+    from isoreg.toy import toy_corpus
+    return toy_corpus(90)
+
+
+@pytest.mark.parametrize("count", [6, 25, 90])
+def test_streamed_scores_of_a_model_equal_those_of_all_states(texts, count):
+    from transformers import AutoModel
+    from isoreg.toy import toy_tokenizer
+    batch = toy_tokenizer()(texts[:count], padding=True, return_tensors="pt")
+    with torch.no_grad(): states = AutoModel.from_pretrained(toy_model_path()).eval()(**batch, output_hidden_states=True).hidden_states
+    mask, rows = batch["attention_mask"], score_model("toy-bert", texts[:count])
+    assert [r["layer"] for r in rows] == list(range(len(states)))
+    for row, h in zip(rows, states):
+        whole, exact = isoscore_with_error(h, mask, unit="sequence"), spectrum(h[mask.bool()])
+        assert row["isoscore"] == pytest.approx(float(isoscore(h, mask, unit="sequence")), abs=1e-6)
+        assert (row["corrected"], row["standard_error"]) == pytest.approx((whole.score, whole.stderr), abs=1e-6)
+        assert (row["tokens"], row["sequences"]) == (int(mask.sum()), count) and row["spectrum"]["axes_for"] == exact["axes_for"]
+        assert row["spectrum"]["share"] == pytest.approx(exact["share"], abs=1e-6)
+
+
+def test_states_of_one_batch_are_held_at_most(texts, monkeypatch):
+    from transformers import BertModel
+    forward, states, held = BertModel.forward, [], []
+    def spy(self, *args, **kwargs):
+        held.append(sum(r() is not None for r in states))
+        out = forward(self, *args, **kwargs)
+        states.extend(weakref.ref(h) for h in out.hidden_states)
+        return out
+    monkeypatch.setattr(BertModel, "forward", spy)
+    layers = len(score_model("toy-bert", texts))
+    assert len(held) == 40 and len(states) == 40 * layers and max(held) <= layers  # 20 groups, seen twice
+
+
+def test_lines_without_tokens_do_not_count(monkeypatch):
+    from transformers import AutoTokenizer
+    class Cut:
+        "A tokenizer for which every second line is empty."
+        pad_token, model_max_length = "[PAD]", 64
+        def __call__(self, lines, **kwargs):
+            batch = whole(lines, **kwargs)
+            batch["attention_mask"][1::2] = 0
+            return batch
+    whole = AutoTokenizer.from_pretrained(str(toy_model_path()))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda source: Cut())
+    rows = score_model("toy-bert", ["the dogs see a cat."] * 4 + ["a cat sleeps."] * 5 + ["the old man reads."] * 5)
+    assert all(r["sequences"] == 7 for r in rows)
+    with pytest.raises(ValueError, match="5 lines with text"): score_model("toy-bert", ["the dogs see a cat."] * 10)
+    with pytest.raises(ValueError, match="0 lines with text"): score_model("toy-bert", [])
 
 
 def test_tasks_and_version():

@@ -3,6 +3,7 @@ import dataclasses
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import (
     AlbertConfig, AlbertModel, BertConfig, BertModel, DistilBertConfig, DistilBertModel, GPT2Config, GPT2Model, RobertaConfig, RobertaModel)
 
 from isoreg.finetune import RECIPES, RunConfig, RunRecord, load_model, run, training_arguments, write_atomically
+from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.tasks import load_task
 from isoreg.toy import toy_tokenizer
 
@@ -61,6 +63,60 @@ def test_key_is_stable_and_tells_runs_apart(lam, zeta, seed, regularizer):
     assert RunConfig(lam=lam, zeta=zeta, seed=seed + 1, regularizer=regularizer).key != config.key
     if regularizer == "istar": assert RunConfig(lam=lam + 1, zeta=zeta, seed=seed).key != config.key
     if regularizer == "none": assert config.key == RunConfig(seed=seed, regularizer="none").key
+
+
+TOY = RECIPES["toy"]
+ON_GLUE = dict(task="mrpc", model="bert-base-uncased")
+
+
+@pytest.mark.parametrize("one, other", [
+    (dict(correction="ustat", reference_points=5000), dict(correction="ustat")),
+    (dict(correction="gaussian", convention="text", zeta=0.7), dict(correction="gaussian")),
+    (dict(zeta=0, reference_points=5000), dict(zeta=0.0)),
+    (dict(zeta=1, convention="text", reference_points=5000), dict(zeta=0)),  # the text's zeta weighs the sample: all of it
+    (dict(regularizer="cosreg", lam=1, correction="ustat", layers=2), dict(regularizer="cosreg", lam=1)),
+    (dict(data_dir="."), dict()),
+    (dict(ON_GLUE, eval_split="validation"), ON_GLUE),
+    (dict(ON_GLUE, task="mnli", eval_split="validation_matched"), dict(ON_GLUE, task="mnli")),
+    (dict(recipe="quick", lr=TOY.lr, max_length=TOY.max_length, lam=-1), dict(recipe="toy", lam=-1)),
+])
+def test_settings_that_play_no_part_do_not_enter_the_key(one, other):
+    assert RunConfig(**one).key == RunConfig(**other).key
+
+
+@pytest.mark.parametrize("one, other", [
+    (dict(reference_points=5000), dict()),
+    (dict(convention="text"), dict()),
+    (dict(zeta=0, convention="text"), dict(zeta=0)),  # the reference alone, the sample alone
+    (dict(zeta=0, convention="text", reference_points=5000), dict(zeta=0, convention="text")),
+    (dict(ON_GLUE, data_dir="."), ON_GLUE),
+    (dict(ON_GLUE, eval_split="validation_part"), ON_GLUE),
+    (dict(recipe="mosbach"), dict(recipe="quick")),
+])
+def test_settings_that_play_a_part_enter_the_key(one, other):
+    assert RunConfig(**one).key != RunConfig(**other).key
+
+
+def test_score_reads_no_reference_where_the_key_ignores_it():
+    x, reference = torch.randn(50, 6), torch.diag(torch.rand(6) + 0.1)
+    assert isoscore_star(x, reference, 0.0) == isoscore_star(x, 2 * reference, 1.0, convention="text") == pytest.approx(float(isoscore(x)), rel=1e-5)
+    assert isoscore_star(x, reference, 0.0) != isoscore_star(x, reference, 0.0, convention="text")
+
+
+@pytest.mark.parametrize("values", [
+    dict(data_dir="no/such/folder"), dict(regularizer="none", convention="code"), dict(regularizer="cosreg", zeta=2.0), dict(correction="ustat", reference_points=1)])
+def test_unused_settings_are_checked_all_the_same(values):
+    with pytest.raises(ValueError): RunConfig(**values)
+
+
+def test_keys_of_the_stored_records_stay(tmp_path, monkeypatch):
+    lines = (Path(__file__).parents[1] / "nbs/results/istar_first.jsonl").read_text().splitlines()
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert len(lines) == 18
+    for record in map(json.loads, lines):
+        config = RunConfig(**record["config"])
+        assert config.key == record["key"] and config.to_dict() == record["config"]
 
 
 def test_recipes_fill_and_can_be_overridden():

@@ -9,7 +9,8 @@ from hypothesis import given, settings, strategies as st
 from IsoScore.IsoScore import IsoScore as published, IsoScore_star as published_star, istar
 from ranks import on_ranks
 
-from isoreg.isoscore import IsoScore, isoscore, isoscore_from_cov, isoscore_star, isoscore_with_error, participation_ratio
+from isoreg.isoscore import (
+    IsoScore, _SequenceStream, gaussian_stderr, isoscore, isoscore_from_cov, isoscore_star, isoscore_with_error, participation_ratio)
 
 pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 
@@ -233,6 +234,54 @@ def test_standard_error_by_sequence_sees_the_dependence():
     assert naive < 0.75 * scatter  # taking tokens for independent rows promises too much
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("m, groups", [(24, 6), (23, 20), (9, 20)])
+def test_error_by_sequence_equals_leaving_out_each_group(m, groups, masked):
+    g = torch.Generator().manual_seed(m)
+    x = 0.8 * torch.randn(m, 1, 5, generator=g, dtype=torch.float64) + torch.randn(m, 6, 5, generator=g, dtype=torch.float64) + 4
+    mask = torch.rand(m, 6, generator=g) < 0.6 if masked else torch.ones(m, 6, dtype=torch.bool)
+    mask[:, 2] = True
+    k = min(groups, m)
+    group = torch.arange(m) * k // m
+    left = torch.stack([isoscore(x[group != i], mask[group != i], "ustat", unit="sequence") for i in range(k)])
+    told = isoscore_with_error(x, mask if masked else None, unit="sequence", groups=groups)
+    assert told.stderr == pytest.approx(float(((k - 1) / k * (left - left.mean()).square().sum()).sqrt()), rel=1e-9)
+    assert told.score == pytest.approx(float(isoscore(x, mask, "ustat", unit="sequence")), rel=1e-12) and told.count == m
+
+
+def test_sequences_can_stream_by_in_pieces_of_any_size():
+    g = torch.Generator().manual_seed(0)
+    x, mask = torch.randn(40, 7, 6, generator=g, dtype=torch.float64) + 1000, torch.rand(40, 7, generator=g) < 0.7
+    mask[5], x[~mask] = False, float("nan")  # a sequence without tokens, and rubbish in the padding
+    whole, held = isoscore_with_error(x, mask, unit="sequence", groups=4), []
+    some = mask.any(-1)
+    for times in (1, 3):
+        stream, sizes = _SequenceStream(4, 6, x.device), (torch.arange(39) * 4 // 39).bincount().tolist()
+        groups = [list(zip(a.split(times), b.split(times))) for a, b in zip(x[some].split(sizes), mask[some].split(sizes))]
+        for g, pieces in enumerate(groups):
+            for piece in pieces: stream.first(g, *piece)
+        for g, pieces in enumerate(groups):
+            for piece in pieces: stream.second(g, *piece)
+            stream.close(g)
+        estimate = stream.estimate()
+        assert estimate.score == pytest.approx(whole.score, rel=1e-9) and estimate.stderr == pytest.approx(whole.stderr, rel=1e-7) and estimate.count == 39
+        held.append(sum(v.numel() for v in vars(stream).values() if isinstance(v, torch.Tensor)))
+    assert held[0] == held[1] < x[mask].numel()
+
+
+def test_gaussian_standard_error_from_a_covariance():
+    x = torch.randn(40, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.linspace(0.3, 2, 12)
+    cov, exact = torch.cov(x.T), isoscore_with_error(x, correction="gaussian").stderr
+    for given in (cov, cov.numpy(), cov.float(), 1e200 * cov, 1e-200 * cov): assert gaussian_stderr(given, 40) == pytest.approx(exact, rel=1e-5)
+    assert isinstance(gaussian_stderr(cov.numpy(), np.int64(40)), float)
+
+
+@relaxed
+@given(seeds, st.integers(5, 12), dims)
+def test_gaussian_standard_error_is_positive_for_any_sample(seed, n, d):
+    assert 0 < gaussian_stderr(torch.cov(cloud(seed, n, d).T), n) < math.inf
+
+
 # input ------------------------------------------------------------------------------------------------------------
 
 x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0, float("nan"))
@@ -277,10 +326,29 @@ x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0,
     (lambda: participation_ratio(torch.eye(3).long()), ["cov", "int64"]),
     (lambda: isoscore_with_error(x53, correction=None), ["correction", "None"]),
     (lambda: isoscore_with_error(torch.randn(4, 3)), ["points", "at least 5"]),
+    (lambda: isoscore_with_error(torch.randn(8, 4, 3), unit="sequence", groups=1), ["groups", "1"]),
+    (lambda: isoscore_with_error(torch.randn(6, 4, 3), unit="sequence", groups=2), ["points", "add sequences"]),
+    (lambda: isoscore(torch.zeros(0, 5, 4)), ["points", "(0, 5, 4)"]),
+    (lambda: isoscore_star(torch.zeros(0, 5, 4), torch.eye(4), 0.2), ["points", "(0, 5, 4)"]),
+    (lambda: isoscore_star(torch.randn(16).expand(9, 16), torch.eye(16), 0.0), ["points", "zero variance"]),
+    (lambda: isoscore_star(torch.randn(16).expand(9, 16), torch.eye(16), 1.0, convention="text"), ["points", "zero variance"]),
+    (lambda: gaussian_stderr(torch.eye(3), 4), ["count", "4", "at least 5"]),
+    (lambda: gaussian_stderr(torch.eye(12), 5), ["count", "more than 5 rows"]),            # no 5 rows have this covariance
+    (lambda: gaussian_stderr(torch.eye(12)[:, :4] @ torch.eye(12)[:4], 5), ["count", "5"]),  # these have, but they tell nothing
+    (lambda: gaussian_stderr(torch.zeros(3, 3), 9), ["cov", "zero variance"]),
+    (lambda: gaussian_stderr(torch.eye(3).expand(2, 3, 3), 9), ["cov", "(2, 3, 3)"]),
+    (lambda: gaussian_stderr(np.eye(3, 4), 9), ["cov", "(3, 4)"]),
+    (lambda: gaussian_stderr(torch.eye(3) * float("nan"), 9), ["cov", "NaN"]),
     (lambda: IsoScore(1), ["num_dims", "1"]),
     (lambda: IsoScore(3, zeta=0.5), ["zeta", "reference_cov"]),
     (lambda: IsoScore(3).update(torch.randn(4, 5)), ["points", "5", "num_dims=3"]),
     (lambda: IsoScore(3).compute(), ["points", "0 seen"]),
+    (lambda: IsoScore(3).update(torch.tensor(1.0)), ["points", "()"]),
+    (lambda: IsoScore(3).update(torch.zeros(0, 5, 3)), ["points", "(0, 5, 3)"]),
+    (lambda: IsoScore(3, correction="ustat").merge_state(IsoScore(3)), ["incoming_state", "correction", "'ustat'", "m4"]),
+    (lambda: IsoScore(3, correction="ustat").merge_state(IsoScore(3).metric_state), ["incoming_state", "correction", "'ustat'", "m4"]),
+    (lambda: IsoScore(3).merge_state(IsoScore(4)), ["incoming_state", "4 dimensions", "num_dims=3"]),
+    (lambda: IsoScore(3).merge_state(7), ["incoming_state", "IsoScore"]),
 ])
 def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError) as error, warnings.catch_warnings():
@@ -318,6 +386,53 @@ def test_numpy_scalars_and_metric_standard_error():
     assert metric.stderr() == pytest.approx(isoscore_with_error(x, correction="gaussian").stderr, rel=1e-4)
 
 
+def seen(*batches, **how):
+    metric = IsoScore(16, **how)
+    for batch in batches: metric.update(*batch) if isinstance(batch, tuple) else metric.update(batch)
+    return metric
+
+
+def joined(a, b):
+    a.merge_state(b)
+    return a
+
+
+ROW = torch.linspace(-1, 1, 16).exp()
+NEXT = torch.nextafter(ROW, torch.tensor(9.0))  # differs from it in the last bit
+HALF = (torch.stack([ROW, NEXT]).repeat(5, 1), torch.tensor([1, 0] * 5))  # the other row is masked
+alike = lambda row, n=9, d=torch.float32: row.to(d).expand(n, 16)
+EYE = dict(reference_cov=torch.eye(16))
+
+
+@pytest.mark.parametrize("metric", [
+    lambda: seen(alike(ROW)), lambda: seen(alike(ROW, 1000), correction="ustat"), lambda: seen(alike(ROW), alike(ROW, 3)), lambda: seen(alike(ROW), HALF),
+    lambda: seen(alike(ROW, d=torch.bfloat16), alike(ROW.bfloat16(), 3)), lambda: joined(seen(alike(ROW)), seen(alike(ROW, 7))),
+    lambda: joined(seen(), seen(alike(ROW))), lambda: seen(alike(ROW, d=torch.float64) / 3, correction="gaussian"),
+    lambda: seen(alike(ROW), zeta=0.0, **EYE), lambda: seen(alike(ROW), zeta=1.0, convention="text", **EYE)])
+def test_metric_refuses_what_isoscore_refuses(metric):
+    with pytest.raises(ValueError, match="zero variance"): metric().compute()
+    if metric().correction == "gaussian":
+        with pytest.raises(ValueError, match="zero variance"): metric().stderr()
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+@pytest.mark.parametrize("metric", [
+    lambda: seen(alike(ROW), alike(NEXT)), lambda: joined(seen(alike(ROW)), seen(alike(NEXT))), lambda: seen(alike(ROW), (alike(NEXT), torch.eye(9)[0])),
+    lambda: seen(alike(ROW), zeta=0.2, **EYE), lambda: seen(1.2e6 + torch.randn(40, 16))])
+def test_metric_scores_whatever_varies(metric): assert math.isfinite(metric().compute())
+
+
+def test_merging_forgets_the_cached_score():
+    x = torch.randn(60, 16) * torch.linspace(0.1, 2, 16)
+    first, second = seen(x[:20]), seen(x[20:])
+    before = first.compute()
+    first.merge_state(second)
+    assert first.compute() != before and float(first.compute()) == pytest.approx(float(isoscore(x.double())), rel=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "compute was called before update"
+        assert joined(seen(), second).compute() == second.compute()
+
+
 def _metric_on_rank(rank, world):
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) + 20
     metric = IsoScore(6, correction="ustat")
@@ -325,11 +440,17 @@ def _metric_on_rank(rank, world):
     first = metric.compute()
     metric.reset()
     metric.update(x[rank * 25 : rank * 25 + 25])
-    return first, metric.compute()
+    second = metric.compute()
+    metric.reset()
+    metric.update(x[:1].expand(30, 6))
+    try: third = metric.compute()
+    except ValueError as error: third = str(error)
+    return first, second, third
 
 
 def test_metric_over_ranks():
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) + 20
     exact = isoscore(x.double(), correction="ustat")
     for scores in on_ranks(_metric_on_rank):
-        for score in scores: torch.testing.assert_close(score, exact, rtol=1e-5, atol=0)
+        for score in scores[:2]: torch.testing.assert_close(score, exact, rtol=1e-5, atol=0)
+        assert "zero variance" in scores[2]

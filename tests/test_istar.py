@@ -1,6 +1,7 @@
 """The penalties against direct formulas, and inside the transformers Trainer against its traps."""
 import copy
 import tempfile
+import types
 
 import pytest
 import torch
@@ -124,6 +125,29 @@ def test_reference_is_the_same_on_all_ranks():
     for reference in on_ranks(_reference_on_rank): torch.testing.assert_close(reference, whole)
 
 
+def test_reference_of_one_layer_counts_from_either_end():
+    model, batches = model_and_batches()
+    each = reference_covariance(model, batches, layers="mean", progress=False)
+    for layer, index in ((1, 0), (2, 1), (-1, 1), (-2, 0)): torch.testing.assert_close(reference_covariance(model, batches, layers=layer, progress=False), each[index])
+
+
+def test_embeddings_alone_are_a_cloud_when_asked_for():
+    states, mask = states_and_mask()
+    exact = isoscore(states[0][mask.bool()])
+    for penalty in (IStar(1, 0.0, embeddings=True), IStar(1, 0.0, layers=0)): torch.testing.assert_close(penalty.score(states[:1], mask), exact)
+
+
+class EmbeddingsAlone(torch.nn.Linear):
+    def forward(self, input_ids, **kwargs): return types.SimpleNamespace(hidden_states=(torch.randn(*input_ids.shape, 4),))
+
+
+def unread(allowed=0):
+    "Batches of which no more than `allowed` may be read."
+    for i, batch in enumerate(model_and_batches()[1]):
+        if i == allowed: pytest.fail("work before the check")
+        yield batch
+
+
 @pytest.mark.parametrize("call, words", [
     (lambda: IStar(float("nan")), ["lam", "nan"]),
     (lambda: IStar("1"), ["lam", "'1'"]),
@@ -147,6 +171,13 @@ def test_reference_is_the_same_on_all_ranks():
     (lambda: IStar(1, zeta=0)(torch.randn(3, 6, 8)), ["hidden_states", "tuple"]),
     (lambda: IStar(1, zeta=0)(states_and_mask()[0], torch.ones(3, 5)), ["attention_mask", "(3, 5)"]),
     (lambda: CosReg(1, layer="last"), ["layer", "last"]),
+    (lambda: IStar(1, 0.0)(states_and_mask()[0][:1]), ["hidden_states", "embeddings"]),
+    (lambda: IStar(1, 0.0, layers="mean")(states_and_mask()[0][:1]), ["hidden_states", "embeddings"]),
+    (lambda: reference_covariance(model_and_batches()[0], unread(), layers="all"), ["layers", "all", "union"]),
+    (lambda: reference_covariance(model_and_batches()[0], unread(), layers=True), ["layers", "True"]),
+    (lambda: reference_covariance(model_and_batches()[0], unread(1), layers=3, progress=False), ["layers", "3", "3 hidden states"]),
+    (lambda: reference_covariance(model_and_batches()[0], unread(1), layers=-4, progress=False), ["layers", "-4"]),
+    (lambda: token_moments(EmbeddingsAlone(4, 4), model_and_batches()[1]), ["model", "embeddings"]),
     (lambda: token_moments(model_and_batches()[0], iter([])), ["batches"]),
     (lambda: token_moments(model_and_batches()[0], [], max_points=1), ["max_points", "1"]),
 ])

@@ -152,6 +152,7 @@ def test_all_reduce_is_one_cloud_and_so_is_its_gradient():
     (lambda: moments(torch.randn(5)), ["points", "(5,)", "add"]),
     (lambda: moments(torch.arange(6).view(2, 3)), ["points", "int64", ".float()"]),
     (lambda: moments(torch.randn(0, 3)), ["points", "(0, 3)"]),
+    (lambda: moments(torch.zeros(0, 5, 4)), ["points", "(0, 5, 4)", "cloud"]),
     (lambda: moments(torch.randn(4, 3), torch.ones(3)), ["mask", "(3,)", "(4, 3)"]),
     (lambda: moments(torch.randn(2, 4, 3), torch.ones(2)), ["mask", "(2,)", "(2, 4)"]),
     (lambda: moments(torch.randn(4, 3), order=3), ["order", "3"]),

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from isoreg.toy import (ANIMATE, DEFINITE, KIND_OF, MONOTONE, NP, PLURAL, ROLES, SINGULAR, SYNONYM, TOY_TASKS, VIOLATIONS, WORD_SETS, Clause,
-                        Place, Rel, cola_row, draw, draw_premise, edit, get_role, likeness, polarity, rte_pair, set_role, side, similarity,
+from isoreg.toy import (DEFINITE, KIND_OF, MONOTONE, NP, PLURAL, ROLES, SINGULAR, SYNONYM, TOY_TASKS, VIOLATIONS, WORD_SETS, Clause,
+                        Place, cola_row, draw, draw_premise, edit, get_role, likeness, polarity, rte_pair, set_role, side, similarity,
                         sts_pair, tagged, text, toy_corpus, toy_model_path, toy_pairs, toy_task, toy_tokenizer, toy_vocabulary, with_s)
 
 seeds = st.integers(0, 10**6).map(random.Random)
@@ -208,7 +208,6 @@ def test_tokenizer_round_trip_and_segments():
 
 
 def test_shipped_model_loads_offline_and_knows_agreement():
-    import torch
     from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
     folder = toy_model_path()
     assert (folder / "model.safetensors").stat().st_size < 2.5e6
