@@ -81,7 +81,7 @@ def run_command(
     if re.fullmatch(r"-?\d+", given.get("layers", "")): given["layers"] = int(given["layers"])
     _run(given, out, force)
 
-# %% ../nbs/11_cli.ipynb #7401704c
+# %% ../nbs/11_cli.ipynb #d9a10e48
 def _run(given: dict, out: Path, force: bool):
     from isoreg.finetune import RunConfig, RunRecord
     try: config = RunConfig.from_dict(given)
@@ -96,10 +96,11 @@ def _run(given: dict, out: Path, force: bool):
 
 
 def _finished(folder: Path, config, RunRecord):
-    "The record of the folder if it is complete and of this configuration."
-    try: record = RunRecord.load(folder)
-    except (OSError, ValueError): return None
-    same = record.config | {"recipe": config.recipe} == config.to_dict()  # the settings count, not the name they came by
+    "The record of the folder if it is complete and of a configuration with the same key."
+    try:
+        record = RunRecord.load(folder)
+        same = type(config).from_dict(record.config).key == config.key
+    except (OSError, ValueError, TypeError): return None
     return record if same and record.status == "done" else None
 
 # %% ../nbs/11_cli.ipynb #82b413f1

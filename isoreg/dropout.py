@@ -6,7 +6,7 @@ __all__ = ['SCHEDULED', 'KINDS', 'AGGREGATES', 'RELEASED_ORDER', 'RELEASED_STEP'
            'Applied', 'set_dropout', 'dropout', 'load_dropout', 'save_schedule', 'load_schedule', 'gaussian_dropout',
            'mix_weights', 'mixout', 'apply_dropout']
 
-# %% ../nbs/06_dropout.ipynb #8cdfd797
+# %% ../nbs/06_dropout.ipynb #4db9579a
 import contextlib
 import difflib
 import inspect
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.random import fork_rng
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from .files import write_atomically
@@ -53,7 +54,7 @@ class Site:
     calls: int  # in one forward pass; 0 if only the output tells that it is there
     module: str  # path and class of the module that makes the call
 
-# %% ../nbs/06_dropout.ipynb #89a35535
+# %% ../nbs/06_dropout.ipynb #c89ea931
 @dataclass
 class _Call:
     "One dropout call of a forward pass."
@@ -64,6 +65,7 @@ class _Call:
     maps: int | None  # linear maps since the last attention; None before the first
     embedded: bool  # an embedding was looked up since the last call
     tensors: tuple[str, ...]  # parameters used since the last call
+    opaque: bool = False  # the rate went into an attention kernel that PyTorch does not see
 
 _RATE = {  # function: name, position and default of its rate
     F.dropout: ("p", 1, 0.5), F.alpha_dropout: ("p", 1, 0.5), F.feature_alpha_dropout: ("p", 1, 0.5), F.dropout1d: ("p", 1, 0.5), F.dropout2d: ("p", 1, 0.5),
@@ -92,12 +94,13 @@ def _rate_of(func, args, kwargs) -> float:
 # %% ../nbs/06_dropout.ipynb #813baa64
 _RECORDERS: list = []  # the running ones; Gaussian noise reports to the last
 
-# %% ../nbs/06_dropout.ipynb #6128e4ee
+# %% ../nbs/06_dropout.ipynb #1011b448
 class _Recorder(TorchFunctionMode):
     "Records the dropout calls of a forward pass, and the parameters used before each."
 
     def __init__(self, model: nn.Module, names: Mapping[int, str]):
         super().__init__()
+        self.model, self.muted = model, False
         self.names, self.paths = names, {id(m): path for path, m in model.named_modules()}
         self.calls, self.events, self.since, self.stack = [], [], [], []
         self.tags, self.alive, self.maps, self.embedded = {}, [], None, False
@@ -107,10 +110,13 @@ class _Recorder(TorchFunctionMode):
         def pop(module, args, output): self.stack.pop()
         self.hooks = [nn.modules.module.register_module_forward_pre_hook(push), nn.modules.module.register_module_forward_hook(pop)]
         _RECORDERS.append(self)
+        self.kernels = contextlib.ExitStack()
+        self.kernels.enter_context(_kernels_watched(self))
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
+        self.kernels.close()
         _RECORDERS.remove(self)
         for h in self.hooks: h.remove()
 
@@ -129,11 +135,14 @@ class _Recorder(TorchFunctionMode):
             self.events.append(name)
 
     def record(self, func, args, kwargs):
+        if self.muted: return
         tag = self.tags.get(id(args[0] if args else kwargs.get("input")))
-        attention = tag == "probs" or func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+        self.add(_rate_of(func, args, kwargs), tag == "probs" or func in (F.scaled_dot_product_attention, F.multi_head_attention_forward), tag)
+
+    def add(self, p, attention, tag=None, opaque=False):
         self.events.append(len(self.calls))
         module = self.stack[-1] if self.stack else ""
-        self.calls.append(_Call(_rate_of(func, args, kwargs), module, attention, tag, self.maps, self.embedded, tuple(self.since)))
+        self.calls.append(_Call(p, module, attention, tag, self.maps, self.embedded, tuple(self.since), opaque))
         self.since, self.embedded = [], False
         if attention: self.maps = 0
 
@@ -151,6 +160,27 @@ class _Recorder(TorchFunctionMode):
             outputs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
             self.tags.update({id(t): tag for t in outputs})
             self.alive += outputs  # an id is unique among the living
+
+# %% ../nbs/06_dropout.ipynb #648440b7
+@contextlib.contextmanager
+def _kernels_watched(recorder: _Recorder):
+    "Report the rates that go into the model's attention kernels, other than SDPA, which is seen without."
+    names = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in recorder.model.modules()} - {None, "eager", "sdpa"}
+    table, local = ALL_ATTENTION_FUNCTIONS, dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+
+    def watched(kernel):
+        def call(module, *args, dropout=0.0, **kwargs):
+            recorder.add(float(dropout), True, opaque=True)
+            muted, recorder.muted = recorder.muted, True
+            try: return kernel(module, *args, dropout=dropout, **kwargs)
+            finally: recorder.muted = muted
+        return call
+    try:
+        for name in names & set(table): table[name] = watched(table[name])
+        yield
+    finally:
+        table._local_mapping.clear()
+        table._local_mapping.update(local)
 
 # %% ../nbs/06_dropout.ipynb #f862313d
 _NO_RATE = re.compile("layer_?drop|drop_?path", re.I)  # these skip whole layers
@@ -373,7 +403,7 @@ def dropout_sites(
     body = _body(model)
     return _sites(body, _probe(body, batch), grouping)
 
-# %% ../nbs/06_dropout.ipynb #b88f2152
+# %% ../nbs/06_dropout.ipynb #aa8dfc1f
 def _base_prefix(model: nn.Module) -> str:
     "Path of the base model with a dot; empty if the model is its own base."
     base = getattr(model, "base_model", model)
@@ -428,7 +458,7 @@ def _complain(model: nn.Module, probe: _Probe, how: Callable):
     stray = [c for c, o in zip(probe.calls, probe.owner_of) if o is None and c.p > 0]
     if not stray: return
     paths = ", ".join(dict.fromkeys(f"p={c.p:g} in {c.module or 'the model'} ({type(model.get_submodule(c.module)).__name__})" for c in stray))
-    how(f"model: {len(stray)} dropout calls take their rate from nowhere that can be set: {paths}; {_where(model)}")
+    how(f"model: applies dropout at rates that cannot be set: {paths}; {_where(model)}")
 
 # %% ../nbs/06_dropout.ipynb #b412d3a3
 AGGREGATES = ("mean_of_means", "mean", "sum")
@@ -592,7 +622,7 @@ def _remember(model: nn.Module, handles: Sequence[str]) -> Callable:
 def _plain(rates):
     return dict(rates) if isinstance(rates, Mapping) else rates
 
-# %% ../nbs/06_dropout.ipynb #4cc1e27b
+# %% ../nbs/06_dropout.ipynb #cc8dd4b0
 def _verify(model: nn.Module, probe: _Probe, sites: Sequence[Site], rates: Mapping[str, float], batch) -> int:
     "Run once and compare each dropout call with the rate of its site; the number of calls. `RuntimeError` names the site that is not applied."
     by_handle = {s.handles[0]: s for s in sites}
@@ -603,12 +633,17 @@ def _verify(model: nn.Module, probe: _Probe, sites: Sequence[Site], rates: Mappi
         got = seen[i].p if i < len(seen) else None
         if got != p_of(s): _not_applied(model, s, p_of(s), got)
     if len(seen) > len(want): _not_applied(model, None, 0.0, seen[len(want)].p, seen[len(want)].module)
-    for s in (s for s in sites if s.calls == 0 and p_of(s) > 0):
-        with _still(model), _rates_kept(model, [h for t in sites for h in t.handles]):
-            for t in sites:
-                for h in t.handles: _put(model, h, 0.0)
-            if not _seen_in_output(model, batch, [s.handles[0]]): _not_applied(model, s, p_of(s), 0.0)
+    unseen = [s for s in sites if p_of(s) > 0 and (s.calls == 0 or any(c.opaque for c, h in zip(probe.calls, probe.owner_of) if h == s.handles[0]))]
+    if unseen: _verify_effect(model, sites, unseen, p_of, batch)
     return sum(h is not None for h in probe.owner_of)
+
+def _verify_effect(model: nn.Module, sites: Sequence[Site], unseen: Sequence[Site], p_of: Callable, batch):
+    "Of sites inside kernels: that each alone changes the output."
+    with _still(model), _rates_kept(model, [h for t in sites for h in t.handles]):
+        for h in (h for t in sites for h in t.handles): _put(model, h, 0.0)
+        effective = _seen_in_output(model, batch, [s.handles[0] for s in unseen])
+    for s in unseen:
+        if s.handles[0] not in effective: _not_applied(model, s, p_of(s), None)
 
 def _not_applied(model: nn.Module, site: Site | None, want: float, got, module: str = ""):
     where = f"site {site.name!r}, {site.module}" if site else f"{module or 'the model'} ({type(model.get_submodule(module)).__name__}), which is no known site"
@@ -769,7 +804,7 @@ def _install(module: nn.Module, hook) -> list[Callable]:
     "Register both halves of a hook, the second to run on errors too; the functions that remove them."
     return [module.register_forward_pre_hook(hook.enter).remove, module.register_forward_hook(hook.leave, always_call=True).remove]
 
-# %% ../nbs/06_dropout.ipynb #1508435c
+# %% ../nbs/06_dropout.ipynb #cbac9361
 def gaussian_dropout(
     model: nn.Module,  # as for dropout_sites
     p: float | None = None,  # rate of every site but the classifier's; None leaves all rates as they are
@@ -787,7 +822,7 @@ def gaussian_dropout(
     if any(_hooked(m, _NoiseHook) for m in body.modules()): raise ValueError("model: has Gaussian dropout already; undo it first")
     probe = _probe(body, batch)
     sites = _sites(body, probe)
-    closed = [s.name for s in sites if s.calls == 0]
+    closed = [s.name for s in sites if s.calls == 0 or any(c.opaque for c, h in zip(probe.calls, probe.owner_of) if h == s.handles[0])]
     if closed: raise ValueError(f"model: the dropout of {closed[0]!r} is inside a kernel; load it with attn_implementation='eager' or 'sdpa' ({_where(body)})")
     callers = {c.module: body.get_submodule(c.module) for c in probe.calls}
     odd = [type(m).__name__ for m in callers.values() if isinstance(m, (nn.MultiheadAttention, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout2d))]

@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'squared_norms', 'add_squares', 'Tape', 'squares_by_function', 'model_fingerprint', 'FisherEstimate',
-           'sum_over_ranks', 'empirical_fisher', 'agreement']
+           'sum_over_ranks', 'empirical_fisher', 'load_scores', 'agreement']
 
 # %% ../nbs/04_fisher.ipynb #d4b701a6
 import hashlib
@@ -533,6 +533,20 @@ def _from(batches, start: int) -> Iterable[dict]:
     "The batches from the given one on."
     if isinstance(batches, TextBatches): return batches.iterate(start)
     return islice(batches, start, None)
+
+# %% ../nbs/04_fisher.ipynb #1bbe2503
+def load_scores(
+    path: str | Path,  # folder of FisherEstimate.save, a record.json of the Fisher notebook, or a JSON file {parameter name: score}
+) -> dict[str, float]:
+    "Tensor scores (mean squared gradient of a tensor's scalars) from a file. `ValueError` for a file without them."
+    path = Path(path)
+    if path.is_dir() and (path / "fisher.json").is_file(): return FisherEstimate.load(path).scores()
+    file = path / "record.json" if path.is_dir() else path
+    try: content = json.loads(file.read_text())
+    except (OSError, ValueError) as error: raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error}); give what the notebook runs/fisher wrote") from None
+    scores = content.get("tensor_scores", content) if isinstance(content, dict) else None
+    if not scores or not all(isinstance(v, (int, float)) for v in scores.values()): raise ValueError(f"scores: {str(path)!r} holds no tensor scores; give what the notebook runs/fisher wrote")
+    return {n: float(v) for n, v in scores.items()}
 
 # %% ../nbs/04_fisher.ipynb #b6999d12
 def agreement(

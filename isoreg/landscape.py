@@ -5,8 +5,9 @@ __all__ = ['ONE_D', 'NORMS', 'WHICH', 'PRECISIONS', 'RINGS', 'KINDS', 'Direction
            'displaced', 'grid', 'Curvature', 'Surface', 'loss_surface', 'loss_line', 'plane_hessian',
            'directional_curvature', 'expected_curvature', 'plot']
 
-# %% ../nbs/05_landscape.ipynb #329b1e9a
+# %% ../nbs/05_landscape.ipynb #e2c59f89
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -252,9 +253,20 @@ class _Snapshot:
         wrong = [n for n in self.kept if n not in now or not same_bits(now[n].data, self.kept[n])]
         return wrong + [n for n in {**self.versions, **others} if n not in others or _version(others[n]) != self.versions.get(n)]
 
-# %% ../nbs/05_landscape.ipynb #5688510f
+# %% ../nbs/05_landscape.ipynb #5c188011
+def _row(kept: dict, moved: Iterable[str], directions: list[dict], at: Sequence[float], buffer: dict) -> dict[str, Tensor]:
+    "The kept weights with the first directions added, in buffers that are used again: once for a whole row of the grid."
+    row = {n: kept[n] for n in moved}
+    for a, d in zip(at, directions):
+        if a == 0: continue
+        for n, x in d.items():
+            if n not in buffer: buffer[n] = torch.empty_like(x)
+            row[n] = torch.add(row[n], x, alpha=a, out=buffer[n])
+    return row
+
+# %% ../nbs/05_landscape.ipynb #81d397db
 class displaced:
-    """Context in which the weights can be moved along directions; afterwards the model is as it was, bit for bit.
+    """Context in which the weights can be moved along directions; afterwards the model is as it was, bit for bit:
 
         with displaced(model, d1, d2) as place:
             place(0.3, -0.1)        # weights + 0.3 d1 - 0.1 d2
@@ -276,7 +288,7 @@ class displaced:
 
     def __enter__(self):
         self.before = _Snapshot(self.model, self.moved)
-        self.row_at, self.row, self.stopped = None, None, False
+        self.row_at, self.row, self.buffer, self.stopped = None, {}, {}, False
         if _interruptible(): signal.signal(signal.SIGINT, self._interrupted)
         return self
 
@@ -285,19 +297,15 @@ class displaced:
         "Move to the kept weights + the sum of at[i] * directions[i]."
         if len(at) != len(self.directions): raise ValueError(f"at: {len(at)} coordinates for {len(self.directions)} directions")
         if self.stopped: raise KeyboardInterrupt
-        torch.clear_autocast_cache()                        # an autocast copy of the weights of the last place would be stale
-        if at[:-1] != self.row_at: self._start_row(at[:-1])
+        torch.clear_autocast_cache()   # an autocast copy of the weights of the last place would be stale
+        if at[:-1] != self.row_at:
+            self.row_at = None
+            self.row = _row(self.before.kept, self.moved, self.directions, at[:-1], self.buffer)
+            self.row_at = at[:-1]
         for n, p in self.moved.items():
             d = self.directions[-1].get(n)
             if d is None or at[-1] == 0: p.data.copy_(self.row[n])
             else: torch.add(self.row[n], d, alpha=at[-1], out=p.data)
-
-    def _start_row(self, at: tuple):
-        "All directions but the last, added once for the whole row."
-        self.row_at, self.row = None, {n: self.before.kept[n] for n in self.moved}
-        for a, d in zip(at, self.directions):
-            for n, x in d.items(): self.row[n] = torch.add(self.row[n], x, alpha=a) if a else self.row[n]
-        self.row_at = at
 
     def _interrupted(self, number, frame):
         self.stopped = True
@@ -309,10 +317,9 @@ class displaced:
         try: self.before.restore()
         except BaseException: self.before.restore(); raise
         finally: _hand_back(self._interrupted)
-        wrong, self.before, self.row = self.before.differs(), None, None
-        if kind is not None: return
+        wrong, self.before, self.row, self.buffer = self.before.differs() if kind is None else [], None, {}, {}
         if wrong: raise RuntimeError(f"loss: replaced or changed {wrong[0]} ({len(wrong)} in all) inside the walk; evaluate the model without changing it")
-        if self.stopped: raise KeyboardInterrupt
+        if self.stopped and kind is None: raise KeyboardInterrupt
 
 # %% ../nbs/05_landscape.ipynb #94622da5
 def _check_moves(d: Mapping[str, Tensor], params: dict, what: str):
@@ -337,7 +344,7 @@ def _like(d: Mapping[str, Tensor], params: dict) -> dict[str, Tensor]:
     "A direction on the devices of its parameters, in float32 or better."
     return {n: x.to(params[n].device, torch.promote_types(params[n].dtype, torch.float32)) for n, x in d.items()}
 
-# %% ../nbs/05_landscape.ipynb #472c3374
+# %% ../nbs/05_landscape.ipynb #7ed59f31
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -365,17 +372,25 @@ def _to(x: Any, device: torch.device) -> Any:
     return x
 
 
+def _seeded(batches: Iterable) -> Iterator:
+    "The batches; before each one is asked for, all random generators are seeded by its number, whatever was drawn since."
+    for seed in itertools.count():
+        torch.manual_seed(seed); random.seed(seed); np.random.seed(seed)
+        if not seed: source = iter(batches)
+        try: yield next(source)
+        except StopIteration: return
+
+
 @contextmanager
-def _same_draws(generators: list[tuple[torch.Generator, Tensor]], device: torch.device, seed: int = 0):
-    "Every random generator in a fixed state; the caller's states come back."
+def _same_draws(generators: list[tuple[torch.Generator, Tensor]], device: torch.device):
+    "A pass may set the random generators as it likes: the caller's states come back. The data source's own generators start anew."
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed); random.seed(seed); np.random.seed(seed)
         for g, state in generators: g.set_state(state)
         try: yield
         finally: random.setstate(states[0]); np.random.set_state(states[1])
 
-# %% ../nbs/05_landscape.ipynb #f4394a8b
+# %% ../nbs/05_landscape.ipynb #e71d1e50
 class _Passes:
     "The mean loss over the batches, again and again; the batches of every pass are checked to be those of the first."
 
@@ -392,12 +407,12 @@ class _Passes:
         owners = (batches, *(getattr(batches, a, None) for a in ("sampler", "batch_sampler", "collate_fn")))
         found = {id(g): g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)}
         self.generators = [(g, g.get_state()) for g in found.values()]
-        with _same_draws(self.generators, self.device): self.hashes = [_fingerprint(b) for b in batches]
+        with _same_draws(self.generators, self.device): self.hashes = [_fingerprint(b) for b in _seeded(batches)]
         if not self.hashes: raise ValueError("batches: no batch came; pass batches that can be read")
 
     def __iter__(self):
         count = 0
-        for count, batch in enumerate(self.batches, 1):
+        for count, batch in enumerate(_seeded(self.batches), 1):
             if count > len(self.hashes) or _fingerprint(batch) != self.hashes[count - 1]: self._differs()
             yield _to(batch, self.device)
         if count != len(self.hashes): self._differs()

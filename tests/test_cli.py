@@ -56,6 +56,11 @@ def test_finished_run_is_found_under_another_recipe_with_its_settings(done):
     assert _finished(folder / "runs" / config.key, dataclasses.replace(config, lr=0.1), RunRecord) is None
 
 
+def test_record_of_no_configuration_is_not_taken_for_the_run(tmp_path):
+    (tmp_path / "record.json").write_text('{"key": "x", "status": "done", "config": 2, "metric": "m", "value": 1.0}')
+    assert _finished(tmp_path, RunConfig(), RunRecord) is None
+
+
 def test_finished_run_is_not_repeated_and_a_damaged_record_is(done):
     folder, _ = done
     key = RunConfig(**TINY, lam=0.5, seed=3).key

@@ -1,0 +1,775 @@
+"""Dropout sites are found, set and seen; schedules are equations 9 and 10; noise has its moments; everything can be undone."""
+import copy
+import json
+import math
+import pickle
+import random
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+import transformers.modeling_utils
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from isoreg.dropout import (
+    AGGREGATES, CONTROLS, HOWS, Applied, Site, apply_dropout, control_schedule, dropout, dropout_sites, gaussian_dropout, guided_schedule, load_dropout,
+    load_schedule, mix_weights, mixout, released_schedule, save_schedule, set_dropout, site_scores)
+
+BERT = dict(vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32)
+SMALL = {  # name: (config class, model class, settings, attention implementations, Counter of kinds)
+    "bert": ("Bert", "ForSequenceClassification", BERT, 2, dict(embedding=1, attention_probs=2, attention_output=2, ffn_output=2, classifier=1)),
+    "roberta": ("Roberta", "ForSequenceClassification", BERT, 2, dict(embedding=1, attention_probs=2, attention_output=2, ffn_output=2, classifier=1)),
+    "albert": ("Albert", "ForSequenceClassification", BERT | dict(embedding_size=8, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1), 2,
+               dict(embedding=1, attention_probs=1, attention_output=1, classifier=1)),
+    "electra": ("Electra", "ForSequenceClassification", BERT | dict(embedding_size=8), 2,
+                dict(embedding=1, attention_probs=2, attention_output=2, ffn_output=2, classifier=1)),
+    "distilbert": ("DistilBert", "ForSequenceClassification", dict(vocab_size=99, dim=16, n_layers=2, n_heads=2, hidden_dim=32, max_position_embeddings=32), 2,
+                   dict(embedding=1, attention_probs=2, ffn_output=2, classifier=1)),
+    "gpt2": ("GPT2", "LMHeadModel", dict(vocab_size=99, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2), 2,
+             dict(embedding=1, attention_probs=2, attention_output=2, ffn_output=2)),
+    "t5": ("T5", "ForConditionalGeneration", dict(vocab_size=99, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0), 2,
+           dict(embedding=2, attention_probs=3, attention_output=3, ffn_inner=2, ffn_output=2)),
+    "modernbert": ("ModernBert", "ForSequenceClassification", BERT | dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+                   attention_dropout=0.1, mlp_dropout=0.1, embedding_dropout=0.1), 2,
+                   dict(embedding=1, attention_probs=2, attention_output=2, ffn_inner=2, classifier=1)),
+    "mpnet": ("MPNet", "ForSequenceClassification", BERT, 1, dict(embedding=1, attention_probs=2, attention_output=2, ffn_output=2, classifier=1)),
+    "deberta": ("DebertaV2", "ForSequenceClassification", BERT | dict(relative_attention=True, pos_att_type=["p2c", "c2p"]), 1,
+                dict(embedding=1, other=2, attention_probs=2, attention_output=2, ffn_output=2, classifier=2)),
+    "llama": ("Llama", "ForCausalLM", BERT | dict(num_key_value_heads=1, attention_dropout=0.1), 2, dict(attention_probs=2)),
+    "qwen2": ("Qwen2", "ForCausalLM", BERT | dict(num_key_value_heads=1, attention_dropout=0.1), 2, dict(attention_probs=2)),
+    "opt": ("OPT", "ForCausalLM", dict(vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=16,
+            max_position_embeddings=32, attention_dropout=0.1), 2, dict(attention_probs=2, residual=2)),
+}
+
+
+def make(name="bert", attention="eager", head=None, **settings):
+    family, default, config, _, _ = SMALL[name]
+    torch.manual_seed(0)
+    extra = {} if SMALL[name][3] == 1 else {"attn_implementation": attention}
+    try: return getattr(transformers, family + (default if head is None else head))(getattr(transformers, family + "Config")(**config | settings, **extra))
+    except ValueError as error:
+        if "does not support an attention implementation" in str(error): pytest.skip(f"{name} has no SDPA in transformers {transformers.__version__}")
+        raise
+
+
+IDS = torch.arange(5, 17)[None]
+
+
+@torch.no_grad()
+def output(model, ids=IDS):
+    extra = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    return model(input_ids=ids, **extra)[0]
+
+
+def rates(model, **options): return {s.name: s.p for s in dropout_sites(model, **options)}
+
+
+def scores_of(model, seed=0):
+    draw = random.Random(seed)
+    return {n: draw.random() for n, _ in model.named_parameters()}
+
+
+EVERY = [(name, attention) for name in SMALL for attention in ("eager", "sdpa")[: SMALL[name][3]]]
+
+
+# sites
+
+@pytest.mark.parametrize("name,attention", EVERY)
+def test_sites_have_the_kinds_of_the_architecture_and_unique_names(name, attention):
+    sites = dropout_sites(make(name, attention))
+    assert Counter(s.kind for s in sites) == SMALL[name][4]
+    assert len({s.name for s in sites}) == len(sites)
+    assert all(s.tensors and len(s.tensors) == len(s.sizes) for s in sites)
+
+
+@pytest.mark.parametrize("name,attention", EVERY)
+def test_each_site_alone_makes_two_passes_differ_and_none_makes_them_agree(name, attention):
+    model = make(name, attention).train()
+    sites = dropout_sites(model)
+    names = [s.name for s in sites]
+    for alone in [*names, None]:
+        with set_dropout(model, {n: 0.6 * (n == alone) for n in names}, verify=False, sites=sites):
+            passes = [output(model) for _ in range(6)]  # a head with two units may keep both by chance
+            assert any(not torch.equal(passes[0], p) for p in passes[1:]) == (alone is not None), alone
+
+
+@pytest.mark.parametrize("name", [n for n in SMALL if SMALL[n][3] == 2])
+def test_sites_and_tensors_do_not_depend_on_the_attention_implementation(name):
+    bare = lambda attention: [(s.name, s.kind, s.p, s.tensors) for s in dropout_sites(make(name, attention))]
+    assert bare("eager") == bare("sdpa")
+
+
+@pytest.mark.parametrize("name,heads", [
+    ("bert", ["Model", "ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForTokenClassification"]),
+    ("roberta", ["Model", "ForMaskedLM"]), ("distilbert", ["Model", "ForMaskedLM"]), ("gpt2", ["Model", "ForSequenceClassification"]),
+    ("t5", ["ForConditionalGeneration", "ForSequenceClassification", "Model"]), ("modernbert", ["Model", "ForMaskedLM"])])
+def test_names_agree_between_heads(name, heads):
+    seen = [[(s.name, s.tensors) for s in dropout_sites(make(name, head=h)) if s.kind != "classifier"] for h in heads]
+    assert all(other == seen[0] for other in seen)
+    model = make(name, head=heads[0])
+    assert all(set(site_scores(make(name, head=h), scores_of(model))) == {n for n, _ in seen[0]} for h in heads)
+
+
+def test_released_grouping_of_bert_is_that_of_the_released_notebook():
+    groups = {s.name: set(s.tensors) for s in dropout_sites(make())}
+    both = lambda *modules: {f"{m}.{k}" for m in modules for k in ("weight", "bias")}
+    layer = "encoder.layer.1."
+    assert groups["embeddings"] == {f"embeddings.{k}_embeddings.weight" for k in ("word", "position", "token_type")} | both("embeddings.LayerNorm")
+    assert groups[layer + "attention_probs"] == both(*(layer + "attention.self." + k for k in ("query", "key", "value")))
+    assert groups[layer + "attention_output"] == both(layer + "attention.output.dense", layer + "attention.output.LayerNorm")
+    assert groups[layer + "ffn_output"] == both(layer + "output.dense", layer + "output.LayerNorm")
+    assert not any("intermediate" in t for g in groups.values() for t in g)
+
+
+def test_preceding_grouping_takes_every_tensor_in_the_order_of_execution():
+    model = make()
+    groups = {s.name: set(s.tensors) for s in dropout_sites(model, "preceding")}
+    both = lambda *modules: {f"encoder.layer.1.{m}.{k}" for m in modules for k in ("weight", "bias")}
+    assert groups["encoder.layer.1.attention_output"] == both("attention.output.dense")
+    assert groups["encoder.layer.1.ffn_output"] == both("attention.output.LayerNorm", "intermediate.dense", "output.dense")
+    everything = {n.removeprefix("bert.") for n, _ in model.named_parameters() if not n.startswith("classifier")}
+    assert set().union(*groups.values()) == everything
+    assert sum(map(len, groups.values())) == len(everything)  # each once
+
+
+@pytest.mark.parametrize("name,site,tensors", [
+    ("gpt2", "h.0.attention_probs", {"h.0.attn.c_attn"}), ("gpt2", "h.0.attention_output", {"h.0.attn.c_proj"}), ("gpt2", "embeddings", {"wte", "wpe"}),
+    ("t5", "encoder.block.0.layer.0.attention_output", {"encoder.block.0.layer.0.SelfAttention.o"}), ("t5", "decoder.embeddings", {"shared"}),
+    ("mpnet", "encoder.layer.0.attention_output", {"encoder.layer.0.attention.attn.o", "encoder.layer.0.attention.LayerNorm"}),
+    ("deberta", "encoder.layer.0.attention_probs", {f"encoder.layer.0.attention.self.{k}_proj" for k in ("query", "key", "value", "pos_key", "pos_query")}),
+    ("opt", "decoder.layers.0.residual", {f"decoder.layers.0.{k}" for k in ("self_attn.out_proj", "fc1", "fc2", "final_layer_norm")}),
+    ("modernbert", "layers.0.attention_output", {"layers.0.attn.Wo"})])
+def test_tensors_of_modules_with_several_sites_are_shared_out(name, site, tensors):
+    found = next(s for s in dropout_sites(make(name)) if s.name == site)
+    assert {t.rpartition(".")[0] for t in found.tensors} == tensors
+
+
+def test_albert_has_one_site_for_all_its_layers_and_its_unused_dropout_is_none():
+    model = make("albert", num_hidden_layers=5)
+    group = "encoder.albert_layer_groups.0.albert_layers.0."
+    sites = {s.name: s for s in dropout_sites(model)}
+    assert sites[group + "attention_probs"].calls == sites[group + "attention_output"].calls == 5
+    assert {t.split(".")[-2] for t in sites[group + "attention_output"].tensors} == {"dense", "LayerNorm"}
+    assert isinstance(model.get_submodule("albert." + group + "dropout"), nn.Dropout)  # it exists, and is never called
+    with pytest.raises(ValueError, match="no sites of this model"): set_dropout(model, {group + "ffn_output": 0.2}, partial=True)
+
+
+def test_looking_leaves_no_trace():
+    model = make("modernbert")
+    model.layer_mode = model.model.layers[0].eval()
+    before = {n: (m.training, type(m)) for n, m in model.named_modules()}
+    state, config = copy.deepcopy(model.state_dict()), model.config.to_dict()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    want = torch.rand(3), random.random(), np.random.rand()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    dropout_sites(model)
+    assert torch.equal(torch.rand(3), want[0]) and random.random() == want[1] and np.random.rand() == want[2]
+    assert {n: (m.training, type(m)) for n, m in model.named_modules()} == before
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items()) and model.config.to_dict() == config
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_looking_leaves_no_trace_after_an_error():
+    class Broken(nn.Module):
+        def forward(self, x): raise RuntimeError("on purpose")
+    model = make("modernbert", attention_dropout=0.0)
+    model.head = Broken()
+    before = {n: (m.training, type(m), getattr(m, "p", None)) for n, m in model.named_modules()}
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="on purpose"): dropout_sites(model)
+    assert {n: (m.training, type(m), getattr(m, "p", None)) for n, m in model.named_modules()} == before
+    assert torch.equal(torch.get_rng_state(), state)
+    F.dropout(torch.ones(2), 0.5)  # no mode or hook is left behind
+    assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
+
+
+def test_identity_in_place_of_a_dropout_can_be_set_and_comes_back():
+    model = make("modernbert", attention_dropout=0.0, mlp_dropout=0.0, embedding_dropout=0.0).train()
+    drop = model.model.layers[0].attn
+    old = drop.out_drop
+    assert isinstance(old, nn.Identity)
+    with set_dropout(model, {"layers.0.attention_output": 0.4}, partial=True):
+        assert drop.out_drop.p == 0.4 and not torch.equal(output(model), output(model))
+    assert drop.out_drop is old and torch.equal(output(model), output(model))
+
+
+def test_plain_torch_modules_with_a_batch():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    sites = dropout_sites(model, batch=torch.randn(2, 5, 16))
+    assert [s.kind for s in sites] == ["attention_probs", "attention_output", "ffn_inner", "ffn_output"] * 2
+    with set_dropout(model, {s.name: 0.0 for s in sites}, batch=torch.randn(2, 5, 16)):
+        x = torch.randn(1, 5, 16)
+        assert torch.equal(model.train()(x), model(x))
+    with pytest.raises(ValueError, match="batch: none given"): dropout_sites(model)
+
+
+def test_a_wrapped_model_is_looked_into():
+    class Wrapper(nn.Module):
+        def __init__(self, module): super().__init__(); self.module = module
+    model = make()
+    assert dropout_sites(Wrapper(model)) == dropout_sites(model)
+
+
+def opaque(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
+    "An attention kernel that PyTorch's dropout functions know nothing of."
+    probs = torch.softmax(query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5), -1)
+    return (probs * (torch.rand_like(probs) >= dropout) / (1 - dropout) @ value).transpose(1, 2).contiguous(), None
+
+
+def deaf(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
+    "One that takes a rate and does not use it."
+    return opaque(module, query, key, value, attention_mask, 0.0, scaling)
+
+
+def with_kernel(name, kernel):
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+    from transformers.modeling_utils import AttentionInterface
+    AttentionInterface.register(kernel.__name__ + "_for_test", kernel)
+    AttentionMaskInterface.register(kernel.__name__ + "_for_test", eager_mask)
+    if name == "bert" and transformers.__version__ < "5": pytest.skip("BERT takes other attention functions from transformers 5 on")
+    return make(name, kernel.__name__ + "_for_test").train()
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "opt"])
+def test_attention_kernels_are_seen_at_the_table_and_in_the_output(name):
+    model = with_kernel(name, opaque)
+    table = dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)
+    bare = lambda m: [(s.name, s.kind, s.tensors, s.calls) for s in dropout_sites(m)]
+    assert bare(model) == bare(make(name))
+    names = list(rates(model))
+    with set_dropout(model, {n: 0.0 for n in names}): assert torch.equal(output(model), output(model))
+    with set_dropout(model, {n: 0.3 * ("probs" in n) for n in names}): assert not torch.equal(output(model), output(model))
+    with pytest.raises(ValueError, match="inside a kernel"): gaussian_dropout(model)
+    assert dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS) == table
+
+
+def test_a_kernel_that_ignores_its_rate_is_an_error():
+    model = with_kernel("gpt2", deaf)
+    before = rates(model)
+    message = "h.0.attention_probs.*p=0.2 was set, no dropout was applied.*deaf_for_test"
+    with pytest.raises(RuntimeError, match=message): set_dropout(model, {n: 0.2 for n in before})
+    assert rates(model) == before
+
+
+def test_a_dropout_inside_an_lstm_is_seen_in_the_output_alone():
+    model = nn.LSTM(8, 8, 2, dropout=0.2)
+    site, = dropout_sites(model, batch=torch.randn(5, 1, 8))
+    assert (site.p, site.calls, site.handles) == (0.2, 0, ("dropout",))
+    with set_dropout(model, {site.name: 0.0}, batch=torch.randn(5, 1, 8)):
+        x = torch.randn(5, 1, 8)
+        assert torch.equal(model.train()(x)[0], model(x)[0])
+
+
+# setting, verifying, undoing
+
+@pytest.mark.parametrize("name,attention", EVERY)
+def test_every_rate_arrives_where_it_should(name, attention, monkeypatch):
+    model = make(name, attention).train()
+    sites = dropout_sites(model)
+    wanted = {s.name: round(0.01 * (i + 1), 2) for i, s in enumerate(sites)}
+    applied = set_dropout(model, wanted)
+    seen = []  # an independent record: the functions themselves are replaced
+    plain, fused = F.dropout, F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "dropout", lambda x, p=0.5, training=True, inplace=False: seen.append(p) or plain(x, p, training))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, dropout_p=0.0, **k: seen.append(dropout_p) or fused(*a, dropout_p=dropout_p, **k))
+    output(model)
+    assert Counter(seen) == Counter({wanted[s.name]: s.calls for s in sites}) and applied["calls"] == len(seen)
+    assert json.loads(json.dumps(applied))["rates"] == wanted
+
+
+def test_the_measured_share_of_zeros_is_the_rate():
+    model = make("bert", "sdpa", num_hidden_layers=1).train()
+    shares = {}
+    with set_dropout(model, {n: 0.1 * (i + 1) for i, n in enumerate(rates(model))}):
+        hook = lambda name: (lambda m, a, out: shares.update({name: float((out[a[0] != 0] == 0).float().mean())}))
+        for name, m in model.named_modules():
+            if isinstance(m, nn.Dropout): m.register_forward_hook(hook(name))
+        with torch.no_grad(): model(IDS.repeat(400, 1))
+        assert abs(shares["bert.embeddings.dropout"] - 0.1) < 0.01
+        assert abs(shares["bert.encoder.layer.0.attention.output.dropout"] - 0.3) < 0.01
+        assert abs(shares["bert.encoder.layer.0.output.dropout"] - 0.4) < 0.01
+        attention = model.bert.encoder.layer[0].attention.self  # one token: its probability is 1, or dropped
+        with torch.no_grad(): out = attention(torch.ones(20_000, 1, 16))[0]
+        assert abs(float((out[:, 0, 0] == 0).float().mean()) - 0.2) < 0.01
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "modernbert", "opt"])
+def test_undo_and_context_manager_put_everything_back(name):
+    model = make(name, attention_dropout=0.0) if name == "modernbert" else make(name)
+    before, config = rates(model), model.config.to_dict()
+    modules = {n: id(m) for n, m in model.named_modules()}
+    with dropout(model, {n: 0.33 for n in before}) as applied: assert set(rates(model).values()) == {0.33} == set(applied["rates"].values())
+    assert rates(model) == before and model.config.to_dict() == config and {n: id(m) for n, m in model.named_modules()} == modules
+    outer = set_dropout(model, {n: 0.2 for n in before})
+    with pytest.raises(KeyError):
+        with set_dropout(model, {n: 0.3 for n in before}): raise KeyError
+    assert set(rates(model).values()) == {0.2} and model.config.dropout_schedule == {n: 0.2 for n in before}
+    outer.undo(); outer.undo()
+    assert rates(model) == before and not hasattr(model.config, "dropout_schedule")
+
+
+def test_a_failed_check_names_the_site_and_leaves_the_model_alone():
+    class Floored(nn.Dropout):
+        def forward(self, x): return F.dropout(x, max(self.p, 0.05), self.training)
+    model = make("bert", "sdpa")
+    model.bert.encoder.layer[1].output.dropout = Floored(0.1)
+    before, config = rates(model), model.config.to_dict()
+    message = r"encoder.layer.1.ffn_output.*Floored.*p=0.02 was set, p=0.05 was applied.*sdpa.*transformers " + transformers.__version__
+    with pytest.raises(RuntimeError, match=message):
+        set_dropout(model, {n: 0.02 for n in before})
+    assert rates(model) == before and model.config.to_dict() == config
+
+
+def test_a_rate_out_of_reach_is_no_silent_success():
+    class Captured(nn.Module):
+        def __init__(self): super().__init__(); self.call = lambda x, on: F.dropout(x, 0.1, on)
+        def forward(self, x): return self.call(x, self.training)
+    model = make()
+    model.bert.encoder.layer[0].output.dropout = Captured()
+    with pytest.warns(UserWarning, match=r"cannot be set: p=0.1 in bert.encoder.layer.0.output.dropout \(Captured\)"): names = rates(model)
+    with pytest.raises(RuntimeError, match="Captured"): set_dropout(model, {n: 0.2 for n in names})
+    assert rates_quietly(model) == names
+
+
+def rates_quietly(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return rates(model)
+
+
+def test_schedules_step_by_step_without_a_look():
+    model = make()
+    sites = dropout_sites(model)
+    calls = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    for p in (0.3, 0.2, 0.0): set_dropout(model, {s.name: p for s in sites}, verify=False, sites=sites)
+    assert not calls
+    handle.remove()
+    assert set(rates(model).values()) == {0.0}
+
+
+@pytest.mark.parametrize("bad,message", [
+    ({"embeddings": 1.0}, r"embeddings.*1.0 is no rate"), ({"embeddings": -0.1}, "is no rate"), ({"embeddings": float("nan")}, "is no rate"),
+    ({"embeddings": "0.1"}, "is no rate"), ({"embeddings": True}, "is no rate"), ({}, "no mapping"), (0.1, "no mapping"),
+    ({"embedings": 0.1}, "did you mean 'embeddings'"), ({"embeddings": 0.1}, "6 of 7 sites have no rate")])
+def test_bad_schedules(bad, message):
+    model = make()
+    before = rates(model)
+    with pytest.raises(ValueError, match=message): set_dropout(model, bad)
+    assert rates(model) == before
+
+
+def test_a_schedule_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="no sites of this model.*another model"): set_dropout(make(), rates(make("gpt2")))
+    with pytest.raises(ValueError, match="no sites of this model"): set_dropout(make(), released_schedule())  # twelve layers on two
+    deep = make(num_hidden_layers=3)
+    with pytest.raises(ValueError, match="3 of 10 sites have no rate.*another model"): set_dropout(deep, rates(make()))
+    set_dropout(deep, rates(make()), partial=True)
+
+
+def test_a_model_without_dropout():
+    model = nn.Sequential(nn.Linear(4, 4))
+    for call in (dropout_sites, lambda m, **k: set_dropout(m, {"x": 0.1}, **k), lambda m, **k: gaussian_dropout(m, **k)):
+        with pytest.raises(ValueError, match="no dropout site"): call(model, batch=torch.ones(1, 4))
+    assert apply_dropout(model, "standard", batch=torch.ones(1, 4))["rates"] == {}
+    with pytest.raises(ValueError, match="grouping"): dropout_sites(make(), "layers")
+    with pytest.raises(ValueError, match="meta device"):
+        with torch.device("meta"): dropout_sites(make())
+
+
+# disk
+
+@pytest.mark.parametrize("name", ["bert", "t5", "modernbert", "gpt2"])
+def test_the_schedule_travels_with_the_model(name, tmp_path):
+    model = make(name)
+    wanted = {n: round(0.01 * (i + 1), 2) for i, n in enumerate(rates(model))}
+    set_dropout(model, wanted)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dropout_schedule"] == wanted
+    loaded = type(model).from_pretrained(tmp_path)
+    assert rates(loaded) != wanted
+    applied = load_dropout(loaded)
+    assert rates(loaded) == wanted
+    applied.undo()
+    base = load_dropout(type(model.base_model).from_pretrained(tmp_path))  # without the head
+    assert base["rates"] == {n: p for n, p in wanted.items() if n != "classifier"}
+
+
+def test_load_dropout_without_a_schedule():
+    with pytest.raises(ValueError, match="no dropout_schedule"): load_dropout(make())
+
+
+def test_schedule_files(tmp_path):
+    path = save_schedule(tmp_path / "new" / "s.json", released_schedule(), model=make(), aggregate="sum")
+    assert load_schedule(path) == released_schedule() and list(load_schedule(path)) == list(released_schedule())
+    content = json.loads(path.read_text())
+    assert content["model_type"] == "bert" and content["notes"] == {"aggregate": "sum"} and [p.name for p in path.parent.iterdir()] == ["s.json"]
+    (tmp_path / "plain.json").write_text('{"embeddings": 0.2}')
+    assert load_schedule(tmp_path / "plain.json") == {"embeddings": 0.2}
+    for text, message in (("{", "cannot be read"), ('{"a": 2}', "is no rate"), ("[1]", "no mapping"),
+                          ('{"a": NaN}', "is no rate"), ('{"format": "x"}', "no mapping")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match=f"bad.json.*{message}"): load_schedule(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="missing.json"): load_schedule(tmp_path / "missing.json")
+    with pytest.raises(ValueError, match="is no rate"): save_schedule(tmp_path / "x.json", {"a": 1.5})
+    with pytest.raises(ValueError, match="notes"): save_schedule(tmp_path / "x.json", {"a": 0.5}, model=None, x=torch.ones(1))
+    assert not (tmp_path / "x.json").exists()
+
+
+# scores and schedules
+
+def test_site_scores_against_a_loop():
+    model = make()
+    scores, sites = scores_of(model), dropout_sites(model)
+    parameters = dict(model.named_parameters())
+    got = {a: site_scores(model, scores, a) for a in AGGREGATES}
+    for s in (s for s in sites if s.kind != "classifier"):
+        f = [scores["bert." + t] for t in s.tensors]
+        entries = torch.cat([torch.full((parameters["bert." + t].numel(),), scores["bert." + t], dtype=torch.float64) for t in s.tensors])
+        assert got["mean_of_means"][s.name] == pytest.approx(sum(f) / len(f))
+        assert got["mean"][s.name] == pytest.approx(float(entries.mean()))
+        assert got["sum"][s.name] == pytest.approx(float(entries.sum()))
+    assert "classifier" not in got["sum"] and got["sum"] == site_scores(sites, scores, "sum")
+
+
+def test_bad_scores():
+    model = make()
+    scores = scores_of(model)
+    key = "bert.encoder.layer.0.output.dense.weight"
+    for value in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="encoder.layer.0.output.dense.weight"): site_scores(model, scores | {key: value})
+    with pytest.raises(ValueError, match="1 of 33 tensors have none, for example 'encoder.layer.0.output.dense.weight'"):
+        site_scores(model, {k: v for k, v in scores.items() if k != key})
+    with pytest.raises(ValueError, match="aggregate"): site_scores(model, scores, "median")
+    with pytest.raises(ValueError, match="scores"): site_scores(model, {})
+    with pytest.raises(ValueError, match="tensors have none"): site_scores(model, scores_of(make("gpt2")))
+    empty = [Site("a", "other", 0.1, (), (), ("a",), 1, "a")]
+    with pytest.raises(ValueError, match="stands for no tensor"): site_scores(empty, scores)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0, 0.9), st.floats(0, 0.9))
+def test_guided_schedule_is_equation_10(values, a, b):
+    p_min, p_max = sorted((a, b))
+    scores = {f"s{i}": v for i, v in enumerate(values)}
+    plan = guided_schedule(scores, p_max, p_min)
+    assert list(plan) == list(scores)
+    n, order = len(values), sorted(range(len(values)), key=lambda i: (values[i], i))  # ascending, ties by place
+    for i, at in enumerate(order): assert plan[f"s{at}"] == pytest.approx(p_max - i * (p_max - p_min) / max(1, n - 1), abs=1e-12)
+    assert all(p_min <= p <= p_max for p in plan.values()) and plan[f"s{order[0]}"] == p_max
+    if n > 1: assert plan[f"s{order[-1]}"] == p_min
+
+
+def test_equal_scores_lose_no_site():
+    plan = guided_schedule(dict.fromkeys("abcde", 1.0))
+    assert list(plan) == list("abcde") and list(plan.values()) == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0])
+
+
+def test_shapes():
+    scores = dict(zip("abc", (3.0, 1.0, 2.0)))
+    assert guided_schedule(scores, 0.4, 0.2, lambda u: (1 - u) ** 2) == pytest.approx({"b": 0.4, "c": 0.25, "a": 0.2})
+    for bad in ("cosine", lambda u: 2 - u, lambda u: float("nan")):
+        with pytest.raises(ValueError, match="shape"): guided_schedule(scores, shape=bad)
+    with pytest.raises(ValueError, match="p_max"): guided_schedule(scores, 1.0)
+    with pytest.raises(ValueError, match="p_min: 0.2 is above"): guided_schedule(scores, 0.1, 0.2)
+    with pytest.raises(ValueError, match="site 'b' has nan"): guided_schedule(scores | {"b": float("nan")})
+    with pytest.raises(ValueError, match="no site"): guided_schedule({})
+
+
+def test_the_released_schedule_is_the_authors_arithmetic():
+    plan = released_schedule()
+    assert np.allclose(sorted(plan.values()), np.arange(0, 0.099, 0.00275), atol=1e-12) and len(plan) == 37
+    assert np.mean(list(plan.values())) == pytest.approx(0.0495)
+    assert plan["embeddings"] == 0 and plan["encoder.layer.7.attention_probs"] == 0.099 and plan["encoder.layer.3.ffn_output"] == 0.00275
+    assert plan["encoder.layer.11.attention_output"] == 0.066 and plan["encoder.layer.11.ffn_output"] == 0.033
+    deep = make(num_hidden_layers=12)
+    assert set_dropout(deep, plan)["mean"] == pytest.approx(0.0495) and rates(deep)["classifier"] == 0.1  # never scheduled
+
+
+@given(st.lists(st.floats(0, 0.9), min_size=1, max_size=20), st.integers(0, 2**31))
+def test_controls_keep_the_mean_and_the_sites(values, seed):
+    plan = {f"s{i}": v for i, v in enumerate(values)}
+    kinds = [Site(n, "ab"[i % 2], 0.1, (), (), (), 1, "") for i, n in enumerate(plan)]
+    for kind in CONTROLS:
+        control = control_schedule(kind, plan, kinds, seed)
+        assert list(control) == list(plan) and math.fsum(control.values()) == pytest.approx(math.fsum(values), abs=1e-9)
+    assert sorted(control_schedule("shuffled", plan, seed=seed).values()) == sorted(values) == sorted(control_schedule("reversed", plan).values())
+    mirrored = control_schedule("reversed", plan)
+    for a in plan:
+        for b in plan:
+            if plan[a] < plan[b]: assert mirrored[a] >= mirrored[b]
+
+
+def test_controls_do_what_they_say():
+    plan = released_schedule()
+    sites = dropout_sites(make(num_hidden_layers=12))
+    by_type = control_schedule("type-only", plan, sites)
+    means = dict(embedding=0.0, attention_probs=0.0839, attention_output=0.0509, ffn_output=0.0179)
+    assert all(round(by_type[s.name], 4) == means[s.kind] for s in sites if s.kind != "classifier")
+    assert list(control_schedule("constant-mean", plan).values()) == pytest.approx([0.0495] * 37)
+    shuffled = [control_schedule("shuffled", plan, seed=s) for s in (0, 0, 1)]
+    assert shuffled[0] == shuffled[1] != shuffled[2]
+    assert [shuffled[0][n] for n in ("embeddings", "encoder.layer.0.attention_probs")] == [0.066, 0.09075]  # the same everywhere
+    with pytest.raises(ValueError, match="kind: 'random'"): control_schedule("random", plan)
+    with pytest.raises(ValueError, match="sites: type-only"): control_schedule("type-only", plan)
+    with pytest.raises(ValueError, match="no sites"): control_schedule("type-only", plan, make())
+    with pytest.raises(ValueError, match="is no rate"): control_schedule("reversed", {"a": 2.0})
+
+
+# Gaussian dropout
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_gaussian_moments(attention, released, p):
+    model = make("bert", attention, num_hidden_layers=1)
+    gaussian_dropout(model, p, released=released)
+    std = p / (1 - p) if released else math.sqrt(p / (1 - p))
+    torch.manual_seed(0)
+    for training in (True, False):
+        model.train(training)
+        on = training or released
+        x = model.bert.embeddings.dropout(torch.full((200_000,), 2.0)) / 2
+        assert abs(x.mean() - 1) < 0.01 and x.std() == pytest.approx(std * on, rel=0.02)
+        layer = model.bert.encoder.layer[0].attention.self
+        with torch.no_grad(): noisy, exact = layer(torch.ones(40_000, 1, 16))[0], layer.value(torch.ones(1, 1, 16))
+        factor = (noisy / exact)[:, 0, [0, -1]]  # one token: its probability is 1; one entry of each head
+        assert abs(factor.mean() - 1) < 0.02 and factor.std() == pytest.approx(std * on, rel=0.03, abs=1e-5)
+        assert model.training == training and layer.training == training
+
+
+@pytest.mark.parametrize("name,attention", EVERY)
+def test_gaussian_noise_reaches_every_site_and_leaves_again(name, attention):
+    model = make(name, attention).train()
+    rest = output(model.eval())
+    sites = dropout_sites(model)
+    names = [s.name for s in sites]
+    noise = gaussian_dropout(model)
+    for alone in names:
+        with set_dropout(model, {n: 0.3 * (n == alone) for n in names}, verify=False, sites=sites):
+            torch.manual_seed(0)
+            assert not torch.equal(output(model.train()), output(model))
+            torch.testing.assert_close(output(model.eval()), rest, rtol=0, atol=0)
+    noise.undo()
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("causal,mask,gqa", [(False, None, False), (True, None, False), (False, "bool", False), (False, "float", True)])
+def test_noisy_attention_without_noise_is_the_fused_attention(causal, mask, gqa):
+    from isoreg.dropout import _noisy_attention
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 6, 8), *torch.randn(2, 2, 2 if gqa else 4, 6, 8)
+    keep = torch.rand(2, 1, 6, 6) > 0.4
+    keep[0, 0, 2] = False if mask == "bool" else True
+    m = None if mask is None else keep if mask == "bool" else torch.randn(2, 1, 6, 6)
+    ours = _noisy_attention(0.0, False, query, key, value, attn_mask=m, is_causal=causal, enable_gqa=gqa)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(query, key, value, attn_mask=m, is_causal=causal, enable_gqa=gqa))
+
+
+def test_gaussian_twice_or_at_a_bad_rate():
+    model = make()
+    with pytest.raises(ValueError, match="p: 1.0"): gaussian_dropout(model, 1.0)
+    gaussian_dropout(model)
+    with pytest.raises(ValueError, match="already"): gaussian_dropout(model)
+    stock = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    with pytest.raises(ValueError, match="MultiheadAttention"): gaussian_dropout(stock, batch=torch.randn(1, 3, 16))
+
+
+# Mixout
+
+@pytest.mark.parametrize("unit", ["neuron", "weight"])
+@pytest.mark.parametrize("p", [0.3, 0.9])
+def test_mixout_expectation_values_and_gradient(unit, p):
+    torch.manual_seed(0)
+    w, u = torch.randn(4, 6, dtype=torch.float64, requires_grad=True), torch.randn(4, 6, dtype=torch.float64)
+    draws = torch.stack([mix_weights(w, u, p, unit) for _ in range(4000)])
+    spread = (w - u).abs() * math.sqrt(p / (1 - p))  # of one draw
+    assert ((draws.mean(0) - w).abs() < 5 * spread / math.sqrt(4000)).all()
+    replaced = torch.isclose(draws, u)
+    other = (w - p * u) / (1 - p)
+    assert (replaced | torch.isclose(draws, other)).all()
+    assert abs(float(replaced.double().mean()) - p) < 0.02
+    assert bool((replaced == replaced[:, :1]).all()) == (unit == "neuron")  # whole columns
+    grad, = torch.autograd.grad(draws[0].sum(), w)
+    torch.testing.assert_close(grad, (~replaced[0]).double() / (1 - p))
+    assert torch.equal(mix_weights(w, u, 0.0, unit), w)
+
+
+def test_mixout_of_zero_weights_is_dropout_of_the_inputs():
+    torch.manual_seed(0)
+    w, x = torch.randn(4, 6), torch.randn(3, 6)
+    mixed = mix_weights(w, torch.zeros_like(w), 0.5)
+    kept = mixed.abs().amax(0) > 0
+    torch.testing.assert_close(x @ mixed.T, (x * kept / 0.5) @ w.T)
+
+
+def test_mixout_at_zero_is_the_identity_to_the_bit_and_at_the_start_too():
+    model = make("bert", "sdpa").train()
+    with set_dropout(model, {n: 0.0 for n in rates(model)}): plain = output(model)
+    for p in (0.0, 0.7):
+        with mixout(model, p), set_dropout(model, {"classifier": 0.0}, partial=True): assert torch.equal(output(model), plain)
+
+
+@pytest.mark.parametrize("name,maps", [("bert", 12), ("gpt2", 8), ("albert", 7), ("modernbert", 8)])
+def test_mixout_mixes_the_maps_of_the_encoder_only(name, maps):
+    model = make(name).train()
+    state = list(model.state_dict())
+    applied = mixout(model)
+    assert applied["mixed"] == maps and applied["mean"] == 0 and applied["rates"].get("classifier", 0.0) == rates(make(name)).get("classifier", 0.0)
+    for q in model.parameters(): q.data.mul_(1.01)
+    assert not torch.equal(output(model), output(model))
+    assert torch.equal(output(model.eval()), output(model))  # off in eval
+    assert list(model.state_dict()) == state and not any("weight" in m.__dict__ for m in model.modules())
+    applied.undo()
+    model.train()
+    assert rates(model) == rates(make(name))
+
+
+def test_mixout_after_an_error_and_bad_input():
+    model = make().train()
+    mixout(model)
+    with pytest.raises(Exception): model(input_ids=torch.full((1, 4), 10_000))
+    assert not any("weight" in m.__dict__ for m in model.modules())
+    with pytest.raises(ValueError, match="already"): mixout(model)
+    for kwargs, message in ((dict(p=1.0), "p: 1.0"), (dict(unit="layer"), "unit"), (dict(pretrained={}), "pretrained")):
+        fresh = make()
+        with pytest.raises(ValueError, match=message): mixout(fresh, **kwargs)
+        assert rates(fresh) == rates(make())
+
+
+def test_mixout_with_given_weights():
+    model, other = make(num_hidden_layers=1).train(), make(num_hidden_layers=1)
+    for q in other.parameters(): q.data.mul_(1.5)
+    for state in (other.state_dict(), other.bert.state_dict()):
+        with mixout(model, 0.5, pretrained=state): assert not torch.equal(output(model), output(model))
+
+
+# one function for a training run
+
+def batch(n=4):
+    torch.manual_seed(5)
+    return {"input_ids": torch.randint(3, 99, (n, 12)), "attention_mask": torch.ones(n, 12, dtype=torch.long), "labels": torch.arange(n) % 2}
+
+
+def train(model, steps=3, autocast=False):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.train()
+    for _ in range(steps):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast): loss = model(**batch()).loss
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_standard_is_the_untouched_model_to_the_bit(attention):
+    plain, standard = make("bert", attention), make("bert", attention)
+    report = apply_dropout(standard, "standard")
+    assert report["rates"] == rates(plain) and standard.config.to_dict() == plain.config.to_dict()
+    assert standard.training == plain.training
+    for a, b in zip(train(plain).values(), train(standard).values()): assert torch.equal(a, b)
+
+
+def arguments(how, model):
+    if how == "constant": return {"p": 0.2}
+    return {"scores": scores_of(model)} if how in ("guided", *CONTROLS) else {}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("how", HOWS)
+def test_every_way_trains_under_autocast_and_can_be_saved_copied_and_undone(how, attention, tmp_path):
+    model = make("bert", attention)
+    names, before = list(model.state_dict()), rates(model)
+    report = apply_dropout(model, how, **arguments(how, model))
+    assert report["how"] == how and json.loads(json.dumps(report)) == report and set(report["rates"]) == set(before) and report["rates"]["classifier"] == 0.1
+    assert copy.deepcopy(report) == dict(report) == pickle.loads(pickle.dumps(report))
+    if how not in ("mixout",): assert rates(model) == report["rates"]
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert list(twin.state_dict()) == names == [n for n in model.state_dict()]
+    plain, copied = train(model), train(twin)
+    for a, b in zip(plain.values(), copied.values()): assert torch.equal(a, b)  # the copy has the same regulariser
+    half = train(model, autocast=True)
+    assert all(torch.isfinite(t).all() for t in half.values())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)  # plain transformers
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    report.undo()
+    assert rates(model) == before and not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("how", ["gaussian", "gaussian-released", "mixout", "constant"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_gradient_checkpointing_gives_the_same_gradients(how, attention):
+    gradients = []
+    for checkpointing in (False, True):
+        model = make("bert", attention).train()
+        apply_dropout(model, how, **arguments(how, model))
+        for p in model.parameters(): p.data.mul_(1.05)
+        if checkpointing: getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+        on = [m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        assert any(on) == checkpointing
+        dropout_sites(model)  # a look does not switch it off
+        assert on == [m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        torch.manual_seed(2)
+        model(**batch()).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients): torch.testing.assert_close(a, b)
+
+
+def test_guided_from_scores_of_the_pretraining_model_on_the_classifier():
+    scores = scores_of(make(head="ForMaskedLM"))
+    model = make()
+    report = apply_dropout(model, "guided", scores=scores, p_max=0.2, p_min=0.05, aggregate="mean", grouping="preceding")
+    by_site = site_scores(dropout_sites(model, "preceding"), scores, "mean")
+    assert {n: p for n, p in report["rates"].items() if n != "classifier"} == guided_schedule(by_site, 0.2, 0.05)
+    assert report["scores"] == by_site and report["aggregate"] == "mean" and report["mean"] == pytest.approx(0.125)
+    report.undo()
+    for how in CONTROLS: assert apply_dropout(model, how, scores=scores, p_max=0.2, p_min=0.05)["mean"] == pytest.approx(0.125)
+
+
+def test_schedules_and_files_in_place_of_a_name(tmp_path):
+    plan = {n: 0.07 for n in rates(make()) if n != "classifier"}
+    path = save_schedule(tmp_path / "s.json", plan)
+    for how in (plan, path, str(path)): assert apply_dropout(make(), how)["rates"] == plan | {"classifier": 0.1}
+    assert apply_dropout(make(), "reversed", schedule=str(path))["rates"] == plan | {"classifier": 0.1}
+    assert apply_dropout(make(), "guided", schedule=plan)["how"] == "guided"
+    assert apply_dropout(make(), {**plan, "classifier": 0.3})["rates"]["classifier"] == 0.3  # by name it can be set
+
+
+@pytest.mark.parametrize("how,kwargs,message", [
+    ("giuded", {}, "did you mean 'guided'"), (3, {}, "how: 3"), ("guided", {}, "either the scores"),
+    ("guided", {"p": 0.1, "scores": {"a": 1.0}}, "p_max and p_min"),
+    ("standard", {"p": 0.1}, "use constant"), ("constant", {}, "needs a rate"), ("gaussian", {"scores": {"a": 1.0}}, "no meaning"),
+    ("constant", {"p": 1.0}, "is no rate"),
+    ("mixout", {"p": 1.2}, "is no rate"), ("missing.json", {}, "missing.json"), ({"a": 0.1}, {"schedule": {"a": 0.1}}, "given twice"),
+    ("shuffled", {"scores": {"a": 1.0}, "schedule": {"a": 0.1}}, "either"), ("guided", {"scores": {"a": 1.0}}, "tensors have none")])
+def test_bad_calls_change_nothing(how, kwargs, message):
+    model = make()
+    before, config = rates(model), model.config.to_dict()
+    with pytest.raises(ValueError, match=message): apply_dropout(model, how, **kwargs)
+    assert rates(model) == before and model.config.to_dict() == config
+
+
+def test_applied_is_a_plain_dict_for_the_world():
+    done = Applied({"a": 1}, [])
+    assert json.dumps(done) == '{"a": 1}' and type(copy.deepcopy(done)) is dict
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("how", HOWS)
+def test_on_a_gpu(how):
+    model = make("bert", "sdpa").cuda()
+    state = torch.cuda.get_rng_state()
+    report = apply_dropout(model, how, **arguments(how, model))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    inputs = {k: v.cuda() for k, v in batch().items()}
+    model.train()
+    with torch.autocast("cuda", dtype=torch.bfloat16): loss = model(**inputs).loss
+    loss.backward()
+    assert torch.isfinite(loss) and report["rates"]

@@ -1,0 +1,62 @@
+"""The parameter `dropout` of a run: every kind trains, says what it applied, and composes with a penalty."""
+import json
+
+import pytest
+
+from isoreg.dropout import HOWS, save_schedule
+from isoreg.finetune import RunConfig, RunRecord, run
+
+SMALL = dict(task="toy-cola", max_train=64, max_eval=32, epochs=1)
+
+
+@pytest.mark.parametrize("how", [h for h in HOWS if h != "constant"])
+def test_every_kind_runs_and_is_recorded(how, tmp_path):
+    record = run(RunConfig(**SMALL, regularizer="none", dropout=how))
+    record.save(tmp_path)
+    again = RunRecord.load(tmp_path)
+    assert again.dropout["how"] == how and again.dropout["notes"] and again.config["dropout"] == how
+    rates = {n: p for n, p in again.dropout["rates"].items() if not n.startswith("classifier")}
+    assert len(rates) == 13      # embeddings and three places in each of four layers
+    mean = sum(rates.values()) / 13
+    if how in ("guided", "reversed", "shuffled"): assert sorted(rates.values()) == pytest.approx([0.1 * i / 12 for i in range(13)])
+    if how in ("guided", "reversed", "shuffled", "type-only", "constant-mean"): assert mean == pytest.approx(0.05)
+    if how in ("constant-mean",): assert len(set(rates.values())) == 1
+    if how in ("guided", "constant-mean", "reversed", "shuffled", "type-only"): assert any("Fisher of the checkpoint" in n for n in again.dropout["notes"])
+
+
+def test_kinds_differ_and_standard_is_the_baseline():
+    losses = lambda **kw: [e["loss"] for e in run(RunConfig(**SMALL, regularizer="none", **kw)).loss]
+    standard, guided = losses(), losses(dropout="guided")
+    assert losses(dropout="constant", dropout_p=0.1) == standard != guided
+    assert losses(dropout="guided") == guided != losses(dropout="reversed")
+
+
+def test_with_istar_from_files(tmp_path):
+    from isoreg.fisher import load_scores
+    first = run(RunConfig(**SMALL, regularizer="istar", lam=-0.1, dropout="guided"))
+    assert "isoscore" in first.loss[0] and first.dropout["how"] == "guided" and "istar-0.1-guided" in first.key
+    schedule = save_schedule(tmp_path / "plan.json", {n: p for n, p in first.dropout["rates"].items() if not n.startswith("classifier")})
+    second = run(RunConfig(**SMALL, regularizer="istar", lam=-0.1, dropout=str(schedule)))
+    assert second.dropout["rates"] == first.dropout["rates"] and [e["loss"] for e in second.loss] == [e["loss"] for e in first.loss]
+    scores = tmp_path / "scores.json"
+    scores.write_text(json.dumps({"bert." + "x": 1.0}))
+    assert load_scores(scores) == {"bert.x": 1.0}
+    with pytest.raises(ValueError, match="scores: .* tensors have none"): run(RunConfig(**SMALL, dropout="guided", scores=str(scores)))
+
+
+def test_keys_keep_and_tell_apart():
+    plain = RunConfig(**SMALL)
+    assert plain.key == RunConfig(**SMALL, dropout="standard", p_max=0.3, aggregate="sum").key
+    keys = {RunConfig(**SMALL, dropout=h, dropout_p=0.2 if h == "constant" else None).key for h in HOWS}
+    assert len(keys) == len(HOWS) and plain.key in keys
+    assert RunConfig(**SMALL, dropout="guided", p_max=0.2).key != RunConfig(**SMALL, dropout="guided").key
+    assert RunConfig(**SMALL, dropout="gaussian", aggregate="sum").key == RunConfig(**SMALL, dropout="gaussian").key
+
+
+@pytest.mark.parametrize("wrong, message", [
+    (dict(dropout="guide"), "dropout: 'guide' is unknown"), (dict(dropout="nowhere.json"), "schedule: nowhere.json"), (dict(dropout="constant"), "dropout_p: constant needs"),
+    (dict(dropout_p=0.1), "dropout_p: has no meaning"), (dict(dropout="gaussian", dropout_p=1.0), r"dropout_p: 1.0 is not in \[0, 1\)"), (dict(dropout="guided", p_max=-0.1), "p_max"),
+    (dict(dropout="guided", p_min=0.2), "p_min: 0.2 is above"), (dict(dropout="guided", aggregate="max"), "aggregate: 'max'"), (dict(scores="x.json"), "scores: have no meaning"),
+    (dict(dropout="guided", scores="x.json"), "scores: 'x.json' cannot be read")])
+def test_bad_settings_fail_at_once(wrong, message):
+    with pytest.raises(ValueError, match=message): RunConfig(**SMALL, **wrong)
