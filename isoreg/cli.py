@@ -36,7 +36,7 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
         print(isoreg.__version__)
         raise typer.Exit()
 
-# %% ../nbs/11_cli.ipynb #d3a99a21
+# %% ../nbs/11_cli.ipynb #fd3c681b
 def _option(text: str, *names: str): return typer.Option(*names, help=text, show_default=False)
 
 
@@ -53,6 +53,12 @@ def run_command(
     convention: Annotated[Optional[str], _option("istar: released (zeta weighs the reference) or text (the sample).")] = None,
     cosreg_layer: Annotated[Optional[int], _option("cosreg: index into the hidden states (default -1).")] = None,
     reference_points: Annotated[Optional[int], _option("istar: token vectors behind the reference (default 250000).")] = None,
+    dropout: Annotated[Optional[str], _option("standard, guided, constant-mean, reversed, shuffled, type-only, constant, gaussian, gaussian-released, mixout, or a schedule file (.json).")] = None,
+    scores: Annotated[Optional[str], _option("guided and its controls: tensor scores of the notebook runs/fisher; without: the checkpoint's own, on the task's texts.")] = None,
+    dropout_p: Annotated[Optional[float], _option("constant, gaussian, mixout: the rate.")] = None,
+    p_max: Annotated[Optional[float], _option("guided: rate of the least informative place (default 0.1).")] = None,
+    p_min: Annotated[Optional[float], _option("guided: rate of the most informative place (default 0).")] = None,
+    aggregate: Annotated[Optional[str], _option("guided: tensor to site scores: mean_of_means (as released), mean or sum.")] = None,
     seed: Annotated[Optional[int], _option("Seed of head, order and dropout (default 0).")] = None,
     recipe: Annotated[Optional[str], _option("quick, mosbach, istar-paper, istar-released, guided-paper, guided-released, toy.")] = None,
     lr: Annotated[Optional[float], _option("Learning rate; this and the next ones default to the recipe.")] = None,
@@ -134,7 +140,7 @@ def _trained(progress_file: Path) -> bool:
     try: return json.loads(progress_file.read_text())["stage"] in ("training", "done")
     except (OSError, ValueError, KeyError): return False
 
-# %% ../nbs/11_cli.ipynb #837ff157
+# %% ../nbs/11_cli.ipynb #642c3c54
 def _show(record, folder: Path):
     table = Table(title=record.key, show_header=False, title_justify="left")
     before, after = record.isoscore["before"]["union"], record.isoscore["after"]["union"]
@@ -144,7 +150,7 @@ def _show(record, folder: Path):
         if name != record.metric: table.add_row(name, f"{value:.4f}")
     table.add_row("IsoScore, union", f"{number(before)} -> {number(after)}")
     table.add_row("training", f"{record.train_seconds:.0f} s, {record.hardware['gpu'] or record.hardware['cpu']}, {record.hardware['precision']}")
-    for note in record.data["notes"] + record.model["notes"]: table.add_row("note", _plain(note))
+    for note in record.data["notes"] + record.model["notes"] + record.dropout.get("notes", []): table.add_row("note", _plain(note))
     table.add_row("record", str(folder / "record.json"))
     table.add_row("notebook", str(folder / "notebook.ipynb"))
     _console.print(table)

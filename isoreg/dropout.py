@@ -4,9 +4,9 @@
 __all__ = ['SCHEDULED', 'KINDS', 'AGGREGATES', 'RELEASED_ORDER', 'RELEASED_STEP', 'CONTROLS', 'CONFIG_KEY', 'FORMAT', 'HOWS',
            'Site', 'dropout_sites', 'site_scores', 'guided_schedule', 'released_schedule', 'control_schedule',
            'Applied', 'set_dropout', 'dropout', 'load_dropout', 'save_schedule', 'load_schedule', 'gaussian_dropout',
-           'mix_weights', 'mixout', 'apply_dropout']
+           'mix_weights', 'mixout', 'DropoutSchedule', 'apply_dropout']
 
-# %% ../nbs/06_dropout.ipynb #4db9579a
+# %% ../nbs/06_dropout.ipynb #e918d6e3
 import contextlib
 import difflib
 import inspect
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.random import fork_rng
+from transformers import TrainerCallback
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
@@ -915,6 +916,26 @@ def mixout(
 def _sites_or_none(model: nn.Module, batch) -> list[Site]:
     try: return dropout_sites(model, batch=batch)
     except ValueError: return []
+
+# %% ../nbs/06_dropout.ipynb #964603b8
+class DropoutSchedule(TrainerCallback):
+    "Sets the rate of named sites before each step of a Trainer, and restores them after training. `ValueError` for an unknown site or a rate outside [0, 1)."
+
+    def __init__(
+        self,
+        rates: Callable[[float], Mapping[str, float]],  # progress in [0, 1] -> {site: p}; sites that are left out keep their rate
+    ):
+        self.rates, self.applied, self.sites = rates, None, None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.sites = dropout_sites(model)
+        self.applied = set_dropout(model, {s.name: s.p for s in self.sites})  # remembers everything; changes nothing
+        set_dropout(model, self.rates(0.0), partial=True)
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        set_dropout(model, self.rates(state.global_step / max(1, state.max_steps)), partial=True, verify=False, sites=self.sites)
+
+    def on_train_end(self, args, state, control, **kwargs): self.applied.undo()
 
 # %% ../nbs/06_dropout.ipynb #e27a176b
 HOWS = ("standard", "constant", "guided", *CONTROLS, "gaussian", "gaussian-released", "mixout")

@@ -787,7 +787,7 @@ def _pyplot():
     import matplotlib.pyplot as plt
     return plt
 
-# %% ../nbs/05_landscape.ipynb #87bb289a
+# %% ../nbs/05_landscape.ipynb #ddd16ab4
 def plot(
     surfaces: Mapping[str, Surface] | Surface,  # label -> surface; one panel each, or one curve
     kind: str = "contour",  # "contour", "surface" (3-D), "lines" (sections along alpha, and paler along beta), "radius"
@@ -806,8 +806,8 @@ def plot(
     if kind in ("lines", "radius"):
         fig, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
         for n, (name, s) in enumerate(surfaces.items()): _draw_curve(ax, s, kind, name, n)
-        margin = 0.03 * (high - low)
-        ax.set(xlabel="distance from the origin" if kind == "radius" else "α (paler: β)", ylabel=label, ylim=(low - margin, high + margin))
+        x, margin = "α" if all(s.is_line for s in surfaces.values()) else "α (paler: β)", 0.03 * (high - low)
+        ax.set(xlabel="distance from the origin" if kind == "radius" else x, ylabel=label, ylim=(low - margin, high + margin))
         if list(surfaces) != [""]: ax.legend(fontsize=8)
         return fig
     fig, axes = plt.subplots(1, len(surfaces), figsize=(3.1 * len(surfaces) + 0.8, 3.2), layout="constrained", squeeze=False,

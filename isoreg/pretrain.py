@@ -82,14 +82,14 @@ def heldout_loss(
             correct, count = correct + int((logits.argmax(-1) == target).sum()), count + len(target)
     return {"loss": total / max(count, 1), "accuracy": correct / max(count, 1), "tokens": count}
 
-# %% ../nbs/08b_pretrain.ipynb #ee9b9c19
+# %% ../nbs/08b_pretrain.ipynb #4a80274d
 @torch.no_grad()
 def start_head(
     model: nn.Module,
     log_p: np.ndarray | None = None,  # log frequencies, for the output bias
     only: set[int] | None = None,  # ids of the parameters that may be set; None: all of the head
 ) -> list[str]:  # what was done, and what could not be
-    "Start the transform of a new head at the identity and the output bias at the log frequencies, as far as the head has them."
+    "Start the transform of a new head at the identity, an untied output matrix at the embeddings, the output bias at the log frequencies, as far as the head has them."
     out, body, notes = model.get_output_embeddings(), set(model.base_model.modules()), []
     own = lambda p: p is not None and (only is None or id(p) in only)
     head = [(n, m) for n, m in model.named_modules() if m not in body and m is not out]
@@ -100,7 +100,10 @@ def start_head(
         if dense.bias is not None: nn.init.zeros_(dense.bias)
         notes.append(f"{name} starts at the identity")
     elif linear or only is None: notes.append("the transform of the head is of another form: it starts as transformers draws it")
-    bias = getattr(out, "bias", None)
+    embedding, bias = model.get_input_embeddings().weight, getattr(out, "bias", None)
+    if out.weight is not embedding and own(out.weight) and out.weight.shape == embedding.shape:
+        out.weight.copy_(embedding)
+        notes.append("the output matrix, which is not tied, starts at the embedding matrix")
     if log_p is not None and own(bias):
         bias.copy_(torch.from_numpy(np.pad(log_p, (0, max(0, len(bias) - len(log_p))), constant_values=log_p.min())[: len(bias)]))
         notes.append("the output bias starts at the log frequencies of the corpus")
@@ -153,7 +156,7 @@ def _new_head(model: nn.Module, head: dict, corpus: TextBatches | None) -> list[
         for name, p in head.items(): p.copy_(fresh[name])
     return ["the head was thrown away: " + ", ".join(head), *start_head(model, corpus and log_frequencies(corpus))]
 
-# %% ../nbs/08b_pretrain.ipynb #8a0c193c
+# %% ../nbs/08b_pretrain.ipynb #fe1fe08b
 class LikelihoodTrainer(Trainer):
     "Trains a language model on `TextBatches`, and evaluates it on others whose masks stay as they are."
 
@@ -165,7 +168,7 @@ class LikelihoodTrainer(Trainer):
         heldout: TextBatches,  # to evaluate on
         callbacks: list = (),
     ):
-        self.corpus, self.heldout, self.earlier, self.begun = corpus, heldout, 0.0, None
+        self.corpus, self.heldout, self.earlier, self.begun = corpus, heldout, None, time.perf_counter()
         self.frozen = not any(p.requires_grad for p in model.base_model.parameters())
         super().__init__(model, args, train_dataset=corpus.numbers.tolist(), eval_dataset=heldout.numbers.tolist(), data_collator=self._collate,
                          callbacks=[NewMasks(corpus), *callbacks])
@@ -190,9 +193,7 @@ class LikelihoodTrainer(Trainer):
 
     def log(self, logs, *args, **kwargs):
         "The Trainer's log, with the seconds of training so far: over all sittings, up to the checkpoint each resumed from."
-        if self.begun is None:
-            self.begun = time.perf_counter()
-            self.earlier = max((e.get("seconds", 0.0) for e in self.state.log_history), default=0.0)
+        if self.earlier is None: self.earlier = max((e.get("seconds", 0.0) for e in self.state.log_history), default=0.0)
         super().log(logs | {"seconds": self.earlier + time.perf_counter() - self.begun}, *args, **kwargs)
 
 
@@ -301,7 +302,7 @@ def _validate(c: PretrainConfig):
     if c.model.startswith((".", "/", "~")) and not (Path(c.model).expanduser() / "config.json").is_file():
         raise ValueError(f"model: no config.json in folder {c.model!r}; give a folder made by save_pretrained, or a name on the hub")
 
-# %% ../nbs/08b_pretrain.ipynb #db8e48ba
+# %% ../nbs/08b_pretrain.ipynb #01ec2d9f
 def corpus_texts(
     config: PretrainConfig,
 ) -> tuple[list[str], list[str]]:  # to train on, held out
@@ -322,7 +323,7 @@ def _sources(names: str) -> list[str]: return [s.strip() for s in names.split(",
 
 
 def _read(source: str, config: PretrainConfig) -> list[str]:
-    return toy_corpus(config.limit or 12_000, seed=config.seed) if source == "toy" else load_texts(source, config.column, config.limit)
+    return toy_corpus(config.limit or 12_000, seed=1) if source == "toy" else load_texts(source, config.column, config.limit)
 
 # %% ../nbs/08b_pretrain.ipynb #94e737e7
 def _batches(config: PretrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TextBatches, TextBatches]:
@@ -454,7 +455,7 @@ def _tied(model: nn.Module) -> bool:
     out = model.get_output_embeddings()
     return any(out.weight is p for p in model.base_model.parameters())
 
-# %% ../nbs/08b_pretrain.ipynb #5b602735
+# %% ../nbs/08b_pretrain.ipynb #43b03454
 class ToyModel(NamedTuple):
     "A trained toy language model; losses per predicted token, in nats, special tokens included."
     model: nn.Module
@@ -463,12 +464,12 @@ class ToyModel(NamedTuple):
     unigram: float
 
 
-TOY = {"gpt2": dict(loss="clm", steps=600, lr=3e-3, packed=False), "t5": dict(loss="seq2seq", steps=800, lr=3e-3, packed=True)}
+TOY = {"gpt2": dict(loss="clm", steps=400, lr=3e-3, packed=False, max_length=64), "t5": dict(loss="seq2seq", steps=400, lr=3e-3, packed=True, max_length=32)}
 
 
 def toy_language_model(
     kind: str,  # "gpt2" or "t5"
-    steps: int | None = None,  # None: 600 for gpt2, 800 for t5
+    steps: int | None = None,  # None: 400
     seed: int = 0,  # of weights, order and spans
 ) -> ToyModel:  # model in evaluation mode, tokenizer, held-out loss, unigram loss
     "A small GPT-2 or T5 trained on the toy corpus, in less than a minute on one thread; the same for the same seed on the same machine."
@@ -486,7 +487,7 @@ def toy_language_model(
         return ToyModel(model, tokenizer, heldout_loss(model, heldout)["loss"], unigram_loss(corpus, heldout)["loss"])
     finally: torch.set_num_threads(threads)
 
-# %% ../nbs/08b_pretrain.ipynb #32243edb
+# %% ../nbs/08b_pretrain.ipynb #2639ce05
 def toy_batches(
     kind: str,  # "gpt2" or "t5"
     seed: int = 0,  # of order and spans
@@ -496,7 +497,7 @@ def toy_batches(
     if kind == "t5":
         tokenizer.eos_token = "[SEP]"
         tokenizer.add_tokens([f"<extra_id_{i}>" for i in range(20)], special_tokens=True)
-    settings = {k: TOY[kind][k] for k in ("loss", "packed")} | dict(max_length=64, name="toy")
+    settings = {k: TOY[kind][k] for k in ("loss", "packed", "max_length")} | dict(name="toy")
     return tokenizer, TextBatches(texts[:-400], tokenizer, seed=seed, **settings), TextBatches(texts[-400:], tokenizer, batch_size=64, seed=12345, **settings)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from isoreg.dropout import (
-    AGGREGATES, CONTROLS, HOWS, Applied, Site, apply_dropout, control_schedule, dropout, dropout_sites, gaussian_dropout, guided_schedule, load_dropout,
+    AGGREGATES, CONTROLS, HOWS, Applied, DropoutSchedule, Site, apply_dropout, control_schedule, dropout, dropout_sites, gaussian_dropout, guided_schedule, load_dropout,
     load_schedule, mix_weights, mixout, released_schedule, save_schedule, set_dropout, site_scores)
 
 BERT = dict(vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32)
@@ -773,3 +773,24 @@ def test_on_a_gpu(how):
     with torch.autocast("cuda", dtype=torch.bfloat16): loss = model(**inputs).loss
     loss.backward()
     assert torch.isfinite(loss) and report["rates"]
+
+
+def test_rates_over_time_in_the_trainer(tmp_path):
+    config = transformers.BertConfig(**BERT, num_labels=2)
+    rows = [{"input_ids": [2, 5 + i % 7, 6, 3], "attention_mask": [1] * 4, "labels": i % 2} for i in range(32)]
+
+    def train(rates):
+        torch.manual_seed(0)
+        model = transformers.BertForSequenceClassification(config)
+        arguments = transformers.TrainingArguments(str(tmp_path), max_steps=4, per_device_train_batch_size=8, report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no")
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[DropoutSchedule(rates)])
+        seen = []
+        model.bert.embeddings.dropout.register_forward_hook(lambda m, a, o: seen.append(m.p))
+        trainer.train()
+        return model, seen
+
+    model, seen = train(lambda progress: {"embeddings": 0.5 * (1 - progress)})
+    assert seen[-4:] == pytest.approx([0.5, 0.375, 0.25, 0.125])      # the calls before are the checks
+    assert {s.p for s in dropout_sites(model)} == {0.1} and not hasattr(model.config, "dropout_schedule")
+    for wrong, message in (({"nowhere": 0.5}, "nowhere"), ({"embeddings": 1.0}, "embeddings")):
+        with pytest.raises(ValueError, match=message): train(lambda progress: wrong)
