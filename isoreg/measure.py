@@ -63,7 +63,7 @@ class LanguageConfig(_Parameters):
         digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:10]
         return f"{type(self).__name__.removesuffix('Config').lower()}-{Path(self.model).name}-{digest}"
 
-# %% ../nbs/08c_measure.ipynb #e7c7c5de
+# %% ../nbs/08c_measure.ipynb #72e37055
 def load_language_model(
     config: LanguageConfig,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, str, list[str]]:
@@ -71,8 +71,9 @@ def load_language_model(
     if config.model in ("toy-gpt2", "toy-t5"):
         from isoreg.pretrain import toy_language_model
         kind = config.model.removeprefix("toy-")
-        model, tokenizer, *_ = toy_language_model(kind, seed=config.seed)
-        return model, tokenizer, "clm" if kind == "gpt2" else "seq2seq", [f"a small {kind} architecture, trained on the toy corpus"]
+        made = toy_language_model(kind, seed=config.seed)
+        return made.model, made.tokenizer, "clm" if kind == "gpt2" else "seq2seq", [
+            f"a small {kind} architecture, trained on the toy corpus: held-out loss {made.heldout:.2f} nats, unigram baseline {made.unigram:.2f}"]
     source = str(toy_model_path()) if config.model == "toy-bert" else str(Path(config.model).expanduser()) if Path(config.model).expanduser().is_dir() else config.model
     about = AutoConfig.from_pretrained(source)
     made_for = " ".join(about.architectures or [])
