@@ -243,7 +243,7 @@ def only_positions(
     try: yield
     finally: handle.remove()
 
-# %% ../nbs/03b_corpus.ipynb #4795fac4
+# %% ../nbs/03b_corpus.ipynb #d1f62655
 def predicted_logits(
     model: nn.Module,  # a transformers model with a language-model head
     batch: dict,  # of TextBatches
@@ -255,7 +255,7 @@ def predicted_logits(
     if not len(row): raise ValueError("batch: has no label to predict; all labels are -100")
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     if loss == "seq2seq" and "decoder_input_ids" not in inputs: inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
-    if getattr(getattr(model, "config", None), "use_cache", False): inputs["use_cache"] = False
+    if loss != "mlm" and getattr(getattr(model, "config", None), "use_cache", False): inputs["use_cache"] = False
     body = head_input(model, loss)
     if body is not None:
         with only_positions(body, row, column): logits = model(**inputs).logits

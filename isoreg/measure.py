@@ -204,11 +204,11 @@ def record_of(
             "hardware": _hardware() | {"precision": config.precision}, "versions": _versions(), "git_commit": _git_commit(),
             "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"), "total_seconds": time.perf_counter() - begun, "schema": 1}
 
-# %% ../nbs/08c_measure.ipynb #28dd1e56
+# %% ../nbs/08c_measure.ipynb #9ba21132
 @dataclass(frozen=True)
 class LandscapeConfig(LanguageConfig):
     "A loss surface or line through a model."
-    limit: int | None = 128  # texts at most: every point of the grid reads them all
+    limit: int | None = 64  # texts at most: every point of the grid reads them all
     subset: str = "all"  # "all", "top" or "bottom" by Fisher information, or "random"
     share: float = 0.5  # of the parameters that move
     by: str = "tensor"  # share of the tensors, as released, or of the scalars: "scalar"

@@ -82,14 +82,17 @@ def heldout_loss(
             correct, count = correct + int((logits.argmax(-1) == target).sum()), count + len(target)
     return {"loss": total / max(count, 1), "accuracy": correct / max(count, 1), "tokens": count}
 
-# %% ../nbs/08b_pretrain.ipynb #4a80274d
+# %% ../nbs/08b_pretrain.ipynb #4e5085ca
 @torch.no_grad()
 def start_head(
     model: nn.Module,
     log_p: np.ndarray | None = None,  # log frequencies, for the output bias
     only: set[int] | None = None,  # ids of the parameters that may be set; None: all of the head
 ) -> list[str]:  # what was done, and what could not be
-    "Start the transform of a new head at the identity, an untied output matrix at the embeddings, the output bias at the log frequencies, as far as the head has them."
+    """Start a new head: transform at the identity, output bias at the log frequencies, an untied output matrix at the embeddings.
+
+    What the head does not have, or has in another form, is left as it is; the notes say so.
+    """
     out, body, notes = model.get_output_embeddings(), set(model.base_model.modules()), []
     own = lambda p: p is not None and (only is None or id(p) in only)
     head = [(n, m) for n, m in model.named_modules() if m not in body and m is not out]
@@ -109,7 +112,7 @@ def start_head(
         notes.append("the output bias starts at the log frequencies of the corpus")
     return notes
 
-# %% ../nbs/08b_pretrain.ipynb #0cf684b4
+# %% ../nbs/08b_pretrain.ipynb #23c5b371
 def source_of(
     model: str,  # "toy-bert", a folder, or a name on the hub
 ) -> str:
@@ -117,6 +120,10 @@ def source_of(
     if model == "toy-bert": return str(toy_model_path())
     folder = Path(model).expanduser()
     return str(folder) if folder.is_dir() else model
+
+
+def _not_there(model: str, error: OSError) -> ValueError:
+    return ValueError(f"model: {model!r} is no folder of a checkpoint, and the hub does not give it ({str(error).splitlines()[0]})")
 
 
 def with_mlm_head(
@@ -131,10 +138,11 @@ def with_mlm_head(
     """
     set_seed(seed)
     try: m, info = AutoModelForMaskedLM.from_pretrained(source_of(model), dtype=torch.float32, output_loading_info=True)
-    except OSError as error: raise ValueError(f"model: {model!r} is no folder of a checkpoint, and the hub does not give it ({str(error).splitlines()[0]})") from None
+    except OSError as error: raise _not_there(model, error) from None
     except ValueError as error:
         if "Unrecognized" not in str(error): raise
-        raise ValueError(f"model: {model!r} is of an architecture that has no masked-language-model head; a causal model has its own likelihood, use loss='clm'") from None
+        raise ValueError(f"model: {model!r} is of an architecture without a masked-language-model head; "
+                         "a causal model has its own likelihood, use loss='clm'") from None
     if head_input(m) is None: raise ValueError(f"model: {type(m).__name__} has no encoder apart from its head")
     encoder = {id(p) for p in m.base_model.parameters()}
     named = dict(m.named_parameters(remove_duplicate=False))
@@ -207,7 +215,7 @@ class NewMasks(TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, **kwargs): self.corpus.epoch = int((state.epoch or 0) + 1e-6)
 
-# %% ../nbs/08b_pretrain.ipynb #e6d23a95
+# %% ../nbs/08b_pretrain.ipynb #8de1174d
 def training_arguments(
     folder: str | Path,  # for the checkpoints
     steps: int,  # of the whole run
@@ -224,10 +232,11 @@ def training_arguments(
     "AdamW with betas 0.9 and 0.98, warm-up and linear decay, gradients clipped at norm 1."
     cuda, precision = torch.cuda.is_available(), resolve_precision(precision)
     arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=steps, learning_rate=lr, per_device_train_batch_size=batch_size, seed=seed, data_seed=seed, warmup_steps=round(warmup * steps),
-        weight_decay=weight_decay, adam_beta2=0.98, max_grad_norm=1.0, lr_scheduler_type="linear", optim="adamw_torch", bf16=precision == "bf16", fp16=precision == "fp16",
-        use_cpu=not cuda, eval_strategy="steps", eval_steps=math.ceil(steps / evaluations), eval_on_start=start, logging_steps=max(1, steps // 50),
-        save_strategy="steps" if checkpoint_steps else "no", save_steps=checkpoint_steps or 500, save_total_limit=2, include_num_input_tokens_seen="non_padding",
+        output_dir=str(folder), max_steps=steps, learning_rate=lr, per_device_train_batch_size=batch_size, seed=seed, data_seed=seed,
+        warmup_steps=round(warmup * steps), weight_decay=weight_decay, adam_beta2=0.98, max_grad_norm=1.0, lr_scheduler_type="linear", optim="adamw_torch",
+        bf16=precision == "bf16", fp16=precision == "fp16", use_cpu=not cuda, eval_strategy="steps", eval_steps=math.ceil(steps / evaluations),
+        eval_on_start=start, logging_steps=max(1, steps // 50), save_strategy="steps" if checkpoint_steps else "no", save_steps=checkpoint_steps or 500,
+        save_total_limit=2, include_num_input_tokens_seen="non_padding",
         remove_unused_columns=False, report_to="none", disable_tqdm=True, dataloader_pin_memory=cuda)
     if arguments.n_gpu > 1: arguments._n_gpu = 1  # one device a process
     return arguments
@@ -302,7 +311,7 @@ def _validate(c: PretrainConfig):
     if c.model.startswith((".", "/", "~")) and not (Path(c.model).expanduser() / "config.json").is_file():
         raise ValueError(f"model: no config.json in folder {c.model!r}; give a folder made by save_pretrained, or a name on the hub")
 
-# %% ../nbs/08b_pretrain.ipynb #01ec2d9f
+# %% ../nbs/08b_pretrain.ipynb #5a07697d
 def corpus_texts(
     config: PretrainConfig,
 ) -> tuple[list[str], list[str]]:  # to train on, held out
@@ -315,7 +324,8 @@ def corpus_texts(
     for source in _sources(config.heldout or ""): heldout += _read(source, config)
     seen = set(train)
     heldout = [t for t in heldout if t not in seen]
-    if not train or not heldout: raise ValueError(f"corpus: {config.corpus!r} leaves {len(train)} texts to train on and {len(heldout)} that are held out and not among them; give more text")
+    if not train or not heldout:
+        raise ValueError(f"corpus: {config.corpus!r} leaves {len(train)} texts to train on and {len(heldout)} held out and not among them; give more text")
     return train, heldout
 
 
@@ -325,13 +335,14 @@ def _sources(names: str) -> list[str]: return [s.strip() for s in names.split(",
 def _read(source: str, config: PretrainConfig) -> list[str]:
     return toy_corpus(config.limit or 12_000, seed=1) if source == "toy" else load_texts(source, config.column, config.limit)
 
-# %% ../nbs/08b_pretrain.ipynb #94e737e7
+# %% ../nbs/08b_pretrain.ipynb #87beb917
 def _batches(config: PretrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TextBatches, TextBatches]:
     "Training and held-out batches; the held-out masks do not depend on the run's seed."
     train, heldout = corpus_texts(config)
     settings = dict(max_length=config.max_length, probability=config.probability, packed=config.packed)
     corpus = TextBatches(train, tokenizer, batch_size=config.batch_size, seed=config.seed, name=config.corpus, **settings)
-    held = TextBatches(heldout, tokenizer, batch_size=max(32, config.batch_size), seed=12345, name=config.heldout or f"the last {config.heldout_share:g} of {config.corpus}", **settings)
+    name = config.heldout or f"the last {config.heldout_share:g} of {config.corpus}"
+    held = TextBatches(heldout, tokenizer, batch_size=max(32, config.batch_size), seed=12345, name=name, **settings)
     return corpus, held.draw(config.heldout_limit / len(held.numbers)) if len(held.numbers) > config.heldout_limit else held
 
 
@@ -339,9 +350,10 @@ def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase:
     "The checkpoint's tokenizer; `ValueError` if it is not there or the model cannot read samples of this length."
     source = source_of(config.model)
     try: tokenizer, model = AutoTokenizer.from_pretrained(source), AutoConfig.from_pretrained(source)
-    except OSError as error: raise ValueError(f"model: {config.model!r} is no folder of a checkpoint, and the hub does not give it ({str(error).splitlines()[0]})") from None
+    except OSError as error: raise _not_there(config.model, error) from None
     places = getattr(model, "max_position_embeddings", None) or math.inf
-    if min(config.max_length, tokenizer.model_max_length) > places: raise ValueError(f"max_length: {config.max_length} is more than the {places} positions of {config.model}")
+    if min(config.max_length, tokenizer.model_max_length) > places:
+        raise ValueError(f"max_length: {config.max_length} is more than the {places} positions of {config.model}")
     return tokenizer
 
 # %% ../nbs/08b_pretrain.ipynb #f9e2cd5f
@@ -403,7 +415,7 @@ def pretrain(
     try: return _pretrain(config, folder, evaluations, checkpoint_steps)
     finally: torch.set_num_threads(threads)
 
-# %% ../nbs/08b_pretrain.ipynb #85b88306
+# %% ../nbs/08b_pretrain.ipynb #05f3daca
 def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_steps: int) -> dict:
     begun, started = time.perf_counter(), datetime.now(timezone.utc).isoformat(timespec="seconds")
     tokenizer = _tokenizer(config)
@@ -411,7 +423,8 @@ def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint
     text = {"corpus": corpus.describe(), "heldout": heldout.describe()}
     model, notes = with_mlm_head(config.model, corpus, config.new_head, config.seed)
     trained = [n for n, _ in model.named_parameters()] if config.train_encoder else freeze_encoder(model)
-    if not config.train_encoder: notes.append("only the head was trained" + ("; its output matrix is the encoder's embedding and stayed as it was" if _tied(model) else ""))
+    if not config.train_encoder: notes.append("only the head was trained")
+    if not config.train_encoder and _tied(model): notes.append("the output matrix is the encoder's embedding and stayed as it was")
     _claim(folder, {"config": config.to_dict(), "text": text, "fingerprint": _fingerprint(model)})
     progress = ProgressFile(folder / "progress.json")
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
@@ -426,7 +439,8 @@ def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint
         "unigram": unigram_loss(corpus, heldout), "curve": [{"step": e["step"], **_score(e)} for e in scores],
         "loss": [{k: e[k] for k in ("step", "loss", "learning_rate")} for e in trainer.state.log_history if "loss" in e],
         "steps": steps, "tokens_seen": int(trainer.state.num_input_tokens_seen), "seconds": max(e["seconds"] for e in trainer.state.log_history),
-        "text": text, "model": {"parameters": model.num_parameters(), "trained": sum(p.numel() for p in model.parameters() if p.requires_grad), "names": trained},
+        "text": text, "model": {
+            "parameters": model.num_parameters(), "trained": sum(p.numel() for p in model.parameters() if p.requires_grad), "names": trained},
         "peak_memory_mib": _peak_memory_mib(), "hardware": _hardware() | {"precision": resolve_precision(config.precision)}, "versions": _versions(),
         "git_commit": _git_commit(), "notes": notes, "started": started, "last_sitting_seconds": time.perf_counter() - begun}
     for p in model.parameters(): p.requires_grad_(True)
@@ -487,7 +501,7 @@ def toy_language_model(
         return ToyModel(model, tokenizer, heldout_loss(model, heldout)["loss"], unigram_loss(corpus, heldout)["loss"])
     finally: torch.set_num_threads(threads)
 
-# %% ../nbs/08b_pretrain.ipynb #2639ce05
+# %% ../nbs/08b_pretrain.ipynb #d8554924
 def toy_batches(
     kind: str,  # "gpt2" or "t5"
     seed: int = 0,  # of order and spans
@@ -505,5 +519,7 @@ def _toy_model(kind: str, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
     "Random weights, about as many as the toy BERT has. No dropout: the text hardly repeats."
     special = dict(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.sep_token_id)
     if kind == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(n_embd=96, n_layer=4, n_head=4, n_positions=64, bos_token_id=tokenizer.cls_token_id, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **special))
-    return T5ForConditionalGeneration(T5Config(d_model=96, d_kv=24, d_ff=384, num_layers=2, num_heads=4, decoder_start_token_id=tokenizer.pad_token_id, dropout_rate=0.0, **special))
+        return GPT2LMHeadModel(GPT2Config(
+            n_embd=96, n_layer=4, n_head=4, n_positions=64, bos_token_id=tokenizer.cls_token_id, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **special))
+    return T5ForConditionalGeneration(T5Config(
+        d_model=96, d_kv=24, d_ff=384, num_layers=2, num_heads=4, decoder_start_token_id=tokenizer.pad_token_id, dropout_rate=0.0, **special))

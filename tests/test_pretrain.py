@@ -225,7 +225,7 @@ def test_bad_models_and_texts_are_named_before_training(tmp_path):
     maskless.save_pretrained(other)
     empty.write_text("\n \n")
     for values, words in [
-        (dict(model=str(gpt2)), ["model", "gpt2", "masked-language-model"]), (dict(model=str(other)), ["tokenizer", "mask token"]), (dict(corpus=str(empty)), ["source", "no text"]),
+        (dict(model=str(gpt2)), ["model", "gpt2", "without a masked-language-model"]), (dict(model=str(other)), ["tokenizer", "mask token"]), (dict(corpus=str(empty)), ["source", "no text"]),
         (dict(corpus=str(tmp_path / "none.txt")), ["source", "none.txt"]), (dict(heldout="toy"), ["corpus", "held out"]), (dict(model="no/such-model-anywhere"), ["model", "no/such-model-anywhere"]),
     ]:
         with pytest.raises(ValueError) as error: pretrain(PretrainConfig(limit=20, steps=1, **values), out)

@@ -1,0 +1,117 @@
+"""Measurements: settings checked first, nothing computed twice, records that say what they are."""
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+import isoreg.measure as measure
+from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
+from isoreg.landscape import direction, subset
+from isoreg.measure import FisherConfig, LandscapeConfig, as_surface, collect_measurements, load_corpus, load_language_model, measure_fisher, measure_landscape
+from isoreg.toy import toy_model_path
+
+TINY = dict(limit=60, shares="33,5", draws=2)
+LINE = dict(limit=12, shape="line", points=5)
+
+
+@pytest.fixture(scope="module")
+def fisher_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fisher")
+    return folder, measure_fisher(FisherConfig(**TINY), folder / "a")
+
+
+def test_fisher_record(fisher_run):
+    folder, record = fisher_run
+    model, tokenizer, loss, _ = load_language_model(FisherConfig(**TINY))
+    corpus = load_corpus(FisherConfig(**TINY), tokenizer, loss)
+    right = empirical_fisher(model, corpus)
+    for n, v in right.scores().items(): assert record["tensor_scores"][n] == pytest.approx(v, rel=1e-3, abs=1e-12)
+    assert record["samples"] == 60 and record["kind"] == "fisher" and record["status"] == "done" and "mean loss of a sequence" in record["unit"]
+    assert [(d["share"], d["draw"], d["samples"]) for d in record["draws"]] == [(33, 0, 20), (33, 1, 20), (5, 0, 3), (5, 1, 3)]
+    assert all(-1 <= d["tensor_order"] <= 1 and -1 <= d["schedule"] <= 1 and len(d["top"]) == 4 for d in record["draws"])
+    values = record["entries"]["value"]
+    assert values == sorted(values, reverse=True) and record["entries"]["of"] == record["parameters"] == sum(p.numel() for p in model.parameters())
+    largest = max(float(v.max()) for v in empirical_fisher(model, corpus, "diagonal").mean().values())
+    assert values[0] == pytest.approx(largest, rel=1e-4)
+    rates = record["sites"]["rates"]
+    assert len(rates) == 13 and max(rates.values()) == pytest.approx(0.1) and min(rates.values()) == 0
+    stored = json.loads((folder / "a" / "record.json").read_text())
+    assert stored["tensor_scores"] == record["tensor_scores"] == load_scores(folder / "a") and set(stored) == set(record)
+    for n, v in load_scores(folder / "a" / "full").items(): assert v == pytest.approx(record["tensor_scores"][n])
+
+
+def test_a_stopped_study_goes_on(tmp_path, monkeypatch, fisher_run):
+    class Stop(Exception): pass
+    calls, original = [], measure.empirical_fisher
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs.get("checkpoint"))
+        if len(calls) == 4: raise Stop
+        return original(*args, **kwargs)
+    monkeypatch.setattr(measure, "empirical_fisher", counted)
+    with pytest.raises(Stop): measure_fisher(FisherConfig(**TINY), tmp_path)
+    assert not (tmp_path / "record.json").exists() and len(json.loads((tmp_path / "partial.json").read_text())) == 2
+    record = measure_fisher(FisherConfig(**TINY), tmp_path)
+    assert len(calls) == 4 + 3      # the whole (from its checkpoint) and the two draws that were missing
+    key = lambda r: [(d["share"], d["draw"], pytest.approx(d["tensor_order"], abs=0.02)) for d in r["draws"]]
+    assert key(fisher_run[1]) == [(d["share"], d["draw"], d["tensor_order"]) for d in record["draws"]]
+
+
+@pytest.mark.parametrize("by, level", [("tensor", "tensor"), ("scalar", "diagonal")])
+def test_landscape_record(tmp_path, by, level, fisher_run):
+    config = LandscapeConfig(**LINE, subset="top", share=0.25, by=by)
+    record = measure_landscape(config, tmp_path)
+    model, tokenizer = AutoModelForMaskedLM.from_pretrained(toy_model_path()).eval(), AutoTokenizer.from_pretrained(toy_model_path())
+    corpus = load_corpus(config, tokenizer, "mlm")
+    estimate = empirical_fisher(model, corpus, level)
+    scores = estimate.mean() if by == "scalar" else {n: torch.tensor(v) for n, v in estimate.scores().items()}
+    d = direction(model, 0, mask=subset(model, scores, 0.25, "top", by))
+    assert record["moved"] == sum(int((v != 0).sum()) for v in d.values()) and record["lengths"] == pytest.approx([d.length()])
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if n in d: p.add_(0.75 * d[n])
+    moved = measure.mean_loss(model, corpus, "mlm")
+    assert record["losses"][3][0] == pytest.approx(moved, rel=1e-4) and record["alphas"][3] == 0.75
+    assert record["origin"] == pytest.approx(measure.mean_loss(load_language_model(config)[0], corpus, "mlm"), rel=1e-5)
+    surface = as_surface(record)
+    assert surface.is_line and surface.origin == record["origin"] and np.isfinite(record["hessian"][0][0])
+    before = (tmp_path / "surface.json").stat().st_mtime_ns
+    assert measure_landscape(config, tmp_path)["losses"] == record["losses"] and (tmp_path / "surface.json").stat().st_mtime_ns == before
+
+
+def test_estimates_of_another_kind_are_refused(tmp_path, fisher_run):
+    folder = str(fisher_run[0] / "a" / "full")
+    estimate = FisherEstimate.load(folder)
+    estimate.fingerprint = "other"
+    estimate.save(tmp_path / "other")
+    with pytest.raises(ValueError, match="fisher: .*other weights"): measure_landscape(LandscapeConfig(**LINE, subset="top", fisher=str(tmp_path / "other")), tmp_path / "x")
+    empirical_fisher(*load_language_model(FisherConfig())[:1], [next(iter(load_corpus(FisherConfig(**TINY), AutoTokenizer.from_pretrained(toy_model_path()), "mlm")))]).save(tmp_path / "t")
+    with pytest.raises(ValueError, match="needs level='diagonal'"): measure_landscape(LandscapeConfig(**LINE, subset="top", by="scalar", fisher=str(tmp_path / "t")), tmp_path / "x")
+
+
+def test_collecting(tmp_path, fisher_run):
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    (tmp_path / "runs" / "a").mkdir()
+    (tmp_path / "runs" / "a" / "record.json").write_text((fisher_run[0] / "a" / "record.json").read_text())
+    (tmp_path / "runs" / "other" / "record.json").write_text(json.dumps({"key": "k", "config": {}}))
+    for _ in range(2): records = collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl")
+    assert [r["key"] for r in records] == [FisherConfig(**TINY).key] and len((tmp_path / "all.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind, wrong, message", [
+    (FisherConfig, dict(loss="mse"), "loss: 'mse'"), (FisherConfig, dict(shares="1,x"), "shares: '1,x'"), (FisherConfig, dict(shares="200"), "shares"), (FisherConfig, dict(draws=0), "draws: 0"),
+    (FisherConfig, dict(level="row"), "level: 'row'"), (FisherConfig, dict(precision="fp16"), "precision: 'fp16'"), (FisherConfig, dict(model="./nowhere"), "model: no config.json"),
+    (FisherConfig, dict(limit=0), "limit: 0"), (FisherConfig, dict(seed=-1), "seed: -1"), (LandscapeConfig, dict(subset="half"), "subset: 'half'"), (LandscapeConfig, dict(share=0.0), "share: 0.0"),
+    (LandscapeConfig, dict(points=4), "n: 4 points"), (LandscapeConfig, dict(fisher="nowhere"), "scores: 'nowhere'"), (LandscapeConfig, dict(batch_size="8"), "batch_size: '8'")])
+def test_bad_settings_fail_before_anything_is_loaded(kind, wrong, message):
+    with pytest.raises(ValueError, match=message): kind(**wrong)
+
+
+def test_unknown_setting_and_headless_model(tmp_path):
+    with pytest.raises(ValueError, match="share: unknown parameter; did you mean shares"): FisherConfig.from_dict({"share": 0.1})
+    AutoModelForMaskedLM.from_pretrained(toy_model_path()).bert.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(toy_model_path()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no pretrained head for mlm.*mlm_head"): load_language_model(FisherConfig(model=str(tmp_path)))
+    assert FisherConfig().key != FisherConfig(seed=1).key and LandscapeConfig(share=0.3).key == LandscapeConfig(share=0.4).key
