@@ -66,7 +66,7 @@ def check_loss(loss: str | Callable):
     "`ValueError` unless the loss is a known name or can be called."
     if not callable(loss) and loss not in LOSSES: raise ValueError(f"loss: {loss!r} is unknown; use {', '.join(LOSSES)}, or a function of model and batch")
 
-# %% ../nbs/03b_corpus.ipynb #a670f0d0
+# %% ../nbs/03b_corpus.ipynb #223e3bdf
 class _Parts:
     "What can be made of a corpus: a random part, a shard, a description."
 
@@ -95,13 +95,16 @@ class _Parts:
         return self._part(self.numbers[rank::parts], part=[rank, parts])
 
     def describe(self) -> dict:
-        "What decides the batches, with a fingerprint of the token ids: JSON for a record."
+        "What decides the batches, for a record: settings, a fingerprint of the whole corpus, and as `members` which of its samples are in this part (hexadecimal bits)."
         digest = hashlib.sha256()
-        for i in self.numbers: digest.update(np.r_[i, self.samples[i]].tobytes())
-        names = ("name", "loss", "max_length", "probability", "span", "seed", "epoch", "packed", "drawn", "part")
-        return {n: getattr(self, n) for n in names} | {"samples": len(self.numbers), "left_out": self.left_out, "fingerprint": digest.hexdigest()}
+        for ids in self.samples: digest.update(np.r_[len(ids), ids].tobytes())
+        inside = np.zeros(len(self.samples), bool)
+        inside[self.numbers] = True
+        names = ("name", "loss", "batch_size", "max_length", "probability", "span", "seed", "epoch", "packed", "drawn", "part")
+        return {n: getattr(self, n) for n in names} | {
+            "samples": len(self.numbers), "left_out": self.left_out, "fingerprint": digest.hexdigest(), "members": np.packbits(inside).tobytes().hex()}
 
-# %% ../nbs/03b_corpus.ipynb #6aabc2df
+# %% ../nbs/03b_corpus.ipynb #7e4202df
 class TextBatches(_Parts):
     """Batches of a text corpus for a language-model loss, the same at every pass.
 
@@ -119,7 +122,7 @@ class TextBatches(_Parts):
         probability: float = 0.15,  # of a token to be predicted (mlm), share cut out (seq2seq)
         span: float = 3.0,  # mean length of a span (seq2seq)
         seed: int = 0,  # of masks and order
-        packed: bool = False,  # join the texts and cut them into pieces of max_length
+        packed: bool = False,  # join the texts and cut them into pieces of max_length; the last, incomplete one is left out
         name: str = "",  # of the corpus, for the record
     ):
         check_loss(loss)
@@ -205,16 +208,19 @@ class TextBatches(_Parts):
         inputs, labels = zip(*samples)
         return {"input_ids": pad(inputs, self.pad_id), "attention_mask": pad([np.ones_like(i) for i in inputs], 0), "labels": pad(labels, -100)}
 
-# %% ../nbs/03b_corpus.ipynb #0d31777b
+# %% ../nbs/03b_corpus.ipynb #3ed5966c
 def predicted_positions(
     batch: dict,  # with labels (batch, length), -100 where nothing is predicted
     loss: str = "mlm",  # "clm" predicts each label from the position before it
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Row and column of each position that predicts, in order of the rows, and the token that it predicts."
+    if not isinstance(batch, dict) and not hasattr(batch, "keys"): raise ValueError(f"batch: is a {type(batch).__name__}; need a dict of tensors")
+    if "labels" not in batch: raise ValueError(f"batch: has no labels, which {loss} needs; it has {', '.join(batch)}")
     labels = batch["labels"]
     if loss == "clm":
-        seen = batch["attention_mask"][:, 1:] if "attention_mask" in batch else torch.ones_like(labels[:, 1:])
-        labels = labels[:, 1:].masked_fill(seen == 0, -100)
+        mask = batch.get("attention_mask", torch.ones_like(labels))
+        if "position_ids" not in batch and not mask[:, 0].all(): raise ValueError("batch: is padded on the left; pad on the right, or give position_ids")
+        labels = labels[:, 1:].masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
     row, column = (labels != -100).nonzero(as_tuple=True)
     return row, column, labels[row, column]
 
@@ -280,7 +286,7 @@ def sample_losses(
     total, count = (nll.new_zeros(len(batch["labels"])).index_add(0, row, x) for x in (nll, torch.ones_like(nll)))
     return total if reduction == "sum" else total / count.clamp(min=1)
 
-# %% ../nbs/03b_corpus.ipynb #df4d610c
+# %% ../nbs/03b_corpus.ipynb #1cf830ec
 def load_texts(
     source: str | Path | Sequence[str | Path],  # .txt (a text a line), .parquet, .json(l) or .csv; several; or on the hub "name", "name:configuration:split"
     column: str = "text",  # of the file or data set
@@ -289,7 +295,7 @@ def load_texts(
     "Texts of a corpus without blank lines and headings. `ValueError` for a source that is not there or has no such column."
     if limit is not None and limit < 1: raise ValueError(f"limit: {limit}; need at least 1")
     if not isinstance(source, (str, Path)): return [t for s in source for t in load_texts(s, column)][:limit]
-    lines = (re.sub(r" @(\W)@ ", r"\1", t.strip()) for t in _read(str(source), column))
+    lines = (re.sub(r" @(\W)@ ", r"\1", t.strip()) for t in _read(str(source), column) if t)
     texts = [t for t in lines if t and not re.fullmatch(r"=.*=", t)][:limit]
     if not texts: raise ValueError(f"source: {str(source)!r} holds no text; blank lines and headings are left out")
     return texts

@@ -4,7 +4,7 @@
 __all__ = ['BLOCK', 'squared_norms', 'add_squares', 'Tape', 'squares_by_function', 'model_fingerprint', 'FisherEstimate',
            'sum_over_ranks', 'empirical_fisher', 'load_scores', 'agreement']
 
-# %% ../nbs/04_fisher.ipynb #d4b701a6
+# %% ../nbs/04_fisher.ipynb #06e53394
 import hashlib
 import json
 import os
@@ -17,6 +17,7 @@ from typing import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from scipy import stats
 from torch import Tensor, nn
@@ -102,7 +103,7 @@ def _kind(module: nn.Module) -> str | None:
     name = type(module).__name__
     return "norm" if name.endswith(("RMSNorm", "T5LayerNorm")) and getattr(module, "weight", None) is not None and module.weight.ndim == 1 else None
 
-# %% ../nbs/04_fisher.ipynb #d058f345
+# %% ../nbs/04_fisher.ipynb #89d7d160
 class Tape:
     "Adds up the squared gradients of each sample, in `sums`, during one forward and backward pass. See `empirical_fisher`."
 
@@ -161,6 +162,9 @@ class Tape:
 
     def _saw(self, module, args, output):
         if not self.on or not torch.is_grad_enabled(): return
+        if not args:  # called by keyword
+            self.refused |= {self.names[id(p)] for p in module.parameters(recurse=False) if id(p) in self.names}
+            return
         x = args[0].detach()
         if module in self.relative:
             self.relative[module] = x
@@ -282,7 +286,7 @@ def squares_by_function(
             total[name] = total[name] + square if name in total else square
     return total
 
-# %% ../nbs/04_fisher.ipynb #f9864b8e
+# %% ../nbs/04_fisher.ipynb #63b9c722
 class _Squares:
     "Squared gradients of one batch after another: the tape where it is right, torch.func elsewhere."
 
@@ -329,15 +333,24 @@ class _Squares:
         "Compare tape and torch.func on two sequences; what differs is left to torch.func from here on."
         self.tried, precision, self.precision = True, self.precision, "fp32"
         lengths = batch["attention_mask"].sum(1) if isinstance(batch.get("attention_mask"), Tensor) and batch["attention_mask"].ndim == 2 else torch.zeros(_size(batch))
-        two = _pick(batch, [int(lengths.argmin()), int(lengths.argmax())])
-        ours, right = self.taped(two), self.functional(list(self.parameters), two)
+        rows = [int(lengths.argmin()), int(lengths.argmax())]
+        if rows[0] == rows[1]: rows = [0, _size(batch) - 1]
+        two = _pick(batch, rows)
         coarse = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
+        with torch.no_grad():
+            together = sample_losses(self.model, two, self.loss, self.reduction)
+            alone = torch.cat([sample_losses(self.model, _pick(two, [i]), self.loss, self.reduction) for i in range(2)]) if together.shape == (2,) else together
+        if not torch.allclose(together.double(), alone.double(), rtol=0.05 if coarse else 1e-3, atol=1e-4, equal_nan=True):
+            raise ValueError("loss: the loss of a sample depends on the other samples of its batch, so it has no gradient of its own; give a loss that treats each sample alone")
+        ours, right = self.taped(two), self.functional(list(self.parameters), two)
         floor = 1e-9 * max(float(v.mean()) / (1 if self.level == "diagonal" else self.parameters[n].numel()) for n, v in right.items())
         for name, r in right.items():
             scale = float(r.abs().max()) + floor * (1 if self.level == "diagonal" else self.parameters[name].numel())
             if name in self.by_function or (name not in ours and not r.any()): continue   # seen by no hook, and the loss does not depend on it
-            if name not in ours or float((ours[name].to(r) - r).abs().max()) > (0.1 if coarse else 2e-3) * scale: self.by_function.add(name)
+            if name not in ours or not float((ours[name].to(r) - r).abs().max()) <= (0.1 if coarse else 2e-3) * scale: self.by_function.add(name)
         self.precision = precision
+        slow = sorted(n for n in self.by_function if right[n].any())
+        if slow: warnings.warn(f"{len(slow)} parameters are left to torch.func, one sample at a time, which is slow: {', '.join(slow[:3])}{' ...' if len(slow) > 3 else ''}")
 
     def __call__(self, batch: dict) -> dict[str, Tensor]:
         if not self.tried: self.trial(batch)
@@ -360,7 +373,7 @@ def model_fingerprint(
         digest.update(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if p.ndim else p.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
-# %% ../nbs/04_fisher.ipynb #07f8d662
+# %% ../nbs/04_fisher.ipynb #5ccf15f2
 class _Stored:
     "Saving and loading of an estimate."
 
@@ -391,11 +404,21 @@ class _Stored:
             about = json.loads(path.read_text())
             sums = load_file(path.parent / about.pop("tensors"))
             about.pop("unit"), about.pop("schema")
-            return cls(sums=sums, **about)
-        except (json.JSONDecodeError, KeyError, TypeError, OSError) as error:
+            return cls(sums={n: sums[n] for n in about["numel"] if n in sums}, **about)
+        except (json.JSONDecodeError, KeyError, TypeError, OSError, SafetensorError) as error:
             raise ValueError(f"folder: {str(folder)!r} holds no complete estimate ({error}); compute it again") from None
 
-# %% ../nbs/04_fisher.ipynb #8c2b7818
+# %% ../nbs/04_fisher.ipynb #ef6a14b1
+def _check_disjoint(a: dict, b: dict):
+    "`ValueError` if two corpus descriptions share a sample; a warning if they do not say what they hold."
+    if "members" not in a or "members" not in b:
+        if a and a == b: raise ValueError(f"corpora: both estimates are of {a}; merge disjoint parts")
+        return warnings.warn("merging estimates whose batches are not described; whether they overlap is not checked")
+    if a["fingerprint"] != b["fingerprint"]: return
+    shared = int.from_bytes(bytes.fromhex(a["members"]), "big") & int.from_bytes(bytes.fromhex(b["members"]), "big")
+    if shared: raise ValueError(f"corpora: {shared.bit_count()} samples of {a['name']!r} are in both estimates; merge disjoint parts, for example shards")
+
+# %% ../nbs/04_fisher.ipynb #4264aa4d
 @dataclass
 class FisherEstimate(_Stored):
     "Sums over samples of squared gradients, with all that is needed to trust and to merge them. `a + b` merges."
@@ -403,7 +426,7 @@ class FisherEstimate(_Stored):
     n_samples: int
     level: str  # "tensor" or "diagonal"
     loss: str  # "mlm", "clm", "seq2seq", or the name of a function
-    reduction: str = "mean"  # of a sample's loss over its predicted tokens, or "sum"
+    reduction: str = "mean"  # of a sample's loss over its predicted tokens, or "sum"; "own" where a function gives the losses
     sample: str = "sequence"  # or "position"
     numel: dict[str, int] = field(default_factory=dict)  # scalars of each parameter
     model: str = ""  # its name
@@ -416,6 +439,7 @@ class FisherEstimate(_Stored):
     @property
     def unit(self) -> str:
         "What the numbers are."
+        if self.reduction == "own": return f"sum over samples of the squared gradient of what {self.loss} gives for a sample"
         return f"sum over samples of the squared gradient of the {self.reduction} loss of a {self.sample} (nats squared per squared weight)"
 
     def mean(self) -> dict[str, Tensor]:
@@ -430,28 +454,32 @@ class FisherEstimate(_Stored):
     def __add__(self, other: "FisherEstimate") -> "FisherEstimate":
         for name in ("level", "loss", "reduction", "sample", "fingerprint", "numel"):
             if getattr(self, name) != getattr(other, name): raise ValueError(f"{name}: the estimates differ in it, so they cannot be merged")
-        twice = [c for c in other.corpora if c in self.corpora]
-        if twice: raise ValueError(f"corpora: both estimates hold the same part of {twice[0].get('name')!r}; merge disjoint parts")
+        if self.sums.keys() != other.sums.keys(): raise ValueError("sums: the estimates have other parameters, so they cannot be merged")
+        for a in self.corpora:
+            for b in other.corpora: _check_disjoint(a, b)
         return FisherEstimate(
             {n: s + other.sums[n] for n, s in self.sums.items()}, self.n_samples + other.n_samples, self.level, self.loss, self.reduction, self.sample, self.numel,
             self.model, self.fingerprint, self.corpora + other.corpora, self.precision if self.precision == other.precision else "mixed",
             sorted({*self.by_function, *other.by_function}), self.batches_done + other.batches_done)
 
-# %% ../nbs/04_fisher.ipynb #91f41a09
+# %% ../nbs/04_fisher.ipynb #e5525aac
 def sum_over_ranks(
     estimate: FisherEstimate,  # of this rank's shard
 ) -> FisherEstimate:
     "The estimate of all ranks of torch.distributed together, on each of them."
     import torch.distributed as dist
     about = [None] * dist.get_world_size()
-    dist.all_gather_object(about, (estimate.n_samples, estimate.corpora, estimate.fingerprint, estimate.by_function))
-    if len({a[2] for a in about}) > 1: raise ValueError("fingerprint: the ranks hold different models")
-    sums = {n: s.clone() for n, s in estimate.sums.items()}
-    for s in sums.values(): dist.all_reduce(s)
-    return replace(estimate, sums=sums, n_samples=sum(a[0] for a in about), corpora=[c for a in about for c in a[1]],
-                   by_function=sorted({n for a in about for n in a[3]}))
+    dist.all_gather_object(about, replace(estimate, sums={n: torch.zeros(()) for n in sorted(estimate.sums)}))
+    whole = about[0]
+    for other in about[1:]: whole = whole + other  # checks that they fit and do not overlap
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    for n in sorted(estimate.sums):  # one order on all ranks
+        total = estimate.sums[n].to(device, copy=True)
+        dist.all_reduce(total)
+        whole.sums[n] = total.cpu()
+    return replace(whole, sums={n: whole.sums[n] for n in estimate.sums})
 
-# %% ../nbs/04_fisher.ipynb #7a40b7d6
+# %% ../nbs/04_fisher.ipynb #3bd7fd7f
 def _single_positions(model: nn.Module, batch: dict, loss: str) -> Iterable[dict]:
     "The batch with every predicted position as a sample of its own."
     row, column, _ = predicted_positions(batch, loss)
@@ -465,11 +493,26 @@ def _single_positions(model: nn.Module, batch: dict, loss: str) -> Iterable[dict
         yield _pick(batch, r.tolist()) | {"labels": one}
 
 
+def _samples(model: nn.Module, batch: dict, loss, sample: str) -> Iterable[dict]:
+    "The samples of a batch: its sequences that have a label, or its positions."
+    if not callable(loss):
+        rows = predicted_positions(batch, loss)[0].unique()
+        if len(rows) < _size(batch): batch = _pick(batch, rows.tolist())
+        if not len(rows): return []
+    return [batch] if sample == "sequence" else _single_positions(model, batch, loss)
+
+
+def _check_finite(sums: dict, number: int):
+    bad = next((n for n, s in sums.items() if not bool(torch.isfinite(s).all())), None)
+    if bad: raise ValueError(f"model: the squared gradient of {bad} is not finite after batch {number}; weights or losses hold NaN or infinity, or precision is too low")
+
+
 def _check(level, reduction, sample, precision, loss):
     check_loss(loss)
     for name, value, known in (("level", level, ("tensor", "diagonal")), ("reduction", reduction, ("mean", "sum")),
                                ("sample", sample, ("sequence", "position")), ("precision", precision, ("fp32", "bf16"))):
         if value not in known: raise ValueError(f"{name}: {value!r} is unknown; use {' or '.join(known)}")
+    if callable(loss) and reduction != "mean": raise ValueError(f"reduction: {reduction!r} is for the named losses; a function decides for itself")
     if callable(loss) and sample == "position": raise ValueError("sample: 'position' needs a named loss; a function defines its own samples")
 
 
@@ -477,7 +520,7 @@ def _begin(model, level, loss, reduction, sample, precision, corpus, checkpoint)
     "An empty estimate, or the checkpoint of the same one."
     numel = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     name = getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
-    new = FisherEstimate({}, 0, level, name, reduction, sample, numel, Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name,
+    new = FisherEstimate({}, 0, level, name, "own" if callable(loss) else reduction, sample, numel, Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name,
                          model_fingerprint(model), [corpus], precision)
     if checkpoint is None or not (Path(checkpoint) / "fisher.json").is_file(): return new
     old = FisherEstimate.load(checkpoint)
@@ -486,7 +529,7 @@ def _begin(model, level, loss, reduction, sample, precision, corpus, checkpoint)
             raise ValueError(f"checkpoint: {str(checkpoint)!r} holds an estimate with another {key}; give another folder, or remove it")
     return old
 
-# %% ../nbs/04_fisher.ipynb #705b9e38
+# %% ../nbs/04_fisher.ipynb #3df8e5f6
 def empirical_fisher(
     model: nn.Module,  # evaluated in eval mode; parameters that require no gradient are left out
     batches: Iterable[dict],  # TextBatches, or any iterable of dicts of tensors, samples first
@@ -506,25 +549,28 @@ def empirical_fisher(
     a sample, and a checkpoint of another estimate.
     """
     _check(level, reduction, sample, precision, loss)
+    if isinstance(batches, (dict, str)) or not isinstance(batches, Iterable): raise ValueError(f"batches: is a {type(batches).__name__}; give TextBatches or an iterable of dicts of tensors")
     described = batches.describe() if isinstance(batches, TextBatches) else corpus or {}
+    if checkpoint is not None and not described: raise ValueError("corpus: a checkpoint of batches that do not describe themselves needs corpus={...}, to be told from others")
     with eval_mode(model):
         squares = _Squares(model, loss, level, reduction, precision)
         try:
             estimate = _begin(model, level, loss, reduction, sample, precision, described, checkpoint)
-            start, seen = estimate.batches_done, False
+            start, wide = estimate.batches_done, torch.float32 if squares.device.type == "mps" else torch.float64
             sums = {n: s.to(squares.device) for n, s in estimate.sums.items()}
             for number, batch in enumerate(_from(batches, start), start + 1):
                 batch = {k: v.to(squares.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-                for part in [batch] if sample == "sequence" else _single_positions(model, batch, loss):
-                    for n, s in squares(part).items(): sums[n] = sums[n].add_(s) if n in sums else s.to(torch.float64 if level == "tensor" else s.dtype)
+                for part in _samples(model, batch, loss, sample):
+                    for n, s in squares(part).items(): sums[n] = sums[n].add_(s) if n in sums else s.to(wide if level == "tensor" else s.dtype)
                     estimate.n_samples += _size(part)
+                if number % every == 0 or number == start + 1: _check_finite(sums, number)
                 estimate.sums, estimate.batches_done, estimate.by_function = sums, number, sorted({*estimate.by_function, *squares.used})
                 if checkpoint is not None and number % every == 0: estimate.save(checkpoint)
                 if progress is not None: progress(number)
         finally: squares.tape.close()
-    if not estimate.n_samples: raise ValueError("batches: no sample in them; give at least one batch")
+    if not estimate.n_samples: raise ValueError("batches: no sample with something to predict in them; give at least one")
+    _check_finite(sums, estimate.batches_done)
     estimate.sums = {n: s.cpu() for n, s in sums.items()}
-    if estimate.by_function: warnings.warn(f"{len(estimate.by_function)} parameters were computed by torch.func, one sample at a time: {', '.join(estimate.by_function[:3])} ...")
     if checkpoint is not None: estimate.save(checkpoint)
     return estimate
 
@@ -548,7 +594,7 @@ def load_scores(
     if not scores or not all(isinstance(v, (int, float)) for v in scores.values()): raise ValueError(f"scores: {str(path)!r} holds no tensor scores; give what the notebook runs/fisher wrote")
     return {n: float(v) for n, v in scores.items()}
 
-# %% ../nbs/04_fisher.ipynb #b6999d12
+# %% ../nbs/04_fisher.ipynb #8cab9906
 def agreement(
     part: FisherEstimate,  # from a subsample, level "diagonal"
     full: FisherEstimate,  # from the whole corpus
@@ -561,7 +607,8 @@ def agreement(
     """
     for name, e in (("part", part), ("full", full)):
         if e.level != "diagonal": raise ValueError(f"{name}: level is {e.level!r}; agreement needs level='diagonal'")
-    if part.fingerprint != full.fingerprint: raise ValueError("part: was made with other weights than full")
+    for key in ("fingerprint", "loss", "reduction", "sample", "numel"):
+        if getattr(part, key) != getattr(full, key): raise ValueError(f"part: has another {key} than full, so their entries are not alike")
     if not top or not all(0 < t <= 100 for t in top): raise ValueError(f"top: {top}; need per cent in (0, 100]")
     a, b = part.mean(), full.mean()
     tensors = [_agreement(a[n].flatten(), b[n].flatten(), sorted(top, reverse=True)) for n in b]

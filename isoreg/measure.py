@@ -28,7 +28,7 @@ from .fisher import FisherEstimate, agreement, empirical_fisher, load_scores, mo
 from .landscape import NORMS, ONE_D, WHICH, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
 from .toy import toy_corpus, toy_model_path
 
-# %% ../nbs/08c_measure.ipynb #d43994ec
+# %% ../nbs/08c_measure.ipynb #ac415074
 @dataclass(frozen=True)
 class LanguageConfig(_Parameters):
     "Which model, text and loss. `ValueError` for a bad value, before anything is loaded."
@@ -52,6 +52,7 @@ class LanguageConfig(_Parameters):
         for name, least in (("batch_size", 1), ("max_length", 4), ("limit", 1)):
             if getattr(self, name) is not None and getattr(self, name) < least: raise ValueError(f"{name}: {getattr(self, name)} is too small; need {least} or more")
         if not 0 < self.probability < 1: raise ValueError(f"probability: {self.probability} is not in (0, 1)")
+        if not self.span >= 1: raise ValueError(f"span: {self.span}; need a mean length of at least 1")
         if not 0 <= self.seed < 2**32: raise ValueError(f"seed: {self.seed} is not in [0, 2^32)")
         if not self.model.strip() or not self.corpus.strip(): raise ValueError("model, corpus: must not be empty")
         if self.model.startswith((".", "/", "~")) and not (Path(self.model).expanduser() / "config.json").is_file():
@@ -63,7 +64,7 @@ class LanguageConfig(_Parameters):
         digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:10]
         return f"{type(self).__name__.removesuffix('Config').lower()}-{Path(self.model).name}-{digest}"
 
-# %% ../nbs/08c_measure.ipynb #72e37055
+# %% ../nbs/08c_measure.ipynb #59675b39
 def load_language_model(
     config: LanguageConfig,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, str, list[str]]:
@@ -71,19 +72,29 @@ def load_language_model(
     if config.model in ("toy-gpt2", "toy-t5"):
         from isoreg.pretrain import toy_language_model
         kind = config.model.removeprefix("toy-")
-        made = toy_language_model(kind, seed=config.seed)
+        made = toy_language_model(kind)  # one model, whatever the seed of masks and texts
         return made.model, made.tokenizer, "clm" if kind == "gpt2" else "seq2seq", [
             f"a small {kind} architecture, trained on the toy corpus: held-out loss {made.heldout:.2f} nats, unigram baseline {made.unigram:.2f}"]
     source = str(toy_model_path()) if config.model == "toy-bert" else str(Path(config.model).expanduser()) if Path(config.model).expanduser().is_dir() else config.model
-    about = AutoConfig.from_pretrained(source)
+    try: about = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error: raise ValueError(f"model: {config.model!r} is no folder with a model, and the hub does not give it ({str(error).splitlines()[0]})") from None
     made_for = " ".join(about.architectures or [])
     loss = config.loss or ("seq2seq" if about.is_encoder_decoder else "clm" if "CausalLM" in made_for or "LMHead" in made_for else "mlm")
     kind = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM}[loss]
     model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]: raise ValueError(
         f"model: {config.model!r} has no pretrained head for {loss} ({', '.join(sorted(info['missing_keys'])[:2])} missing); train one with the notebook mlm_head first")
+    if loss == "clm" and _looks_ahead(model.eval()): raise ValueError(f"model: {config.model!r} sees the tokens on the right, so its causal loss is no likelihood; use loss mlm")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.eval().to(device), AutoTokenizer.from_pretrained(source), loss, []
+
+
+@torch.no_grad()
+def _looks_ahead(model: nn.Module) -> bool:
+    "Whether the first logits depend on the last token."
+    ids = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 2]], device=next(model.parameters()).device)
+    one, two = model(input_ids=ids).logits[:, 0]
+    return not torch.allclose(one, two, atol=1e-4)
 
 
 def load_corpus(
@@ -158,7 +169,7 @@ def mean_loss(
             total, n = total + float(losses.sum()), n + len(losses)
     return total / n
 
-# %% ../nbs/08c_measure.ipynb #fcfb1505
+# %% ../nbs/08c_measure.ipynb #d8092c5d
 def measure_fisher(
     config: FisherConfig,
     folder: str | Path,  # gets full/ (the estimate), partial.json and, last, record.json
@@ -166,6 +177,8 @@ def measure_fisher(
 ) -> dict:
     "Estimate, compare subsamples, write the record and return it. Goes on where a killed call with the same settings stopped."
     folder, begun = Path(folder), time.perf_counter()
+    if done := _finished(folder, config): return done
+    resumed = (folder / "full" / "fisher.json").is_file()
     model, tokenizer, loss, notes = load_language_model(config)
     corpus = load_corpus(config, tokenizer, loss)
     options = dict(level=config.level, loss=loss, reduction=config.reduction, sample=config.sample, precision=config.precision)
@@ -186,23 +199,31 @@ def measure_fisher(
                           "top": agreement(part, full) if config.level == "diagonal" else []})
             write_atomically(partial, json.dumps(_plain(draws)))
             tell(f"{share:g} %, draw {draw + 1} of {config.draws}: order of the tensors {draws[-1]['tensor_order']:.4f}")
-    record = record_of(config, notes, begun) | {
-        "loss": loss, "mean_loss": mean_loss(model, corpus, loss), "unit": full.unit, "samples": full.n_samples, "corpus": full.corpora[0], "fingerprint": full.fingerprint,
+    record = record_of(config, notes, begun, resumed) | {
+        "loss": loss, "mean_loss": mean_loss(model, corpus, loss), "mean_loss_over": min(len(corpus.numbers), 50 * config.batch_size), "unit": full.unit, "samples": full.n_samples, "corpus": full.corpora[0], "fingerprint": full.fingerprint,
         "by_function": full.by_function, "parameters": sum(full.numel.values()), "numel": full.numel, "tensor_scores": scores, "sites": plan, "draws": draws,
         "entries": _sorted_entries(full) if config.level == "diagonal" else {}, "seconds_full": seconds}
     write_atomically(folder / "record.json", json.dumps(_plain(record), indent=1) + "\n")
     return record
 
-# %% ../nbs/08c_measure.ipynb #860211a9
+# %% ../nbs/08c_measure.ipynb #df8698fa
 def record_of(
     config: LanguageConfig,
     notes: list[str],
     begun: float,  # time.perf_counter() at the start
+    resumed: bool = False,  # seconds are those of the last sitting only
 ) -> dict:
     "What every record of a measurement begins with."
     return {"key": config.key, "kind": type(config).__name__.removesuffix("Config").lower(), "config": config.to_dict(), "status": "done", "notes": notes,
             "hardware": _hardware() | {"precision": config.precision}, "versions": _versions(), "git_commit": _git_commit(),
-            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"), "total_seconds": time.perf_counter() - begun, "schema": 1}
+            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"), "total_seconds": time.perf_counter() - begun, "resumed": resumed, "schema": 1}
+
+
+def _finished(folder: Path, config: LanguageConfig) -> dict | None:
+    "The record in the folder, if it is complete and of this configuration."
+    try: record = json.loads((folder / "record.json").read_text())
+    except (OSError, ValueError): return None
+    return record if record.get("status") == "done" and record.get("config") == config.to_dict() else None
 
 # %% ../nbs/08c_measure.ipynb #9ba21132
 @dataclass(frozen=True)
@@ -231,7 +252,7 @@ class LandscapeConfig(LanguageConfig):
         if self.subset == "all": object.__setattr__(self, "share", 1.0)
         if self.subset in ("all", "random"): object.__setattr__(self, "fisher", None)
 
-# %% ../nbs/08c_measure.ipynb #2ae9815d
+# %% ../nbs/08c_measure.ipynb #37500f10
 def _mask(config: LandscapeConfig, model, corpus, loss) -> dict | None:
     "What moves; None is everything."
     if config.subset == "all": return None
@@ -252,6 +273,8 @@ def measure_landscape(
 ) -> dict:
     "Compute the surface, write the record and return it. Goes on where a killed call with the same settings stopped."
     folder, begun = Path(folder), time.perf_counter()
+    if done := _finished(folder, config): return done
+    resumed = (folder / "surface.json").is_file()
     model, tokenizer, loss, notes = load_language_model(config)
     corpus = load_corpus(config, tokenizer, loss)
     mask = _mask(config, model, corpus, loss)
@@ -263,7 +286,7 @@ def measure_landscape(
     if config.shape == "line": surface = loss_line(model, corpus, first, axis, loss, path, precision=config.precision)
     else: surface = loss_surface(model, corpus, first, second, axis, axis, loss, path, precision=config.precision)
     directions = (first,) if config.shape == "line" else (first, second)
-    record = record_of(config, notes, begun) | {
+    record = record_of(config, notes, begun, resumed) | {
         "loss": loss, "samples": len(corpus.numbers), "corpus": corpus.describe(), "fingerprint": model_fingerprint(model), "moved": moved,
         "parameters": sum(p.numel() for p in model.parameters()), "lengths": [d.length() for d in directions], "alphas": surface.alphas, "betas": surface.betas,
         "losses": surface.losses, "origin": surface.origin, "profile": surface.radius_profile().to_dict("records"),

@@ -20,6 +20,7 @@ from torch import nn
 from isoreg.dropout import (
     AGGREGATES, CONTROLS, HOWS, Applied, DropoutSchedule, Site, apply_dropout, control_schedule, dropout, dropout_sites, gaussian_dropout, guided_schedule, load_dropout,
     load_schedule, mix_weights, mixout, released_schedule, save_schedule, set_dropout, site_scores)
+from isoreg.fisher import empirical_fisher
 
 BERT = dict(vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32)
 SMALL = {  # name: (config class, model class, settings, attention implementations, Counter of kinds)
@@ -310,7 +311,7 @@ def test_undo_and_context_manager_put_everything_back(name):
     outer = set_dropout(model, {n: 0.2 for n in before})
     with pytest.raises(KeyError):
         with set_dropout(model, {n: 0.3 for n in before}): raise KeyError
-    assert set(rates(model).values()) == {0.2} and model.config.dropout_schedule == {n: 0.2 for n in before}
+    assert set(rates(model).values()) == {0.2} and model.config.dropout_schedule == {"kind": "rates", "rates": {n: 0.2 for n in before}}
     outer.undo(); outer.undo()
     assert rates(model) == before and not hasattr(model.config, "dropout_schedule")
 
@@ -392,14 +393,84 @@ def test_the_schedule_travels_with_the_model(name, tmp_path):
     wanted = {n: round(0.01 * (i + 1), 2) for i, n in enumerate(rates(model))}
     set_dropout(model, wanted)
     model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["dropout_schedule"] == wanted
+    assert json.loads((tmp_path / "config.json").read_text())["dropout_schedule"] == {"kind": "rates", "rates": wanted}
     loaded = type(model).from_pretrained(tmp_path)
-    assert rates(loaded) != wanted
+    assert rates(loaded) == rates(make(name)) != wanted  # plain loading gives the rates of the global fields
     applied = load_dropout(loaded)
     assert rates(loaded) == wanted
     applied.undo()
     base = load_dropout(type(model.base_model).from_pretrained(tmp_path))  # without the head
     assert base["rates"] == {n: p for n, p in wanted.items() if n != "classifier"}
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder).train()
+
+
+def test_a_note_of_the_older_form_is_read():
+    model, wanted = make(), {n: 0.01 * (i + 1) for i, n in enumerate(rates(make()))}
+    model.config.dropout_schedule = dict(wanted)
+    assert load_dropout(model)["kind"] == "rates" and rates(model) == wanted
+    assert model.config.dropout_schedule == {"kind": "rates", "rates": wanted}
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("p", [0.2, None])
+def test_gaussian_dropout_comes_back_as_noise(p, released, tmp_path):
+    model = make(hidden_dropout_prob=0.3)
+    plain = model.config.to_dict()
+    noise = gaussian_dropout(model, p, released=released)
+    set_dropout(model, {"embeddings": 0.4}, partial=True)  # the noise stays noise
+    loaded = saved(model, tmp_path)
+    before = loaded.config.to_dict()
+    applied = load_dropout(loaded)
+    kind = "gaussian-released" if released else "gaussian"
+    assert applied["kind"] == kind == model.config.dropout_schedule["kind"] and rates(loaded) == rates(model) == applied["rates"] and rates(loaded)["embeddings"] == 0.4
+    torch.manual_seed(0)
+    x = loaded.bert.embeddings.dropout(torch.ones(200_000))
+    assert x.std() == pytest.approx(0.4 / 0.6 if released else math.sqrt(0.4 / 0.6), rel=0.02)
+    applied.undo()
+    assert loaded.config.to_dict() == before and not any(m._forward_pre_hooks for m in loaded.modules())
+    noise.undo()
+    assert model.config.to_dict() == plain
+
+
+@pytest.mark.parametrize("how", [{}, {"unit": "weight", "keep_dropout": True}])
+def test_mixout_is_refused_or_put_on_again(how, tmp_path):
+    model, start = make(), make().state_dict()
+    plain = model.config.to_dict()
+    done = mixout(model, 0.6, **how)
+    for q in model.parameters(): q.data.mul_(1.1)
+    loaded = saved(model, tmp_path)
+    was = rates(loaded)
+    with pytest.raises(ValueError, match="pretrained: .*Mixout.*not in its file"): load_dropout(loaded)
+    with pytest.raises(ValueError, match="no weight of shape"): load_dropout(loaded, pretrained={})
+    assert rates(loaded) == was and not any(m._forward_pre_hooks for m in loaded.modules())
+    applied = load_dropout(loaded, pretrained=start)
+    assert applied["kind"] == "mixout" and applied["p"] == 0.6 and applied["mixed"] == done["mixed"] and rates(loaded) == rates(model)
+    torch.manual_seed(3)
+    there = output(model.train())
+    torch.manual_seed(3)
+    torch.testing.assert_close(output(loaded.train()), there)  # the same draws
+    assert loaded.config.dropout_schedule == model.config.dropout_schedule
+    done.undo()
+    assert model.config.to_dict() == plain
+
+
+def test_notes_that_cannot_be_put_on():
+    model = make()
+    set_dropout(model, {"embeddings": 0.2}, partial=True)
+    with pytest.raises(ValueError, match="pretrained: has no meaning"): load_dropout(model, pretrained={})
+    model.config.dropout_schedule = {"kind": "concrete", "rates": {"embeddings": 0.2}}
+    with pytest.raises(ValueError, match="kind 'concrete'"): load_dropout(model)
+    model = make()
+    mixout(model, keep_dropout=True); gaussian_dropout(model)
+    with pytest.raises(ValueError, match="gaussian.mixout"): load_dropout(model)
+    model = make()
+    model.config.dropout_schedule = {"kind": "gaussian", "rates": {"embeddings": 0.2, "encoder.layer.0.ffn_output": 0.1}}
+    set_dropout(model, {"encoder.layer.1.ffn_output": 0.3}, partial=True)  # a note that does not hold is not carried on
+    assert model.config.dropout_schedule == {"kind": "rates", "rates": {"encoder.layer.0.ffn_output": 0.1, "encoder.layer.1.ffn_output": 0.3}}
 
 
 def test_load_dropout_without_a_schedule():
@@ -450,8 +521,23 @@ def test_bad_scores():
     with pytest.raises(ValueError, match="aggregate"): site_scores(model, scores, "median")
     with pytest.raises(ValueError, match="scores"): site_scores(model, {})
     with pytest.raises(ValueError, match="tensors have none"): site_scores(model, scores_of(make("gpt2")))
+    with pytest.raises(ValueError, match="frozen during the estimate are left out"): site_scores(model, {n: v for n, v in scores.items() if "embeddings" not in n})
+    with pytest.raises(ValueError, match="has a str"): site_scores(model, scores | {key: "0.1"})
     empty = [Site("a", "other", 0.1, (), (), ("a",), 1, "a")]
     with pytest.raises(ValueError, match="stands for no tensor"): site_scores(empty, scores)
+
+
+@pytest.mark.parametrize("level", ["tensor", "diagonal"])
+def test_scores_of_an_estimate(level):
+    source = make(head="ForMaskedLM", num_hidden_layers=1)
+    rows = [{"input_ids": torch.randint(3, 99, (2, 8)), "attention_mask": torch.ones(2, 8, dtype=torch.long)} for _ in range(2)]
+    for r in rows: r["labels"] = torch.where(torch.arange(8) % 3 == 0, r["input_ids"], -100)
+    estimate = empirical_fisher(source, rows, level)
+    model = make(num_hidden_layers=1)
+    for a in AGGREGATES: assert site_scores(model, estimate, a) == site_scores(model, estimate.scores(), a)
+    assert apply_dropout(model, "guided", scores=estimate)["scores"] == site_scores(model, estimate)
+    for call in (site_scores, lambda m, s: apply_dropout(m, "guided", scores=s)):
+        with pytest.raises(ValueError, match=r"scores: .* has a Tensor.*\.scores\(\)"): call(make(num_hidden_layers=1), estimate.mean())
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0, 0.9), st.floats(0, 0.9))
@@ -578,7 +664,51 @@ def test_gaussian_twice_or_at_a_bad_rate():
     gaussian_dropout(model)
     with pytest.raises(ValueError, match="already"): gaussian_dropout(model)
     stock = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    with pytest.raises(ValueError, match="MultiheadAttention"): gaussian_dropout(stock, batch=torch.randn(1, 3, 16))
+    with pytest.raises(RuntimeError, match="MultiheadAttention"): gaussian_dropout(stock, batch=torch.randn(1, 3, 16))
+
+
+class Bare(nn.Module):
+    "A dropout by torch.dropout itself."
+    def __init__(self, p=0.1): super().__init__(); self.dropout = p
+    def forward(self, x): return torch.dropout(x, self.dropout, self.training)
+
+
+class OneD(nn.Dropout1d):
+    def forward(self, x): return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", [OneD, nn.AlphaDropout, nn.FeatureAlphaDropout, Bare])
+def test_a_mask_that_noise_cannot_replace_is_refused_by_name(kind):
+    for p, own in ((None, 0.1), (0.2, 0.1), (None, 0.0)):  # at rate 0 as well: it may be raised later
+        model = make()
+        model.bert.encoder.layer[1].output.dropout = kind(own)
+        before, config = rates(model), model.config.to_dict()
+        with pytest.raises(RuntimeError, match=rf"encoder.layer.1.*{kind.__name__}.*Bernoulli mask stays on"): gaussian_dropout(model, p)
+        assert rates(model) == before and model.config.to_dict() == config and not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("kind,shape", [(nn.Dropout2d, (2, 3, 4, 4)), (nn.Dropout3d, (2, 3, 4, 4, 4))])
+def test_masks_of_images_are_refused_too(kind, shape):
+    with pytest.raises(RuntimeError, match=f"{kind.__name__}.*Bernoulli"): gaussian_dropout(nn.Sequential(nn.Flatten(-1), kind(0.2)), batch=torch.randn(shape))
+
+
+def test_a_mask_that_comes_after_the_noise_is_seen():
+    model = make()
+    gaussian_dropout(model)
+    model.bert.encoder.layer[1].output.dropout = nn.Dropout(0.1)  # without the noise
+    with pytest.raises(RuntimeError, match="encoder.layer.1.ffn_output.*Bernoulli"): set_dropout(model, {"embeddings": 0.2}, partial=True)
+
+
+def test_noise_follows_an_identity_that_becomes_a_dropout():
+    model = make("modernbert", attention_dropout=0.0, embedding_dropout=0.0, mlp_dropout=0.0).train()
+    noise = gaussian_dropout(model)
+    names = [n for n in rates(model) if n != "classifier"]
+    set_dropout(model, {n: 0.2 for n in names})  # looks for noise at each
+    layer = model.model.embeddings.drop
+    x = layer(torch.ones(50_000))
+    assert isinstance(layer, nn.Dropout) and x.std() == pytest.approx(0.5, rel=0.03)
+    noise.undo()
+    assert set(layer(torch.ones(1000)).unique().tolist()) == {0.0, 1.25}
 
 
 # Mixout

@@ -212,6 +212,52 @@ def test_float32_and_bfloat16_follow_float64():
     assert all(s.dtype == torch.float32 for s in half.sums.values()) and all(s.dtype == torch.float64 for s in single.sums.values())
 
 
+def test_rows_without_a_label_do_not_count():
+    model, batch = model_of("bert"), batch_of("mlm")
+    batch["labels"][1] = -100
+    rest = {k: v[[0, 2, 3]] for k, v in batch.items()}
+    ours, right = empirical_fisher(model, [batch]), empirical_fisher(model, [rest])
+    assert ours.n_samples == right.n_samples == 3
+    for n, v in right.sums.items(): torch.testing.assert_close(ours.sums[n], v, rtol=1e-9, atol=1e-16)
+
+
+def test_a_loss_that_couples_samples_is_refused():
+    def contrastive(m, b):
+        z = F.normalize(m.bert(b["input_ids"]).last_hidden_state.mean(1), dim=-1)
+        return F.cross_entropy(z @ z.T * 5, torch.arange(len(z)), reduction="none")
+    for lengths in ((9, 9, 9), (9, 5, 12)):
+        with pytest.raises(ValueError, match="depends on the other samples"): empirical_fisher(model_of("bert"), [batch_of("mlm", lengths)], loss=contrastive)
+
+
+def test_left_padding_needs_positions():
+    model, batch = model_of("gpt2"), batch_of("clm")
+    flipped = {k: v.clone() for k, v in batch.items()}
+    for i, n in enumerate(batch["attention_mask"].sum(1).tolist()):
+        for k in flipped: flipped[k][i] = batch[k][i].roll(12 - n)
+    with pytest.raises(ValueError, match="padded on the left"): empirical_fisher(model, [flipped], loss="clm")
+    flipped["position_ids"] = (flipped["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    ours, right = empirical_fisher(model, [flipped], loss="clm"), empirical_fisher(model, [batch], loss="clm")
+    for n, v in right.sums.items(): torch.testing.assert_close(ours.sums[n], v, rtol=1e-6, atol=1e-14)
+
+
+def test_weights_that_are_not_finite_are_named():
+    model = model_of("bert")
+    with torch.no_grad(): model.bert.embeddings.LayerNorm.weight[0].fill_(float("nan"))
+    with pytest.raises(ValueError, match="is not finite after batch 1"): empirical_fisher(model, [batch_of("mlm")])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("level", ["tensor", "diagonal"])
+def test_on_a_gpu(level):
+    right = empirical_fisher(model_of("albert"), [batch_of("mlm")], level)
+    ours = empirical_fisher(model_of("albert").float().cuda(), [batch_of("mlm")], level)
+    cast = empirical_fisher(model_of("albert").float().cuda(), [batch_of("mlm")], level, precision="bf16")
+    for n, v in right.sums.items():
+        if "key.bias" in n: continue
+        assert float(ours.sums[n].sum() / v.sum()) == pytest.approx(1, abs=1e-2) and float(cast.sums[n].sum() / v.sum()) == pytest.approx(1, abs=0.2), n
+    assert not ours.by_function
+
+
 # ---- merging, files, resuming
 
 
@@ -236,8 +282,11 @@ def test_merge_of_shards_is_the_whole(tmp_path):
     same(a + b, whole)
     assert len((a + b).corpora) == 2
     with pytest.raises(ValueError, match="corpora.*disjoint"): a + a
+    with pytest.raises(ValueError, match="corpora: .* samples of 'toy' are in both"): whole + a
+    with pytest.raises(ValueError, match="corpora: .* in both"): empirical_fisher(model, corpus.draw(0.6, 0)) + empirical_fisher(model, corpus.draw(0.6, 1))
     a.save(tmp_path)
     again = FisherEstimate.load(tmp_path)
+    assert list(again.sums) == list(a.sums)
     assert {k: v for k, v in again.__dict__.items() if k != "sums"} == {k: v for k, v in a.__dict__.items() if k != "sums"}
     assert all(torch.equal(again.sums[n], a.sums[n]) for n in a.sums) and "unit" in json.loads((tmp_path / "fisher.json").read_text())
     with pytest.raises(ValueError, match="level"): a + empirical_fisher(model, corpus.shard(1, 2))
@@ -251,6 +300,37 @@ def test_merge_of_shards_is_the_whole(tmp_path):
 def _ranked(rank, world):
     estimate = sum_over_ranks(empirical_fisher(toy_model(), corpus_of().shard(rank, world)))
     return {"n": torch.tensor(estimate.n_samples), "corpora": torch.tensor(len(estimate.corpora))} | estimate.sums
+
+
+class _Scaled(nn.Module):
+    "A language model some of whose parameters no hook sees."
+    def __init__(self):
+        super().__init__()
+        self.inner = toy_model()
+        self.config, self.base_model = self.inner.config, None
+        self.z, self.a, self.m = (nn.Parameter(torch.tensor(x)) for x in (1.0, 1.1, 0.9))
+
+    def forward(self, **inputs):
+        out = self.inner(**inputs)
+        out.logits = out.logits * self.z * self.a ** 2 * self.m ** 3
+        return out
+
+
+def _ranked_and_resumed(rank, world, folder):
+    torch.manual_seed(0)
+    model, part = _Scaled(), corpus_of(16).shard(rank, world)
+    if rank == 1: empirical_fisher(model, part, checkpoint=folder)
+    estimate = sum_over_ranks(empirical_fisher(model, part, checkpoint=folder if rank == 1 else None))
+    return estimate.sums
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.func")
+def test_ranks_add_what_belongs_together(tmp_path):
+    torch.manual_seed(0)
+    whole = empirical_fisher(_Scaled(), corpus_of(16))
+    assert {"z", "a", "m"} <= set(whole.by_function)
+    for sums in on_ranks(_ranked_and_resumed, str(tmp_path / "f")):
+        for n, v in whole.sums.items(): torch.testing.assert_close(sums[n], v, rtol=1e-3, atol=1e-9)
 
 
 def test_sum_over_two_ranks_is_the_whole():
@@ -282,6 +362,10 @@ def test_a_killed_estimate_goes_on(tmp_path):
     same(again, empirical_fisher(toy_model(), corpus_of(), "diagonal"))
     with pytest.raises(ValueError, match="checkpoint.*corpora"): empirical_fisher(toy_model(), corpus_of(seed=1), "diagonal", checkpoint=tmp_path / "f")
     with pytest.raises(ValueError, match="checkpoint.*level"): empirical_fisher(toy_model(), corpus_of(), checkpoint=tmp_path / "f")
+    small = corpus_of()
+    small.batch_size = 2
+    with pytest.raises(ValueError, match="checkpoint.*corpora"): empirical_fisher(toy_model(), small, "diagonal", checkpoint=tmp_path / "f")
+    with pytest.raises(ValueError, match="corpus: a checkpoint of batches that do not describe themselves"): empirical_fisher(toy_model(), list(corpus_of()), checkpoint=tmp_path / "g")
     (tmp_path / "f" / "fisher.json").write_text("{")
     with pytest.raises(ValueError, match="no complete estimate"): FisherEstimate.load(tmp_path / "f")
 
@@ -299,7 +383,10 @@ def test_unknown_settings(wrong, message):
 def test_bad_batches_and_models():
     model = model_of("bert")
     with pytest.raises(ValueError, match="batches: no sample"): empirical_fisher(model, [])
-    with pytest.raises(ValueError, match="batch: has no label"): empirical_fisher(model, [batch_of("mlm") | {"labels": torch.full((4, 12), -100)}])
+    with pytest.raises(ValueError, match="something to predict"): empirical_fisher(model, [batch_of("mlm") | {"labels": torch.full((4, 12), -100)}])
+    with pytest.raises(ValueError, match="batches: is a dict"): empirical_fisher(model, batch_of("mlm"))
+    with pytest.raises(ValueError, match="has no labels"): empirical_fisher(model, [{"input_ids": torch.ones(2, 3, dtype=torch.long)}])
+    with pytest.raises(ValueError, match="reduction: 'sum' is for the named"): empirical_fisher(model, [batch_of("mlm")], loss=lambda m, b: None, reduction="sum")
     with pytest.raises(ValueError, match="one loss for each"): empirical_fisher(model, [batch_of("mlm")], loss=lambda m, b: m(**b).loss)
     with pytest.raises(ValueError, match="no parameter requires"): empirical_fisher(model_of("bert").requires_grad_(False), [batch_of("mlm")])
     assert all(p.requires_grad for p in model.parameters()) and not any(m._forward_hooks for m in model.modules())
@@ -317,3 +404,36 @@ def test_agreement_measures():
     assert few["spearman"] < many["spearman"] < 1 and few["overlap"] < many["overlap"] < 1 and few["difference"] > many["difference"]
     with pytest.raises(ValueError, match="part: level"): agreement(empirical_fisher(model, corpus), full)
     with pytest.raises(ValueError, match="top"): agreement(full, full, (0,))
+
+
+MEMORY = """
+import resource, sys, torch
+from transformers import BertConfig, BertForMaskedLM
+from isoreg.corpus import sample_losses
+from isoreg.fisher import empirical_fisher
+torch.set_num_threads(1)
+model = BertForMaskedLM(BertConfig(vocab_size=30522, hidden_size=128, num_hidden_layers=4, num_attention_heads=2, intermediate_size=512)).eval()
+ids = torch.randint(1000, 30000, (16, 128))
+labels = torch.where(torch.rand(16, 128) < 0.15, ids, -100); labels[:, 1] = ids[:, 1]
+batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+small = {k: v[:2, :8] for k, v in batch.items()}
+sample_losses(model, small).sum().backward(); model.zero_grad()
+rss = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+base = rss()
+open("/proc/self/clear_refs", "w").write("5")      # forget the peak so far
+if sys.argv[1] == "plain":
+    for _ in range(2): model.zero_grad(); sample_losses(model, batch).sum().backward()
+else: empirical_fisher(model, [batch, batch], sys.argv[1])
+peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(peak - base)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+def test_memory_stays_below_twice_a_training_step(tmp_path):
+    def extra(what):
+        done = subprocess.run([sys.executable, "-c", MEMORY, what], capture_output=True, text=True)
+        if "clear_refs" in done.stderr: pytest.skip("the peak cannot be reset here")
+        return int(done.stdout)
+    plain = extra("plain")
+    assert extra("tensor") < 1.5 * plain and extra("diagonal") < 2 * plain

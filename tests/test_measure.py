@@ -78,7 +78,7 @@ def test_landscape_record(tmp_path, by, level, fisher_run):
     surface = as_surface(record)
     assert surface.is_line and surface.origin == record["origin"] and np.isfinite(record["hessian"][0][0])
     before = (tmp_path / "surface.json").stat().st_mtime_ns
-    assert measure_landscape(config, tmp_path)["losses"] == record["losses"] and (tmp_path / "surface.json").stat().st_mtime_ns == before
+    assert measure_landscape(config, tmp_path) == record and (tmp_path / "surface.json").stat().st_mtime_ns == before
 
 
 def test_estimates_of_another_kind_are_refused(tmp_path, fisher_run):
@@ -103,7 +103,7 @@ def test_collecting(tmp_path, fisher_run):
 @pytest.mark.parametrize("kind, wrong, message", [
     (FisherConfig, dict(loss="mse"), "loss: 'mse'"), (FisherConfig, dict(shares="1,x"), "shares: '1,x'"), (FisherConfig, dict(shares="200"), "shares"), (FisherConfig, dict(draws=0), "draws: 0"),
     (FisherConfig, dict(level="row"), "level: 'row'"), (FisherConfig, dict(precision="fp16"), "precision: 'fp16'"), (FisherConfig, dict(model="./nowhere"), "model: no config.json"),
-    (FisherConfig, dict(limit=0), "limit: 0"), (FisherConfig, dict(seed=-1), "seed: -1"), (LandscapeConfig, dict(subset="half"), "subset: 'half'"), (LandscapeConfig, dict(share=0.0), "share: 0.0"),
+    (FisherConfig, dict(limit=0), "limit: 0"), (FisherConfig, dict(span=0.5), "span: 0.5"), (FisherConfig, dict(seed=-1), "seed: -1"), (LandscapeConfig, dict(subset="half"), "subset: 'half'"), (LandscapeConfig, dict(share=0.0), "share: 0.0"),
     (LandscapeConfig, dict(points=4), "n: 4 points"), (LandscapeConfig, dict(fisher="nowhere"), "scores: 'nowhere'"), (LandscapeConfig, dict(batch_size="8"), "batch_size: '8'")])
 def test_bad_settings_fail_before_anything_is_loaded(kind, wrong, message):
     with pytest.raises(ValueError, match=message): kind(**wrong)
@@ -114,4 +114,6 @@ def test_unknown_setting_and_headless_model(tmp_path):
     AutoModelForMaskedLM.from_pretrained(toy_model_path()).bert.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(toy_model_path()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no pretrained head for mlm.*mlm_head"): load_language_model(FisherConfig(model=str(tmp_path)))
+    with pytest.raises(ValueError, match="sees the tokens on the right"): load_language_model(FisherConfig(loss="clm"))
+    with pytest.raises(ValueError, match="model: 'nobody/nothing' is no folder"): load_language_model(FisherConfig(model="nobody/nothing"))
     assert FisherConfig().key != FisherConfig(seed=1).key and LandscapeConfig(share=0.3).key == LandscapeConfig(share=0.4).key

@@ -1,10 +1,11 @@
 """The parameter `dropout` of a run: every kind trains, says what it applied, and composes with a penalty."""
+import hashlib
 import json
 
 import pytest
 
 from isoreg.dropout import HOWS, save_schedule
-from isoreg.finetune import RunConfig, RunRecord, run
+from isoreg.finetune import RunConfig, RunRecord, run, scores_source
 
 SMALL = dict(task="toy-cola", max_train=64, max_eval=32, epochs=1)
 
@@ -51,6 +52,46 @@ def test_keys_keep_and_tell_apart():
     assert len(keys) == len(HOWS) and plain.key in keys
     assert RunConfig(**SMALL, dropout="guided", p_max=0.2).key != RunConfig(**SMALL, dropout="guided").key
     assert RunConfig(**SMALL, dropout="gaussian", aggregate="sum").key == RunConfig(**SMALL, dropout="gaussian").key
+
+
+def test_the_content_of_files_is_in_the_key(tmp_path):
+    plan, scores = save_schedule(tmp_path / "plan.json", {"embeddings": 0.1}), tmp_path / "scores.json"
+    scores.write_text('{"bert.x": 1.0}')
+    of_plan, of_scores = RunConfig(**SMALL, dropout=str(plan)), RunConfig(**SMALL, dropout="guided", scores=str(scores))
+    keys, dicts = (of_plan.key, of_scores.key), (of_plan.to_dict(), of_scores.to_dict())
+    assert keys == (of_plan.key, of_scores.key) and not any("sha256" in k for d in dicts for k in d)
+    save_schedule(plan, {"embeddings": 0.2})
+    scores.write_text('{"bert.x": 2.0}')
+    assert of_plan.key != keys[0] and of_scores.key != keys[1] and (of_plan.to_dict(), of_scores.to_dict()) == dicts
+    save_schedule(plan, {"embeddings": 0.1})
+    assert of_plan.key == keys[0]
+    plan.unlink()
+    with pytest.raises(ValueError, match="dropout: .*plan.json"): of_plan.key
+    # no file, no change: the digest as it was before contents entered it
+    assert RunConfig(**SMALL, dropout="guided").key == "toy-cola-toy-bert-istar-0.1-guided-seed0-8c52f27328"
+
+
+def test_scores_source_and_the_record(tmp_path):
+    from transformers import AutoModelForMaskedLM
+
+    from isoreg.fisher import FisherEstimate, load_scores
+    from isoreg.toy import toy_model_path
+    model = AutoModelForMaskedLM.from_pretrained(toy_model_path())
+    numel = {n: p.numel() for n, p in model.named_parameters()}
+    estimate = FisherEstimate({n: p.detach().square().sum() for n, p in model.named_parameters()}, 3, "tensor", "mlm", numel=numel, model="toy-bert", fingerprint="f" * 64)
+    file = estimate.save(tmp_path / "fisher")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    assert scores_source(tmp_path / "fisher") == {"sha256": digest, "model": "toy-bert", "fingerprint": "f" * 64}
+    (tmp_path / "measure").mkdir()
+    record = tmp_path / "measure" / "record.json"
+    record.write_text(json.dumps({"config": {"model": "a/b"}, "fingerprint": "0ab", "tensor_scores": estimate.scores()}))
+    for path in (record, record.parent): assert scores_source(path) | {"sha256": ""} == {"sha256": "", "model": "a/b", "fingerprint": "0ab"}
+    (tmp_path / "plain.json").write_text(json.dumps(load_scores(record)))
+    assert set(scores_source(tmp_path / "plain.json")) == {"sha256"}
+    with pytest.raises(ValueError, match="scores: .*nowhere"): scores_source(tmp_path / "nowhere")
+    done = run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=str(tmp_path / "fisher")))
+    assert done.dropout["scores_source"] == scores_source(tmp_path / "fisher") and any("Fisher of toy-bert" in n for n in done.dropout["notes"])
+    assert done.to_dict()["dropout"]["scores_source"]["model"] == "toy-bert"
 
 
 @pytest.mark.parametrize("wrong, message", [
