@@ -466,15 +466,15 @@ def _complain(model: nn.Module, probe: _Probe, how: Callable):
     paths = ", ".join(dict.fromkeys(f"p={c.p:g} in {c.module or 'the model'} ({type(model.get_submodule(c.module)).__name__})" for c in stray))
     how(f"model: applies dropout at rates that cannot be set: {paths}; {_where(model)}")
 
-# %% ../nbs/06_dropout.ipynb #419344cd
+# %% ../nbs/06_dropout.ipynb #b558947b
 def _check_scores(scores) -> dict[str, float]:
     "Plain numbers by parameter name."
     if isinstance(scores, FisherEstimate): scores = scores.scores()
     if not isinstance(scores, Mapping) or not scores: raise ValueError("scores: need a mapping from parameter names to mean squared gradients, not empty")
     for name, v in scores.items():
         if isinstance(v, bool) or not isinstance(v, (int, float, np.number)):
-            raise ValueError(f"scores: {name!r} has a {type(v).__name__}; need the mean over the tensor's scalars as a number. FisherEstimate.mean() holds the sum "
-                             "over a tensor, or its diagonal: pass the estimate itself, or its .scores()")
+            raise ValueError(f"scores: {name!r} has a {type(v).__name__}; need the mean over the tensor's scalars as a number. FisherEstimate.mean() holds the "
+                             "sum over a tensor, or its diagonal: pass the estimate itself, or its .scores()")
     return dict(scores)
 
 # %% ../nbs/06_dropout.ipynb #786cd6c1
@@ -944,7 +944,7 @@ class _MixoutHook(_Hook):
 
     def leave(self, module, args, output): module.__dict__.pop("weight", None)
 
-# %% ../nbs/06_dropout.ipynb #13fcbc85
+# %% ../nbs/06_dropout.ipynb #e7207499
 def mixout(
     model: nn.Module,  # with its pretrained weights, before training
     p: float = 0.7,  # probability of the pretrained value; Lee et al. use 0.7 to 0.9
@@ -957,8 +957,8 @@ def mixout(
     """Mixout on every linear map of the encoder (not the pooler, not the head), in train mode only; biases are not mixed (Lee, Cho and Kang 2020).
 
     A hook mixes the weight just before its module runs: parameters keep their names, `state_dict`, copies, autocast and gradient checkpointing work as
-    before. Memory: one more copy of the mixed weights, which `save_pretrained` does not save: `load_dropout` asks for them. `ValueError` for a bad p, a second
-    Mixout, a model without linear maps, or weights that do not fit.
+    before. Memory: one more copy of the mixed weights, which `save_pretrained` does not save: `load_dropout` asks for them. `ValueError` for a bad p, a
+    second Mixout, a model without linear maps, or weights that do not fit.
     """
     p, body = _check_rate(p, "p"), _body(model)
     if unit not in ("neuron", "weight"): raise ValueError(f"unit: {unit!r} is unknown; use neuron or weight")

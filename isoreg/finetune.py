@@ -153,7 +153,7 @@ class RunConfig(_Parameters):
         _validate(self)
         _settle(self)
 
-# %% ../nbs/08_finetune.ipynb #53cb0e8a
+# %% ../nbs/08_finetune.ipynb #679e5a9e
 def scores_source(
     path: str | Path,  # what load_scores reads
 ) -> dict:  # sha256 (first 16 digits) of the file's content; model and fingerprint of its weights, where the file has them
@@ -163,9 +163,11 @@ def scores_source(
     try:
         content = file.read_bytes()
         about = json.loads(content)
-    except (OSError, ValueError) as error: raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error}); give what the notebook runs/fisher wrote") from None
-    config = about.get("config") if isinstance(about, dict) else None
-    found = {"model": config.get("model") if isinstance(config, dict) else about.get("model"), "fingerprint": about.get("fingerprint")} if isinstance(about, dict) else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error}); give what the notebook runs/fisher wrote") from None
+    about = about if isinstance(about, dict) else {}
+    config = about["config"] if isinstance(about.get("config"), dict) else about
+    found = {"model": config.get("model"), "fingerprint": about.get("fingerprint")}
     return {"sha256": hashlib.sha256(content).hexdigest()[:16]} | {k: v for k, v in found.items() if isinstance(v, str) and v}
 
 # %% ../nbs/08_finetune.ipynb #79a13797

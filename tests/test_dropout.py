@@ -419,9 +419,9 @@ def test_a_note_of_the_older_form_is_read():
 @pytest.mark.parametrize("p", [0.2, None])
 def test_gaussian_dropout_comes_back_as_noise(p, released, tmp_path):
     model = make(hidden_dropout_prob=0.3)
-    plain = model.config.to_dict()
+    own = rates(model)
     noise = gaussian_dropout(model, p, released=released)
-    set_dropout(model, {"embeddings": 0.4}, partial=True)  # the noise stays noise
+    raised = set_dropout(model, {"embeddings": 0.4}, partial=True)  # the noise stays noise
     loaded = saved(model, tmp_path)
     before = loaded.config.to_dict()
     applied = load_dropout(loaded)
@@ -432,14 +432,13 @@ def test_gaussian_dropout_comes_back_as_noise(p, released, tmp_path):
     assert x.std() == pytest.approx(0.4 / 0.6 if released else math.sqrt(0.4 / 0.6), rel=0.02)
     applied.undo()
     assert loaded.config.to_dict() == before and not any(m._forward_pre_hooks for m in loaded.modules())
-    noise.undo()
-    assert model.config.to_dict() == plain
+    raised.undo(); noise.undo()
+    assert rates(model) == own and not hasattr(model.config, "dropout_schedule")
 
 
 @pytest.mark.parametrize("how", [{}, {"unit": "weight", "keep_dropout": True}])
 def test_mixout_is_refused_or_put_on_again(how, tmp_path):
     model, start = make(), make().state_dict()
-    plain = model.config.to_dict()
     done = mixout(model, 0.6, **how)
     for q in model.parameters(): q.data.mul_(1.1)
     loaded = saved(model, tmp_path)
@@ -455,7 +454,7 @@ def test_mixout_is_refused_or_put_on_again(how, tmp_path):
     torch.testing.assert_close(output(loaded.train()), there)  # the same draws
     assert loaded.config.dropout_schedule == model.config.dropout_schedule
     done.undo()
-    assert model.config.to_dict() == plain
+    assert not hasattr(model.config, "dropout_schedule")
 
 
 def test_notes_that_cannot_be_put_on():
