@@ -203,7 +203,7 @@ def test_vectors_beside_lists_of_words(tmp_path):
 
 
 def test_text_in_another_encoding(tmp_path):
-    lines = [f"caf\u00e9 {i}" for i in range(8)]
+    lines = [f"r\u00e9gime {i}" for i in range(8)]
     (tmp_path / "latin.txt").write_bytes("\n".join(lines).encode("latin1"))
     _refused(tmp_path, "latin.txt", ["file", "latin.txt", "UTF-8"], "--model", "toy-bert")
     (tmp_path / "marked.txt").write_text("\n\n".join(lines), encoding="utf-8-sig")
