@@ -248,7 +248,7 @@ def _norms(dense, pieces) -> Tensor:
     together = [tuple(torch.cat(side) for side in zip(*uses)) for uses in pieces]
     return torch.stack([squared_norms(g[None], x[None])[0] for g, x in together]).sum()
 
-# %% ../nbs/04_fisher.ipynb #2dd06892
+# %% ../nbs/04_fisher.ipynb #c804ea47
 class _Losses(nn.Module):
     "The sample losses as the forward pass of a module, for functional_call."
 
@@ -278,7 +278,9 @@ def squares_by_function(
     level: str,  # "tensor" or "diagonal"
 ) -> dict[str, Tensor]:
     "Sums of squared gradients by torch.func, one sample at a time: right for any model."
-    loss = lambda p, row: torch.func.functional_call(losses, p, (row,))[0]
+    names = {id(p): n for n, p in losses.named_parameters()}  # each module once: a weight has every place where it stands, a shared module only one
+    places = [(f"{path}.{n}" if path else n, names[id(p)]) for path, m in losses.named_modules() for n, p in m.named_parameters(recurse=False, remove_duplicate=False)]
+    loss = lambda p, row: torch.func.functional_call(losses, {place: p[n] for place, n in places if n in p}, (row,), tie_weights=False)[0]
     total = {}
     for i in range(_size(batch)):
         for name, g in torch.func.grad(loss)(parameters, _pick(batch, [i])).items():
@@ -286,7 +288,7 @@ def squares_by_function(
             total[name] = total[name] + square if name in total else square
     return total
 
-# %% ../nbs/04_fisher.ipynb #63b9c722
+# %% ../nbs/04_fisher.ipynb #4c710918
 class _Squares:
     "Squared gradients of one batch after another: the tape where it is right, torch.func elsewhere."
 
@@ -343,7 +345,7 @@ class _Squares:
         if not torch.allclose(together.double(), alone.double(), rtol=0.05 if coarse else 1e-3, atol=1e-4, equal_nan=True):
             raise ValueError("loss: the loss of a sample depends on the other samples of its batch, so it has no gradient of its own; give a loss that treats each sample alone")
         ours, right = self.taped(two), self.functional(list(self.parameters), two)
-        floor = 1e-9 * max(float(v.mean()) / (1 if self.level == "diagonal" else self.parameters[n].numel()) for n, v in right.items())
+        floor = 1e-9 * max(float(v.detach().mean()) / (1 if self.level == "diagonal" else self.parameters[n].numel()) for n, v in right.items())
         for name, r in right.items():
             scale = float(r.abs().max()) + floor * (1 if self.level == "diagonal" else self.parameters[name].numel())
             if name in self.by_function or (name not in ours and not r.any()): continue   # seen by no hook, and the loss does not depend on it

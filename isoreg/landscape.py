@@ -344,7 +344,7 @@ def _like(d: Mapping[str, Tensor], params: dict) -> dict[str, Tensor]:
     "A direction on the devices of its parameters, in float32 or better."
     return {n: x.to(params[n].device, torch.promote_types(params[n].dtype, torch.float32)) for n, x in d.items()}
 
-# %% ../nbs/05_landscape.ipynb #7e41c3f1
+# %% ../nbs/05_landscape.ipynb #f4491188
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -372,7 +372,10 @@ def _to(x: Any, device: torch.device, copy: bool = False) -> Any:
     return x
 
 
-def _seed(number: int): torch.manual_seed(number); random.seed(number); np.random.seed(number)
+def _seed(number: int):
+    "As torch.manual_seed, which takes long where CUDA is not in use, and the generators of Python and NumPy."
+    torch.default_generator.manual_seed(number); random.seed(number); np.random.seed(number)
+    if torch.cuda.is_initialized(): torch.cuda.manual_seed_all(number)
 
 
 def _seeded(batches: Iterable, start: int = 0) -> Iterator:

@@ -106,7 +106,9 @@ def agree(ours: FisherEstimate, loop: dict, rtol=1e-6):
 def test_equals_a_loop_over_samples(name, level):
     model, loss = model_of(name), LOSS.get(name, "mlm")
     batches = [batch_of(loss), batch_of(loss, (7, 11), seed=3), batch_of(loss, (6,), seed=4)]
+    before = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
     ours = empirical_fisher(model, batches, level, loss)
+    assert {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)} == before      # ties as they were
     agree(ours, by_loop(model, batches, loss))
     assert ours.n_samples == 7
     assert not ours.by_function

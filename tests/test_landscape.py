@@ -436,6 +436,92 @@ def test_batches_that_change_are_found_out(how):
     assert torch.equal(model.w, before)
 
 
+class Counting(TextBatches):
+    "Counts the samples that are masked."
+    made = 0
+    def sample(self, number): self.made += 1; return super().sample(number)
+
+
+def first_losses(model, batch): return batch["input_ids"].double().mean(1) * model.w[0, 0].double() + torch.rand(len(batch["labels"]))
+
+
+def corpus_of(kind):
+    corpus = Counting(toy_corpus(10), toy_tokenizer(), batch_size=4, seed=3)
+    return {"corpus": corpus, "list": list(corpus), "loader": DataLoader(list(range(12)), batch_size=4, shuffle=True, collate_fn=lambda rows: {
+        "input_ids": torch.tensor(rows)[:, None], "labels": torch.randint(9, (len(rows), 2))})}[kind]
+
+
+@pytest.mark.parametrize("kind", ["corpus", "list", "loader"])
+def test_kept_batches_give_the_same_surface(kind, monkeypatch):
+    "All, some or none kept on the device: the same losses, bit for bit, draws of the loss included."
+    d, size = direction(Nowhere(), 0), lambda b: sum(t.nbytes for t in b.values())
+    whole = loss_line(Nowhere(), corpus_of(kind), d, grid(1, 5), first_losses).losses
+    for room in (size(next(iter(corpus_of(kind)))), 0):
+        monkeypatch.setattr("isoreg.landscape.CACHE_BYTES", room)
+        np.testing.assert_array_equal(loss_line(Nowhere(), corpus_of(kind), d, grid(1, 5), first_losses).losses, whole)
+
+
+@pytest.mark.parametrize("room, made", [(2**30, 20), (None, 20 + 4 * 6), (0, 60)])
+def test_masks_are_drawn_twice_at_most_for_kept_batches(room, made, monkeypatch):
+    corpus = corpus_of("corpus")                        # batches of 4, 4 and 2 samples, or of 2 first
+    first = next(iter(corpus))
+    if room is None: room, made = sum(t.nbytes for t in first.values()), 20 + 4 * (10 - len(first["labels"]))
+    corpus.made = 0
+    monkeypatch.setattr("isoreg.landscape.CACHE_BYTES", room)
+    loss_line(Nowhere(), corpus, direction(Nowhere(), 0), grid(1, 5), first_losses)
+    assert corpus.made == made
+
+
+@pytest.mark.parametrize("room", [2**30, 0])
+@pytest.mark.parametrize("harm", ["write", "remove"])
+def test_a_loss_may_spoil_its_batch(harm, room, monkeypatch):
+    "The next point gets the batch as it came; a list on the model's device that is written to cannot be read again."
+    def loss(model, batch):
+        values = first_losses(model, batch)
+        if harm == "write": batch["input_ids"].zero_()
+        else: del batch["input_ids"]
+        return values
+    monkeypatch.setattr("isoreg.landscape.CACHE_BYTES", room)
+    d = direction(Nowhere(), 0)
+    whole = loss_line(Nowhere(), corpus_of("corpus"), d, grid(1, 5), first_losses).losses
+    np.testing.assert_array_equal(loss_line(Nowhere(), corpus_of("corpus"), d, grid(1, 5), loss).losses, whole)
+    if harm == "write":
+        with pytest.raises(ValueError, match="gave other samples"): loss_line(Nowhere(), corpus_of("list"), d, grid(1, 5), loss)
+
+
+def test_a_source_that_fills_one_buffer_is_not_taken_for_unchanged():
+    class Refilled:
+        def __init__(self): self.buffer = np.zeros(3)
+        def __iter__(self):
+            for i in range(3): self.buffer[:] = i; yield {"x": torch.from_numpy(self.buffer)}
+    losses = loss_line(Nowhere(), Refilled(), direction(Nowhere(), 0), grid(1, 5), lambda m, b: b["x"]).losses
+    np.testing.assert_array_equal(losses, np.ones((5, 1)))
+
+
+@pytest.mark.parametrize("room", [2**30, 0])
+def test_the_same_tensors_are_hashed_once(room, monkeypatch):
+    "A list of batches is recognised; arrays, which keep no count of writes, are hashed at every point."
+    from isoreg import landscape
+    hashed, real = [], landscape._fingerprint
+    monkeypatch.setattr(landscape, "_fingerprint", lambda x, into=None: (hashed.append(1) if into is None else None, real(x, into))[1])
+    monkeypatch.setattr(landscape, "CACHE_BYTES", room)
+    loss_line(Nowhere(), corpus_of("list"), direction(Nowhere(), 0), grid(1, 5), first_losses)
+    assert len(hashed) == 3
+    arrays = [{"x": np.ones(2)}, {"x": np.zeros(2)}]
+    loss_line(Nowhere(), arrays, direction(Nowhere(), 0), grid(1, 5), lambda m, b: torch.from_numpy(b["x"]))
+    assert len(hashed) == 3 + 2 * 6
+
+
+def test_a_surface_as_a_part_of_a_record():
+    odd = Surface(np.array([[np.nan, np.inf, -np.inf], [0.1 + 0.2, 1e-310, -0.0]]), np.array([-1.0, 0]), np.array([-1.0, 0, 1]), {"seed": 3})
+    text = json.dumps({"kind": "landscape", **odd.to_dict()}, allow_nan=False)
+    back = Surface.from_dict(json.loads(text))
+    assert back.losses.tobytes() == odd.losses.tobytes() and back.info == odd.info and np.array_equal(back.betas, odd.betas)
+    with pytest.raises(ValueError, match="content: is no landscape .KeyError"): Surface.from_dict({"alphas": [0.0]})
+    with pytest.raises(ValueError, match="content: is no landscape"): Surface.from_dict(odd.to_dict() | {"losses": [[None, 1, 2], [1, 2, 3]]})
+    with pytest.raises(ValueError, match="content: holds 1 of 2 rows"): Surface.from_dict(odd.to_dict() | {"losses": [None, [1, 2, 3]]})
+
+
 def test_nan_and_infinity_are_kept(tmp_path):
     model = Nowhere()
     values = {-2.0: float("nan"), -1.0: float("inf"), 0.0: 1.0, 1.0: 2.0, 2.0: float("-inf")}
