@@ -252,7 +252,7 @@ class LandscapeConfig(LanguageConfig):
         if self.subset == "all": object.__setattr__(self, "share", 1.0)
         if self.subset in ("all", "random"): object.__setattr__(self, "fisher", None)
 
-# %% ../nbs/08c_measure.ipynb #37500f10
+# %% ../nbs/08c_measure.ipynb #fb478095
 def _mask(config: LandscapeConfig, model, corpus, loss) -> dict | None:
     "What moves; None is everything."
     if config.subset == "all": return None
@@ -288,20 +288,18 @@ def measure_landscape(
     directions = (first,) if config.shape == "line" else (first, second)
     record = record_of(config, notes, begun, resumed) | {
         "loss": loss, "samples": len(corpus.numbers), "corpus": corpus.describe(), "fingerprint": model_fingerprint(model), "moved": moved,
-        "parameters": sum(p.numel() for p in model.parameters()), "lengths": [d.length() for d in directions], "alphas": surface.alphas, "betas": surface.betas,
-        "losses": surface.losses, "origin": surface.origin, "profile": surface.radius_profile().to_dict("records"),
+        "parameters": sum(p.numel() for p in model.parameters()), "lengths": [d.length() for d in directions], **{k: v for k, v in surface.to_dict().items() if k != "info"}, "origin": surface.origin, "profile": surface.radius_profile().to_dict("records"),
         "hessian": plane_hessian(model, corpus, *directions, loss=loss) if config.hessian else None}
     record |= {"total_seconds": time.perf_counter() - begun}
     write_atomically(folder / "record.json", json.dumps(_plain({k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in record.items()}), indent=1) + "\n")
     return json.loads((folder / "record.json").read_text())
 
-# %% ../nbs/08c_measure.ipynb #ae376c9c
+# %% ../nbs/08c_measure.ipynb #85831ee0
 def as_surface(
     record: dict,  # of measure_landscape
 ) -> Surface:
     "The surface of a record, for its plots, its profile and its curvature by fit."
-    number = lambda rows: np.array([[np.nan if v is None else v for v in row] for row in rows], dtype=np.float64)
-    return Surface(number(record["losses"]), np.array(record["alphas"]), np.array(record["betas"]), {"loss": record["loss"], "model": record["config"]["model"]})
+    return Surface.from_dict(record | {"info": {"loss": record["loss"], "model": record["config"]["model"]}})
 
 # %% ../nbs/08c_measure.ipynb #fc600dce
 def collect_measurements(

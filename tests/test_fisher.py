@@ -242,6 +242,7 @@ def test_left_padding_needs_positions():
     for n, v in right.sums.items(): torch.testing.assert_close(ours.sums[n], v, rtol=1e-6, atol=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.func")
 def test_weights_that_are_not_finite_are_named():
     model = model_of("bert")
     with torch.no_grad(): model.bert.embeddings.LayerNorm.weight[0].fill_(float("nan"))

@@ -77,6 +77,8 @@ def test_landscape_record(tmp_path, by, level, fisher_run):
     assert record["origin"] == pytest.approx(measure.mean_loss(load_language_model(config)[0], corpus, "mlm"), rel=1e-5)
     surface = as_surface(record)
     assert surface.is_line and surface.origin == record["origin"] and np.isfinite(record["hessian"][0][0])
+    wild = json.loads(json.dumps(record | {"losses": [["inf"], ["nan"], *record["losses"][2:]]}))
+    assert as_surface(wild).losses[0, 0] == np.inf and np.isnan(as_surface(wild).losses[1, 0])
     before = (tmp_path / "surface.json").stat().st_mtime_ns
     assert measure_landscape(config, tmp_path) == record and (tmp_path / "surface.json").stat().st_mtime_ns == before
 
