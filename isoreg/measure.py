@@ -225,11 +225,11 @@ def _finished(folder: Path, config: LanguageConfig) -> dict | None:
     except (OSError, ValueError): return None
     return record if record.get("status") == "done" and record.get("config") == config.to_dict() else None
 
-# %% ../nbs/08c_measure.ipynb #9ba21132
+# %% ../nbs/08c_measure.ipynb #28dd1e56
 @dataclass(frozen=True)
 class LandscapeConfig(LanguageConfig):
     "A loss surface or line through a model."
-    limit: int | None = 64  # texts at most: every point of the grid reads them all
+    limit: int | None = 128  # texts at most: every point of the grid reads them all
     subset: str = "all"  # "all", "top" or "bottom" by Fisher information, or "random"
     share: float = 0.5  # of the parameters that move
     by: str = "tensor"  # share of the tensors, as released, or of the scalars: "scalar"

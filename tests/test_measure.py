@@ -1,4 +1,5 @@
 """Measurements: settings checked first, nothing computed twice, records that say what they are."""
+import ast
 import json
 
 import numpy as np
@@ -119,3 +120,16 @@ def test_unknown_setting_and_headless_model(tmp_path):
     with pytest.raises(ValueError, match="sees the tokens on the right"): load_language_model(FisherConfig(loss="clm"))
     with pytest.raises(ValueError, match="model: 'nobody/nothing' is no folder"): load_language_model(FisherConfig(model="nobody/nothing"))
     assert FisherConfig().key != FisherConfig(seed=1).key and LandscapeConfig(share=0.3).key == LandscapeConfig(share=0.4).key
+
+
+@pytest.mark.parametrize("name, kind", [("fisher", FisherConfig), ("landscape", LandscapeConfig)])
+def test_notebook_and_configuration_have_the_same_settings(name, kind):
+    from dataclasses import fields
+
+    from papermill import inspect_notebook
+
+    from isoreg.notebook import run_notebook_path
+    cell = inspect_notebook(str(run_notebook_path(name)))
+    values = {n: ast.literal_eval(p["default"]) for n, p in cell.items() if n != "out"}
+    assert set(values) == {f.name for f in fields(kind)}
+    assert kind.from_dict(values) == kind()
