@@ -1,16 +1,19 @@
 """Measurements: settings checked first, nothing computed twice, records that say what they are."""
 import ast
 import json
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
+from papermill import inspect_notebook
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import isoreg.measure as measure
 from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
 from isoreg.landscape import direction, subset
 from isoreg.measure import FisherConfig, LandscapeConfig, as_surface, collect_measurements, load_corpus, load_language_model, measure_fisher, measure_landscape
+from isoreg.notebook import run_notebook_path
 from isoreg.toy import toy_model_path
 
 TINY = dict(limit=60, shares="33,5", draws=2)
@@ -124,11 +127,6 @@ def test_unknown_setting_and_headless_model(tmp_path):
 
 @pytest.mark.parametrize("name, kind", [("fisher", FisherConfig), ("landscape", LandscapeConfig)])
 def test_notebook_and_configuration_have_the_same_settings(name, kind):
-    from dataclasses import fields
-
-    from papermill import inspect_notebook
-
-    from isoreg.notebook import run_notebook_path
     cell = inspect_notebook(str(run_notebook_path(name)))
     values = {n: ast.literal_eval(p["default"]) for n, p in cell.items() if n != "out"}
     assert set(values) == {f.name for f in fields(kind)}
