@@ -19,6 +19,7 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, GPT2
 from isoreg.corpus import TextBatches, sample_losses
 from isoreg.landscape import (RINGS, Direction, Surface, directional_curvature, direction, displaced, expected_curvature, grid, loss_line,
                               loss_surface, plane_hessian, plot, same_bits, subset)
+from isoreg.notebook import execute
 from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 matplotlib.use("Agg")
@@ -461,9 +462,9 @@ def test_kept_batches_give_the_same_surface(kind, monkeypatch):
         np.testing.assert_array_equal(loss_line(Nowhere(), corpus_of(kind), d, grid(1, 5), first_losses).losses, whole)
 
 
-@pytest.mark.parametrize("room, made", [(2**30, 20), (None, 20 + 4 * 6), (0, 60)])
+@pytest.mark.parametrize("room, made", [(2**30, 20), (None, None), (0, 60)])   # None: room for the first batch
 def test_masks_are_drawn_twice_at_most_for_kept_batches(room, made, monkeypatch):
-    corpus = corpus_of("corpus")                        # batches of 4, 4 and 2 samples, or of 2 first
+    corpus = corpus_of("corpus")                        # 10 samples, 5 points: one reading before them and one at each
     first = next(iter(corpus))
     if room is None: room, made = sum(t.nbytes for t in first.values()), 20 + 4 * (10 - len(first["labels"]))
     corpus.made = 0
@@ -654,6 +655,12 @@ def test_expected_curvature_is_the_mean_over_directions():
 
 
 # ---- summaries and pictures --------------------------------------------------------------------------------------------------------------
+
+def test_the_run_notebook_fits_on_a_coarse_grid(tmp_path):
+    execute("landscape", tmp_path / "out.ipynb", {"points": 3, "limit": 4, "hessian": False, "out": str(tmp_path / "runs")})
+    cells = json.loads((tmp_path / "out.ipynb").read_text())["cells"]
+    assert "the 9 points within 3.01" in "".join("".join(o.get("text", "")) for c in cells for o in c.get("outputs", []))
+
 
 def test_loss_by_radius():
     x = grid(1.5, 31)
