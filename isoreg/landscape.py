@@ -5,7 +5,7 @@ __all__ = ['ONE_D', 'NORMS', 'WHICH', 'PRECISIONS', 'CACHE_BYTES', 'RINGS', 'KIN
            'same_bits', 'displaced', 'grid', 'Curvature', 'Surface', 'loss_surface', 'loss_line', 'plane_hessian',
            'directional_curvature', 'expected_curvature', 'plot']
 
-# %% ../nbs/05_landscape.ipynb #4be20bb4
+# %% ../nbs/05_landscape.ipynb #84c8132a
 import hashlib
 import itertools
 import json
@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
