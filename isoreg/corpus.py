@@ -104,41 +104,9 @@ class _Parts:
         return {n: getattr(self, n) for n in names} | {
             "samples": len(self.numbers), "left_out": self.left_out, "fingerprint": digest.hexdigest(), "members": np.packbits(inside).tobytes().hex()}
 
-# %% ../nbs/03b_corpus.ipynb #7e4202df
-class TextBatches(_Parts):
-    """Batches of a text corpus for a language-model loss, the same at every pass.
-
-    Yields dicts of `input_ids`, `attention_mask` and `labels` (-100: not predicted), each (batch, length). Raises `ValueError` for an empty corpus,
-    a corpus with no token to predict, and a tokenizer without the tokens that the loss needs.
-    """
-
-    def __init__(
-        self,
-        texts: Sequence[str],  # one sample each; blank ones are left out
-        tokenizer: PreTrainedTokenizerBase,
-        loss: str = "mlm",  # "mlm", "clm" or "seq2seq"
-        batch_size: int = 16,  # sequences
-        max_length: int = 128,  # tokens of a sequence, special tokens among them; longer ones are cut
-        probability: float = 0.15,  # of a token to be predicted (mlm), share cut out (seq2seq)
-        span: float = 3.0,  # mean length of a span (seq2seq)
-        seed: int = 0,  # of masks and order
-        packed: bool = False,  # join the texts and cut them into pieces of max_length; the last, incomplete one is left out
-        name: str = "",  # of the corpus, for the record
-    ):
-        check_loss(loss)
-        if callable(loss): raise ValueError(f"loss: the batches need one of {', '.join(LOSSES)}, not a function")
-        if isinstance(texts, str): raise ValueError("texts: is one string; give a list of texts")
-        if batch_size < 1 or max_length < 4: raise ValueError(f"batch_size, max_length: {batch_size}, {max_length}; need at least 1 and 4")
-        if not 0 < probability < 1 or span < 1: raise ValueError(f"probability, span: {probability}, {span}; need a number between 0 and 1, and at least 1")
-        self.loss, self.batch_size, self.probability, self.span, self.seed, self.packed, self.name = loss, batch_size, probability, span, seed, packed, name
-        self.max_length, self.epoch, self.tokenizer = min(max_length, tokenizer.model_max_length), 0, tokenizer
-        self._special_tokens()
-        texts = [t for t in texts if t.strip()]
-        if not texts: raise ValueError(f"texts: the corpus {name!r} is empty; give at least one text that is not blank")
-        self.samples = self._tokenise(texts)
-        self.numbers = np.array([i for i, s in enumerate(self.samples) if self._predictable(s)], dtype=np.int64)
-        if not len(self.numbers): raise ValueError(f"texts: no text of the corpus {name!r} has a token that {loss} can predict; are the texts empty or all unknown words?")
-        self.left_out, self.drawn, self.part = len(self.samples) - len(self.numbers), None, None
+# %% ../nbs/03b_corpus.ipynb #d1366d71
+class _Samples(_Parts):
+    "Token ids of the samples, and what is predicted of each."
 
     def _special_tokens(self):
         t = self.tokenizer
@@ -180,6 +148,42 @@ class TextBatches(_Parts):
         if self.loss == "clm": return ids, ids
         if self.loss == "seq2seq": return corrupt_spans(ids, rng, self.sentinels, self.end_id, self.probability, self.span)
         return mask_tokens(ids, np.isin(ids, self.special), rng, self.tokenizer.mask_token_id, self.vocabulary, self.probability)
+
+# %% ../nbs/03b_corpus.ipynb #f6018184
+class TextBatches(_Samples):
+    """Batches of a text corpus for a language-model loss, the same at every pass.
+
+    Yields dicts of `input_ids`, `attention_mask` and `labels` (-100: not predicted), each (batch, length). Raises `ValueError` for an empty corpus,
+    a corpus with no token to predict, and a tokenizer without the tokens that the loss needs.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[str],  # one sample each; blank ones are left out
+        tokenizer: PreTrainedTokenizerBase,
+        loss: str = "mlm",  # "mlm", "clm" or "seq2seq"
+        batch_size: int = 16,  # sequences
+        max_length: int = 128,  # tokens of a sequence, special tokens among them; longer ones are cut
+        probability: float = 0.15,  # of a token to be predicted (mlm), share cut out (seq2seq)
+        span: float = 3.0,  # mean length of a span (seq2seq)
+        seed: int = 0,  # of masks and order
+        packed: bool = False,  # join the texts and cut them into pieces of max_length; the last, incomplete one is left out
+        name: str = "",  # of the corpus, for the record
+    ):
+        check_loss(loss)
+        if callable(loss): raise ValueError(f"loss: the batches need one of {', '.join(LOSSES)}, not a function")
+        if isinstance(texts, str): raise ValueError("texts: is one string; give a list of texts")
+        if batch_size < 1 or max_length < 4: raise ValueError(f"batch_size, max_length: {batch_size}, {max_length}; need at least 1 and 4")
+        if not 0 < probability < 1 or span < 1: raise ValueError(f"probability, span: {probability}, {span}; need a number between 0 and 1, and at least 1")
+        self.loss, self.batch_size, self.probability, self.span, self.seed, self.packed, self.name = loss, batch_size, probability, span, seed, packed, name
+        self.max_length, self.epoch, self.tokenizer = min(max_length, tokenizer.model_max_length), 0, tokenizer
+        self._special_tokens()
+        texts = [t for t in texts if t.strip()]
+        if not texts: raise ValueError(f"texts: the corpus {name!r} is empty; give at least one text that is not blank")
+        self.samples = self._tokenise(texts)
+        self.numbers = np.array([i for i, s in enumerate(self.samples) if self._predictable(s)], dtype=np.int64)
+        if not len(self.numbers): raise ValueError(f"texts: no text of the corpus {name!r} has a token that {loss} can predict; are the texts empty or all unknown words?")
+        self.left_out, self.drawn, self.part = len(self.samples) - len(self.numbers), None, None
 
     def _batches(self) -> list[np.ndarray]:
         "Sample numbers of each batch: similar lengths together, the batches in random order."

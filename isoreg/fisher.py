@@ -103,8 +103,86 @@ def _kind(module: nn.Module) -> str | None:
     name = type(module).__name__
     return "norm" if name.endswith(("RMSNorm", "T5LayerNorm")) and getattr(module, "weight", None) is not None and module.weight.ndim == 1 else None
 
-# %% ../nbs/04_fisher.ipynb #89d7d160
-class Tape:
+# %% ../nbs/04_fisher.ipynb #6deb201d
+class _Adding:
+    "Keeps the uses of a weight until all their gradients are there, then adds its squares."
+
+    def _arrived(self, module, x, g, sizes, own):
+        kind = _kind(module)
+        if kind != "embedding": x = x.reshape(-1, x.shape[-1])
+        g = g.reshape(-1, g.shape[-1])
+        for k, p in own:
+            if p.ndim == 2:
+                a, b = (x, g) if kind == "transposed" else (g, x)
+                self.uses[k].append((kind, a, b, sizes, getattr(module, "padding_idx", None)))
+                self.waiting[k] -= 1
+                if not self.waiting[k]: self._finish(k, p)
+            else:
+                v = g if kind != "norm" or p is getattr(module, "bias", None) else g * _normalised(module, x)
+                v = _sum_rows(v, sizes)
+                self.vectors[k] = self.vectors[k] + v if k in self.vectors else v
+
+    def _finish(self, k: int, p: Tensor):
+        "All uses of a weight have their gradients: add its squares, free the rest."
+        uses = self.uses.pop(k)
+        total = torch.zeros(p.shape if self.level == "diagonal" else (), dtype=_wide(p), device=p.device)
+        dense = [u for u in uses if u[0] != "embedding"]
+        pieces = [[(g[s], x[s]) for g, x, s in parts] for parts in zip(*(_pieces(u) for u in dense))]
+        if dense and self.level == "diagonal": add_squares(total, pieces)
+        elif dense: total += _norms(dense, pieces)
+        sparse = [(_owners(u[3], u[1].device), u[2].reshape(-1), u[1]) for u in uses if u[0] == "embedding"]
+        if sparse:
+            sample, row, E = _rows_that_occur(sparse, next((u[4] for u in uses if u[0] == "embedding"), None))
+            extra = E * (E + 2 * _dense_rows(pieces, sample, row, E) if dense else E)
+            if self.level == "diagonal": total.index_add_(0, row, extra.to(total.dtype))
+            else: total += extra.sum()
+        self.sums[self.names[k]] = total
+
+    def result(self) -> dict[str, Tensor]:
+        "Sums over the samples of this batch, by parameter name; parameters that the loss does not depend on are zero."
+        self.on = False
+        parameters = {id(p): p for p in self.model.parameters()}
+        for k in list(self.uses): self._finish(k, parameters[k])
+        for k, v in self.vectors.items():
+            self.sums[self.names[k]] = v.square().sum(0) if self.level == "diagonal" else v.square().sum()
+        self.uses.clear(); self.waiting.clear(); self.vectors.clear()
+        return self.sums
+
+# %% ../nbs/04_fisher.ipynb #d6139c84
+class _Watching(_Adding):
+    "Sees each use of a module in the forward pass."
+
+    def _per_sample_ids(self, module, args):
+        "Positions come as one row for all samples; give each sample its own, so that gradients stay apart."
+        if self.on and args and args[0].ndim == 2 and args[0].shape[0] == 1 < self.samples and module not in self.head:
+            return (args[0].expand(self.samples, -1), *args[1:])
+
+    def _split(self, module, x: Tensor) -> list[int] | None:
+        "Rows of each sample in the flattened input; None if they cannot be told apart."
+        if module in self.head and self.samples > 1 and x.shape[:-1] == (1, sum(self.counts)): return self.counts
+        if x.ndim >= 2 and x.shape[0] == self.samples: return [x[0, ..., 0].numel()] * self.samples
+
+    def _saw(self, module, args, output):
+        if not self.on or not torch.is_grad_enabled(): return
+        if not args:  # called by keyword
+            self.refused |= {self.names[id(p)] for p in module.parameters(recurse=False) if id(p) in self.names}
+            return
+        x = args[0].detach()
+        if module in self.relative:
+            self.relative[module] = x
+            return
+        sizes = self._split(module, x[..., None] if _kind(module) == "embedding" else x)
+        own = [(id(p), p) for p in module.parameters(recurse=False) if id(p) in self.names]
+        if sizes is None or not isinstance(output, Tensor):
+            self.refused |= {self.names[k] for k, _ in own}
+            return
+        leaf = output if output.requires_grad else output.detach().requires_grad_()
+        for k, p in own: self.waiting[k] += p.ndim == 2
+        leaf.register_hook(lambda g: self._arrived(module, x, g.detach(), sizes, own))
+        return output if leaf is output else leaf.clone()
+
+# %% ../nbs/04_fisher.ipynb #f5614c02
+class Tape(_Watching):
     "Adds up the squared gradients of each sample, in `sums`, during one forward and backward pass. See `empirical_fisher`."
 
     def __init__(self, model: nn.Module, names: dict[int, str], level: str, head: set[nn.Module]):
@@ -149,76 +227,6 @@ class Tape:
     def close(self):
         for handle in self.handles: handle.remove()
         for module, method in self.patched: delattr(module, method)
-
-    def _per_sample_ids(self, module, args):
-        "Positions come as one row for all samples; give each sample its own, so that gradients stay apart."
-        if self.on and args and args[0].ndim == 2 and args[0].shape[0] == 1 < self.samples and module not in self.head:
-            return (args[0].expand(self.samples, -1), *args[1:])
-
-    def _split(self, module, x: Tensor) -> list[int] | None:
-        "Rows of each sample in the flattened input; None if they cannot be told apart."
-        if module in self.head and self.samples > 1 and x.shape[:-1] == (1, sum(self.counts)): return self.counts
-        if x.ndim >= 2 and x.shape[0] == self.samples: return [x[0, ..., 0].numel()] * self.samples
-
-    def _saw(self, module, args, output):
-        if not self.on or not torch.is_grad_enabled(): return
-        if not args:  # called by keyword
-            self.refused |= {self.names[id(p)] for p in module.parameters(recurse=False) if id(p) in self.names}
-            return
-        x = args[0].detach()
-        if module in self.relative:
-            self.relative[module] = x
-            return
-        sizes = self._split(module, x[..., None] if _kind(module) == "embedding" else x)
-        own = [(id(p), p) for p in module.parameters(recurse=False) if id(p) in self.names]
-        if sizes is None or not isinstance(output, Tensor):
-            self.refused |= {self.names[k] for k, _ in own}
-            return
-        leaf = output if output.requires_grad else output.detach().requires_grad_()
-        for k, p in own: self.waiting[k] += p.ndim == 2
-        leaf.register_hook(lambda g: self._arrived(module, x, g.detach(), sizes, own))
-        return output if leaf is output else leaf.clone()
-
-    def _arrived(self, module, x, g, sizes, own):
-        kind = _kind(module)
-        if kind != "embedding": x = x.reshape(-1, x.shape[-1])
-        g = g.reshape(-1, g.shape[-1])
-        for k, p in own:
-            if p.ndim == 2:
-                a, b = (x, g) if kind == "transposed" else (g, x)
-                self.uses[k].append((kind, a, b, sizes, getattr(module, "padding_idx", None)))
-                self.waiting[k] -= 1
-                if not self.waiting[k]: self._finish(k, p)
-            else:
-                v = g if kind != "norm" or p is getattr(module, "bias", None) else g * _normalised(module, x)
-                v = _sum_rows(v, sizes)
-                self.vectors[k] = self.vectors[k] + v if k in self.vectors else v
-
-    def _finish(self, k: int, p: Tensor):
-        "All uses of a weight have their gradients: add its squares, free the rest."
-        uses = self.uses.pop(k)
-        total = torch.zeros(p.shape if self.level == "diagonal" else (), dtype=_wide(p), device=p.device)
-        dense = [u for u in uses if u[0] != "embedding"]
-        pieces = [[(g[s], x[s]) for g, x, s in parts] for parts in zip(*(_pieces(u) for u in dense))]
-        if dense and self.level == "diagonal": add_squares(total, pieces)
-        elif dense: total += _norms(dense, pieces)
-        sparse = [(_owners(u[3], u[1].device), u[2].reshape(-1), u[1]) for u in uses if u[0] == "embedding"]
-        if sparse:
-            sample, row, E = _rows_that_occur(sparse, next((u[4] for u in uses if u[0] == "embedding"), None))
-            extra = E * (E + 2 * _dense_rows(pieces, sample, row, E) if dense else E)
-            if self.level == "diagonal": total.index_add_(0, row, extra.to(total.dtype))
-            else: total += extra.sum()
-        self.sums[self.names[k]] = total
-
-    def result(self) -> dict[str, Tensor]:
-        "Sums over the samples of this batch, by parameter name; parameters that the loss does not depend on are zero."
-        self.on = False
-        parameters = {id(p): p for p in self.model.parameters()}
-        for k in list(self.uses): self._finish(k, parameters[k])
-        for k, v in self.vectors.items():
-            self.sums[self.names[k]] = v.square().sum(0) if self.level == "diagonal" else v.square().sum()
-        self.uses.clear(); self.waiting.clear(); self.vectors.clear()
-        return self.sums
 
 # %% ../nbs/04_fisher.ipynb #ba5d56c0
 def _sum_rows(x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -288,8 +296,35 @@ def squares_by_function(
             total[name] = total[name] + square if name in total else square
     return total
 
-# %% ../nbs/04_fisher.ipynb #4c710918
-class _Squares:
+# %% ../nbs/04_fisher.ipynb #78ae49ab
+class _Trial:
+    "The trial on two sequences of the first batch."
+
+    def trial(self, batch: dict):
+        "Compare tape and torch.func on two sequences; what differs is left to torch.func from here on."
+        self.tried, precision, self.precision = True, self.precision, "fp32"
+        lengths = batch["attention_mask"].sum(1) if isinstance(batch.get("attention_mask"), Tensor) and batch["attention_mask"].ndim == 2 else torch.zeros(_size(batch))
+        rows = [int(lengths.argmin()), int(lengths.argmax())]
+        if rows[0] == rows[1]: rows = [0, _size(batch) - 1]
+        two = _pick(batch, rows)
+        coarse = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
+        with torch.no_grad():
+            together = sample_losses(self.model, two, self.loss, self.reduction)
+            alone = torch.cat([sample_losses(self.model, _pick(two, [i]), self.loss, self.reduction) for i in range(2)]) if together.shape == (2,) else together
+        if not torch.allclose(together.double(), alone.double(), rtol=0.05 if coarse else 1e-3, atol=1e-4, equal_nan=True):
+            raise ValueError("loss: the loss of a sample depends on the other samples of its batch, so it has no gradient of its own; give a loss that treats each sample alone")
+        ours, right = self.taped(two), self.functional(list(self.parameters), two)
+        floor = 1e-9 * max(float(v.detach().mean()) / (1 if self.level == "diagonal" else self.parameters[n].numel()) for n, v in right.items())
+        for name, r in right.items():
+            scale = float(r.abs().max()) + floor * (1 if self.level == "diagonal" else self.parameters[name].numel())
+            if name in self.by_function or (name not in ours and not r.any()): continue   # seen by no hook, and the loss does not depend on it
+            if name not in ours or not float((ours[name].to(r) - r).abs().max()) <= (0.1 if coarse else 2e-3) * scale: self.by_function.add(name)
+        self.precision = precision
+        slow = sorted(n for n in self.by_function if right[n].any())
+        if slow: warnings.warn(f"{len(slow)} parameters are left to torch.func, one sample at a time, which is slow: {', '.join(slow[:3])}{' ...' if len(slow) > 3 else ''}")
+
+# %% ../nbs/04_fisher.ipynb #c062af72
+class _Squares(_Trial):
     "Squared gradients of one batch after another: the tape where it is right, torch.func elsewhere."
 
     def __init__(self, model, loss, level, reduction, precision):
@@ -330,29 +365,6 @@ class _Squares:
         wrapped = {f"model.{n}": self.parameters[n].detach() for n in names}
         with self.autocast(): sums = squares_by_function(_Losses(self.model, self.loss, self.reduction), wrapped, batch, self.level)
         return {n.removeprefix("model."): v for n, v in sums.items()}
-
-    def trial(self, batch: dict):
-        "Compare tape and torch.func on two sequences; what differs is left to torch.func from here on."
-        self.tried, precision, self.precision = True, self.precision, "fp32"
-        lengths = batch["attention_mask"].sum(1) if isinstance(batch.get("attention_mask"), Tensor) and batch["attention_mask"].ndim == 2 else torch.zeros(_size(batch))
-        rows = [int(lengths.argmin()), int(lengths.argmax())]
-        if rows[0] == rows[1]: rows = [0, _size(batch) - 1]
-        two = _pick(batch, rows)
-        coarse = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters.values())
-        with torch.no_grad():
-            together = sample_losses(self.model, two, self.loss, self.reduction)
-            alone = torch.cat([sample_losses(self.model, _pick(two, [i]), self.loss, self.reduction) for i in range(2)]) if together.shape == (2,) else together
-        if not torch.allclose(together.double(), alone.double(), rtol=0.05 if coarse else 1e-3, atol=1e-4, equal_nan=True):
-            raise ValueError("loss: the loss of a sample depends on the other samples of its batch, so it has no gradient of its own; give a loss that treats each sample alone")
-        ours, right = self.taped(two), self.functional(list(self.parameters), two)
-        floor = 1e-9 * max(float(v.detach().mean()) / (1 if self.level == "diagonal" else self.parameters[n].numel()) for n, v in right.items())
-        for name, r in right.items():
-            scale = float(r.abs().max()) + floor * (1 if self.level == "diagonal" else self.parameters[name].numel())
-            if name in self.by_function or (name not in ours and not r.any()): continue   # seen by no hook, and the loss does not depend on it
-            if name not in ours or not float((ours[name].to(r) - r).abs().max()) <= (0.1 if coarse else 2e-3) * scale: self.by_function.add(name)
-        self.precision = precision
-        slow = sorted(n for n in self.by_function if right[n].any())
-        if slow: warnings.warn(f"{len(slow)} parameters are left to torch.func, one sample at a time, which is slow: {', '.join(slow[:3])}{' ...' if len(slow) > 3 else ''}")
 
     def __call__(self, batch: dict) -> dict[str, Tensor]:
         if not self.tried: self.trial(batch)
