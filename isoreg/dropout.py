@@ -97,40 +97,9 @@ def _rate_of(func, args, kwargs) -> float:
 # %% ../nbs/06_dropout.ipynb #813baa64
 _RECORDERS: list = []  # the running ones; Gaussian noise reports to the last
 
-# %% ../nbs/06_dropout.ipynb #45db7a10
-class _Recorder(TorchFunctionMode):
-    "Records the dropout calls of a forward pass, and the parameters used before each."
-
-    def __init__(self, model: nn.Module, names: Mapping[int, str]):
-        super().__init__()
-        self.model, self.muted = model, False
-        self.names, self.paths = names, {id(m): path for path, m in model.named_modules()}
-        self.calls, self.events, self.since, self.stack = [], [], [], []
-        self.tags, self.alive, self.maps, self.embedded = {}, [], None, False
-
-    def __enter__(self):
-        def push(module, args): self.stack.append(self.paths.get(id(module), ""))
-        def pop(module, args, output): self.stack.pop()
-        self.hooks = [nn.modules.module.register_module_forward_pre_hook(push), nn.modules.module.register_module_forward_hook(pop)]
-        _RECORDERS.append(self)
-        self.kernels = contextlib.ExitStack()
-        self.kernels.enter_context(_kernels_watched(self))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.kernels.close()
-        _RECORDERS.remove(self)
-        for h in self.hooks: h.remove()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        tensors = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor)]
-        if getattr(func, "__name__", "") not in _LOOKS: self.use(tensors)
-        if func in _RATE: self.record(func, args, kwargs)
-        out = func(*args, **kwargs)
-        self.follow(func, tensors, out)
-        return out
+# %% ../nbs/06_dropout.ipynb #3f649fe1
+class _Notes:
+    "What a recorder writes down."
 
     def use(self, tensors):
         for name in (self.names[id(t)] for t in tensors if id(t) in self.names):
@@ -163,6 +132,41 @@ class _Recorder(TorchFunctionMode):
             outputs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
             self.tags.update({id(t): tag for t in outputs})
             self.alive += outputs  # an id is unique among the living
+
+# %% ../nbs/06_dropout.ipynb #d8761687
+class _Recorder(_Notes, TorchFunctionMode):
+    "Records the dropout calls of a forward pass, and the parameters used before each."
+
+    def __init__(self, model: nn.Module, names: Mapping[int, str]):
+        super().__init__()
+        self.model, self.muted = model, False
+        self.names, self.paths = names, {id(m): path for path, m in model.named_modules()}
+        self.calls, self.events, self.since, self.stack = [], [], [], []
+        self.tags, self.alive, self.maps, self.embedded = {}, [], None, False
+
+    def __enter__(self):
+        def push(module, args): self.stack.append(self.paths.get(id(module), ""))
+        def pop(module, args, output): self.stack.pop()
+        self.hooks = [nn.modules.module.register_module_forward_pre_hook(push), nn.modules.module.register_module_forward_hook(pop)]
+        _RECORDERS.append(self)
+        self.kernels = contextlib.ExitStack()
+        self.kernels.enter_context(_kernels_watched(self))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.kernels.close()
+        _RECORDERS.remove(self)
+        for h in self.hooks: h.remove()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor)]
+        if getattr(func, "__name__", "") not in _LOOKS: self.use(tensors)
+        if func in _RATE: self.record(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self.follow(func, tensors, out)
+        return out
 
 # %% ../nbs/06_dropout.ipynb #648440b7
 @contextlib.contextmanager

@@ -432,28 +432,9 @@ class _Mark:
         if isinstance(now, Tensor): return isinstance(then, tuple) and then[0]() is now and then[1] == _version(now)
         return type(now) is type(then) and now == then
 
-# %% ../nbs/05_landscape.ipynb #17403be8
-class _Passes:
-    "The mean loss over the batches, again and again; the batches of every pass are checked to be those of the first."
-
-    def __init__(self, model: nn.Module, batches: Iterable, loss: str | Callable, precision: str = "fp32", room: int = 0):
-        check_loss(loss)
-        if precision not in PRECISIONS: raise ValueError(f"precision: {precision!r} is unknown; use fp32 or bf16")
-        kind, remedy, made_for = type(batches).__name__, "give a list, a DataLoader or TextBatches", getattr(batches, "loss", None)
-        if not hasattr(batches, "__iter__") or isinstance(batches, (str, Mapping)): raise ValueError(f"batches: a {kind} is no series of batches; {remedy}")
-        if isinstance(batches, Iterator): raise ValueError(f"batches: a {kind} can be read only once, and every point reads all of it; {remedy}")
-        if isinstance(loss, str) and isinstance(made_for, str) and made_for in LOSSES and loss != made_for:
-            raise ValueError(f"loss: {loss!r}, but the batches were made for {made_for!r}; use the same for both")
-        self.model, self.batches, self.loss, self.precision = model, batches, loss, precision
-        self.device, self.samples = next(iter(_parameters(model).values())).device, 0
-        owners = (batches, *(getattr(batches, a, None) for a in ("sampler", "batch_sampler", "collate_fn")))
-        found = {id(g): g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)}
-        self.generators = [(g, g.get_state()) for g in found.values()]
-        self.kept, self.room = [], room
-        with _same_draws(self.generators, self.device):
-            read = [(_Mark(b), _fingerprint(b)) for b in _seeded(batches)]
-        self.marks, self.hashes = [m for m, _ in read], [h for _, h in read]
-        if not self.hashes: raise ValueError("batches: no batch came; pass batches that can be read")
+# %% ../nbs/05_landscape.ipynb #75c6e8f7
+class _Kept:
+    "Hands out the batches of a pass: from the copies on the device, then from the source, compared with the first pass."
 
     def __iter__(self):
         count = 0
@@ -482,6 +463,29 @@ class _Passes:
 
     def _differs(self):
         raise ValueError("batches: gave other samples or masks than at the first pass, so no two points could be compared; use TextBatches, or list(batches)")
+
+# %% ../nbs/05_landscape.ipynb #04c16eba
+class _Passes(_Kept):
+    "The mean loss over the batches, again and again; the batches of every pass are checked to be those of the first."
+
+    def __init__(self, model: nn.Module, batches: Iterable, loss: str | Callable, precision: str = "fp32", room: int = 0):
+        check_loss(loss)
+        if precision not in PRECISIONS: raise ValueError(f"precision: {precision!r} is unknown; use fp32 or bf16")
+        kind, remedy, made_for = type(batches).__name__, "give a list, a DataLoader or TextBatches", getattr(batches, "loss", None)
+        if not hasattr(batches, "__iter__") or isinstance(batches, (str, Mapping)): raise ValueError(f"batches: a {kind} is no series of batches; {remedy}")
+        if isinstance(batches, Iterator): raise ValueError(f"batches: a {kind} can be read only once, and every point reads all of it; {remedy}")
+        if isinstance(loss, str) and isinstance(made_for, str) and made_for in LOSSES and loss != made_for:
+            raise ValueError(f"loss: {loss!r}, but the batches were made for {made_for!r}; use the same for both")
+        self.model, self.batches, self.loss, self.precision = model, batches, loss, precision
+        self.device, self.samples = next(iter(_parameters(model).values())).device, 0
+        owners = (batches, *(getattr(batches, a, None) for a in ("sampler", "batch_sampler", "collate_fn")))
+        found = {id(g): g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)}
+        self.generators = [(g, g.get_state()) for g in found.values()]
+        self.kept, self.room = [], room
+        with _same_draws(self.generators, self.device):
+            read = [(_Mark(b), _fingerprint(b)) for b in _seeded(batches)]
+        self.marks, self.hashes = [m for m, _ in read], [h for _, h in read]
+        if not self.hashes: raise ValueError("batches: no batch came; pass batches that can be read")
 
     def losses(self, batch: Any) -> Tensor:
         "(batch,) losses of the samples of one batch."

@@ -84,8 +84,20 @@ class _MomentStates(torchmetrics.Metric):
         for name in self._fields: setattr(self, name, getattr(both.moments, name))
         self.first, self.varies = both.first, both.varies
 
-# %% ../nbs/01a_metric.ipynb #ddaa1355
-class IsoScore(_MomentStates):
+# %% ../nbs/01a_metric.ipynb #6e8496e6
+class _CheckedStates(_MomentStates):
+    "Refuses points that have no score."
+
+    def _checked(self, need: int) -> Moments:
+        "The moments of all points; `ValueError` where they have no score."
+        m, _, varies = self._state()
+        if m.count < need: raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
+        alone = self.reference_cov is None or self.zeta == (0 if self.convention == "released" else 1)
+        if alone and not varies: raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave constant clouds out")
+        return m
+
+# %% ../nbs/01a_metric.ipynb #e5b37bea
+class IsoScore(_CheckedStates):
     """IsoScore of all points that `update` has seen, over all batches and ranks.
 
     `compute` raises `ValueError` if too few points were seen or if they have no variance.
@@ -133,14 +145,6 @@ class IsoScore(_MomentStates):
         else: score = _mixed_score(m.cov(), self.reference_cov, self.zeta, self.convention)
         if not bool(torch.isfinite(score)): raise ValueError("points: NaN, infinite values or zero variance were seen; mask such points")
         return score
-
-    def _checked(self, need: int) -> Moments:
-        "The moments of all points; `ValueError` where they have no score."
-        m, _, varies = self._state()
-        if m.count < need: raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
-        alone = self.reference_cov is None or self.zeta == (0 if self.convention == "released" else 1)
-        if alone and not varies: raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave constant clouds out")
-        return m
 
     def stderr(self) -> float:
         "Standard error of the Gaussian-corrected score, from the accumulated covariance; rows are taken as independent."
