@@ -2,9 +2,11 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'DROPOUT_SETTINGS', 'GUIDED', 'RATED', 'SMALL', 'Recipe', 'RunConfig', 'scores_source', 'resolve_precision',
-           'RunRecord', 'load_model', 'training_arguments', 'ProgressFile', 'run', 'collect']
+           'RunRecord', 'pack', 'unpack', 'load_model', 'training_arguments', 'ProgressFile', 'run', 'sentence_vectors',
+           'collect']
 
-# %% ../nbs/08_finetune.ipynb #bb441c9e
+# %% ../nbs/08_finetune.ipynb #86299ef3
+import base64
 import dataclasses
 import difflib
 import hashlib
@@ -17,9 +19,11 @@ import subprocess
 import tempfile
 import time
 import warnings
+import zlib
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Iterable
 
 import numpy as np
 import torch
@@ -33,7 +37,8 @@ from .corpus import TextBatches
 from .dropout import AGGREGATES, CONTROLS, HOWS, apply_dropout, load_schedule
 from .files import write_atomically
 from .fisher import empirical_fisher, load_scores
-from .istar import CosReg, IStar, check_lam
+from .geometry import two_nn
+from .istar import CosReg, IStar, check_lam, eval_mode
 from .isoscore import CONVENTIONS, CORRECTIONS, check_zeta
 from .tasks import (
     PROTOCOLS, TASKS, TaskData, encode, encode_squad_eval, encode_squad_train, get_task, load_metric, load_task, squad_predictions)
@@ -283,7 +288,7 @@ def _validate(c: RunConfig):
         raise ValueError(f"model: no config.json in folder {c.model!r}; give a folder made by save_pretrained, or a name on the hub")
     if task.kind == "qa" and c.model == "toy-bert": raise ValueError("model: the embedded model reads 64 words; give squad a real encoder")
 
-# %% ../nbs/08_finetune.ipynb #3b3d9205
+# %% ../nbs/08_finetune.ipynb #cc2c8364
 @dataclass
 class RunRecord:
     "What a run measured. Written once, at the end, by way of a temporary file."
@@ -295,6 +300,8 @@ class RunRecord:
     metrics: dict = field(default_factory=dict)  # all metrics after the last epoch
     epochs: list = field(default_factory=list)  # one dict per epoch
     isoscore: dict = field(default_factory=dict)  # before, after: union, layers, embeddings, points of held-out tokens; IsoScore* with zeta = 0
+    geometry: dict = field(default_factory=dict)  # after training, held-out texts: intrinsic_dimension of cls and mean vectors by hidden state, mean_activation of the last
+    predictions: dict = field(default_factory=dict)  # of the evaluation rows, in their order; packed, see `unpack`
     loss: list = field(default_factory=list)  # one dict per logged step
     collapsed: bool = False  # all predictions are one class
     train_seconds: float = 0.0  # wall time of training, evaluations included
@@ -337,6 +344,26 @@ class RunRecord:
         if not isinstance(values, dict) or not {"status", "config", "metric", "value"} <= set(values) <= names:
             raise ValueError(f"path: {path} is not a run record of this version; run it again")
         return cls(**values)
+
+# %% ../nbs/08_finetune.ipynb #c523b961
+def pack(
+    predictions,  # class numbers, real numbers, or a list of dicts (answers to questions)
+) -> dict:  # kind "int16", "float32" or "json", rows, and data: zlib, then base64
+    "Predictions as a record keeps them."
+    if isinstance(predictions, list): kind, content = "json", json.dumps(predictions).encode()
+    else:
+        kind = "int16" if np.issubdtype(np.asarray(predictions).dtype, np.integer) else "float32"
+        content = np.asarray(predictions).astype(np.dtype(kind).newbyteorder("<")).tobytes()
+    return {"kind": kind, "rows": len(predictions), "data": base64.b64encode(zlib.compress(content, 9)).decode()}
+
+
+def unpack(
+    packed: dict,  # `predictions` of a record
+):  # array of class numbers or of real numbers, or list of dicts
+    "What `pack` was given."
+    content = zlib.decompress(base64.b64decode(packed["data"]))
+    if packed["kind"] == "json": return json.loads(content)
+    return np.frombuffer(content, dtype=np.dtype(packed["kind"]).newbyteorder("<"))
 
 # %% ../nbs/08_finetune.ipynb #8907156e
 def _plain(x):
@@ -410,7 +437,7 @@ class _InOrder(PenaltyTrainer):
 
     def _get_eval_sampler(self, eval_dataset): return SequentialSampler(eval_dataset)
 
-# %% ../nbs/08_finetune.ipynb #d39f63c7
+# %% ../nbs/08_finetune.ipynb #c0f5c23d
 def _encoded(config: RunConfig, data: TaskData, tokenizer, model: nn.Module):
     "Training rows, evaluation rows and a function from predictions to metrics."
     task, metric = data.task, load_metric(data.task)
@@ -421,13 +448,15 @@ def _encoded(config: RunConfig, data: TaskData, tokenizer, model: nn.Module):
         rows = rows.add_column("start_positions", [0] * len(rows)).add_column("end_positions", [0] * len(rows))
         references = [{"id": r["id"], "answers": r["answers"]} for r in data.evaluation]
 
-        def scores(p): return metric.compute(predictions=squad_predictions(*p.predictions[:2], windows, data.evaluation), references=references)
+        def scores(p):
+            scores.predictions = squad_predictions(*p.predictions[:2], windows, data.evaluation)
+            return metric.compute(predictions=scores.predictions, references=references)
     else:
         train, rows = (encode(part, task, tokenizer, config.max_length) for part in (data.train, data.evaluation))
 
         def scores(p):
             logits = p.predictions[0] if isinstance(p.predictions, tuple) else p.predictions
-            guess = logits.squeeze(-1) if task.kind == "regression" else logits.argmax(-1)
+            scores.predictions = guess = logits.squeeze(-1) if task.kind == "regression" else logits.argmax(-1)
             return metric.compute(predictions=guess, references=p.label_ids) | {"classes": len(np.unique(guess)) if task.kind == "classification" else 0}
     if not config.segment_ids or "token_type_ids" not in inspect.signature(model.forward).parameters:
         train, rows = (d.remove_columns([c for c in d.column_names if c == "token_type_ids"]) for d in (train, rows))
@@ -560,7 +589,7 @@ def run(
     try: return _run(config, ProgressFile(progress_file), isotropy_points)
     finally: torch.set_num_threads(threads)
 
-# %% ../nbs/08_finetune.ipynb #9af70982
+# %% ../nbs/08_finetune.ipynb #a549037e
 def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int) -> RunRecord:
     begun = time.perf_counter()
     record = RunRecord(config.key, config.to_dict(), started=datetime.now(timezone.utc).isoformat(timespec="seconds"))
@@ -587,10 +616,44 @@ def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int) -> Run
         _train(trainer, record)
         progress.write("done", steps, steps)
     _fill_record(record, config, data, trainer, isotropy, caught)
+    record.predictions, record.geometry = pack(scores.predictions), {"after": _geometry(trainer, rows, collate)}
     record.total_seconds = time.perf_counter() - begun
     return record
 
-# %% ../nbs/08_finetune.ipynb #f9ba30b5
+# %% ../nbs/08_finetune.ipynb #56085c67
+@torch.no_grad()
+def sentence_vectors(
+    model: nn.Module,  # a transformers model
+    batches: Iterable[dict],  # model inputs with an attention_mask
+) -> dict[str, torch.Tensor]:  # cls and mean: (L + 1, n_texts, d); mean_activation: (d,) of the last layer's tokens
+    "One vector a text and hidden state, of the first token and of the mean of all tokens, in eval mode; and the mean token of the last layer. Padding is left out."
+    cls, mean, total, tokens = [], [], 0, 0
+    device, body = next(model.parameters()).device, getattr(model, "base_model", model)
+    with eval_mode(model):
+        for batch in batches:
+            mask = batch["attention_mask"].to(device).unsqueeze(-1)
+            states = body(**{k: v.to(device) for k, v in batch.items()}, output_hidden_states=True).hidden_states
+            cls.append(torch.stack([h[:, 0] for h in states]).float().cpu())
+            mean.append(torch.stack([(h * mask).sum(1) / mask.sum(1) for h in states]).float().cpu())
+            total, tokens = total + (states[-1] * mask).sum((0, 1)).double().cpu(), tokens + int(mask.sum())
+    return {"cls": torch.cat(cls, 1), "mean": torch.cat(mean, 1), "mean_activation": (total / tokens).float()}
+
+
+def _geometry(trainer: PenaltyTrainer, rows, collate, most: int = 2000) -> dict:
+    "Intrinsic dimension by hidden state and mean activation, of a fixed sample of the evaluation texts."
+    vectors = sentence_vectors(trainer.model, _sample(rows.select(_order(len(rows))[:most]), collate))
+    return {"texts": vectors["cls"].shape[1], "mean_activation": [float(f"{x:.4g}") for x in vectors["mean_activation"]],
+            "intrinsic_dimension": {how: [_dimension(x) for x in vectors[how]] for how in ("cls", "mean")}}
+
+
+def _dimension(x: torch.Tensor) -> float | None:
+    try: return two_nn(x)
+    except ValueError: return None  # nearly all points are one, as [CLS] is before the first layer
+
+
+def _order(n: int) -> np.ndarray: return np.random.default_rng(0).permutation(n)
+
+# %% ../nbs/08_finetune.ipynb #188ba83a
 def _check_layers(config: RunConfig, depth: int):
     for name in ("layers", "cosreg_layer"):
         k = getattr(config, name)
@@ -600,8 +663,7 @@ def _check_layers(config: RunConfig, depth: int):
 def _sample(rows, collate, batch_size: int = 64) -> DataLoader:
     "Evaluation rows in one fixed random order, without labels."
     inputs = [c for c in rows.column_names if c in ("input_ids", "attention_mask", "token_type_ids")]
-    order = np.random.default_rng(0).permutation(len(rows))
-    return DataLoader(rows.select_columns(inputs).select(order), batch_size, collate_fn=collate)
+    return DataLoader(rows.select_columns(inputs).select(_order(len(rows))), batch_size, collate_fn=collate)
 
 
 def _train(trainer: PenaltyTrainer, record: RunRecord):
