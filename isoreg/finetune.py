@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'DROPOUT_SETTINGS', 'GUIDED', 'RATED', 'SMALL', 'Recipe', 'RunConfig', 'scores_source', 'resolve_precision',
-           'RunRecord', 'pack', 'unpack', 'load_model', 'training_arguments', 'ProgressFile', 'run', 'sentence_vectors',
-           'collect']
+           'RunRecord', 'record_schema', 'pack', 'unpack', 'load_model', 'training_arguments', 'ProgressFile', 'run',
+           'sentence_vectors', 'collect', 'command', 'model_card', 'save_model']
 
 # %% ../nbs/08_finetune.ipynb #86299ef3
 import base64
@@ -345,6 +345,22 @@ class RunRecord:
             raise ValueError(f"path: {path} is not a run record of this version; run it again")
         return cls(**values)
 
+# %% ../nbs/08_finetune.ipynb #4647ef67
+def record_schema() -> dict:
+    "JSON Schema (2020-12) of a run record, as `RunRecord.save` writes it."
+    kinds = {"str": "string", "dict": "object", "list": "array", "bool": "boolean", "float": "number", "int": "integer", "None": "null"}
+    score = {"type": "object", "required": ["union", "layers", "embeddings", "points"], "properties": {
+        "union": {"type": ["number", "null"]}, "layers": {"type": "array", "items": {"type": ["number", "null"]}}, "embeddings": {"type": ["number", "null"]}, "points": {"type": "integer"}}}
+    fields = {f.name: {"type": [kinds[n] for n in str(f.type if isinstance(f.type, str) else getattr(f.type, "__name__", f.type)).replace(" ", "").split("|")]}
+              for f in dataclasses.fields(RunRecord)}
+    fields["status"] = {"enum": ["done"]}
+    fields["isoscore"] |= {"properties": {"before": score, "after": score}, "required": ["before", "after"]}
+    fields["metrics"] |= {"additionalProperties": {"type": ["number", "null"]}}
+    fields["config"] |= {"required": ["task", "model", "regularizer", "lam", "seed"]}
+    fields["predictions"] |= {"properties": {"kind": {"enum": ["int16", "float32", "json"]}, "rows": {"type": "integer"}, "data": {"type": "string", "contentEncoding": "base64"}}}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "isoreg run record", "type": "object", "properties": fields,
+            "required": ["key", "config", "status", "metric", "value", "metrics", "isoscore", "data", "model", "hardware", "versions", "schema"], "additionalProperties": False}
+
 # %% ../nbs/08_finetune.ipynb #c523b961
 def pack(
     predictions,  # class numbers, real numbers, or a list of dicts (answers to questions)
@@ -572,7 +588,7 @@ def _penalty(config: RunConfig) -> nn.Module | None:
     if config.regularizer == "istar":
         return IStar(config.lam, config.zeta, layers=config.layers, correction=config.correction, convention=config.convention, padding=config.padding)
 
-# %% ../nbs/08_finetune.ipynb #7cca3472
+# %% ../nbs/08_finetune.ipynb #ebd14328
 SMALL = 2_000_000  # parameters
 
 
@@ -580,17 +596,18 @@ def run(
     config: RunConfig,  # everything that decides the run
     progress_file: str | Path | None = None,  # told how far the run is
     isotropy_points: int = 250_000,  # token vectors over all layers behind each isotropy score
+    model_folder: str | Path | None = None,  # gets the trained model, its tokenizer and a model card
 ) -> RunRecord:
     """Fine-tune and evaluate as the configuration says, and return the record.
 
     Raises `ValueError` for data or a model that is not there, before training starts.
     """
     threads = torch.get_num_threads()
-    try: return _run(config, ProgressFile(progress_file), isotropy_points)
+    try: return _run(config, ProgressFile(progress_file), isotropy_points, model_folder)
     finally: torch.set_num_threads(threads)
 
-# %% ../nbs/08_finetune.ipynb #a549037e
-def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int) -> RunRecord:
+# %% ../nbs/08_finetune.ipynb #4d58df92
+def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int, model_folder: str | Path | None) -> RunRecord:
     begun = time.perf_counter()
     record = RunRecord(config.key, config.to_dict(), started=datetime.now(timezone.utc).isoformat(timespec="seconds"))
     with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
@@ -618,6 +635,7 @@ def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int) -> Run
     _fill_record(record, config, data, trainer, isotropy, caught)
     record.predictions, record.geometry = pack(scores.predictions), {"after": _geometry(trainer, rows, collate)}
     record.total_seconds = time.perf_counter() - begun
+    if model_folder is not None: save_model(model, tokenizer, record, model_folder)
     return record
 
 # %% ../nbs/08_finetune.ipynb #56085c67
@@ -710,3 +728,57 @@ def collect(
     records = {r["key"]: r for r in lines + [r for r in found if r["status"] == "done"]}
     write_atomically(path, "".join(json.dumps(records[k]) + "\n" for k in sorted(records)))
     return [records[k] for k in sorted(records)]
+
+# %% ../nbs/08_finetune.ipynb #572a4292
+def command(
+    config: RunConfig,  # of the run
+) -> str:
+    "The shell command that makes this run: `isoreg run` with every setting that is not the default."
+    default, words = RunConfig(task=config.task, model=config.model, recipe=config.recipe, regularizer=config.regularizer, data_dir=config.data_dir).to_dict(), ["isoreg run"]
+    for name, value in config.to_dict().items():
+        asked = name in ("task", "model", "data_dir", "regularizer", "seed") or (name == "recipe" and value != _default_recipe(config))
+        if (not asked and value == default[name]) or value is None: continue
+        option = "--" + name.replace("_", "-")
+        words.append(f"{option if value else option.replace('--', '--no-', 1)}" if isinstance(value, bool) else f"{option} {value}")
+    return " ".join(words)
+
+# %% ../nbs/08_finetune.ipynb #346390c9
+def model_card(
+    record: RunRecord,  # of the run that trained the model
+) -> str:
+    "A model card in Markdown, front matter included, from what the record holds. It claims no licence: the one of the base model goes on."
+    c, task = RunConfig.from_dict(record.config), get_task(record.config["task"])
+    penalty = {"none": "no isotropy penalty", "istar": f"I-STAR, lambda {c.lam:g}, zeta {c.zeta:g}, {c.layers}", "cosreg": f"CosReg, lambda {c.lam:g}"}[c.regularizer]
+    front = {"library_name": "transformers", "base_model": c.model, "datasets": task.hub[0] if task.hub else c.task, "metrics": ", ".join(task.metrics), "tags": "isoreg"}
+    number = lambda x: "undefined" if x is None else f"{x:.4f}"
+    rows = [(m, number(v)) for m, v in record.metrics.items()] + [
+        ("majority rule, " + record.metric, number(record.data["majority"])), ("one class only", "yes" if record.collapsed else "no"),
+        ("IsoScore of held-out tokens, union of layers", f"{number(record.isoscore['before']['union'])} before, {number(record.isoscore['after']['union'])} after")]
+    notes = record.data["notes"] + record.model["notes"] + record.dropout.get("notes", []) + record.warnings
+    return "\n".join([
+        "---", *(f"{k}: {v}" for k, v in front.items()), "---", "", f"# {Path(c.model).name} on {c.task}, seed {c.seed}", "",
+        f"Fine-tuned by [isoreg](https://github.com/isoreg/isoreg) with {penalty}; dropout {c.dropout}. One run, one seed: a demonstration of the settings, not a result.", "",
+        "| evaluation | value |", "|:--|:--|", *(f"| {a} | {b} |" for a, b in rows), "",
+        f"Evaluated on {record.data['evaluation_rows']} rows after the last epoch; trained on {record.data['train_rows']} rows ({c.split_protocol} split).", "",
+        "## Settings", "", *(f"- {k}: {v}" for k, v in record.config.items() if v is not None), "", "## To make it again", "", f"    {command(c)}", "",
+        "## Where it was made", "", f"- {record.hardware.get('gpu') or record.hardware.get('cpu')}, {record.hardware.get('precision')}",
+        *(f"- {k} {v}" for k, v in record.versions.items()), f"- commit {record.git_commit}", f"- data fingerprint {record.data['fingerprint']}", "",
+        "## Notes", "", *(f"- {n}" for n in notes or ["none"]), ""])
+
+# %% ../nbs/08_finetune.ipynb #e3986e58
+def save_model(
+    model: nn.Module,  # a transformers model
+    tokenizer,  # its tokenizer
+    record: RunRecord,  # of the run
+    folder: str | Path,  # is replaced
+) -> None:
+    "Model, tokenizer and card for `from_pretrained`, written beside the folder and then put in its place."
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as there:
+        fresh = Path(there) / "model"
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        (fresh / "README.md").write_text(model_card(record))
+        if folder.exists(): folder.rename(Path(there) / "old")
+        fresh.rename(folder)

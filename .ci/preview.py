@@ -1,0 +1,157 @@
+"""A preview of the pages, without Quarto: each published notebook through nbdev_filter, nbconvert and pandoc, into one folder.
+
+    python .ci/preview.py _preview
+
+It is not the site: Quarto's layout, search and navigation are missing. What is the same is what goes in (the filtered
+notebooks, the captions, the cross-references, styles.css) and how equations are made (pandoc, MathML)."""
+
+import argparse, html, json, os, re, shutil, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import nbformat
+import yaml
+from nbconvert import HTMLExporter
+
+sys.path.insert(0, str(Path(__file__).parent))
+from check_site import OPTION, front_matter, hrefs, published, read_cells, run_filter, text_of  # noqa: E402
+
+CUT = "<!-- cut here -->"
+KINDS = {"fig": "Figure", "tbl": "Table", "eq": "Equation"}
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><link rel="icon" href="data:,"><link rel="stylesheet" href="{up}styles.css">
+<style>
+:root {{ color-scheme: light dark; --paper: #fff; --ink: #212529; --edge: #ccc; --soft: #f4f4f4; --link: #2761a3 }}
+@media (prefers-color-scheme: dark) {{ :root {{ --paper: #222; --ink: #ddd; --edge: #555; --soft: #2c2c2c; --link: #7fb3f0 }} }}
+body {{ margin: 0 auto; max-width: 52rem; padding: 1rem; font: 1rem/1.55 system-ui, sans-serif; background: var(--paper); color: var(--ink) }}
+a {{ color: var(--link) }} nav {{ font-size: .85rem }} img {{ max-width: 100%; height: auto; background: #fff }}
+pre {{ background: var(--soft); padding: .6rem; overflow-x: auto; font-size: .85rem }} code {{ overflow-wrap: anywhere }} pre code {{ overflow-wrap: normal }}
+td, th {{ border-bottom: 1px solid var(--edge); padding: .2rem .5rem; text-align: left }} .prompt {{ display: none }} figure {{ margin: 0 }}
+.note {{ border: 1px solid var(--edge); padding: .3rem .6rem }}
+</style></head><body>
+<p class="note">A preview without Quarto. <a href="{up}index.html">Start</a></p>
+<details><summary>Pages</summary><nav>{nav}</nav></details>
+<header><h1>{title}</h1><p>{description}</p></header><main>{body}</main></body></html>
+"""
+
+
+def options(cell: dict) -> dict[str, str]:
+    return {m[1]: m[2].strip("\"'") for line in cell["source"].splitlines() if (m := OPTION.match(line))}
+
+
+def numbered(cells: list[dict]) -> dict[str, str]:
+    "Label to number, counted by kind down the page."
+    found = []
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            found += [options(cell)["label"]] if "label" in options(cell) else []
+        else:
+            found += re.findall(r"\{#((?:fig|tbl|eq)-[\w:-]+)", cell["source"])
+    kind = lambda label: label.split("-")[0]
+    return {a: str(1 + sum(kind(b) == kind(a) for b in found[:i])) for i, a in enumerate(found) if kind(a) in KINDS}
+
+
+def to_pandoc(text: str, numbers: dict[str, str]) -> str:
+    "Quarto's references and numbered equations, in words that pandoc knows."
+    text = re.sub(r"(\$\$.*?\$\$)\s*\{#(eq-[\w:-]+)\}", lambda m: f"::: {{#{m[2]} .equation}}\n{m[1]}\n\n[({numbers[m[2]]})]{{.number}}\n:::", text, flags=re.S)
+    name = lambda m: f"[{KINDS[m[2]]} {numbers[m[1]]}](#{m[1]})" if m[1] in numbers else m[0]
+    return re.sub(r"(?<![\w`\\/])@((fig|tbl|eq)-[\w:]+(?:-[\w:]+)*)", name, text)
+
+
+def pandoc(texts: list[str]) -> list[str]:
+    done = subprocess.run(["pandoc", "-f", "markdown-implicit_figures", "-t", "html5", "--mathml", "--wrap=none"],
+                          input=f"\n\n{CUT}\n\n".join(texts), capture_output=True, text=True, check=True)
+    return done.stdout.split(CUT)
+
+
+def prepare(cells: list[dict], numbers: dict[str, str]) -> list:
+    "The cells as nbconvert needs them: options taken out, captions put in."
+    ready = []
+    for cell in cells:
+        said, source = options(cell), re.sub(r"^#\|.*\n?", "", cell["source"], flags=re.M).strip("\n")
+        if cell["cell_type"] == "raw" or said.get("include") == "false":
+            continue
+        if cell["cell_type"] == "markdown":
+            ready.append(nbformat.v4.new_markdown_cell(to_pandoc(cell["source"], numbers)))
+            continue
+        label, outputs = said.get("label", ""), [nbformat.from_dict(o) for o in cell.get("outputs", [])]
+        new = nbformat.v4.new_code_cell(source, outputs=[] if said.get("output") == "false" else outputs)
+        new.metadata["alt"] = said.get("fig-alt", "")
+        if said.get("echo") == "false":
+            new.metadata["transient"] = {"remove_source": True}
+        caption = said.get("fig-cap") or said.get("tbl-cap")
+        if label and caption:
+            ready.append(nbformat.v4.new_markdown_cell(f'<div id="{label}"></div>'))
+        ready.append(new)
+        if caption:
+            head = f"**{KINDS.get(label.split('-')[0], 'Figure')} {numbers.get(label, '')}.** "
+            ready.append(nbformat.v4.new_markdown_cell(f"::: {{.caption}}\n{head}{to_pandoc(caption, numbers)}\n:::"))
+    return ready
+
+
+def body(cells: list[dict]) -> str:
+    numbers = numbered(cells)
+    notebook = nbformat.v4.new_notebook(cells=prepare(cells, numbers))
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "text/markdown" in output.get("data", {}):
+                output.data["text/markdown"] = to_pandoc(text_of(output.data["text/markdown"]), numbers)
+    texts = [c.source for c in notebook.cells if c.cell_type == "markdown"]
+    texts += [o.data["text/markdown"] for c in notebook.cells for o in c.get("outputs", []) if "text/markdown" in o.get("data", {})]
+    made = dict(zip(texts, pandoc(texts)))
+    exporter = HTMLExporter(template_name="basic")
+    exporter.register_filter("markdown2html", lambda context, text=None: made[context if text is None else text])
+    exporter.filters["strip_files_prefix"] = lambda text: text
+    return exporter.from_notebook_node(notebook)[0]
+
+
+def links(text: str, pages: dict[str, str], folder: str) -> str:
+    "Links to notebooks and to the site's address, made links between the pages."
+    def local(m):
+        target, _, anchor = m[1].partition("#")
+        path = os.path.normpath(os.path.join(folder, target))
+        there = pages.get(path)
+        return m[0] if there is None else f'href="{os.path.relpath(there, folder or ".")}{"#" + anchor if anchor else ""}"'
+    return re.sub(r'href="(?!https?:|mailto:|#|data:)([^"]+)"', local, text)
+
+
+def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
+    "Write the preview of every published page, and the front page from README.md; the files."
+    config = yaml.safe_load((root / "_quarto.yml").read_text())
+    notebooks = [p for p in published(root, config["project"]["render"]) if p.suffix == ".ipynb"]
+    with ThreadPoolExecutor(workers) as pool:
+        filtered = list(pool.map(lambda p: run_filter(p, config["ipynb-filters"][0]), notebooks))
+    fronts = {p: front_matter(read_cells(p)) for p in notebooks}
+    place = {p: (p.parent / fronts[p].get("output-file", f"{p.stem}.html")).relative_to(root) for p in notebooks}
+    pages = {str(p.relative_to(root)): str(place[p]) for p in notebooks} | {"index.qmd": "index.html", "README.md": "index.html"}
+    order = [h for h in hrefs(config["website"]["sidebar"]) if h in pages]
+    names = {str(p.relative_to(root)): fronts[p].get("title", p.stem) for p in notebooks}
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    shutil.copy(root / "styles.css", out)
+    written = []
+    api = re.compile(r'href="https?://[^"/]+/\w+/(nbs/[\w/.-]+\.html)')
+    def write(target: str, title: str, description: str, content: str):
+        folder, up = os.path.dirname(target), "../" * target.count("/")
+        nav = " · ".join(f'<a href="{up}{pages[h]}">{html.escape(names.get(h, "isoreg"))}</a>' for h in order)
+        content = api.sub(lambda m: f'href="{up}{m[1]}', links(content, pages, folder))
+        (out / target).parent.mkdir(parents=True, exist_ok=True)
+        (out / target).write_text(PAGE.format(title=html.escape(title), description=html.escape(description), up=up, nav=nav, body=content))
+        written.append(out / target)
+    for path, done in zip(notebooks, filtered):
+        if done.returncode:
+            raise SystemExit(f"{path.relative_to(root)}: the filter fails: {done.stderr[-500:]}")
+        cells = [c | {"source": text_of(c["source"])} for c in json.loads(done.stdout)["cells"]]
+        write(str(place[path]), fronts[path].get("title", path.stem), fronts[path].get("description", ""), body(cells))
+    front = re.sub(r"^# .*$", "", (root / "README.md").read_text(), count=1, flags=re.M)
+    write("index.html", "isoreg", "", pandoc([front])[0])
+    return written
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=Path("_preview"))
+    found = build(Path(__file__).parents[1], parser.parse_args().out)
+    print(f"{len(found)} pages in {parser.parse_args().out}")

@@ -1,0 +1,150 @@
+"""Pages in a real browser: headless Chromium over the rendered site where Quarto is on PATH, over the preview without it."""
+import functools
+import http.server
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium"),
+              pytest.mark.skipif(not (shutil.which("quarto") or shutil.which("pandoc")), reason="neither quarto nor pandoc is on PATH")]
+
+
+def _load(name):
+    sys.path.insert(0, str(ROOT / ".ci"))
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _pages():
+    site = _load("check_site")
+    config = yaml.safe_load((ROOT / "_quarto.yml").read_text())
+    found = ["index.html"]
+    for path in site.published(ROOT, config["project"]["render"]):
+        if path.suffix == ".ipynb":
+            front = site.front_matter(site.read_cells(path))
+            found.append((path.parent / front["output-file"]).relative_to(ROOT).as_posix())
+    return found
+
+
+PAGES = _pages()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    "The pages: what quarto renders, or the preview."
+    out = tmp_path_factory.mktemp("pages") / "site"
+    if shutil.which("quarto"):
+        subprocess.run(["quarto", "render", "--output-dir", str(out)], cwd=ROOT, check=True, capture_output=True, timeout=1800)
+    else:
+        _load("preview").build(ROOT, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args): pass
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as p:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser, address, request):
+    "Open a page; what the console said and which requests failed."
+    said, contexts = [], []
+
+    def open_page(name, width=1200, scheme="light"):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda m: said.append(m.text) if m.type == "error" else None)
+        page.on("pageerror", lambda e: said.append(str(e)))
+        page.on("response", lambda r: said.append(f"{r.status} {r.url}") if r.status >= 400 else None)
+        page.goto(f"{address}/{name}", wait_until="load")
+        return page, said
+    yield open_page
+    for context in contexts: context.close()
+
+
+def source(name):
+    "The notebook (or README) behind a page."
+    if name == "index.html": return (ROOT / "README.md").read_text()
+    site = _load("check_site")
+    for path in (ROOT / Path(name).parent).glob("*.ipynb"):
+        cells = site.read_cells(path)
+        if site.front_matter(cells).get("output-file") == Path(name).name:
+            return "\n".join(c["source"] for c in cells if c["cell_type"] == "markdown")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_is_whole(name, opened):
+    page, said = opened(name)
+    state = page.evaluate("""() => ({
+        text: document.querySelector('main').innerText,
+        formulas: document.querySelectorAll('main math').length,
+        raw: [...document.querySelectorAll('main .math')].filter(e => !e.closest('math') && !e.querySelector('math')).map(e => e.innerText),
+        images: [...document.querySelectorAll('main img')].map(e => [e.complete && e.naturalWidth > 0, e.alt])})""")
+    assert not said
+    assert "$$" not in state["text"] and not state["raw"], "a formula was not turned into MathML"
+    assert not re.search(r"\$\$", source(name)) or state["formulas"]
+    assert "Traceback (most recent call last)" not in state["text"]
+    assert not re.search(r"^\s*#\s*\|", state["text"], re.M), "a directive shows"
+    assert not re.search(r"(?<!\w)@(fig|tbl|eq|sec)-\w", state["text"]), "a reference is not resolved"
+    for loaded, alt in state["images"]: assert loaded and len(alt) > 20
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_between_pages_lead_somewhere(name, opened, folder):
+    page, _ = opened(name)
+    links = page.evaluate("[...document.querySelectorAll('main a[href]')].map(a => a.getAttribute('href'))")
+    for link in links:
+        if re.match(r"https?:|mailto:|data:", link): continue
+        target, _, anchor = link.partition("#")
+        there = Path(os.path.normpath((folder / name).parent / target)) if target else folder / name
+        if there.suffix != ".html":  # source files: on the repository's page, not on the site
+            there = ROOT / Path(os.path.normpath(Path(name).parent / target))
+        assert there.exists(), f"{link} leads nowhere"
+        if anchor and there.suffix == ".html":
+            assert re.search(rf'\bid="{re.escape(anchor)}"', there.read_text()), f"{link}: no such place on the page"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_fits_a_phone(name, opened):
+    page, _ = opened(name, width=390)
+    wide = page.evaluate("""() => [...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1
+        && ![...(function*() { for (let p = e.parentElement; p; p = p.parentElement) yield p })()].some(p => /auto|scroll|hidden/.test(getComputedStyle(p).overflowX)))
+        .map(e => e.outerHTML.slice(0, 120))""")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 391, wide[:5]
+
+
+@pytest.mark.parametrize("name", ["index.html", "nbs/isoscore.html"])
+def test_dark_mode_is_dark(name, opened):
+    page, _ = opened(name, scheme="dark")
+    bright = "(getComputedStyle(document.body).backgroundColor.match(/\\d+/g) || []).slice(0, 3).map(Number).reduce((a, b) => a + b)"
+    if shutil.which("quarto") and page.locator(".quarto-color-scheme-toggle").count() and page.evaluate(bright) > 380:
+        page.locator(".quarto-color-scheme-toggle").first.click()
+    assert page.evaluate(bright) < 380
