@@ -457,7 +457,7 @@ class FisherEstimate(_Stored):
         return f"sum over samples of the squared gradient of the {self.reduction} loss of a {self.sample} (nats squared per squared weight)"
 
     def mean(self) -> dict[str, Tensor]:
-        "Mean over the samples: the empirical Fisher per scalar (@eq-empirical), or its trace over a tensor."
+        "Mean over the samples: the empirical Fisher per scalar, or its trace over a tensor."
         if not self.n_samples: raise ValueError("n_samples: the estimate is empty; nothing was summed")
         return {n: s / self.n_samples for n, s in self.sums.items()}
 

@@ -1,0 +1,604 @@
+"""Records to rows, statistics against scipy and brute force, verdicts, tables that equal the stored ones, published numbers with sources."""
+
+import dataclasses
+import html.parser
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings, strategies as st
+from scipy import stats
+
+matplotlib.use("Agg")
+from isoreg import report
+from isoreg.report import (
+    compare, failures, holm, label, load, plot_forest, plot_fraction, plot_layers, plot_mean_activation, plot_tradeoff, provenance, published, rank_correlation,
+    seeds_needed, sign_flip, smallest_p, summarise, t_interval, three_columns, to_html, to_latex, to_markdown, write_report)
+
+NBS = Path(__file__).parents[1] / "nbs"
+FIRST = NBS / "results" / "istar_first.jsonl"
+NONE, MINUS, PLUS = {"regularizer": "none", "lam": 0.0, "zeta": 0.0}, {"regularizer": "istar", "lam": -1.0}, {"regularizer": "istar", "lam": 1.0}
+
+
+def record(method, seed, value, task="rte", settings=(), **more):
+    config = {"task": task, "model": "bert-base-cased", "seed": seed, "recipe": "quick", "lr": 5e-5, "epochs": 3, "batch_size": 32} | method | dict(settings)
+    return {"key": f"{task}-{sorted(config.items())}", "config": config, "status": "done", "metric": "accuracy", "value": value, "metrics": {"accuracy": value, "f1": 0.5},
+            "collapsed": False, "data": {"majority": 0.527, "notes": [], "train_rows": 2490, "evaluation_rows": 277},
+            "isoscore": {"before": {"union": 0.2, "layers": [0.2, 0.1], "embeddings": 0.3}, "after": {"union": 0.1 + 0.01 * seed + 0.1 * (method.get("lam") or 0), "layers": [0.3, 0.2], "embeddings": 0.3}},
+            "hardware": {"cpu": "A CPU", "threads": 2, "gpu": None, "precision": "fp32"}, "git_commit": "0123456789abcdef", "started": f"2026-01-01T00:00:{seed:02d}"} | more
+
+
+def failed(method, seed, error="RuntimeError: out of memory", **kw):
+    whole = record(method, seed, 0.0, **kw)
+    return {"key": whole["key"], "config": whole["config"], "error": error, "traceback": "...", "attempts": 2}
+
+
+def arms(**values):
+    names = {"none": NONE, "minus": MINUS, "plus": PLUS}
+    return load([record(names[n], s, v) for n, vs in values.items() for s, v in enumerate(vs)])
+
+
+# ---- records to rows
+
+
+def test_importing_needs_neither_transformers_nor_matplotlib():
+    code = "import sys, isoreg.report as r; r.label({}); print([n for n in ('torch', 'transformers', 'matplotlib', 'datasets') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=NBS.parent)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_defaults_are_those_of_the_configuration():
+    from isoreg.finetune import RunConfig
+    assert report._defaults() == {f.name: f.default for f in dataclasses.fields(RunConfig)}
+    assert set(report.METHOD) <= set(report._defaults())
+
+
+def test_distinct_methods_have_distinct_labels():
+    from isoreg.finetune import RunConfig
+    penalties = [{"regularizer": "none"}, *({"regularizer": r, "lam": lam} for r in ("istar", "cosreg") for lam in (-1, -0.25, 1, 5))]
+    ways = [{}, {"zeta": 0.0}, {"zeta": 0.8}, {"layers": "mean"}, {"layers": 3}, {"correction": "ustat"}, {"convention": "text"}, {"cosreg_layer": 2}, {"padding": True}, {"reference_points": 5000}]
+    drops = [{}, {"dropout": "constant", "dropout_p": 0.05}, {"dropout": "constant", "dropout_p": 0.1}, {"dropout": "mixout"}, {"dropout": "gaussian"}, {"dropout": "gaussian-released"},
+             *({"dropout": d} | more for d in ("guided", "constant-mean", "reversed", "shuffled", "type-only") for more in ({}, {"p_max": 0.2}, {"p_min": 0.05}, {"aggregate": "sum"}))]
+    configs = [RunConfig(**p, **w, **d).to_dict() for p in penalties for w in ways for d in drops]
+    by_settings = {tuple(str(c[n]) for n in report.METHOD): label(c) for c in configs}
+    assert len(by_settings) > 1000 and len(set(by_settings.values())) == len(by_settings)
+
+
+def test_real_records_and_their_older_settings():
+    df = load(FIRST)
+    lines = [json.loads(line) for line in FIRST.read_text().splitlines()]
+    assert list(df.key) == [r["key"] for r in lines] and list(df.line) == list(range(1, len(lines) + 1))
+    assert list(df.value) == [r["value"] for r in lines] and list(df.isoscore_after) == [r["isoscore"]["after"]["union"] for r in lines]
+    assert set(df.dropout) == {"standard"} and set(df.p_max) == {0.1} and set(df.data) == {"whole"} and df.intrinsic_dimension_after.isna().all()
+    assert df.isoscore_layers_after[0] == lines[0]["isoscore"]["after"]["layers"]
+    assert sorted(set(df.method)) == ["I-STAR λ=-1", "I-STAR λ=1", "none"] and set(df.protocol) == {"corrected"}
+
+
+def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
+    def put(name, text):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    good = record(NONE, 0, 0.6)
+    put("a/record.json", json.dumps(good))
+    put("copy/record.json", json.dumps(good))
+    put("cut/record.json", json.dumps(good)[:300])
+    put("fisher/record.json", json.dumps({"kind": "fisher", "config": {"model": "m"}, "status": "done"}))
+    put("list/record.json", "[1, 2]")
+    put("lost/failed.json", json.dumps(failed(MINUS, 0)))
+    put("again/failed.json", json.dumps(failed(PLUS, 0)))
+    put("again/record.json", json.dumps(record(PLUS, 0, 0.7)))
+    put("nan/record.json", json.dumps(record(NONE, 1, float("nan"))))
+    with pytest.warns(UserWarning) as caught: df = load(tmp_path)
+    text = str(caught[0].message)
+    assert len(caught) == 1 and all(n in text for n in ("cut/record.json", "fisher/record.json", "list/record.json")) and "a/record.json" not in text
+    assert len(df) == 4 and dict(zip(df.method + df.seed.astype(str), df.status)) == {"none0": "done", "I-STAR λ=-10": "failed", "I-STAR λ=10": "done", "none1": "failed"}
+    assert df.error[df.method == "I-STAR λ=-1"].item().startswith("RuntimeError") and math.isnan(df.value[df.seed == 1].item())
+    assert list(failures(df).columns) == ["task", "method", "seed", "run", "attempts", "error"] and len(failures(df)) == 2
+
+
+def test_a_line_cut_in_a_jsonl_file_is_named(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps(record(NONE, 0, 0.6)) + "\n\n" + json.dumps(record(NONE, 1, 0.6))[:99] + "\n" + json.dumps(record(NONE, 2, 0.6)))
+    with pytest.warns(UserWarning, match=r"runs\.jsonl line 3 \(no complete JSON\)"): df = load(path)
+    assert list(df.seed) == [0, 2] and list(df.line) == [1, 4]
+
+
+def test_two_values_of_one_run_are_told():
+    one, two = record(NONE, 0, 0.6), record(NONE, 0, 0.7) | {"started": "2027-01-01"}
+    with pytest.warns(UserWarning, match="recorded twice with values 0.6 and 0.7"): df = load([one, two])
+    assert list(df.value) == [0.7]
+
+
+@pytest.mark.parametrize("source", ["no/such/folder", []])
+def test_nothing_to_load(source):
+    with pytest.raises(ValueError, match="source: "): load(source)
+
+
+def test_run_records_and_new_fields_are_taken():
+    from isoreg.finetune import RunConfig, RunRecord
+    run = RunRecord("k", RunConfig(regularizer="none", dropout="guided").to_dict(), metric="accuracy", value=0.5)
+    df = load([run, record(NONE, 0, 0.6, geometry={"after": {"intrinsic_dimension": {"cls": [None, 5.0, 4.0], "mean": [6.0, 5.0, 4.0]}, "mean_activation": [0.1, 0.2]}}, predictions={"kind": "int16"})])
+    assert list(df.method) == ["guided dropout", "none"] and list(df.data) == ["toy", "whole"]
+    assert df.intrinsic_dimension_after[1]["mean"] == [6.0, 5.0, 4.0] and df.mean_activation_after[1] == [0.1, 0.2] and df.predictions[1] == {"kind": "int16"}
+
+
+def test_scores_are_named_where_they_differ():
+    guided = lambda scores, seed: record({"regularizer": "none", "dropout": "guided", "scores": scores}, seed, 0.6)
+    assert set(load([guided("results/minilm_scores.json", 0), guided("results/minilm_scores.json", 1), record(NONE, 0, 0.6)]).method) == {"guided dropout", "none"}
+    assert set(load([guided("out/run-a/full", 0), guided(None, 0)]).method) == {"guided dropout scores run-a", "guided dropout"}
+
+
+@pytest.mark.parametrize("settings, notes, kind", [
+    ((), [], "whole"), ({"train_split": "train_rebuilt"}, [], "rebuilt"), ({"eval_split": "validation_part"}, [], "part"), ({"train_fraction": 0.5}, [], "part"),
+    ((), ["train is 100 of 2490 rows"], "part"), ((), ["train has 99 rows, the official split 2490"], "part"), ({"task": "toy-rte"}, [], "toy")])
+def test_data_are_called_what_they_are(settings, notes, kind):
+    df = load([record(NONE, 0, 0.6, settings=settings, data={"majority": 0.5, "notes": notes})])
+    assert df.data[0] == kind and f" {kind} (" in provenance(df)
+
+
+def test_provenance_names_everything():
+    df = load([record(NONE, s, 0.6) for s in (0, 1, 2, 5)] + [failed(MINUS, 0), record(NONE, 0, 0.6, settings={"model": "/models/minilm-l6-h384", "recipe": "istar-released"})])
+    text = provenance(df)
+    for part in ("bert-base-cased (size unknown)", "minilm-l6-h384 (size unknown; a stand-in", "rte whole (2490 rows for training, 277 for evaluation)", "corrected (quick)",
+                 "as released (istar-released)", "Seeds 0, 1, 2, 5", "A CPU, 2 threads, fp32", "Commit 01234567.", "6 runs, 1 failed"):
+        assert part in text, part
+    assert "/models" not in text
+
+
+# ---- statistics
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=30).filter(lambda v: np.std(v) > 1e-3), st.sampled_from([0.9, 0.95, 0.99]))
+@settings(max_examples=60, deadline=None)
+def test_t_interval_is_that_of_scipy(values, level):
+    theirs = stats.ttest_1samp(values, 0).confidence_interval(level)
+    np.testing.assert_allclose(t_interval(values, level), theirs, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(t_interval([*values, float("nan")], level), theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_no_interval_from_nothing():
+    assert all(math.isnan(x) for v in ([], [1.0], [0.7] * 5) for x in t_interval(v))
+    with pytest.raises(ValueError, match="level: "): t_interval([1, 2], 95)
+
+
+def test_the_t_interval_covers_and_the_bootstrap_does_not():
+    "At five seeds, 4000 samples: a standard error of 0.35 points."
+    x = np.random.default_rng(1).normal(3, 2, size=(4000, 5))
+    low, high = np.array([t_interval(row) for row in x]).T
+    assert abs(np.mean((low < 3) & (3 < high)) - 0.95) < 0.011
+    boot = stats.bootstrap((x[:1000],), np.mean, axis=-1, method="percentile", n_resamples=499, random_state=np.random.default_rng(2)).confidence_interval
+    assert np.mean((boot.low < 3) & (3 < boot.high)) < 0.87
+
+
+@given(st.lists(st.integers(-8, 8), min_size=2, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_sign_flip_by_brute_force(d):
+    flips = [abs(sum(s * x for s, x in zip(signs, d))) >= abs(sum(d)) for signs in itertools.product((-1, 1), repeat=len(d))]
+    assert sign_flip(np.array(d) / 7)[0] == pytest.approx(np.mean(flips), abs=1e-12)
+    assert sign_flip(-np.array(d) / 7)[0] == pytest.approx(sign_flip(np.array(d) / 7)[0])
+    assert sign_flip(d)[0] >= smallest_p(sum(x != 0 for x in d)) - 1e-12
+
+
+@pytest.mark.parametrize("n", [5, 8, 11])
+def test_sign_flip_of_signed_ranks_is_wilcoxons_test(n):
+    d = np.random.default_rng(n).normal(0.6, 1, n)
+    ranks = np.sign(d) * stats.rankdata(abs(d))
+    assert sign_flip(ranks)[0] == pytest.approx(stats.wilcoxon(d, method="exact").pvalue)
+
+
+def test_many_pairs_are_sampled_and_it_is_said():
+    d = np.random.default_rng(0).normal(0.25, 1, 30)
+    p, how = sign_flip(d)
+    assert how == "99999 random sign patterns" and p == pytest.approx(stats.ttest_1samp(d, 0).pvalue, rel=0.15) and sign_flip(d) == (p, how)
+    assert sign_flip(np.ones(14))[1] == "exact, 16384 sign patterns"
+    with pytest.raises(ValueError, match="differences: "): sign_flip([0.1, float("nan")])
+    assert sign_flip([])[1] == "no pair" and sign_flip([0.3])[0] == 1
+
+
+def test_holm_on_a_known_example():
+    np.testing.assert_allclose(holm([0.01, 0.02, 0.03, 0.04, 0.05]), [0.05, 0.08, 0.09, 0.09, 0.09])       # as R's p.adjust gives it
+    np.testing.assert_allclose(holm([0.04, float("nan"), 0.01]), [0.04, float("nan"), 0.02])
+    assert holm([]).size == 0
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_holm_is_the_closed_bonferroni_test(p):
+    "A hypothesis falls only if every set that holds it does: the largest |S| min(p in S) over the sets S that hold it."
+    closed = [min(1, max(len(s) * min(p[j] for j in s) for k in range(1, len(p) + 1) for s in itertools.combinations(range(len(p)), k) if i in s)) for i in range(len(p))]
+    ours = holm(p)
+    np.testing.assert_allclose(ours, closed)
+    assert (ours >= np.array(p) - 1e-15).all() and (np.diff(ours[np.argsort(p, kind="stable")]) >= 0).all()
+
+
+@given(st.integers(1, 500), st.sampled_from([0.1, 0.05, 0.01]))
+@settings(max_examples=100, deadline=None)
+def test_seeds_needed_is_the_first_number_that_reaches(tests, alpha):
+    n = seeds_needed(tests, alpha)
+    assert tests * 2 / 2**n <= alpha < tests * 2 / 2 ** (n - 1)
+
+
+def test_a_table_without_effects_has_few_false_findings():
+    "Eight seeds, four methods that do nothing and share a baseline: one false verdict or more in at most 5 % of the tables."
+    rng, wrong, tables = np.random.default_rng(3), 0, 300
+    for _ in range(tables):
+        x = rng.normal(size=(5, 8))
+        wrong += (holm([sign_flip(row - x[0])[0] for row in x[1:]]) <= 0.05).any()
+    assert wrong / tables < 0.05 + 3 * math.sqrt(0.05 * 0.95 / tables)
+
+
+# ---- summaries
+
+
+def test_failed_and_collapsed_runs_are_counted():
+    df = load([record(NONE, 0, 0.6), record(NONE, 1, 0.8), record(NONE, 2, 0.527, collapsed=True), failed(NONE, 3), failed(PLUS, 0)])
+    s = summarise(df).set_index("method")
+    one = s.loc["none"]
+    assert (one.n, one.failed, one.collapsed) == (3, 1, 1) and one.seeds == [0, 1, 2, 3] and len(one["keys"]) == 4
+    np.testing.assert_allclose([one["mean"], one["sd"], one["median"], one["worst"]], [np.mean([0.6, 0.8, 0.527]), np.std([0.6, 0.8, 0.527], ddof=1), 0.6, 0.527])
+    assert (s.loc["I-STAR λ=1", "n"], s.loc["I-STAR λ=1", "failed"]) == (0, 1)
+    text = to_markdown(summarise(df))
+    assert "3, and 1 failed" in text and "1 of 3" in text and "no finished run" in text and "1 of 5 runs" not in text and "5 runs, 2 failed" in text
+
+
+def test_every_setting_that_varies_makes_a_row():
+    df = load([record(NONE, s, 0.6, settings={"lr": lr, "data_dir": f"d{s}"}) for s in (0, 1) for lr in (1e-5, 3e-5)])
+    s = summarise(df)
+    assert list(s.lr) == [1e-5, 3e-5] and list(s.n) == [2, 2] and list(s.columns[:3]) == ["task", "lr", "method"]
+    assert list(summarise(df, by=[]).n) == [4]
+    with pytest.raises(ValueError, match="by: no column 'lrr'; settings that vary are lr"): summarise(df, by=["lrr"])
+
+
+def test_protocols_are_never_mixed():
+    df = load([record(NONE, s, 0.6, settings={"recipe": r}) for s in (0, 1) for r in ("istar-released", "istar-paper")])
+    assert list(summarise(df).protocol) == ["as released", "corrected"]
+
+
+def test_other_values():
+    df = arms(none=[0.6, 0.7], plus=[0.5, 0.4])
+    assert list(summarise(df, value="f1")["mean"]) == [0.5, 0.5] and summarise(df, value="isoscore_after")["mean"].round(3).tolist() == [0.105, 0.205]
+    with pytest.raises(ValueError, match="value: 'bleu' is in no finished run; use one of accuracy, f1"): summarise(df, value="bleu")
+
+
+# ---- comparisons
+
+
+def test_compare_against_scipy():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(0.6, 0.02, 9), rng.normal(0.62, 0.02, 9)
+    r = compare(arms(none=x, plus=y)).iloc[0]
+    theirs = stats.ttest_rel(y, x)
+    np.testing.assert_allclose([r.difference, r.low, r.high], [np.mean(y - x), *theirs.confidence_interval()])
+    assert r.p == pytest.approx(stats.permutation_test((y, x), lambda a, b: np.mean(a - b), permutation_type="samples", n_resamples=np.inf).pvalue)
+    assert r.n == 9 and r.incomplete == [] and r.p_holm == r.p and r.differ == []
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(-0.5, 0.5)), min_size=2, max_size=7))
+@settings(max_examples=25, deadline=None)
+def test_what_a_seed_adds_to_both_arms_changes_nothing(rows):
+    a, b, shared = np.round(np.array(rows).T, 3)
+    one, two = compare(arms(none=a, plus=b)).iloc[0], compare(arms(none=a + shared, plus=b + shared)).iloc[0]
+    np.testing.assert_allclose([one.difference, one.p], [two.difference, two.p], atol=1e-9)
+    if not np.allclose(b - a, (b - a)[0]): np.testing.assert_allclose([one.low, one.high], [two.low, two.high], atol=1e-9)
+    back = compare(arms(none=a, plus=b), baseline="I-STAR λ=1").iloc[0]
+    np.testing.assert_allclose([back.difference, back.p], [-one.difference, one.p], atol=1e-9)
+    swap = {"higher": "lower", "lower": "higher"}
+    assert back.verdict == swap.get(one.verdict, one.verdict)
+
+
+@pytest.mark.parametrize("n, effect, verdict", [
+    (5, 0.1, "cannot tell: 5 pairs reach p ≥ 0.0625; 6 seeds would"), (6, 0.1, "higher"), (6, -0.1, "lower"), (1, 0.1, "cannot tell: 1 pair reaches p ≥ 1.000; 6 seeds would"),
+    (8, 0.0, "equal in all 8 pairs")])
+def test_verdicts(n, effect, verdict):
+    base = np.random.default_rng(n).normal(0.6, 0.02, n)
+    assert compare(arms(none=base, plus=base + effect)).verdict[0] == verdict
+
+
+def test_the_mixed_signs_of_eight_seeds_are_no_difference():
+    base = np.full(8, 0.6)
+    assert compare(arms(none=base, plus=base + 0.01 * np.array([1, -1, 1, -1, 1, 1, -1, 1]))).verdict[0] == "no difference shown"
+    odd = compare(arms(none=base, plus=base + 0.01 * np.array([0, 0, 0, 0, 1, 1, 1, 1]))).iloc[0]
+    assert odd.verdict == "cannot tell: 8 pairs (4 of them unequal) reach p ≥ 0.125; 6 seeds would" and odd.p == 0.125
+
+
+def test_holm_over_the_table_raises_the_seeds():
+    base = np.random.default_rng(0).normal(0.6, 0.02, 6)
+    c = compare(arms(none=base, minus=base + 0.1, plus=base - 0.1))
+    assert list(c.p) == [2 / 64] * 2 and list(c.p_holm) == [4 / 64] * 2
+    assert set(c.verdict) == {"cannot tell: 6 pairs reach p ≥ 0.031 (0.0625 in this table); 7 seeds would in this table, 6 alone"}
+    seven = np.random.default_rng(0).normal(0.6, 0.02, 7)
+    assert list(compare(arms(none=seven, minus=seven + 0.1, plus=seven - 0.1)).verdict) == ["higher", "lower"]
+
+
+def test_missing_partners_and_failed_runs_are_named():
+    base = [record(NONE, s, 0.6 + 0.001 * s) for s in range(8)]
+    df = load([*base[:7], failed(NONE, 7), *(record(PLUS, s, 0.7) for s in (0, 1, 2, 3, 4, 5)), failed(PLUS, 6), record(PLUS, 7, 0.7), record(PLUS, 9, 0.7)])
+    r = compare(df).iloc[0]
+    assert r.n == 6 and r.incomplete == ["seed 9: no run of none", "seed 6: I-STAR λ=1 failed", "seed 7: none failed"] and r.failed == 2
+    whole = sum(0.7 - 0.6 - 0.001 * s for s in range(6))
+    assert r.least == pytest.approx((whole + (0.527 - 0.606) + (0.7 - 0.7)) / 8) and r.most == pytest.approx((whole + (0.7 - 0.606) + (0.7 - 0.527)) / 8)
+    assert r.verdict == "higher" and r.runs == 9 and r.runs_baseline == 8
+    text = to_markdown(compare(df))
+    assert "seed 9: no run of none; seed 6: I-STAR λ=1 failed" in text and "if failed runs count" in text
+
+
+def test_a_difference_that_failed_runs_could_undo_is_called_so():
+    base = np.linspace(0.60, 0.62, 6)
+    df = load([record(NONE, s, v) for s, v in enumerate(base)] + [record(PLUS, s, v + 0.005) for s, v in enumerate(base)] + [record(NONE, 6, 0.61), failed(PLUS, 6)])
+    r = compare(df).iloc[0]
+    assert r.verdict == "higher in the complete pairs only" and r.least < 0 < r.difference
+
+
+def test_pairs_need_one_run_a_seed_and_the_same_setting():
+    both = [record(m, s, 0.6 + 0.01 * s + lr, settings={"lr": lr}) for m in (NONE, PLUS) for s in range(3) for lr in (1e-5, 3e-5)]
+    c = compare(load(both))
+    assert list(c.lr) == [1e-5, 3e-5] and list(c.n) == [3, 3]
+    with pytest.raises(ValueError, match="by: 2 runs of .* have seed 0; they differ in lr"): compare(load(both), by=[])
+    uneven = load([record(NONE, s, 0.6 + 0.01 * s, settings={"epochs": 3}) for s in range(3)] + [record(PLUS, s, 0.7, settings={"epochs": 5}) for s in range(3)])
+    assert compare(uneven, by=[]).differ[0] == ["epochs"] and compare(uneven).verdict[0] == "no pair to compare"
+    assert "arms differ in" in to_markdown(compare(uneven, by=[]))
+    with pytest.raises(ValueError, match="baseline: no run is 'Base'; methods are none"): compare(uneven, "Base")
+
+
+def test_collapsed_runs_stand_beside_the_difference():
+    df = load([record(NONE, s, 0.6 + 0.01 * s) for s in range(3)] + [record(MINUS, s, 0.527, collapsed=True) for s in range(3)])
+    assert "3 of 3; baseline 0 of 3" in to_markdown(compare(df))
+
+
+# ---- tables
+
+
+def links(text): return re.findall(r"\]\(([^ )]+) \"([^\"]+)\"\)", text)
+
+
+def outputs(name, start):
+    "Markdown outputs of the cells of a notebook whose source contains `start`."
+    cells = json.loads((NBS / name).read_text())["cells"]
+    return ["".join(o["data"]["text/markdown"]) for c in cells if start in "".join(c["source"]) for o in c.get("outputs", []) if "text/markdown" in o.get("data", {})]
+
+
+def test_the_stored_tables_are_what_the_records_give(monkeypatch):
+    monkeypatch.chdir(NBS)
+    df = load("results/istar_first.jsonl")
+    assert outputs("10_report.ipynb", "#| label: tbl-first\n") == [to_markdown(summarise(df))]
+    assert outputs("10_report.ipynb", "#| label: tbl-first-differences\n") == [to_markdown(compare(df))]
+
+
+def test_the_front_page_shows_the_same_numbers():
+    table = outputs("index.ipynb", "table.to_markdown")[0]
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    s = summarise(load(FIRST)).to_dict("records")
+    assert len(rows) == len(s)
+    for row, r in zip(rows, s):
+        assert row[0] == r["task"] and row[3] == str(r["n"]) and row[5] == f"{r['collapsed']} of {r['n']}"
+        assert row[4] == f"{r['mean']:.3f} ± {r['sd']:.3f}" and row[7] == f"{r['isoscore_after']:.3f} ± {r['isoscore_after_sd']:.3f}"
+        assert row[6] == f"{r['isoscore_before']:.3f}" and row[8] == f"{r['layers_after']:.3f} ± {r['layers_after_sd']:.3f}"
+
+
+def test_each_cell_leads_to_its_records(monkeypatch):
+    monkeypatch.chdir(NBS)
+    df = load("results/istar_first.jsonl")
+    found = links(to_markdown(summarise(df))) + links(to_markdown(compare(df)))
+    assert len(found) == 6 + 8
+    for href, title in found:
+        path, first, last = re.fullmatch(r"(.+)#L(\d+)-L(\d+)", href).groups()
+        keys = [json.loads(line)["key"] for line in Path(path).read_text().splitlines()[int(first) - 1 : int(last)]]
+        assert len(keys) == 3 and title == f"{keys[0]} and 2 more"
+    assert "(https://host/blob/main/nbs/results/istar_first.jsonl#L1-L3" in to_markdown(summarise(df), base="https://host/blob/main/nbs/")
+
+
+def test_scattered_records_have_one_link_a_seed(tmp_path):
+    for s in (0, 1):
+        (tmp_path / f"a run {s}").mkdir()
+        (tmp_path / f"a run {s}" / "record.json").write_text(json.dumps(record(NONE, s, 0.6)))
+    text = to_markdown(summarise(load(tmp_path)))
+    found = links(text)
+    assert len(found) == 2 and all("a%20run%20" in href and href.endswith("/record.json") for href, _ in found) and "([0](" in text and ", [1](" in text
+
+
+def test_no_table_without_origin():
+    table = pd.DataFrame({"a|b": ["1 | 2", "x_y & <z> 5 %"]})
+    for form in (to_markdown, to_html, to_latex):
+        with pytest.raises(ValueError, match="caption: "): form(table)
+    assert r"1 \| 2" in to_markdown(table, "from here") and "from here" in to_markdown(table, "from here")
+    assert "x_y &amp; &lt;z&gt; 5 %" in to_html(table, "from here") and r"x\_y \& $<$z$>$ 5 \%" in to_latex(table, "from here")
+    with pytest.raises(ValueError, match="columns: no 'c'; the table has a|b"): to_markdown(table, "x", columns=["c"])
+
+
+class Cells(html.parser.HTMLParser):
+    "Rows of cell texts, and the captions."
+    def __init__(self):
+        super().__init__()
+        self.rows, self.caption, self.open = [], "", []
+    def handle_starttag(self, tag, attrs):
+        if tag == "tr": self.rows.append([])
+        if tag in ("td", "th"): self.rows[-1].append("")
+        self.open.append(tag)
+    def handle_endtag(self, tag): assert self.open.pop() == tag
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open): self.rows[-1][-1] += data
+        elif "caption" in self.open: self.caption += data
+
+
+def test_the_three_forms_hold_the_same_cells():
+    df = load(FIRST)
+    for table in (summarise(df), compare(df)):
+        parser = Cells()
+        parser.feed(to_html(table))
+        lines = to_markdown(table).split("\n\n")[0].splitlines()
+        plain = [[re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", c).strip() for c in line.strip("|").split("|")] for line in (lines[0], *lines[2:])]
+        assert parser.rows == plain and parser.caption == provenance(df) and parser.open == []
+        tex = to_latex(table)
+        body = tex.split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
+        assert len(body) == len(plain) - 1 and all(len(re.findall(r"(?<!\\)&", line)) == len(plain[0]) - 1 for line in body)
+        assert re.sub(r"\\[{}]", "", tex).count("{") == re.sub(r"\\[{}]", "", tex).count("}") and not re.search("[λζ±≥]", tex)
+
+
+def test_digits_stay_as_they_are_written():
+    assert "0.60 ± 0.00" in to_markdown(summarise(arms(none=[0.6, 0.6])), digits=2) and "all equal" in to_markdown(summarise(arms(none=[0.6, 0.6])))
+
+
+# ---- published numbers
+
+
+def test_each_published_number_has_its_source():
+    raw = json.loads((NBS.parent / "isoreg" / "assets" / "published.json").read_text(encoding="utf-8"))
+    known = {"paper", "table", "model", "task", "metric", "method", "statistic", "value", "sd", "n", "unit", "confidence", "source", "note"}
+    for entry in raw:
+        assert len(entry["source"]) > 20 and (re.search(r"20\d\d", entry["source"]) or "released with their code" in entry["source"]), entry
+        assert entry["confidence"] in ("certain", "high", "medium") and set(entry) <= known and {"paper", "table", "method", "statistic", "value", "unit"} <= set(entry)
+        assert isinstance(entry["value"], (int, float, list)) and not (entry.get("sd") is not None and "n" not in entry)
+    named = [tuple(str(e.get(k)) for k in ("paper", "table", "model", "task", "method", "statistic", "metric")) for e in raw if e["table"] != "Figure 4"]
+    assert len(set(named)) == len(named)
+    assert not (NBS / "results" / "published_guided_dropout.json").exists()
+
+
+def test_published_numbers_agree_with_each_other():
+    rows = published(paper="guided dropout", table="Table A.5").set_index("statistic").value
+    runs = np.array(rows["each of 30 restarts"])
+    found = {"mean": runs.mean(), "median": np.median(runs), "standard deviation": runs.std(ddof=1), "smallest": runs.min(), "largest": runs.max()}
+    assert len(runs) == 30 and all(round(v, 4) == rows[k] for k, v in found.items())
+    two = published(paper="guided dropout", table="Table 2").pivot(index=["task", "method"], columns="statistic", values="value").astype(float)
+    assert len(two) == 30 and (two["largest"] >= two["mean"]).all()
+    lodha = published(paper="guided dropout", method="Guided dropout").query("table.str.startswith('comparison') and statistic.str.startswith('100')").set_index("task").value
+    assert all(lodha[t] == two.loc[(t, "Guided dropout"), "largest"] for t in lodha.index)
+    assert len(published(paper="guided dropout", table="Table 1")) == 20 and published(paper="I-STAR", task="squad", method="I-STAR").value[0] == 87.76
+    assert [len(v) for v in published(paper="IsoScore").query("metric == 'IsoScore'").value] == [12, 6, 12, 12]
+    assert sorted(published(paper="I-STAR", table="Figure 4").value) == [0.004, 0.007, 0.007]
+    with pytest.raises(ValueError, match="table: 'Table 9' has no published number here; known are Table 1"): published(table="Table 9")
+
+
+def test_three_columns_keep_protocols_apart():
+    runs = [record(m, s, v + more + 0.01 * s, settings={"recipe": r}) for m, v in ((NONE, 0.6), (MINUS, 0.7)) for r, more in (("istar-released", 0), ("istar-paper", 0.1)) for s in (0, 1)]
+    numbers = published(paper="I-STAR", table="Table 1", model="BERT", task="rte")
+    t = three_columns(load(runs), numbers, {"Base": "none", "I-STAR": "I-STAR λ=-1"})
+    assert [str(c) for c in t["as released"]] == ["60.50 ± 0.71 (n=2)", "70.50 ± 0.71 (n=2)"] and [str(c) for c in t["corrected"]] == ["70.50 ± 0.71 (n=2)", "80.50 ± 0.71 (n=2)"]
+    assert list(t.published) == ["62.24 ± 0.48 (BERT, mean of 5)", "62.53 ± 0.70 (BERT, mean of 5)"] and numbers.source[0] in t.attrs["caption"]
+    assert [str(c) for c in three_columns(load(runs), published(paper="I-STAR", task="squad"), {"Base": "none"})["corrected"]] == ["not run"]
+    mixed = load([*runs, record(NONE, 0, 0.9, settings={"recipe": "istar-paper", "lr": 1e-5})])
+    with pytest.raises(ValueError, match="df: the corrected runs of none on rte differ in lr"): three_columns(mixed, numbers, {"Base": "none"})
+
+
+def test_another_metric_than_the_published_one_is_said():
+    df = load([record(NONE, 0, 0.6, metric="f1")])
+    assert str(three_columns(df, published(paper="I-STAR", table="Table 1", model="BERT", task="rte"), {"Base": "none"})["corrected"][0]) == "60.00 (n=1, f1)"
+
+
+# ---- rank correlation and figures
+
+
+def strengths(seeds, score, task="rte", rng=None):
+    "Runs of seven strengths: score(isotropy, seed)."
+    out = []
+    for lam in (-5, -3, -1, 0, 1, 3, 5):
+        for s in range(seeds):
+            iso = 0.3 + 0.05 * lam + 0.001 * s
+            out.append(record(NONE if lam == 0 else {"regularizer": "istar", "lam": float(lam)}, s, score(iso, s), task=task, isoscore={"before": {"union": 0.2}, "after": {"union": iso, "layers": [0.1, iso]}}))
+    return out
+
+
+@pytest.mark.parametrize("kind, theirs", [("spearman", stats.spearmanr), ("kendall", stats.kendalltau)])
+def test_rank_correlation_is_that_of_scipy(kind, theirs):
+    rng = np.random.default_rng(0)
+    df = load(strengths(4, lambda iso, s: round(rng.normal(), 1)))
+    c = rank_correlation(df, kind=kind, resamples=99)
+    each = [theirs(g.isoscore_after, g.value).statistic for _, g in df.groupby("seed")]
+    np.testing.assert_allclose(c["each"], each)
+    np.testing.assert_allclose([c["mean"], c["low"], c["high"]], [np.mean(each), *np.clip(t_interval(each), -1, 1)])
+
+
+def test_rank_correlation_finds_order_and_no_order():
+    c = rank_correlation(load(strengths(5, lambda iso, s: 0.9 - iso)))
+    assert c["mean"] == pytest.approx(-1) and c["p"] == 1 / 10_000 and math.isnan(c["low"]) and (c["seeds"], c["settings"]) == (5, 7)
+    rng, small = np.random.default_rng(1), 0
+    for _ in range(100): small += rank_correlation(load(strengths(3, lambda iso, s: rng.normal())), resamples=199)["p"] <= 0.1
+    assert small < 10 + 3 * 3
+    with pytest.raises(ValueError, match="df: no seed has three settings"): rank_correlation(arms(none=[0.6], plus=[0.7]))
+
+
+def test_tradeoff_shows_every_run():
+    runs = strengths(3, lambda iso, s: 0.8 - 0.3 * iso + 0.01 * s) + strengths(3, lambda iso, s: 0.8, task="mrpc")
+    runs[0] |= {"collapsed": True}
+    runs[-1] = {"key": runs[-1]["key"], "config": runs[-1]["config"], "error": "killed"}
+    fig = plot_tradeoff(load(runs))
+    rte, mrpc = fig.axes
+    points = lambda ax, fill: sum(len(line.get_xdata()) for line in ax.lines if line.get_markersize() == 4 and line.get_markerfacecolor() == fill)
+    assert points(rte, "none") == 21 and points(mrpc, "none") == 20
+    assert sum(len(line.get_xdata()) for line in rte.lines if line.get_marker() == "x") == 1 and any("1 failed" == t.get_text() for t in mrpc.texts)
+    assert "ρ = -1.00" in rte.get_title() and "no rank correlation" in mrpc.get_title() and rte.get_xlabel() == "IsoScore after training" and rte.get_ylabel() == "accuracy"
+    matplotlib.pyplot.close(fig)
+
+
+def test_fraction_has_quartiles():
+    df = load([record(m, s, v, settings={"train_fraction": f}) for m in (NONE, PLUS) for f in (0.1, 0.5, 1.0) for s, v in enumerate((0.5, 0.6, 0.9, 0.7, 0.8))])
+    fig = plot_fraction(df)
+    (ax,) = fig.axes
+    assert len(ax.collections) == 2
+    band = ax.collections[0].get_paths()[0].vertices
+    assert band[:, 1].min() == pytest.approx(0.6) and band[:, 1].max() == pytest.approx(0.8)
+    assert [list(line.get_xdata()) for line in ax.lines if line.get_linestyle() == "-"][0] == [10, 50, 100]
+    matplotlib.pyplot.close(fig)
+
+
+def test_layers_and_activations_need_their_fields():
+    df = load([record(m, s, 0.6, geometry={"after": {"intrinsic_dimension": {"cls": [None, 5.0 + s, 4.0], "mean": [7.0, 6.0, 5.0]}, "mean_activation": [0.1 * s, 0.2, 0.3]}}) for m in (NONE, PLUS) for s in (0, 1)])
+    for fig, top in ((plot_layers(df), [0.3, 0.3, 0.2]), (plot_layers(df, "intrinsic_dimension"), [np.nan, 5.5, 4.0]), (plot_layers(df, "intrinsic_dimension", "mean"), [7, 6, 5])):
+        np.testing.assert_allclose([line.get_ydata() for line in fig.axes[0].lines if line.get_linestyle() != ":"][0], top)
+        matplotlib.pyplot.close(fig)
+    fig = plot_mean_activation(df)
+    assert len(fig.axes) == 2
+    np.testing.assert_allclose(fig.axes[0].lines[0].get_ydata(), [0.05, 0.2, 0.3])
+    matplotlib.pyplot.close(fig)
+    bare = arms(none=[0.6])
+    with pytest.raises(ValueError, match="df: no finished run has intrinsic_dimension"): plot_layers(bare, "intrinsic_dimension")
+    with pytest.raises(ValueError, match="df: no finished run has mean_activation"): plot_mean_activation(bare)
+    with pytest.raises(ValueError, match="what: 'norm' is unknown"): plot_layers(bare, "norm")
+
+
+def test_forest_fills_only_differences():
+    base = np.random.default_rng(0).normal(0.6, 0.02, 8)
+    fig = plot_forest(compare(arms(none=base, plus=base - 0.1, minus=base + 0.001 * np.array([1, -1] * 4))))
+    marks = {line.get_markerfacecolor() for line in fig.axes[0].lines if line.get_marker() in ("o", "s")}
+    assert marks == {"#D55E00", "white"} and any("lower" in t.get_text() for t in fig.axes[0].texts)
+    matplotlib.pyplot.close(fig)
+
+
+def test_a_report_in_one_call(tmp_path):
+    runs = tmp_path / "runs"
+    for s in range(2):
+        for m in (NONE, PLUS):
+            folder = runs / f"{label(m)[:4]}{s}"
+            folder.mkdir(parents=True)
+            (folder / "record.json").write_text(json.dumps(record(m, s, 0.6 + 0.01 * s + (m is PLUS) * 0.1)))
+    (runs / "bad").mkdir()
+    (runs / "bad" / "failed.json").write_text(json.dumps(failed(MINUS, 0)))
+    made = write_report(runs, tmp_path / "report")
+    names = {p.name for p in made}
+    assert {f"{n}.{s}" for n in ("summary", "comparisons", "failures") for s in ("md", "html", "tex", "csv")} | {f"{n}.{s}" for n in ("tradeoff", "layers", "forest") for s in ("png", "pdf")} == names
+    assert all(p.stat().st_size > 100 for p in made)
+    text = (tmp_path / "report" / "summary.md").read_text()
+    assert len(links(text)) == 5 and all((tmp_path / "report" / href).resolve().is_file() for href, _ in links(text))
+    assert "out of memory" in (tmp_path / "report" / "failures.md").read_text()
+    assert pd.read_csv(tmp_path / "report" / "summary.csv")["mean"].round(3).tolist()[1:] == [0.605, 0.705]
+
+
+def test_when_every_run_failed_the_table_still_comes(tmp_path):
+    df = load([failed(NONE, 0), failed(NONE, 1), failed(PLUS, 0)])
+    s = summarise(df)
+    assert list(s.n) == [0, 0] and list(s.failed) == [2, 1] and "no finished run" in to_markdown(s)
+    c = compare(df).iloc[0]
+    assert c.verdict == "no pair to compare" and c.incomplete == ["seed 1: no run of I-STAR λ=1", "seed 0: I-STAR λ=1 and none failed"]
+    assert {p.name for p in write_report(df, tmp_path)} >= {"summary.md", "failures.md"}
+
+
+def test_rounding_is_no_spread():
+    assert all(math.isnan(x) for x in t_interval([0.7 - 0.6, 0.1, 0.4 - 0.3]))
+    assert compare(arms(none=[0.6, 0.3, 0.1], plus=[0.1 * 6, 0.1 * 3, 0.1])).verdict[0] == "equal in all 3 pairs"
