@@ -424,13 +424,15 @@ def _verdict(row: dict, alpha: float) -> str:
 
 def _p_text(p: float) -> str: return "" if p != p else "< 0.001" if p < 0.001 else "0.0625" if p == 0.0625 else f"{p:.3f}"
 
-# %% ../nbs/10_report.ipynb #5e0b3a9d
+# %% ../nbs/10_report.ipynb #905055bd
 def compare(
     df: pd.DataFrame,  # of `load`
     baseline: str = "none",  # method that the others are compared with, a value of the column `method`
     by: Sequence[str] | None = None,  # columns in which pairs agree, beside task and seed; None: every setting that varies
     value: str = "value",  # as for summarise
     level: float = 0.95,  # of the t interval; the tests are at 1 - level
+    *,
+    of: str | None = None,  # one method, compared with each of the others in turn; takes the place of the baseline
 ) -> pd.DataFrame:  # one row a method and setting
     """Differences to a baseline, paired by seed: t interval, exact sign-flip test, Holm's correction over the whole table, verdict.
 
@@ -439,15 +441,17 @@ def compare(
     incomplete (each missing or failed partner by name), failed, least, most, collapsed, collapsed_baseline, runs, runs_baseline,
     differ (settings in which the arms are not alike), verdict, records.
     `ValueError` if no run has the baseline, or two runs of an arm share a seed."""
-    if baseline not in set(df.method): raise ValueError(f"baseline: no run is {baseline!r}; methods are {', '.join(dict.fromkeys(df.method))}")
+    fixed, name = (baseline, "baseline") if of is None else (of, "of")
+    if fixed not in set(df.method): raise ValueError(f"{name}: no run is {fixed!r}; methods are {', '.join(dict.fromkeys(df.method))}")
     by, values, rows = _by(df, by), _outcome(df, value), []
     for names, arm in _ordered(df.groupby([*by, "method"], dropna=False, sort=False)):
-        if names[-1] == baseline: continue
-        same = df.method == baseline
+        if names[-1] == fixed: continue
+        same = df.method == fixed
         for c, v in zip(by, names): same &= (df[c] == v) | (df[c].isna() & pd.isna(v))
-        rows.append(dict(zip(by, names)) | {"method": names[-1], "baseline": baseline, "metric": _known(arm.metric, value) if value == "value" else value}
-                    | _pair(arm, df[same], values, level))
-    if not rows: raise ValueError(f"baseline: every run is {baseline!r}; there is nothing to compare it with")
+        arms, labels = ((arm, df[same]), (names[-1], fixed)) if of is None else ((df[same], arm), (fixed, names[-1]))
+        rows.append(dict(zip(by, names)) | dict(zip(("method", "baseline"), labels)) | {"metric": _known(arm.metric, value) if value == "value" else value}
+                    | _pair(*arms, values, level))
+    if not rows: raise ValueError(f"{name}: every run is {fixed!r}; there is nothing to compare it with")
     p = np.array([r["p"] for r in rows])
     for i, (r, one) in enumerate(zip(rows, holm(p))):
         best = np.where(np.arange(len(p)) == i, smallest_p(r["unequal"]), p)

@@ -602,3 +602,12 @@ def test_when_every_run_failed_the_table_still_comes(tmp_path):
 def test_rounding_is_no_spread():
     assert all(math.isnan(x) for x in t_interval([0.7 - 0.6, 0.1, 0.4 - 0.3]))
     assert compare(arms(none=[0.6, 0.3, 0.1], plus=[0.1 * 6, 0.1 * 3, 0.1])).verdict[0] == "equal in all 3 pairs"
+
+
+def test_one_method_against_each_other_mirrors_the_baseline():
+    "compare(of=A) holds the differences of compare(baseline=A) with their signs turned."
+    runs = load(RESULTS / "istar_first.jsonl") if "RESULTS" in globals() else load(Path(__file__).parents[1] / "nbs" / "results" / "istar_first.jsonl")
+    turned, plain = compare(runs, of="none"), compare(runs, baseline="none")
+    assert set(turned.method) == {"none"} == set(plain.baseline) and list(turned.baseline) == list(plain.method)
+    assert np.allclose(turned.difference, -plain.difference) and np.allclose(turned.low, -plain.high, equal_nan=True) and np.allclose(turned.p, plain.p)
+    with pytest.raises(ValueError, match="of: no run is 'guided'"): compare(runs, of="guided")
