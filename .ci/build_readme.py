@@ -1,6 +1,6 @@
-"""Write README.md from nbs/index.ipynb, or say with --check that the two differ. Pictures are left out."""
+"""Write README.md from nbs/index.ipynb, or say with --check that the two differ. A labelled picture becomes a file in nbs/images."""
 
-import argparse, json, re, sys
+import argparse, base64, json, re, sys
 from pathlib import Path
 
 import yaml
@@ -25,9 +25,24 @@ def output_text(output: dict) -> str:
     if output["output_type"] == "error":
         raise SystemExit("index.ipynb holds a failed cell: " + output["ename"])
     if any(kind.startswith("image/") for kind in data):
-        return ""
+        return ""  # see pictures
     text = "".join(output.get("text", data.get("text/plain", "")))
     return fenced(text, "text") if text.strip() else ""
+
+
+def option(cell: dict, name: str) -> str:
+    found = re.search(rf'^#\|\s*{name}:\s*"?(.*?)"?\s*$', "".join(cell["source"]), flags=re.MULTILINE)
+    return found[1] if found else ""
+
+
+def pictures(cells: list[dict]) -> dict[str, bytes]:
+    "File name and content of each labelled picture."
+    found = {}
+    for cell in cells:
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}) and option(cell, "label"):
+                found[f"{option(cell, 'label')}.png"] = base64.b64decode("".join(output["data"]["image/png"]))
+    return found
 
 
 def cell_text(cell: dict) -> str:
@@ -43,8 +58,9 @@ def cell_text(cell: dict) -> str:
         return ""
     silent = re.search(r"^#\|\s*echo:\s*false", source, flags=re.MULTILINE)
     code = "" if silent else re.sub(r"^#\|.*\n?", "", source, flags=re.MULTILINE).strip()
+    shown = [f"![{option(cell, 'fig-alt')}](nbs/images/{name})\n\n*{option(cell, 'fig-cap')}*" for name in pictures([cell])]
     return "\n\n".join(
-        text for text in [fenced(code, "python") if code else "", *map(output_text, cell["outputs"])] if text
+        text for text in [fenced(code, "python") if code else "", *map(output_text, cell["outputs"]), *shown] if text
     )
 
 
@@ -63,5 +79,8 @@ if __name__ == "__main__":
     text, target = readme(args.root / "nbs" / "index.ipynb"), args.root / "README.md"
     if not args.check:
         target.write_text(text)
+        for name, content in pictures(json.loads((args.root / "nbs" / "index.ipynb").read_text())["cells"]).items():
+            (args.root / "nbs" / "images").mkdir(exist_ok=True)
+            (args.root / "nbs" / "images" / name).write_bytes(content)
     elif not target.exists() or target.read_text() != text:
         sys.exit("README.md is not what nbs/index.ipynb says: run python .ci/build_readme.py")

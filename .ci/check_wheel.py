@@ -1,4 +1,4 @@
-"""Check that a wheel holds every module, every asset and every papermill notebook of the checkout, and nothing else."""
+"""Check that a wheel holds every module, every asset, every papermill notebook and every grid of the checkout, and nothing else."""
 
 import sys
 import zipfile
@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[1]
 def expected(root: Path) -> set[str]:
     modules = {path.relative_to(root).as_posix() for path in (root / "isoreg").rglob("*.py")}
     assets = {path.relative_to(root).as_posix() for path in (root / "isoreg" / "assets").rglob("*") if path.is_file()}
-    return modules | assets | {f"isoreg/runs/{path.name}" for path in (root / "nbs" / "runs").glob("*.ipynb")}
+    runs = {f"isoreg/runs/{path.name}" for path in (root / "nbs" / "runs").glob("*.ipynb")}
+    return modules | assets | runs | {f"isoreg/grids/{path.name}" for path in (root / "nbs" / "grids").glob("*.yaml")}
 
 
 def differences(wheel: Path, root: Path = ROOT) -> list[str]:

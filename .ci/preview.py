@@ -76,6 +76,9 @@ def prepare(cells: list[dict], numbers: dict[str, str]) -> list:
             ready.append(nbformat.v4.new_markdown_cell(to_pandoc(cell["source"], numbers)))
             continue
         label, outputs = said.get("label", ""), [nbformat.from_dict(o) for o in cell.get("outputs", [])]
+        for output in outputs:
+            if "text" in output:
+                output.text = text_of(output.text)
         new = nbformat.v4.new_code_cell(source, outputs=[] if said.get("output") == "false" else outputs)
         new.metadata["alt"] = said.get("fig-alt", "")
         if said.get("echo") == "false":
@@ -131,6 +134,10 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
         shutil.rmtree(out)
     out.mkdir(parents=True)
     shutil.copy(root / "styles.css", out)
+    for glob in config["project"].get("resources", []):
+        for path in root.glob(glob):
+            (out / path.relative_to(root)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, out / path.relative_to(root))
     written = []
     api = re.compile(r'href="https?://[^"/]+/\w+/(nbs/[\w/.-]+\.html)')
     def write(target: str, title: str, description: str, content: str):
