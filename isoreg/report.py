@@ -506,14 +506,14 @@ def _render(cell, form: str, base: str) -> str:
     each = ", ".join(_link(str(seed), _href(base, file, line, line), key, form) for seed, file, line, key in records)
     return f"{text} ({each})"
 
-# %% ../nbs/10_report.ipynb #779a5f7b
+# %% ../nbs/10_report.ipynb #e4683c4a
 def _pm(mean: float, sd: float, digits: int) -> str:
     if mean != mean: return ""
     return f"{mean:.{digits}f}" + (f" ± {sd:.{digits}f}" if sd == sd else "")
 
 
 def _between(low: float, high: float, n: int, digits: int, signed: bool = False) -> str:
-    if low != low: return "all equal" if n > 1 else ""
+    if low != low: return "all equal" if n > 1 else "one seed: none" if n else "no pair"
     return f"{low:{'+' * signed}.{digits}f} to {high:{'+' * signed}.{digits}f}"
 
 

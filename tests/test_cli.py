@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -107,10 +108,10 @@ def test_missing_model_exits_with_2_and_a_failing_run_with_1(tmp_path, monkeypat
 
 def test_options_parameters_and_configuration_have_the_same_names():
     fields = {f.name for f in dataclasses.fields(RunConfig)}
-    assert set(inspect.signature(run_command).parameters) == fields | {"out", "force"}
+    assert set(inspect.signature(run_command).parameters) == fields | {"out", "force", "save_model"}
     parameters = papermill.inspect_notebook(str(run_notebook_path("finetune")))
-    assert set(parameters) == fields | {"out"}
-    assert RunConfig(**{k: None if v["default"] in ("None", '""') else json.loads(v["default"]) for k, v in parameters.items() if k != "out"}) == RunConfig()
+    assert set(parameters) == fields | {"out", "save_model"}
+    assert RunConfig(**{k: None if v["default"] in ("None", '""') else json.loads(v["default"]) for k, v in parameters.items() if k in fields}) == RunConfig()
 
 
 @pytest.mark.parametrize("wrong", [{"lamm": 3}, {"lam": "x"}, {"task": "colla"}])
@@ -292,3 +293,26 @@ def test_tasks_and_version():
 def test_help_does_not_import_torch():
     script = "import sys; from typer.testing import CliRunner; from isoreg.cli import app; assert CliRunner().invoke(app, ['--help']).exit_code == 0; print([m for m in ('torch', 'transformers', 'numpy', 'datasets') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_report_of_stored_records(tmp_path):
+    results = Path(__file__).parents[1] / "nbs" / "results"
+    done = CliRunner().invoke(app, ["report", str(results / "istar_first.jsonl"), "--out", str(tmp_path / "report")])
+    assert done.exit_code == 0, done.output
+    made = {p.name for p in (tmp_path / "report").iterdir()}
+    assert {"summary.md", "summary.tex", "comparisons.html", "comparisons.csv", "tradeoff.png", "forest.pdf"} <= made
+    assert "I-STAR λ=-1" in (tmp_path / "report" / "summary.md").read_text()
+    for wrong, words in ((["report", str(tmp_path / "nothing")], "no file or folder"), (["report", str(tmp_path)], "no record")):
+        failed = CliRunner().invoke(app, [*wrong, "--out", str(tmp_path / "other")])
+        assert failed.exit_code == 2 and words in failed.output and not (tmp_path / "other").exists()
+
+
+def test_model_is_saved_with_its_card(tmp_path):
+    arguments = ["run", "--max-train", "64", "--max-eval", "40", "--epochs", "1", "--regularizer", "none", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    refused = CliRunner().invoke(app, [*arguments, "--save-model"])
+    assert refused.exit_code == 2 and "--force" in refused.output
+    assert CliRunner().invoke(app, [*arguments, "--save-model", "--force"]).exit_code == 0
+    (folder,) = tmp_path.glob("toy-cola*")
+    assert {"README.md", "model.safetensors", "config.json", "tokenizer.json"} <= {p.name for p in (folder / "model").iterdir()}
+    assert CliRunner().invoke(app, [*arguments, "--save-model"]).exit_code == 0

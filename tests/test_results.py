@@ -1,0 +1,100 @@
+"""The results that the site shows, against the records behind them."""
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import nbclient
+import nbformat
+import numpy as np
+import pytest
+
+from isoreg.finetune import RunConfig, unpack
+from isoreg.report import load
+from isoreg.tasks import load_metric, load_task
+
+ROOT = Path(__file__).parents[1]
+NBS = ROOT / "nbs"
+TABLES = sorted((NBS / "tables").glob("*.ipynb"))
+RECORDS = [json.loads(line) for line in (NBS / "results" / "runs.jsonl").read_text().splitlines()]
+DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
+
+
+def shown(notebook):
+    "Every table and text of a notebook, in order."
+    texts = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "text/markdown" in output.get("data", {}): texts.append("".join(output.data["text/markdown"]))
+            elif output.output_type == "stream" and output.name == "stdout": texts.append("".join(output.text))
+    return texts
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)
+def test_stored_page_is_what_the_records_give(path):
+    stored = nbformat.read(path, 4)
+    fresh = nbformat.read(path, 4)
+    nbclient.NotebookClient(fresh, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    assert shown(fresh) == shown(stored)
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)
+def test_no_cell_without_its_seeds_and_interval(path):
+    for text in shown(nbformat.read(path, 4)):
+        rows = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines() if line.startswith("|")]
+        if not rows: continue
+        head = rows[0]
+        count, reach = next((h for h in head if h in ("seeds", "pairs")), None), next((h for h in head if h.startswith("95")), None)
+        if any("±" in h or h == "difference" for h in head): assert count and reach, f"{head}: means without seeds or interval"
+        for row in rows[2:]:
+            cells = dict(zip(head, row))
+            if count: assert re.match(r"\d+", cells[count]), cells
+            if reach: assert cells[reach], cells
+
+
+def test_every_record_is_whole_and_clean():
+    for r in RECORDS:
+        assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), f"{r['key']}: commit {r['git_commit']}: local changes, or none"
+        assert r["data"]["train_rows"] and r["data"]["evaluation_rows"] and r["hardware"]["precision"]
+    assert len({r["key"] for r in RECORDS}) == len(RECORDS)
+
+
+@pytest.fixture
+def as_it_ran(tmp_path, monkeypatch):
+    "A folder in which the relative paths of the records lead to the data."
+    if not (DATA and MODELS): pytest.skip("needs ISOREG_DATA and ISOREG_MODELS")
+    for name, there in (("data", DATA), ("models", MODELS), ("nbs", NBS)): (tmp_path / name).symlink_to(there)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_record_is_of_a_shipped_grid(as_it_ran):
+    from isoreg.sweep import expand, load_grid
+    keys = {run.key for path in (NBS / "grids").glob("small-*.yaml") for run in expand(load_grid(path)).runs}
+    assert not [r["key"] for r in RECORDS if r["key"] not in keys]
+
+
+def test_keys_follow_from_the_configurations(as_it_ran):
+    for r in RECORDS: assert RunConfig.from_dict(r["config"]).key == r["key"]
+
+
+def test_metrics_follow_from_the_kept_predictions(as_it_ran):
+    seen = {}
+    for r in RECORDS:
+        if r.get("predictions"): seen.setdefault((r["config"]["task"], r["config"]["regularizer"], r["config"]["dropout"], r["config"]["lam"]), r)
+    assert seen
+    truth = {}
+    for r in seen.values():
+        c = r["config"]
+        data = truth.setdefault(c["task"], load_task(c["task"], c["data_dir"], c["train_split"], c["eval_split"]))
+        metric = load_metric(data.task).compute(predictions=unpack(r["predictions"]), references=np.array(data.evaluation["label"]))
+        assert {m: metric[m] for m in r["metrics"]} == pytest.approx(r["metrics"], abs=1e-6), r["key"]
+
+
+def test_collapsed_means_one_class():
+    for r in RECORDS:
+        if r.get("predictions") and r["predictions"]["kind"] == "int16": assert r["collapsed"] == (len(set(unpack(r["predictions"]).tolist())) == 1)
+
+
+def test_table_of_runs_has_every_record():
+    assert set(load(NBS / "results" / "runs.jsonl").key) == {r["key"] for r in RECORDS}
