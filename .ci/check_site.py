@@ -247,6 +247,10 @@ def check_references(name: Path, cells: list[dict], numbered: bool) -> list[str]
             wrong.append(f"{name}: cell {n}: the stored output is an error")
         if cell["cell_type"] == "raw" or is_hidden(cell):
             continue
+        if any("image/png" in out.get("data", {}) for out in cell.get("outputs", [])):
+            for needed in ("label", "fig-cap", "fig-alt"):
+                if needed not in directives(cell["source"]):
+                    wrong.append(f"{name}: cell {n}: a figure without {needed}")
         captions = [value for key, value in options(cell) if key.endswith("-cap")]
         tables = [text_of(out.get("data", {}).get("text/markdown", "")) for out in cell.get("outputs", [])]
         text = cell["source"] if cell["cell_type"] == "markdown" else "\n".join(captions + tables)

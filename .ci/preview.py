@@ -27,7 +27,7 @@ PAGE = """<!doctype html>
 body {{ margin: 0 auto; max-width: 52rem; padding: 1rem; font: 1rem/1.55 system-ui, sans-serif; background: var(--paper); color: var(--ink) }}
 a {{ color: var(--link) }} nav {{ font-size: .85rem }} img {{ max-width: 100%; height: auto; background: #fff }}
 pre {{ background: var(--soft); padding: .6rem; overflow-x: auto; font-size: .85rem }} code {{ overflow-wrap: anywhere }} pre code {{ overflow-wrap: normal }}
-td, th {{ border-bottom: 1px solid var(--edge); padding: .2rem .5rem; text-align: left }} .prompt {{ display: none }} figure {{ margin: 0 }}
+table {{ border-collapse: collapse; font-size: .9rem }} summary {{ cursor: pointer; opacity: .8 }} td p {{ margin: 0 }} td, th {{ border-bottom: 1px solid var(--edge); padding: .2rem .5rem; text-align: left }} .prompt {{ display: none }} figure {{ margin: 0 }}
 .note {{ border: 1px solid var(--edge); padding: .3rem .6rem }}
 </style></head><body>
 <p class="note">A preview without Quarto. <a href="{up}index.html">Start</a></p>
@@ -65,7 +65,14 @@ def pandoc(texts: list[str]) -> list[str]:
     return done.stdout.split(CUT)
 
 
-def prepare(cells: list[dict], numbers: dict[str, str]) -> list:
+def folded(new: nbformat.NotebookNode, summary: str) -> list:
+    "A cell as a folded source and its outputs."
+    source = nbformat.v4.new_markdown_cell(f"<details><summary>{summary}</summary>\n\n```python\n{new.source}\n```\n\n</details>")
+    new.metadata["transient"] = {"remove_source": True}
+    return [source, new]
+
+
+def prepare(cells: list[dict], numbers: dict[str, str], fold: bool = False) -> list:
     "The cells as nbconvert needs them: options taken out, captions put in."
     ready = []
     for cell in cells:
@@ -86,16 +93,18 @@ def prepare(cells: list[dict], numbers: dict[str, str]) -> list:
         caption = said.get("fig-cap") or said.get("tbl-cap")
         if label and caption:
             ready.append(nbformat.v4.new_markdown_cell(f'<div id="{label}"></div>'))
-        ready.append(new)
+        fold_this = said["code-fold"] == "true" if "code-fold" in said else fold
+        hidden = said.get("echo") == "false" or not source
+        ready += folded(new, said.get("code-summary", "Code")) if fold_this and not hidden else [new]
         if caption:
             head = f"**{KINDS.get(label.split('-')[0], 'Figure')} {numbers.get(label, '')}.** "
             ready.append(nbformat.v4.new_markdown_cell(f"::: {{.caption}}\n{head}{to_pandoc(caption, numbers)}\n:::"))
     return ready
 
 
-def body(cells: list[dict]) -> str:
+def body(cells: list[dict], fold: bool = False) -> str:
     numbers = numbered(cells)
-    notebook = nbformat.v4.new_notebook(cells=prepare(cells, numbers))
+    notebook = nbformat.v4.new_notebook(cells=prepare(cells, numbers, fold))
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if "text/markdown" in output.get("data", {}):
@@ -151,7 +160,7 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
         if done.returncode:
             raise SystemExit(f"{path.relative_to(root)}: the filter fails: {done.stderr[-500:]}")
         cells = [c | {"source": text_of(c["source"])} for c in json.loads(done.stdout)["cells"]]
-        write(str(place[path]), fronts[path].get("title", path.stem), fronts[path].get("description", ""), body(cells))
+        write(str(place[path]), fronts[path].get("title", path.stem), fronts[path].get("description", ""), body(cells, bool((fronts[path].get("format") or {}).get("html", {}).get("code-fold"))))
     front = re.sub(r"^# .*$", "", (root / "README.md").read_text(), count=1, flags=re.M)
     write("index.html", "isoreg", "", pandoc([front])[0])
     return written

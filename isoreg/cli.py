@@ -164,7 +164,7 @@ def _show(record, folder: Path):
     if (folder / "model").is_dir(): table.add_row("model", str(folder / "model"))
     _console.print(table)
 
-# %% ../nbs/11_cli.ipynb #f4d69dc9
+# %% ../nbs/11_cli.ipynb #f64bab3f
 class _SweepCommand(TyperCommand):
     "Lets `--ray` stand without an address."
 
@@ -183,14 +183,17 @@ def sweep_command(
     jobs: Annotated[Optional[int], _option("Runs at the same time (default: from cores, memory and GPU memory).")] = None,
     only: Annotated[Optional[list[str]], _option("Only this block; may be given several times.")] = None,
     set_: Annotated[Optional[list[str]], _option("name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].", "--set")] = None,
+    records: Annotated[Optional[Path], _option("Records (.jsonl) that count as done, such as nbs/results/runs.jsonl; they are put into the folder.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Take up the runs that failed in an earlier sweep.")] = False,
     recycle: Annotated[int, typer.Option(min=1, help="Runs that a kernel does in turn; 1: a fresh kernel for each run.")] = 50,
     ray: Annotated[Optional[str], typer.Option("--ray", metavar="[ADDRESS]", show_default=False,
                                                help="Run on Ray: this cluster, or else that of RAY_ADDRESS, or one of this machine.")] = None,
 ):
     "Do all runs of a grid that are not done, several at a time."
-    from isoreg.sweep import expand, is_disk_full, load_grid, sweep
-    try: plan = expand(load_grid(grid), tuple(only or ()), _settings(set_ or []))
+    from isoreg.sweep import expand, is_disk_full, load_grid, restore, sweep
+    try:
+        plan = expand(load_grid(grid), tuple(only or ()), _settings(set_ or []))
+        if records: _console.print(f"{restore(records, plan, out, dry_run)} runs are in {_plain(str(records))}")
     except ValueError as error: _fail(str(error), 2)
     _show_plan(plan, out, dry_run)
     if dry_run: return

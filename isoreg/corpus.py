@@ -149,7 +149,7 @@ class _Samples(_Parts):
         if self.loss == "seq2seq": return corrupt_spans(ids, rng, self.sentinels, self.end_id, self.probability, self.span)
         return mask_tokens(ids, np.isin(ids, self.special), rng, self.tokenizer.mask_token_id, self.vocabulary, self.probability)
 
-# %% ../nbs/03b_corpus.ipynb #f6018184
+# %% ../nbs/03b_corpus.ipynb #bb6ad3ec
 class TextBatches(_Samples):
     """Batches of a text corpus for a language-model loss, the same at every pass.
 
@@ -191,9 +191,7 @@ class TextBatches(_Samples):
         order = self.numbers[np.argsort(lengths, kind="stable")]
         batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         return [batches[i] for i in np.random.default_rng([self.seed, self.epoch]).permutation(len(batches))]
-
     def __len__(self) -> int: return -(-len(self.numbers) // self.batch_size)
-
     def __iter__(self) -> Iterator[dict[str, Tensor]]: return self.iterate()
 
     def iterate(

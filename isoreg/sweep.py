@@ -2,9 +2,9 @@
 
 # %% auto #0
 __all__ = ['NOTEBOOKS', 'FULL', 'CONTEXT_MIB', 'RAM_MIB', 'config_class', 'Block', 'Grid', 'grid_path', 'load_grid', 'Run',
-           'Plan', 'expand', 'Folder', 'set_aside', 'publish', 'keep_warm', 'KernelDied', 'Kernel', 'Outcome',
-           'is_disk_full', 'run_one', 'gpu_need', 'plan_jobs', 'Gpus', 'find_gpus', 'machine', 'Report', 'DiskFull',
-           'sweep', 'gpu_share', 'sweep_on_ray', 'time_left', 'status']
+           'Plan', 'expand', 'Folder', 'set_aside', 'publish', 'restore', 'keep_warm', 'KernelDied', 'Kernel',
+           'Outcome', 'is_disk_full', 'run_one', 'gpu_need', 'plan_jobs', 'Gpus', 'find_gpus', 'machine', 'Report',
+           'DiskFull', 'sweep', 'gpu_share', 'sweep_on_ray', 'time_left', 'status']
 
 # %% ../nbs/09_sweep.ipynb #fc6416e3
 import ast
@@ -376,6 +376,24 @@ def _sync(folder: Path):
     try: os.fsync(handle)
     finally: os.close(handle)
 
+# %% ../nbs/09_sweep.ipynb #1ec52d0f
+def restore(
+    path: str | Path,  # JSON lines of records, as `isoreg.finetune.collect` writes them
+    plan: Plan,
+    out: str | Path,  # folder of the runs
+    dry_run: bool = False,  # only count
+) -> int:  # runs of the plan that are done now, or would be, and were not before
+    "Put stored records of the plan's runs where a sweep looks for them; what is there stays. `ValueError` for a file that cannot be read."
+    try: stored = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error: raise ValueError(f"records: {str(path)!r} cannot be read as JSON lines ({error})") from None
+    found, folder, wanted = 0, Folder(out), {r.key: r for r in plan.runs}
+    for record in stored:
+        run = wanted.get(record.get("key")) if isinstance(record, dict) else None
+        if run is None or record.get("status") != "done" or folder.record(run) is not None: continue
+        found += 1
+        if not dry_run: write_atomically(folder.out / run.key / "record.json", json.dumps(record, indent=1) + "\n")
+    return found
+
 # %% ../nbs/09_sweep.ipynb #fe9bc574
 class _Kept:
     "A function that remembers its last few answers. `key(arguments)` decides what the same question is; None: do not remember."
@@ -476,14 +494,14 @@ def _end() -> bool:
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available(): sys.modules["torch"].cuda.empty_cache()
     return True
 
-# %% ../nbs/09_sweep.ipynb #e02175c0
+# %% ../nbs/09_sweep.ipynb #065b8447
 class KernelDied(RuntimeError):
     "The process that computed a run is gone."
 
 
 def _uncoloured(text: str) -> str: return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
-
+# %% ../nbs/09_sweep.ipynb #7619d8a7
 class _Process:
     "A kernel, and questions to it."
 

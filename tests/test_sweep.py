@@ -518,3 +518,22 @@ def test_isoreg_run_leaves_a_claimed_run_alone(tmp_path):
     with Folder(tmp_path).lock(config.key):
         result = invoke("run", "--max-train", 32, "--max-eval", 20, "--epochs", 1, "--out", tmp_path)
     assert result.exit_code == 1 and "another process" in result.output and not (tmp_path / config.key / "record.json").exists()
+
+
+def test_stored_records_count_as_done(tmp_path):
+    "Records go from folders to a file and back, and the sweep finds nothing to do."
+    from isoreg.finetune import RunConfig, RunRecord, collect, run
+    from isoreg.sweep import Folder, expand, load_grid, restore
+    grid = tmp_path / "g.yaml"
+    grid.write_text("fixed: {task: toy-cola, regularizer: none, max_train: 32, max_eval: 20, epochs: 1}\naxes: {seed: [0, 1]}\n")
+    plan = expand(load_grid(grid))
+    record = run(RunConfig.from_dict(plan.runs[0].config))
+    record.save(tmp_path / "first" / record.key)
+    collect(tmp_path / "first", tmp_path / "all.jsonl")
+    out = tmp_path / "second"
+    assert restore(tmp_path / "all.jsonl", plan, out, dry_run=True) == 1 and not out.exists()
+    assert restore(tmp_path / "all.jsonl", plan, out) == 1 and restore(tmp_path / "all.jsonl", plan, out) == 0
+    assert [Folder(out).record(r) is not None for r in plan.runs] == [True, False]
+    assert RunRecord.load(out / record.key).value == record.value
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    with pytest.raises(ValueError, match="records: .*bad.jsonl"): restore(tmp_path / "bad.jsonl", plan, out)
