@@ -347,7 +347,7 @@ class RunRecord:
 
 # %% ../nbs/08_finetune.ipynb #4647ef67
 def record_schema() -> dict:
-    "JSON Schema (2020-12) of a run record, as `RunRecord.save` writes it."
+    "JSON Schema (2020-12) of a run record, as a record is saved."
     kinds = {"str": "string", "dict": "object", "list": "array", "bool": "boolean", "float": "number", "int": "integer", "None": "null"}
     score = {"type": "object", "required": ["union", "layers", "embeddings", "points"], "properties": {
         "union": {"type": ["number", "null"]}, "layers": {"type": "array", "items": {"type": ["number", "null"]}}, "embeddings": {"type": ["number", "null"]}, "points": {"type": "integer"}}}

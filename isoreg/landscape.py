@@ -765,7 +765,7 @@ def plane_hessian(
 ) -> np.ndarray:
     """The Hessian of the mean loss in the coordinates of the directions at the origin, (k, k), by Hessian-vector products.
 
-    Independent of any grid: what `Surface.curvature` tends to as the radius goes to 0. Raises `ValueError` as `loss_surface` does."""
+    Independent of any grid: what the fit of a surface, its method curvature, tends to as the radius goes to 0. Raises `ValueError` as `loss_surface` does."""
     params = _parameters(model)
     if not directions: raise ValueError("directions: none given; see `direction`")
     for i, d in enumerate(directions, 1): _check_moves(d, params, f"d{i}")

@@ -38,7 +38,7 @@ from .toy import toy_corpus, toy_model_path, toy_tokenizer
 def log_frequencies(
     corpus: TextBatches,  # the training part
 ) -> np.ndarray:  # (vocabulary,) in nats
-    "Log of the smoothed frequency of each token among those that the loss can ask for, @eq-unigram."
+    "Log of the smoothed frequency of each token among those that the loss can ask for."
     if corpus.loss == "mlm":  # every token that is not special, masked or not
         ids = np.concatenate([corpus.samples[i] for i in corpus.numbers])
         ids = ids[~np.isin(ids, corpus.special)]

@@ -44,7 +44,8 @@ PAGES = _pages()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    "The pages: what quarto renders, or the preview."
+    "The pages: what quarto renders, or the preview; or those of an earlier build that ISOREG_PAGES names."
+    if os.environ.get("ISOREG_PAGES"): return Path(os.environ["ISOREG_PAGES"])
     out = tmp_path_factory.mktemp("pages") / "site"
     if shutil.which("quarto"):
         subprocess.run(["quarto", "render", "--output-dir", str(out)], cwd=ROOT, check=True, capture_output=True, timeout=1800)
