@@ -58,7 +58,7 @@ def cell_text(cell: dict) -> str:
         return ""
     silent = re.search(r"^#\|\s*echo:\s*false", source, flags=re.MULTILINE)
     code = "" if silent else re.sub(r"^#\|.*\n?", "", source, flags=re.MULTILINE).strip()
-    shown = [f"![{option(cell, 'fig-alt')}](nbs/images/{name})\n\n*{option(cell, 'fig-cap')}*" for name in pictures([cell])]
+    shown = [f'<img src="nbs/images/{name}" alt="{option(cell, "fig-alt")}">\n\n*{option(cell, "fig-cap")}*' for name in pictures([cell])]
     return "\n\n".join(
         text for text in [fenced(code, "python") if code else "", *map(output_text, cell["outputs"]), *shown] if text
     )

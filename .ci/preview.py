@@ -60,7 +60,7 @@ def to_pandoc(text: str, numbers: dict[str, str]) -> str:
 
 
 def pandoc(texts: list[str]) -> list[str]:
-    done = subprocess.run(["pandoc", "-f", "markdown-implicit_figures", "-t", "html5", "--mathml", "--wrap=none"],
+    done = subprocess.run(["pandoc", "-f", "markdown", "-t", "html5", "--mathml", "--wrap=none"],
                           input=f"\n\n{CUT}\n\n".join(texts), capture_output=True, text=True, check=True)
     return done.stdout.split(CUT)
 
