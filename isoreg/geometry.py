@@ -15,13 +15,16 @@ from torch import Tensor
 
 from .moments import Moments, check_points, full_precision, merge, moments
 
-# %% ../nbs/02_geometry.ipynb #3fb8324e
+# %% ../nbs/02_geometry.ipynb #37aed510
 ROWS = 2048  # rows that are converted to float64 at a time
+_WHOLE = {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def _rows(points, mask, least: int) -> Tensor:
-    "The rows that count, (n, d), in float32 or better."
-    x, keep = check_points(points, mask)
+    "The rows that count, (n, d), in float32 or better; whole numbers in float64."
+    x = torch.as_tensor(points)
+    if x.dtype in _WHOLE: x = x.double()
+    x, keep = check_points(x, mask)
     if x.ndim != 2: raise ValueError(f"points: one cloud (n, d) wanted, got shape {tuple(x.shape)}; measure the clouds one by one")
     x = x.detach() if keep is None else x.detach()[keep]
     if x.device.type == "mps": x = x.cpu()  # has no float64
@@ -119,15 +122,16 @@ def partition_score(
     score = min(float(logZ.min()), *unused) - max(float(logZ.max()), *unused) if unused else float(logZ.min() - logZ.max())
     return score if log else math.exp(score)
 
-# %% ../nbs/02_geometry.ipynb #411ff4f3
+# %% ../nbs/02_geometry.ipynb #6f6994b3
 @torch.no_grad()
 def variance_explained(
     points,  # (n, d) tensor or array
     mask=None,  # (n,), true or 1 where a row counts
     p: float = 0.3,  # share of the principal components
 ) -> float:
-    """VarEx: the share k/d of the first k = floor(p d) components (at least 1) over the share of variance that they explain; in [k/d, 1], centred (Rudman et al. 2022).
+    """VarEx: the share k/d of the first k = floor(p d) components (at least 1) over the share of variance that they explain.
 
+    In [k/d, 1], centred (Rudman et al. 2022).
     `ValueError` for fewer than 2 points, zero variance, or p outside (0, 1].
     """
     if isinstance(p, bool) or not isinstance(p, numbers.Real) or not 0 < p <= 1: raise ValueError(f"p: {p!r} is not a share in (0, 1]; the paper uses 0.3")
@@ -231,18 +235,20 @@ def _two_by_product(x: Tensor, y: Tensor, rows: Tensor, scale: float, chunk: int
         sure.append(_certain(value - half[part, None], r[:, 1], y[part], 1e-9) | (k == len(x) - 1))
     return torch.cat(two), torch.cat(sure)
 
-# %% ../nbs/02_geometry.ipynb #9c0ba77e
+# %% ../nbs/02_geometry.ipynb #5c48804b
 @torch.no_grad()
 def nearest_two(
-    points: Tensor,  # (n, d), n >= 3
-    chunk: int = 1024,  # rows of the table of distances at a time
+    points,  # (n, d) tensor or array, n >= 3
+    chunk: int = 1024,  # rows of the table of distances at a time, at least 1
 ) -> Tensor:  # (n, 2), float64
     """Euclidean distances to the nearest and the second nearest other point, right to a part in 10^9 whatever the points.
 
     Costs less than one product of the points with themselves, about four where float32 is not enough (clusters far apart). Memory beside the input: one
-    copy, in float32 or, where that is not enough, in float64, and a table (chunk, n). Needs finite values.
+    copy, in float32 or, where that is not enough, in float64, and a table (chunk, n). `ValueError` for fewer than 3 points, NaN or infinite values, or a
+    chunk below 1.
     """
-    x = points.to(torch.promote_types(points.dtype, torch.float32))
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1: raise ValueError(f"chunk: {chunk!r} is not a number of rows; need at least 1")
+    x = _rows(points, None, 3)
     n, largest, all_rows = len(x), float(x.abs().max()), torch.arange(len(x), device=x.device)
     scale = 2.0 ** (math.frexp(largest)[1] - 1) if largest else 1.0
     mean = sum((rows.double() / scale).sum(0) for rows in x.split(ROWS)) / n
@@ -283,7 +289,7 @@ def two_nn(
     if not bool(t[finite].any()): raise ValueError("points: the two nearest neighbours are equally far from every point, as in a grid; no dimension follows")
     return float((t * y)[finite].sum() / t[finite].square().sum())
 
-# %% ../nbs/02_geometry.ipynb #4de1ba75
+# %% ../nbs/02_geometry.ipynb #52951c86
 class Dimensions(NamedTuple):
     "What stands out among the coordinates; lists begin with the most extreme."
     mean: Tensor  # (d,) float64
@@ -304,7 +310,7 @@ def outlier_dimensions(
 ) -> Dimensions:
     "Mean and standard deviation of each dimension, and the dimensions that stand out. `ValueError` for fewer than 2 points or a bad threshold."
     if isinstance(k, bool) or not isinstance(k, int) or k < 1: raise ValueError(f"k: {k!r} is not a number of dimensions; need at least 1")
-    if not (sigmas > 0 and ratio > 0): raise ValueError(f"sigmas, ratio: {sigmas!r}, {ratio!r}; need positive numbers")
+    if not all(isinstance(v, numbers.Real) and v > 0 for v in (sigmas, ratio)): raise ValueError(f"sigmas, ratio: {sigmas!r}, {ratio!r}; need positive numbers")
     c = _cloud(points, mask)
     mean, variance = c.moments.mean, c.moments.m2.diagonal() / (c.n - 1)
     far, spread = (mean - mean.mean()).abs(), mean.std(correction=0)
@@ -323,7 +329,7 @@ def mean_activation(
     mean = (c.moments.mean * c.scale).to(c.x.dtype)
     return mean if isinstance(points, (Tensor, _Cloud)) else mean.numpy()
 
-# %% ../nbs/02_geometry.ipynb #b1e2f836
+# %% ../nbs/02_geometry.ipynb #68169a03
 def _isoscore(c: _Cloud) -> float:
     "IsoScore from the eigenvalues that the other measures need anyway."
     if c.d < 2: raise ValueError("points: have one dimension, which has no isotropy; need (n, d) with d >= 2")
@@ -347,7 +353,8 @@ def geometry(
     """All measures of a cloud from one set of moments and two decompositions, each as its own function gives it with its defaults.
 
     Keys: points, dims, isoscore, average_cosine, partition_score, log_partition_score, variance_explained, effective_rank (centred), rankme, two_nn,
-    and dimensions (`Dimensions`). `ValueError` for fewer than 3 points, NaN or infinite values, and, unless undefined is "nan", for a measure that is not defined.
+    and dimensions (`Dimensions`). `ValueError` for fewer than 3 points, NaN or infinite values, and, unless undefined is "nan", for a measure that is
+    not defined.
     """
     if undefined not in ("raise", "nan"): raise ValueError(f"undefined: {undefined!r} is unknown; use 'raise' or 'nan'")
     c, out = _cloud(points, mask, 3), {}

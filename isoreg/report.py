@@ -29,7 +29,7 @@ from scipy import stats
 
 from .files import write_atomically
 
-# %% ../nbs/10_report.ipynb #dedf6bbf
+# %% ../nbs/10_report.ipynb #56eedb6a
 def _entries(source) -> Iterator[tuple[object, str, int]]:
     "(text or values, file, line) of everything in the source."
     if isinstance(source, (list, tuple)):
@@ -41,11 +41,32 @@ def _entries(source) -> Iterator[tuple[object, str, int]]:
         if not path.exists(): raise ValueError(f"source: no file or folder {str(source)!r}; give a folder of runs, a .jsonl file, or records")
         read = lambda f: f.read_text(encoding="utf-8", errors="replace")
         if path.is_dir():
-            for file in sorted(f for name in ("record.json", "failed.json") for f in path.rglob(name)): yield read(file), file.as_posix(), 0
+            found = (f for name in ("record.json", "failed.json") for f in path.rglob(name))
+            for file in sorted(f for f in found if ".sweep" not in f.relative_to(path).parts): yield read(file), file.as_posix(), 0
         elif path.suffix == ".jsonl":
             for number, line in enumerate(read(path).split("\n"), 1):
                 if line.strip(): yield line, path.as_posix(), number
         else: yield read(path), path.as_posix(), 0
+
+# %% ../nbs/10_report.ipynb #5d3ffb67
+@functools.cache
+def _fields() -> dict[str, tuple]:
+    "Name of each field of RunConfig, its default, and the names of the types that it may have."
+    source = Path(importlib.util.find_spec("isoreg.finetune").origin).read_text(encoding="utf-8")
+    body = next(n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "RunConfig")
+    return {n.target.id: (ast.literal_eval(n.value), set(ast.unparse(n.annotation).split(" | "))) for n in body if isinstance(n, ast.AnnAssign)}
+
+
+def _defaults() -> dict: return {name: default for name, (default, _) in _fields().items()}
+
+
+def _misfit(config: dict) -> str | None:
+    "The first setting that a run cannot have had, in words."
+    for name, (_, types) in _fields().items():
+        value = config.get(name)
+        kind = "None" if value is None else type(value.item() if isinstance(value, np.generic) else value).__name__
+        if name in config and kind not in types | ({"int"} if "float" in types else set()): return f"{name} {value!r}"[:60]
+    return None
 
 
 def _record(entry) -> dict | str:
@@ -55,15 +76,8 @@ def _record(entry) -> dict | str:
     if not isinstance(values, dict) or not isinstance(values.get("config"), dict): return "no record"
     is_run = "task" in values["config"] and ({"metric", "value"} <= set(values) or "error" in values)
     if not is_run: return f"no run, but {values.get('kind', 'something else')}"
-    return values
-
-# %% ../nbs/10_report.ipynb #eba962c5
-@functools.cache
-def _defaults() -> dict:
-    "Names and defaults of RunConfig's fields."
-    source = Path(importlib.util.find_spec("isoreg.finetune").origin).read_text(encoding="utf-8")
-    body = next(n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "RunConfig")
-    return {n.target.id: ast.literal_eval(n.value) for n in body if isinstance(n, ast.AnnAssign)}
+    wrong = _misfit(values["config"])
+    return f"no record: {wrong}" if wrong else values
 
 # %% ../nbs/10_report.ipynb #e52f9ddb
 METHOD = ("regularizer", "lam", "zeta", "layers", "correction", "convention", "cosreg_layer", "reference_points", "padding",
@@ -129,36 +143,67 @@ def _hardware(h: dict) -> str:
     device = h.get("gpu") or f"{h.get('cpu', 'CPU')}, {h.get('threads', '?')} thread{'s' * (h.get('threads') != 1)}"
     return f"{device}, {h['precision']}" if h.get("precision") else device
 
-# %% ../nbs/10_report.ipynb #5b26bc20
+# %% ../nbs/10_report.ipynb #037c0c0e
+def _float(x) -> float: return float(x) if isinstance(x, (int, float, np.number)) else float("nan")
+
+
+def _floats(x) -> list | None:
+    "Numbers, NaN where one is null: a hidden state of equal vectors has no score."
+    return [_float(v) for v in x] if isinstance(x, list) else None
+
+
+def _part(values: dict, name: str) -> dict: return values.get(name) if isinstance(values.get(name), dict) else {}
+
+
+def _notes(values: dict, name: str) -> list[str]:
+    found = _part(values, name).get("notes")
+    return [n for n in found if isinstance(n, str)] if isinstance(found, list) else []
+
+
+def _geometry(record: dict) -> dict:
+    "Isotropy, intrinsic dimension and mean activation, before training and after."
+    out = {}
+    for when in ("before", "after"):
+        s, g = (_part(_part(record, name), when) for name in ("isoscore", "geometry"))
+        dimension = {k: _floats(v) for k, v in _part(g, "intrinsic_dimension").items()}
+        out |= {f"isoscore_{when}": _float(s.get("union")), f"isoscore_layers_{when}": _floats(s.get("layers")),
+                f"isoscore_embeddings_{when}": _float(s.get("embeddings")), f"intrinsic_dimension_{when}": dimension or None,
+                f"mean_activation_{when}": _floats(g.get("mean_activation"))}
+    return out
+
+# %% ../nbs/10_report.ipynb #40ae57e2
 def _row(record: dict, file: str, line: int) -> dict:
     "The row of a record."
-    part = lambda name: record.get(name) if isinstance(record.get(name), dict) else {}
-    config, data, geometry, score = _defaults() | record["config"], part("data"), part("geometry"), part("isoscore")
-    value, notes = record.get("value"), [n for p in ("data", "model", "dropout") for n in part(p).get("notes") or []]
+    part = functools.partial(_part, record)
+    config, data, text = _defaults() | record["config"], part("data"), lambda name: record.get(name) if isinstance(record.get(name), str) else ""
+    value, notes = record.get("value"), [n for p in ("data", "model", "dropout") for n in _notes(record, p)]
     finite = isinstance(value, (int, float)) and math.isfinite(value)
     error = record.get("error") or (None if finite else "the metric is no finite number")
-    row = {"key": record.get("key") or f"{file}:{line}", "status": "failed" if error else "done", "error": error} | config
-    row |= {"model_name": Path(config["model"]).name, "method": label(config), "protocol": _protocol(config), "metric": record.get("metric") or "",
+    row = {"key": text("key") or f"{file}:{line}", "status": "failed" if error else "done", "error": error} | config
+    row |= {"model_name": Path(config["model"]).name, "method": label(config), "protocol": _protocol(config), "metric": text("metric"),
             "value": float(value) if finite and not error else float("nan"), "metrics": part("metrics"), "predictions": part("predictions"),
-            "collapsed": bool(record.get("collapsed")), "majority": data.get("majority", float("nan"))}
-    for when in ("before", "after"):
-        s, g = score.get(when) or {}, geometry.get(when) or {}
-        row |= {f"isoscore_{when}": float("nan") if s.get("union") is None else s["union"], f"isoscore_layers_{when}": s.get("layers"),
-                f"isoscore_embeddings_{when}": s.get("embeddings"), f"intrinsic_dimension_{when}": g.get("intrinsic_dimension"),
-                f"mean_activation_{when}": g.get("mean_activation")}
-    return row | {
-        "dropout_mean": part("dropout").get("mean"), "parameters": part("model").get("parameters"), "data": _data_kind(config, part("data").get("notes") or []),
+            "collapsed": bool(record.get("collapsed")), "majority": _float(data.get("majority"))}
+    return row | _geometry(record) | {
+        "dropout_mean": part("dropout").get("mean"), "parameters": part("model").get("parameters"), "data": _data_kind(config, _notes(record, "data")),
         "train_rows": data.get("train_rows"), "evaluation_rows": data.get("evaluation_rows"), "notes": notes, "seconds": record.get("total_seconds"),
         "train_seconds": record.get("train_seconds"), "memory_mib": record.get("peak_memory_mib"), "hardware": _hardware(part("hardware")),
-        "commit": record.get("git_commit"), "started": record.get("started") or "", "attempts": record.get("attempts", 1), "file": file, "line": line}
+        "commit": record.get("git_commit"), "started": text("started"), "attempts": _float(record.get("attempts")), "file": file, "line": line}
 
-# %% ../nbs/10_report.ipynb #dc23de99
+# %% ../nbs/10_report.ipynb #19f40ac2
 def _better(kept: dict, new: dict) -> dict:
     "Of two rows of one run: the finished one, and of two finished ones the later."
     if kept["status"] != new["status"]: return kept if kept["status"] == "done" else new
     if kept["status"] == "done" and kept["value"] != new["value"]:
         warnings.warn(f"{kept['key']}: recorded twice with values {kept['value']} and {new['value']}; the later one counts", stacklevel=3)
     return new if new["started"] > kept["started"] else kept
+
+
+def _left_out(wrong: list[tuple[str, str]]) -> str:
+    "One line: how many, and three by name, of different reasons where there are."
+    why = [reason for reason, _ in wrong]
+    told = sorted(range(len(wrong)), key=lambda i: why.index(why[i]) != i)[:3]
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return f"left out {len(wrong)} that {'are no records' if len(wrong) > 1 else 'is no record'} of runs: {', '.join(wrong[i][1] for i in told)}{more}"
 
 
 def load(
@@ -168,20 +213,17 @@ def load(
 
     Beside the settings: key, status ("done" or "failed"), error, method (see `label`), protocol ("as released" or "corrected"), metric, value, metrics,
     collapsed (one class only), majority, isoscore_before and isoscore_after (of the union of layers), the same by layer, intrinsic_dimension_* and
-    mean_activation_* where a record has them, data ("whole", "part", "rebuilt", "toy"), rows, notes, seconds, hardware, commit, file and line. What cannot be
-    read is named in a warning. `ValueError` if nothing is there."""
-    rows, wrong = {}, {}
+    mean_activation_* where a record has them, data ("whole", "part", "rebuilt", "toy"), rows, notes, seconds, hardware, commit, attempts (NaN where
+    the record does not say), file and line. What is no record of a run is counted in one warning. `ValueError` if nothing is there."""
+    rows, wrong = {}, []
     for entry, file, line in _entries(source):
         record = _record(entry)
-        if isinstance(record, str): wrong.setdefault((file, record), []).append(line)
+        if isinstance(record, str): wrong.append((record, f"{file or 'a record'}{f' line {line}' if line else ''} ({record})"))
         else:
             row = _row(record, file, line)
             rows[row["key"]] = _better(rows[row["key"]], row) if row["key"] in rows else row
-    said = [f"{file or 'a record'}{' line ' + ', '.join(map(str, lines)) if lines[0] else ''} ({why})" for (file, why), lines in wrong.items()]
-    if not rows:
-        why = f"left out: {'; '.join(said)}" if said else "a finished run leaves record.json in its folder"
-        raise ValueError(f"source: no record of a run; {why}")
-    if said: warnings.warn("left out: " + "; ".join(said), stacklevel=2)
+    if not rows: raise ValueError(f"source: no record of a run; {_left_out(wrong) if wrong else 'a finished run leaves record.json in its folder'}")
+    if wrong: warnings.warn(_left_out(wrong), stacklevel=2)
     df = pd.DataFrame(list(rows.values()))
     if df.scores[df.dropout.isin(_SCORED)].nunique(dropna=False) < 2:
         df["method"] = [label(c, scores=False) for c in df[list(METHOD)].to_dict("records")]
@@ -253,32 +295,35 @@ def t_interval(
     low, high = stats.t.interval(level, len(x) - 1, loc=x.mean(), scale=stats.sem(x))
     return float(low), float(high)
 
-# %% ../nbs/10_report.ipynb #35533503
-EXACT = 14  # pairs up to which all sign patterns are tried
+# %% ../nbs/10_report.ipynb #7ad002ae
+EXACT = 16  # pairs up to which all sign patterns are tried
 RESAMPLES = 99_999  # random sign patterns beyond
 
 
 def sign_flip(
     differences,  # one number a pair
-    resamples: int = RESAMPLES,  # random patterns where there are more than EXACT pairs
+    resamples: int = RESAMPLES,  # random patterns, where all are more than these and there are more than EXACT pairs
     seed: int = 0,  # of the random patterns
 ) -> tuple[float, str]:  # two-sided p, and how it was found
-    "Sign-flip test of paired differences (Fisher 1935): exact up to 14 pairs, with random patterns beyond. NaN without pairs."
+    """Sign-flip test of paired differences (Fisher 1935): exact up to EXACT = 16 pairs, with random patterns beyond, whose p is at least 2/(resamples + 1).
+
+    NaN without pairs. `ValueError` for a difference that is not finite."""
     d = np.asarray(differences, dtype=float)
     if not np.isfinite(d).all(): raise ValueError("differences: not all are finite; leave incomplete pairs out, and say so")
     if len(d) < 2: return (1.0, "exact, 2 sign patterns") if len(d) else (float("nan"), "no pair")
-    exact, scale = len(d) <= EXACT, max(abs(d).max(), 1e-300)
+    exact, scale = len(d) <= EXACT or 2 ** len(d) <= resamples, max(abs(d).max(), 1e-300)
     mean = lambda x, axis: np.round(np.mean(x / scale, axis=axis), 10)  # sums that are equal but for rounding count as equal
     done = stats.permutation_test((d,), mean, permutation_type="samples", vectorized=True, batch=10_000, n_resamples=np.inf if exact else resamples,
                                   random_state=np.random.default_rng(seed))
     return float(min(1.0, done.pvalue)), f"exact, {2 ** len(d)} sign patterns" if exact else f"{resamples} random sign patterns"
 
-# %% ../nbs/10_report.ipynb #fcd2aa50
+# %% ../nbs/10_report.ipynb #73a07e2e
 def holm(
     p,  # p-values of one table; NaN takes no part
 ) -> np.ndarray:  # adjusted, in the same order
-    "Holm's step-down adjustment (1979): the chance of one false finding or more in the table is held."
+    "Holm's step-down adjustment (1979): the chance of one false finding or more in the table is held. `ValueError` unless p is a list of numbers in [0, 1]."
     p = np.asarray(p, dtype=float)
+    if p.ndim != 1 or (p < 0).any() or (p > 1).any(): raise ValueError(f"p: {p.tolist()} is no list of numbers in [0, 1]; pass one p-value a comparison")
     out, known = np.full(p.shape, np.nan), np.flatnonzero(~np.isnan(p))
     order = known[np.argsort(p[known], kind="stable")]
     out[order] = np.maximum.accumulate(np.minimum(1, (len(order) - np.arange(len(order))) * p[order])) if len(order) else []
@@ -288,15 +333,15 @@ def holm(
 def smallest_p(
     n: int,  # pairs that differ
 ) -> float:
-    "The smallest two-sided p that a sign-flip test of n pairs can give."
-    return min(1.0, 2.0 ** (1 - n))
+    "The smallest two-sided p that `sign_flip` of n pairs can give: 2^(1 - n), and never below 2/(RESAMPLES + 1), the least that random patterns can give."
+    return max(min(1.0, 2.0 ** (1 - n)), 2 / (RESAMPLES + 1))
 
 
 def seeds_needed(
     tests: int = 1,  # comparisons in the table
     alpha: float = 0.05,  # level
 ) -> int:
-    "Pairs from which a sign-flip test can reach the level, after Holm's correction for the table."
+    "Pairs from which an exact sign-flip test can reach the level, after Holm's correction for the table."
     if tests < 1 or not 0 < alpha < 1: raise ValueError(f"tests, alpha: {tests}, {alpha}; need 1 or more comparisons and a level in (0, 1)")
     return math.ceil(math.log2(2 * tests / alpha) - 1e-12)
 
@@ -331,7 +376,16 @@ def _ordered(groups) -> list:
     rank = lambda g: (g.dropout.iloc[0] != "standard", 0.0 if pd.isna(g.lam.iloc[0]) else float(g.lam.iloc[0]), g.method.iloc[0])
     return sorted(groups, key=lambda item: (*map(place, item[0][:-1]), rank(item[1])))
 
-# %% ../nbs/10_report.ipynb #7ffda2ad
+# %% ../nbs/10_report.ipynb #82408bd5
+def _metric(df: pd.DataFrame, g: pd.DataFrame, value: str) -> str:
+    "What the number of a group is; a group without a finished run has the metric of its task's other runs."
+    if value != "value": return value
+    return _known(g.metric, _known(df.metric[df.task == g.task.iloc[0]]))
+
+
+def _layers_mean(scores) -> float: return float(np.mean(scores)) if isinstance(scores, list) and scores else float("nan")
+
+
 def _records(g: pd.DataFrame) -> tuple:
     "(seed, file, line, key) of each run."
     return tuple((int(r.seed), r.file, int(r.line), r.key) for r in g.sort_values("seed").itertuples())
@@ -349,18 +403,20 @@ def summarise(
     """Mean, standard deviation, n, t interval, median and worst run of each group; failed and collapsed runs counted.
 
     Columns: task, the varying settings, method, metric, n (finished), failed, collapsed, mean, sd, low, high, median, worst (the lowest), majority,
-    isoscore_before, isoscore_after and their layers' mean (with _sd), seeds, keys, records. `ValueError` for an unknown column or value."""
+    isoscore_before, isoscore_after and their layers' mean (with _sd and _n, the runs that have one: a run with an undefined layer has no mean over layers),
+    seeds, keys, records. `ValueError` for an unknown column or value."""
     by, values, rows = [*_by(df, by), "method"], _outcome(df, value), []
     for names, g in _ordered(df.groupby(by, dropna=False, sort=False)):
         x, done = values[g.index].dropna(), g[g.status == "done"]
         low, high = t_interval(x, level)
-        layers = done.isoscore_layers_after.map(lambda v: float(np.mean(v)) if isinstance(v, list) else np.nan).astype(float)
+        layers = done.isoscore_layers_after.map(_layers_mean).astype(float)
         rows.append(dict(zip(by, names)) | {
-            "metric": _known(g.metric, value) if value == "value" else value, "n": len(x), "failed": int((g.status == "failed").sum()),
+            "metric": _metric(df, g, value), "n": len(x), "failed": int((g.status == "failed").sum()),
             "collapsed": int(done.collapsed.sum()), "mean": x.mean(), "sd": _spread(x), "low": low, "high": high, "median": x.median(), "worst": x.min(),
             "majority": done.majority.mean() if value == "value" else float("nan"), "isoscore_before": done.isoscore_before.mean(),
-            "isoscore_after": done.isoscore_after.mean(), "isoscore_after_sd": _spread(done.isoscore_after), "layers_after": layers.mean(),
-            "layers_after_sd": _spread(layers), "seeds": sorted(map(int, g.seed)), "keys": list(g.key), "records": _records(g)})
+            "isoscore_after": done.isoscore_after.mean(), "isoscore_after_sd": _spread(done.isoscore_after),
+            "isoscore_after_n": int(done.isoscore_after.count()), "layers_after": layers.mean(), "layers_after_sd": _spread(layers),
+            "layers_after_n": int(layers.count()), "seeds": sorted(map(int, g.seed)), "keys": list(g.key), "records": _records(g)})
     out = pd.DataFrame(rows)
     out.attrs = {"kind": "summary", "by": by, "level": level, "caption": provenance(df)}
     return out
@@ -424,7 +480,7 @@ def _verdict(row: dict, alpha: float) -> str:
 
 def _p_text(p: float) -> str: return "" if p != p else "< 0.001" if p < 0.001 else "0.0625" if p == 0.0625 else f"{p:.3f}"
 
-# %% ../nbs/10_report.ipynb #905055bd
+# %% ../nbs/10_report.ipynb #df8b7d65
 def compare(
     df: pd.DataFrame,  # of `load`
     baseline: str = "none",  # method that the others are compared with, a value of the column `method`
@@ -449,7 +505,7 @@ def compare(
         same = df.method == fixed
         for c, v in zip(by, names): same &= (df[c] == v) | (df[c].isna() & pd.isna(v))
         arms, labels = ((arm, df[same]), (names[-1], fixed)) if of is None else ((df[same], arm), (fixed, names[-1]))
-        rows.append(dict(zip(by, names)) | dict(zip(("method", "baseline"), labels)) | {"metric": _known(arm.metric, value) if value == "value" else value}
+        rows.append(dict(zip(by, names)) | dict(zip(("method", "baseline"), labels)) | {"metric": _metric(df, arm, value)}
                     | _pair(*arms, values, level))
     if not rows: raise ValueError(f"{name}: every run is {fixed!r}; there is nothing to compare it with")
     p = np.array([r["p"] for r in rows])
@@ -462,7 +518,7 @@ def compare(
     out.attrs = {"kind": "comparison", "by": [*by, "method"], "level": level, "caption": provenance(df)}
     return out
 
-# %% ../nbs/10_report.ipynb #e5c5fc7d
+# %% ../nbs/10_report.ipynb #2dcc7293
 @dataclass(frozen=True)
 class Cell:
     "A text of a table, and the records behind it."
@@ -475,18 +531,21 @@ class Cell:
 
 
 _LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-          "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "λ": r"$\lambda$", "ζ": r"$\zeta$", "±": r"$\pm$", "≥": r"$\ge$", "<": r"$<$", ">": r"$>$"}
+          "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "λ": r"$\lambda$", "ζ": r"$\zeta$", "±": r"$\pm$", "≥": r"$\ge$",
+          "<": r"$<$", ">": r"$>$"}
+_MARKS = re.compile(r"[\\`*\[\]|$~^]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])")  # what Markdown would read as markup: a _ within a word is none
 
 
 def _escape(text: str, form: str) -> str:
     if form == "html": return html.escape(text)
     if form == "latex": return "".join(_LATEX.get(c, c) for c in text)
-    return text.replace("|", r"\|")
+    return _MARKS.sub(lambda m: "\\" + m[0], text.replace("\n", " "))
 
 
 def _link(text: str, href: str, title: str, form: str) -> str:
     if form == "html": return f'<a href="{html.escape(href)}" title="{html.escape(title)}">{text}</a>'
     if form == "latex": return rf"\href{{{href.replace('%', chr(92) + '%').replace('#', chr(92) + '#')}}}{{{text}}}"
+    title = re.sub(r'[\\"|]', lambda m: "\\" + m[0], title)
     return f'[{text}]({href} "{title}")'
 
 # %% ../nbs/10_report.ipynb #dc904757
@@ -506,18 +565,24 @@ def _render(cell, form: str, base: str) -> str:
     each = ", ".join(_link(str(seed), _href(base, file, line, line), key, form) for seed, file, line, key in records)
     return f"{text} ({each})"
 
-# %% ../nbs/10_report.ipynb #e4683c4a
+# %% ../nbs/10_report.ipynb #066a76fc
 def _pm(mean: float, sd: float, digits: int) -> str:
     if mean != mean: return ""
     return f"{mean:.{digits}f}" + (f" ± {sd:.{digits}f}" if sd == sd else "")
 
 
-def _between(low: float, high: float, n: int, digits: int, signed: bool = False) -> str:
-    if low != low: return "all equal" if n > 1 else "one seed: none" if n else "no pair"
+def _between(low: float, high: float, n: int, digits: int, signed: bool = False, none: str = "no pair") -> str:
+    if low != low: return "all equal" if n > 1 else "one seed: none" if n else none
     return f"{low:{'+' * signed}.{digits}f} to {high:{'+' * signed}.{digits}f}"
 
 
 def _setting(v) -> str: return f"{v:g}" if isinstance(v, (int, float, np.number)) else str(v)
+
+
+def _isotropy(r: dict, name: str) -> str:
+    "Mean and deviation, and of how many runs where some have none."
+    n, shown = r[f"{name}_n"], _pm(r[name], r[f"{name}_sd"], 3)
+    return shown + (f" ({n} of {r['n']})" if 0 < n < r["n"] else "")
 
 
 def _show_summary(table: pd.DataFrame, digits: int) -> pd.DataFrame:
@@ -527,10 +592,10 @@ def _show_summary(table: pd.DataFrame, digits: int) -> pd.DataFrame:
         row["metric"] = r["metric"] + (f" (majority {r['majority']:.{digits}f})" if r["majority"] == r["majority"] else "")
         row["seeds"] = f"{r['n']}" + (f", and {r['failed']} failed" if r["failed"] else "")
         row["mean ± sd"] = Cell(_pm(r["mean"], r["sd"], digits) or "no finished run", r["records"])
-        row[f"{100 * table.attrs['level']:g} % interval"] = _between(r["low"], r["high"], r["n"], digits)
+        row[f"{100 * table.attrs['level']:g} % interval"] = _between(r["low"], r["high"], r["n"], digits, none="no run")
         row |= {"median": _pm(r["median"], np.nan, digits), "worst": _pm(r["worst"], np.nan, digits), "one class only": f"{r['collapsed']} of {r['n']}"}
-        row |= {"IsoScore before": _pm(r["isoscore_before"], np.nan, 3), "IsoScore after": _pm(r["isoscore_after"], r["isoscore_after_sd"], 3),
-                "its layers, mean": _pm(r["layers_after"], r["layers_after_sd"], 3)}
+        row |= {"IsoScore before": _pm(r["isoscore_before"], np.nan, 3)}
+        row |= {"IsoScore after": _isotropy(r, "isoscore_after"), "its layers, mean": _isotropy(r, "layers_after")}
         rows.append(row)
     shown = pd.DataFrame(rows)
     return shown.loc[:, [c for c in shown if (shown[c].astype(str) != "").any()]]
@@ -700,9 +765,13 @@ def rank_correlation(
     return {"kind": kind, "mean": float(np.mean(each)), "low": float(low), "high": float(high), "p": float(p),
             "each": each, "seeds": len(each), "settings": done.method.nunique(), "failed": int((df.status == "failed").sum()), "resamples": resamples}
 
-# %% ../nbs/10_report.ipynb #ae5658ba
+# %% ../nbs/10_report.ipynb #1755e3ee
 COLOURS = ("black", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito; told apart by colour-blind readers
 MARKS = "soD^vP*"
+
+
+class _NotRecorded(ValueError):
+    "The records do not hold what a figure shows."
 
 
 def _pyplot():
@@ -710,7 +779,7 @@ def _pyplot():
     return plt
 
 
-def _metric_name(df: pd.DataFrame, value: str) -> str: return (_known(df.metric, value) if value == "value" else value).replace("_", " ")
+def _metric_name(df: pd.DataFrame, value: str) -> str: return (_known(df.metric, "score") if value == "value" else value).replace("_", " ")
 
 
 def _panels(df: pd.DataFrame, without: Sequence[str] = (), legend: bool = False, width: float = 3.4, height: float = 3.1):
@@ -750,10 +819,10 @@ def _legend(fig, panels, order: list[str]):
 
 def _majority_line(ax, g: pd.DataFrame, y: pd.Series, value: str):
     "The score of the majority class, dotted, where it is near the runs."
-    if value != "value" or not (g.majority > 0).any(): return
+    if value != "value" or not (g.majority > 0).any() or not y.notna().any(): return
     if g.majority.mean() > y.min() - 0.5 * np.ptp(y.dropna()): ax.axhline(g.majority.mean(), color="grey", ls=":", lw=1)
 
-# %% ../nbs/10_report.ipynb #fc5ce620
+# %% ../nbs/10_report.ipynb #1f4f2430
 def plot_tradeoff(
     df: pd.DataFrame,  # of `load`: a penalty at several strengths, several seeds
     value: str = "value",  # as for summarise
@@ -762,13 +831,16 @@ def plot_tradeoff(
 ):
     """The score against the isotropy after training, one panel for each task and setting: runs small, means large with standard deviations.
 
-    A cross marks a run that answers with one class only; failed runs are counted in the panel."""
+    A cross marks a run that answers with one class only; failed runs are counted in the panel, and so are those whose isotropy is not defined.
+    `ValueError` if no finished run has an isotropy."""
+    if not df.isoscore_after[df.status == "done"].notna().any(): raise _NotRecorded("df: no finished run has isoscore_after; there is nothing to draw")
     styles = _styles(df)
     crowd = len(styles) > 4  # then a legend in place of labels
     fig, panels = _panels(df, legend=crowd)
     for ax, g in panels:
         y, failed = _outcome(g, value), int((g.status == "failed").sum())
         done = g.assign(_y=y)[g.status == "done"]
+        missing, done = int(done.isoscore_after.isna().sum()), done[done.isoscore_after.notna()]
         for n, (_, arm) in enumerate(sorted(done.groupby("method"), key=lambda item: item[1].isoscore_after.mean())):
             colour, mark, _ = styles[arm.method.iloc[0]]
             x, centre, spread = arm.isoscore_after, (arm.isoscore_after.mean(), arm._y.mean()), np.nan_to_num([_spread(arm.isoscore_after), _spread(arm._y)])
@@ -781,10 +853,11 @@ def plot_tradeoff(
             ax.annotate(arm.method.iloc[0].replace("I-STAR ", "").replace("λ=", "λ = "), (centre[0], end), xytext=(0, 5 if above else -5),
                         textcoords="offset points", fontsize=8, ha="center", va="bottom" if above else "top")
         _majority_line(ax, done, done._y, value)
-        ax.axvline(done.isoscore_before.mean(), color="grey", ls="--", lw=0.8)
+        if done.isoscore_before.notna().any(): ax.axvline(done.isoscore_before.mean(), color="grey", ls="--", lw=0.8)
         ax.margins(0.2)
         ax.set(xlabel="IsoScore after training", ylabel=_metric_name(g, value), xscale="log" if log else "linear")
-        if failed: ax.text(0.98, 0.02, f"{failed} failed", transform=ax.transAxes, ha="right", fontsize=8)
+        lost = [f"{n} {what}" for n, what in ((failed, "failed"), (missing, "without isotropy")) if n]
+        if lost: ax.text(0.98, 0.02, ", ".join(lost), transform=ax.transAxes, ha="right", fontsize=8)
         if kind and done.method.nunique() > 2: ax.set_title(ax.get_title() + "\n" + _correlation_text(g, value, kind), fontsize=9)
     if crowd: _legend(fig, panels, list(styles))
     return fig
@@ -797,13 +870,11 @@ def _correlation_text(g: pd.DataFrame, value: str, kind: str) -> str:
     p = _p_text(c["p"])
     return f"{'ρ' if kind == 'spearman' else 'τ'} = {c['mean']:.2f}{interval}, p {p if '<' in p else '= ' + p}"
 
-# %% ../nbs/10_report.ipynb #8c902e69
+# %% ../nbs/10_report.ipynb #e49b4597
 def _by_layer(r, what: str, when: str, tokens: str) -> list | None:
     "Values of hidden states 0 (embeddings) to L of a run."
     found = getattr(r, f"{'isoscore_layers' if what == 'isoscore' else what}_{when}")
-    if what == "isoscore":
-        first = getattr(r, f"isoscore_embeddings_{when}")
-        return None if not isinstance(found, list) else [np.nan if first is None else first, *found]
+    if what == "isoscore": return [getattr(r, f"isoscore_embeddings_{when}"), *found] if isinstance(found, list) else None
     return found.get(tokens) if isinstance(found, dict) else None
 
 
@@ -815,31 +886,31 @@ def plot_layers(
 ):
     """A measure of each hidden state, 0 (the embeddings) to L: mean over seeds with the range of the seeds, one line a method, before training in grey.
 
-    `ValueError` if no record has it."""
+    A layer where the measure is not defined counts for no seed. `ValueError` if no record has it."""
     if what not in ("isoscore", "intrinsic_dimension"): raise ValueError(f"what: {what!r} is unknown; use isoscore or intrinsic_dimension")
     done = df[df.status == "done"]
     lines = {(r.Index, when): v for r in done.itertuples() for when in ("before", "after") if (v := _by_layer(r, what, when, tokens)) is not None}
-    if not lines: raise ValueError(f"df: no finished run has {what} by layer; measure it with a version of the library that records it")
+    if not lines: raise _NotRecorded(f"df: no finished run has {what} by layer; measure it with a version of the library that records it")
     (fig, panels), styles = _panels(done, legend=True), _styles(done)
     for ax, g in panels:
         for when, name, arm in [("before", "before training", g)] + [("after", m, g[g.method == m]) for m in styles]:
-            values = np.array([lines[i, when] for i in arm.index if (i, when) in lines], dtype=float)
+            values = pd.DataFrame([lines[i, when] for i in arm.index if (i, when) in lines], dtype=float)
             if not len(values): continue
             colour, mark, dash = ("grey", "", ":") if when == "before" else styles[name]
-            ax.plot(values.mean(0), color=colour, marker=mark, ls=dash, ms=4, label=f"{name} ({len(values)})" if when == "after" else name)
-            ax.fill_between(range(values.shape[1]), values.min(0), values.max(0), color=colour, alpha=0.15, lw=0)
+            ax.plot(values.columns, values.mean(), color=colour, marker=mark, ls=dash, ms=4, label=f"{name} ({len(values)})" if when == "after" else name)
+            ax.fill_between(values.columns, values.min(), values.max(), color=colour, alpha=0.15, lw=0)
         ax.set(xlabel="hidden state (0: embeddings)", yscale="log" if log else "linear")
         ax.set_ylabel("IsoScore" if what == "isoscore" else f"intrinsic dimension ({tokens})")
         ax.xaxis.get_major_locator().set_params(integer=True)
     _legend(fig, panels, ["before training", *styles])
     return fig
 
-# %% ../nbs/10_report.ipynb #280d66ad
+# %% ../nbs/10_report.ipynb #785f6257
 def plot_fraction(
     df: pd.DataFrame,  # of `load`: several values of train_fraction
     value: str = "value",  # as for summarise
 ):
-    "The score by share of the training part: mean over seeds as a line, quartiles as a band, each run as a dot; failed runs are counted in the legend."
+    "The score by share of the training part: median over seeds as a line, quartiles as a band, each run as a dot; failed runs are counted in the legend."
     (fig, panels), styles = _panels(df, without=("train_fraction",), legend=True), _styles(df)
     for ax, g in panels:
         for name, arm in g.groupby("method", sort=False):
@@ -847,7 +918,7 @@ def plot_fraction(
             y, failed = _outcome(arm, value), int((arm.status == "failed").sum())
             parts = y.groupby(arm.train_fraction)
             share = 100 * np.array(list(parts.groups))
-            ax.plot(share, parts.mean(), color=colour, marker=mark, ls=dash, ms=5, label=name + (f" ({failed} failed)" if failed else ""))
+            ax.plot(share, parts.median(), color=colour, marker=mark, ls=dash, ms=5, label=name + (f" ({failed} failed)" if failed else ""))
             ax.fill_between(share, parts.quantile(0.25), parts.quantile(0.75), color=colour, alpha=0.15, lw=0)
             ax.plot(100 * arm.train_fraction, y, ".", color=colour, ms=3, alpha=0.6)
         _majority_line(ax, g, _outcome(g, value), value)
@@ -855,7 +926,7 @@ def plot_fraction(
     _legend(fig, panels, ["before training", *styles])
     return fig
 
-# %% ../nbs/10_report.ipynb #359c63eb
+# %% ../nbs/10_report.ipynb #bae7700a
 def plot_mean_activation(
     df: pd.DataFrame,  # of `load`, records with mean_activation
 ):
@@ -863,7 +934,7 @@ def plot_mean_activation(
 
     A grey line is the state before training, where recorded. `ValueError` if no record has it."""
     done = df[(df.status == "done") & df.mean_activation_after.map(lambda v: isinstance(v, list))]
-    if not len(done): raise ValueError("df: no finished run has mean_activation; measure it with a version of the library that records it")
+    if not len(done): raise _NotRecorded("df: no finished run has mean_activation; measure it with a version of the library that records it")
     columns, styles = list(done.groupby(_by(done, None), dropna=False, sort=False)), _styles(done)
     size = max(5, 3.6 * len(columns)), 0.6 + 1.3 * len(styles)
     fig, axes = _pyplot().subplots(len(styles), len(columns), figsize=size, layout="constrained", squeeze=False, sharex="col", sharey=True)
@@ -871,14 +942,14 @@ def plot_mean_activation(
         before = [v for v in g.mean_activation_before if isinstance(v, list)]
         for ax, name in zip(axes[:, j], styles):
             arm = g[g.method == name]
-            if before: ax.plot(np.mean(before, axis=0), color="grey", lw=0.8)
-            if len(arm): ax.plot(np.mean(arm.mean_activation_after.tolist(), axis=0), ".", color=styles[name][0], ms=3)
+            if before: ax.plot(pd.DataFrame(before).mean(), color="grey", lw=0.8)
+            if len(arm): ax.plot(pd.DataFrame(arm.mean_activation_after.tolist()).mean(), ".", color=styles[name][0], ms=3)
             ax.set_title(f"{', '.join(map(_setting, names))}: {name}, {len(arm)} seed{'s' * (len(arm) != 1)}", fontsize=8, loc="left")
         axes[-1, j].set_xlabel("dimension of the last layer")
     fig.supylabel("mean activation", fontsize=9)
     return fig
 
-# %% ../nbs/10_report.ipynb #db19671a
+# %% ../nbs/10_report.ipynb #ddb5c884
 def plot_forest(
     comparisons: pd.DataFrame,  # of compare; several can be put together with pandas.concat
 ):
@@ -890,22 +961,25 @@ def plot_forest(
         colour = "black" if not shown else "#0072B2" if r.difference > 0 else "#D55E00"
         reach = [[r.difference - r.low], [r.high - r.difference]] if r.low == r.low else None
         if r.n: ax.errorbar(r.difference, -i, xerr=reach, color=colour, marker="o" if shown else "s", mfc=colour if shown else "white", capsize=3, lw=1.2)
-        short = r.verdict.split(";")[0].split(" (")[0] + (", one class only in " + str(r.collapsed) if r.collapsed else "")
+        short = r.verdict.split(":")[0] + (", one class only in " + str(r.collapsed) if r.collapsed else "")
         ax.text(1.02, -i, f"n={r.n}, p {_p_text(r.p_holm) or 'none'}: {short}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
     settings = [c for c in table.columns[: list(table.columns).index("method") + 1]]
-    ax.set_yticks(-np.arange(len(table)), [", ".join(_setting(r[c]) for c in settings) for _, r in table.iterrows()], fontsize=8)
+    several = table.baseline.nunique() > 1
+    names = [", ".join(_setting(r[c]) for c in settings) + (f" against {r.baseline}" if several else "") for _, r in table.iterrows()]
+    ax.set_yticks(-np.arange(len(table)), names, fontsize=8)
     ax.axvline(0, color="grey", lw=0.8)
     ax.locator_params(axis="x", nbins=5)
-    ax.set(xlabel=f"difference to {_known(table.baseline)}", ylim=(-len(table) + 0.4, 0.6))
+    ax.set(xlabel="difference" if several else f"difference to {_known(table.baseline)}", ylim=(-len(table) + 0.4, 0.6))
     return fig
 
-# %% ../nbs/10_report.ipynb #8e79d755
+# %% ../nbs/10_report.ipynb #8dbceede
 def failures(
     df: pd.DataFrame,  # of `load`
 ) -> pd.DataFrame:  # task, method, seed, error, attempts; empty if none failed
-    "The runs that failed, with the reason; their cells link to the files."
+    "The runs that failed, with the reason and, where the file says it, how often they were tried; their cells link to the files."
     lost = df[df.status == "failed"]
-    rows = [{"task": r.task, "method": r.method, "seed": str(r.seed), "run": Cell(r.key, ((r.seed, r.file, r.line, r.key),)), "attempts": str(r.attempts),
+    rows = [{"task": r.task, "method": r.method, "seed": str(r.seed), "run": Cell(r.key, ((r.seed, r.file, r.line, r.key),)),
+             "attempts": _setting(r.attempts) if r.attempts == r.attempts else "",
              "error": (str(r.error).strip().splitlines() or [""])[-1][:200]} for r in lost.itertuples()]
     out = pd.DataFrame(rows, columns=["task", "method", "seed", "run", "attempts", "error"])
     out.attrs = {"caption": provenance(df)}
@@ -919,7 +993,7 @@ def _save_figures(df: pd.DataFrame, tables: dict, folder: Path) -> list[Path]:
     if "comparisons" in tables: drawn["forest"] = lambda: plot_forest(tables["comparisons"])
     for name, draw in drawn.items():
         try: fig = draw()
-        except ValueError: continue  # these records do not hold what the figure needs
+        except _NotRecorded: continue  # these records do not hold what the figure needs
         for suffix in ("png", "pdf"):
             buffer = BytesIO()
             fig.savefig(buffer, format=suffix, dpi=150, metadata={"CreationDate": None} if suffix == "pdf" else None)
@@ -928,7 +1002,12 @@ def _save_figures(df: pd.DataFrame, tables: dict, folder: Path) -> list[Path]:
         _pyplot().close(fig)
     return made
 
-# %% ../nbs/10_report.ipynb #c131bc80
+# %% ../nbs/10_report.ipynb #59c55947
+_FILES = [f"{name}.{suffix}" for names, suffixes in (
+    (("summary", "comparisons", "failures"), ("md", "html", "tex", "csv")),
+    (("tradeoff", "layers", "mean_activation", "intrinsic_dimension", "fraction", "forest"), ("png", "pdf"))) for name in names for suffix in suffixes]
+
+
 def write_report(
     source,  # of `load`, or its table
     folder: str | Path,  # gets the files; made if it is not there
@@ -938,13 +1017,15 @@ def write_report(
 ) -> list[Path]:  # the files
     """Write summary, comparisons and failures as .md, .html, .tex and .csv, and the figures that the records allow as .png and .pdf.
 
-    Links in the tables are as seen from the folder. `ValueError` as `load` and `compare` raise it."""
+    Links in the tables are as seen from the folder. What an earlier report left there under these names goes.
+    `ValueError` as `load` and `compare` raise it."""
     df, folder, made = source if isinstance(source, pd.DataFrame) else load(source), Path(folder), []
     folder.mkdir(parents=True, exist_ok=True)
     df = df.assign(file=[os.path.relpath(f, folder).replace(os.sep, "/") if f else "" for f in df.file])
     tables = {"summary": summarise(df, by)}
     if baseline is not None and set(df.method) - {baseline}: tables["comparisons"] = compare(df, baseline, by)
     if (df.status == "failed").any(): tables["failures"] = failures(df)
+    for name in _FILES: (folder / name).unlink(missing_ok=True)
     for name, table in tables.items():
         plain = table.drop(columns=[c for c in ("records", "records_baseline") if c in table])
         forms = {"md": to_markdown(table, base=base), "html": to_html(table, base=base), "tex": to_latex(table, base=base), "csv": plain.to_csv(index=False)}

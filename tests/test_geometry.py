@@ -330,10 +330,35 @@ def test_outliers_by_the_rules():
 
 @pytest.mark.parametrize("f", [*SCALARS, geometry, outlier_dimensions, mean_activation])
 @pytest.mark.parametrize("points, message", [
-    (np.zeros(5), "points: need shape"), (np.ones((4, 3), dtype=int), "floating"), (np.full((9, 3), np.nan), "NaN"), (np.full((9, 3), np.inf), "infinite"),
+    (np.zeros(5), "points: need shape"), (np.ones((4, 3), dtype=bool), "floating"), (np.full((9, 3), np.nan), "NaN"), (np.full((9, 3), np.inf), "infinite"),
     (np.ones((2, 9, 3)), "one cloud"), (np.zeros((0, 3)), "holds no value")])
 def test_bad_points_are_refused(f, points, message):
     with pytest.raises(ValueError, match=f"points: .*{message}|{message}"): f(points)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
+@pytest.mark.parametrize("f", [*SCALARS, lambda x: nearest_two(x).numpy(), mean_activation, lambda x: list(geometry(x).values())[:-1]])
+def test_whole_numbers_are_measured_in_float64(f, dtype):
+    x = np.random.default_rng(0).integers(0, 200, size=(60, 7)).astype(dtype)
+    np.testing.assert_array_equal(f(x), f(x.astype(np.float64)))
+    np.testing.assert_array_equal(f(torch.from_numpy(x)), f(x.astype(np.float64)))
+
+
+def test_large_whole_numbers_keep_their_digits():
+    x = np.random.default_rng(0).integers(0, 9, size=(20, 3)) + 2**40
+    np.testing.assert_allclose(nearest_two(x), nearest_two((x - 2**40).astype(float)), rtol=1e-9)
+
+
+@pytest.mark.parametrize("points, more, message", [
+    (np.eye(2), {}, "points: 2 rows count, need 3 or more"), (np.full((5, 2), np.nan), {}, "points: hold NaN"), (np.eye(5), {"chunk": 0}, "chunk: 0 "), (np.eye(5), {"chunk": 2.5}, "chunk: 2.5 "),
+    (np.ones(5), {}, "points: need shape")])
+def test_nearest_two_refuses_with_a_remedy(points, more, message):
+    with pytest.raises(ValueError, match=message): nearest_two(torch.from_numpy(points), **more)
+
+
+@pytest.mark.parametrize("more", [{"sigmas": "a"}, {"ratio": None}, {"sigmas": float("nan")}, {"ratio": 0}])
+def test_thresholds_are_positive_numbers(more):
+    with pytest.raises(ValueError, match="sigmas, ratio: "): outlier_dimensions(np.eye(4), **more)
 
 
 def test_what_has_no_value_says_so():

@@ -198,9 +198,25 @@ def test_many_pairs_are_sampled_and_it_is_said():
     d = np.random.default_rng(0).normal(0.25, 1, 30)
     p, how = sign_flip(d)
     assert how == "99999 random sign patterns" and p == pytest.approx(stats.ttest_1samp(d, 0).pvalue, rel=0.15) and sign_flip(d) == (p, how)
-    assert sign_flip(np.ones(14))[1] == "exact, 16384 sign patterns"
     with pytest.raises(ValueError, match="differences: "): sign_flip([0.1, float("nan")])
     assert sign_flip([])[1] == "no pair" and sign_flip([0.3])[0] == 1
+
+
+@pytest.mark.parametrize("n, how", [(14, "exact, 16384 sign patterns"), (15, "exact, 32768 sign patterns"), (16, "exact, 65536 sign patterns"), (17, "99999 random sign patterns")])
+def test_the_label_and_the_smallest_p_are_true_where_sampling_begins(n, how):
+    "With random patterns the observed one is always counted and the tail is doubled: no p below 2 / (resamples + 1)."
+    p, said = sign_flip(np.ones(n))
+    assert said == how and (p == smallest_p(n) == 2.0 ** (1 - n) if n <= report.EXACT else p >= smallest_p(n))
+    assert sign_flip(np.ones(12), resamples=99)[1].startswith("exact")
+
+
+@pytest.mark.parametrize("n", [17, 20, 40])
+def test_no_sampled_p_is_below_the_smallest(n): assert sign_flip(np.arange(1, n + 1) / 7)[0] >= smallest_p(n) >= 2 / (report.RESAMPLES + 1)
+
+
+@pytest.mark.parametrize("p", [0.5, [[0.1, 0.2]], [2, 0.1], [-0.1]])
+def test_holm_wants_a_list_of_probabilities(p):
+    with pytest.raises(ValueError, match="p: "): holm(p)
 
 
 def test_holm_on_a_known_example():
@@ -373,14 +389,25 @@ def test_the_stored_tables_are_what_the_records_give(monkeypatch):
 
 
 def test_the_front_page_shows_the_same_numbers():
-    table = outputs("index.ipynb", "table.to_markdown")[0]
-    rows = [[c.strip() for c in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    s = summarise(load(FIRST)).to_dict("records")
-    assert len(rows) == len(s)
-    for row, r in zip(rows, s):
-        assert row[0] == r["task"] and row[3] == str(r["n"]) and row[5] == f"{r['collapsed']} of {r['n']}"
-        assert row[4] == f"{r['mean']:.3f} ± {r['sd']:.3f}" and row[7] == f"{r['isoscore_after']:.3f} ± {r['isoscore_after_sd']:.3f}"
-        assert row[6] == f"{r['isoscore_before']:.3f}" and row[8] == f"{r['layers_after']:.3f} ± {r['layers_after_sd']:.3f}"
+    "Each row from the records themselves: pairs of runs with the same seed."
+    (table,) = (o for o in outputs("index.ipynb", "lines.to_markdown"))
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
+    head, rows = rows[0], [dict(zip(rows[0], row)) for row in rows[2:]]
+    runs = {}
+    for line in (NBS / "results" / "runs.jsonl").read_text().splitlines():
+        r = json.loads(line)
+        c = r["config"]
+        if c["recipe"] == "quick" and c["seed"] < 100 and c["train_fraction"] == 1 and c["model"].endswith("minilm-l6-h384"):
+            runs.setdefault((c["task"], label(c, scores=False)), {})[c["seed"]] = r
+    assert rows and {"seeds", "difference"} <= set(head)
+    for row in rows:
+        arm, base = runs[row["task"], row["method"]], runs[row["task"], "none"]
+        both = sorted(set(arm) & set(base))
+        a, b = (np.array([g[s]["value"] for s in both]) for g in (arm, base))
+        low, high = stats.ttest_rel(a, b).confidence_interval()
+        assert row["seeds"] == str(len(both)) and row["score"] == f"{a.mean():.3f}" and row["plain"] == f"{b.mean():.3f}"
+        assert row["difference"] == f"{(a - b).mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+        assert row["one class only"] == f"{sum(arm[s]['collapsed'] for s in both)} of {len(both)}"
 
 
 def test_each_cell_leads_to_its_records(monkeypatch):
@@ -537,14 +564,15 @@ def test_tradeoff_shows_every_run():
     matplotlib.pyplot.close(fig)
 
 
-def test_fraction_has_quartiles():
-    df = load([record(m, s, v, settings={"train_fraction": f}) for m in (NONE, PLUS) for f in (0.1, 0.5, 1.0) for s, v in enumerate((0.5, 0.6, 0.9, 0.7, 0.8))])
+def test_fraction_has_the_median_within_quartiles():
+    df = load([record(m, s, v, settings={"train_fraction": f}) for m in (NONE, PLUS) for f in (0.1, 0.5, 1.0) for s, v in enumerate((0.0, 0.6, 0.9, 0.7, 0.8))])
     fig = plot_fraction(df)
     (ax,) = fig.axes
     assert len(ax.collections) == 2
     band = ax.collections[0].get_paths()[0].vertices
     assert band[:, 1].min() == pytest.approx(0.6) and band[:, 1].max() == pytest.approx(0.8)
-    assert [list(line.get_xdata()) for line in ax.lines if line.get_linestyle() == "-"][0] == [10, 50, 100]
+    line = [line for line in ax.lines if line.get_linestyle() == "-"][0]
+    assert list(line.get_xdata()) == [10, 50, 100] and np.allclose(line.get_ydata(), 0.7)                 # the mean, 0.6, is the lower quartile
     matplotlib.pyplot.close(fig)
 
 
@@ -611,3 +639,115 @@ def test_one_method_against_each_other_mirrors_the_baseline():
     assert set(turned.method) == {"none"} == set(plain.baseline) and list(turned.baseline) == list(plain.method)
     assert np.allclose(turned.difference, -plain.difference) and np.allclose(turned.low, -plain.high, equal_nan=True) and np.allclose(turned.p, plain.p)
     with pytest.raises(ValueError, match="of: no run is 'guided'"): compare(runs, of="guided")
+
+
+# ---- records that are odd but allowed, and those that are none
+
+
+def undefined(method, seed, value, **isoscore):
+    "A run of which some layer, or the union, had no score, as a collapsed run leaves it."
+    after = {"union": 0.1 + 0.01 * seed, "layers": [0.3, 0.2], "embeddings": 0.3} | isoscore
+    return record(method, seed, value, isoscore={"before": {"union": 0.2, "layers": [0.2, 0.1], "embeddings": 0.3}, "after": after},
+                  geometry={"after": {"intrinsic_dimension": {"cls": [None, 5.0, None], "mean": [7.0, None, 5.0]}, "mean_activation": [0.1, None, 0.3]}})
+
+
+@pytest.mark.parametrize("isoscore", [{"union": None}, {"layers": [None, 0.2]}, {"layers": [None, None]}, {"embeddings": None}, {"layers": None}, {"union": None, "layers": [None, None], "embeddings": None}])
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_null_scores_are_undefined_in_tables_and_figures(tmp_path, isoscore, every):
+    df = load([undefined(m, s, 0.5 + 0.01 * s + 0.1 * i, **(isoscore if every or (i, s) == (1, 0) else {})) for i, m in enumerate((NONE, MINUS, PLUS)) for s in range(3)])
+    s = summarise(df).set_index("method").loc["I-STAR λ=-1"]
+    whole = isoscore.get("layers", [0.3, 0.2]) == [0.3, 0.2]
+    assert s.layers_after_n == (3 if whole else 0 if every else 2) and s.isoscore_after_n == (3 if "union" not in isoscore else 0 if every else 2)
+    assert math.isnan(s.layers_after) if not s.layers_after_n else s.layers_after == pytest.approx(0.25)
+    text = to_markdown(summarise(df))
+    assert ("(2 of 3)" in text) == (not every and (not whole or "union" in isoscore))
+    assert list(compare(df).n) == [3, 3]
+    if s.isoscore_after_n: assert compare(df, value="isoscore_after").n.tolist()[0] == s.isoscore_after_n
+    for draw in (plot_layers, lambda d: plot_layers(d, "intrinsic_dimension"), plot_mean_activation, plot_fraction, lambda d: plot_forest(compare(d)), plot_tradeoff):
+        try: fig = draw(df)
+        except report._NotRecorded: assert every and ("union" in isoscore or "layers" in isoscore)
+        else:
+            fig.savefig(tmp_path / "figure.png", dpi=30)
+            matplotlib.pyplot.close(fig)
+
+
+def test_undefined_layers_leave_the_others_as_they_are():
+    fig = plot_layers(load([undefined(NONE, 0, 0.5, layers=[None, 0.4]), undefined(NONE, 1, 0.5)]))
+    (line,) = [line for line in fig.axes[0].lines if line.get_linestyle() == "-"]
+    np.testing.assert_allclose(line.get_ydata(), [0.3, 0.3, 0.3])
+    matplotlib.pyplot.close(fig)
+    fig = plot_tradeoff(load([undefined(NONE, 0, 0.5, union=None), undefined(NONE, 1, 0.5)]))
+    assert [t.get_text() for t in fig.axes[0].texts if "without" in t.get_text()] == ["1 without isotropy"]
+    matplotlib.pyplot.close(fig)
+
+
+@pytest.mark.parametrize("config", [{"task": None}, {"model": None}, {"seed": "x"}, {"seed": None}, {"seed": 1.5}, {"lam": "x"}, {"regularizer": None}, {"train_fraction": None}, {"layers": [1]}])
+def test_a_foreign_record_is_no_record(config):
+    with pytest.warns(UserWarning, match=rf"left out 1 that is no record of runs: a record \(no record: {next(iter(config))} "): df = load([record(NONE, 0, 0.6), record(NONE, 1, 0.6, settings=config)])
+    assert list(df.seed) == [0]
+    with pytest.raises(ValueError, match="source: no record of a run; left out 1"): load([record(NONE, 1, 0.6, settings=config)])
+
+
+def test_odd_values_beside_the_settings_do_no_harm(tmp_path):
+    odd = {"metric": 5, "data": {"majority": "x", "notes": "no list"}, "isoscore": {"before": 3, "after": {"union": "x", "layers": "abc", "embeddings": []}}, "geometry": {"after": [1]},
+           "model": 7, "started": 3, "hardware": "x", "metrics": [1], "attempts": "two"}
+    df = load([record(NONE, 0, 0.6) | odd, record(NONE, 0, 0.6), record(NONE, 1, 0.7) | odd])
+    assert list(df.n if "n" in df else summarise(df).n) == [2]
+    assert {p.name for p in write_report(df, tmp_path)} >= {"summary.md"}
+
+
+def test_what_is_left_out_is_one_short_line(tmp_path):
+    lines = [json.dumps({"kind": "geometry", "config": {"model": "m"}}) for _ in range(40)] + [json.dumps(record(NONE, 0, 0.6)), "{"]
+    (tmp_path / "all.jsonl").write_text("\n".join(lines))
+    with pytest.warns(UserWarning) as caught: load(tmp_path / "all.jsonl")
+    text = str(caught[0].message)
+    assert len(caught) == 1 and "left out 41 that are no records of runs: " in text and text.endswith(" and 38 more") and text.count("all.jsonl") == 3
+    assert "line 1 (no run, but geometry)" in text and "line 42 (no complete JSON)" in text and "\n" not in text
+
+
+def test_what_a_sweep_keeps_for_itself_is_no_run(tmp_path):
+    for name, seed in (("a", 0), (".sweep/part/b", 1)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "record.json").write_text(json.dumps(record(NONE, seed, 0.6)))
+    assert list(load(tmp_path).seed) == [0] and list(load(tmp_path / ".sweep").seed) == [1]
+
+
+def test_attempts_are_shown_where_the_file_says_them():
+    lost = failed(NONE, 0)
+    silent = {k: v for k, v in failed(NONE, 1).items() if k != "attempts"}
+    assert list(failures(load([lost, silent])).attempts) == ["2", ""] and list(failures(load([silent])).attempts) == [""]
+
+
+def test_an_arm_without_a_finished_run_has_its_metric_and_no_interval():
+    df = load([failed(MINUS, 0), record(NONE, 0, 0.6), record(NONE, 1, 0.7)])
+    s = summarise(df).set_index("method").loc["I-STAR λ=-1"]
+    row = next(line for line in to_markdown(summarise(df)).splitlines() if "I-STAR" in line)
+    assert s.metric == "accuracy" == compare(df).metric[0] and "| no run " in row and "no pair" not in row and "value" not in row
+    assert list(summarise(load([failed(MINUS, 0)])).metric) == ["unknown"]
+
+
+def test_markdown_marks_in_cells_are_escaped_and_links_hold():
+    text = "a *b* _c_ `d` <e> [f](g) h_i 2 < 3 | j\nk \\"
+    df = load([record(NONE, 0, 0.6), failed(MINUS, 1, error=text.replace("\n", " "))])
+    shown = to_markdown(failures(df))
+    assert r"a \*b\* \_c\_ \`d\` \<e> \[f\](g) h_i 2 < 3 \| j k \\" in shown
+    assert r"j k \\" in to_markdown(pd.DataFrame({"x": [text]}), "here")
+    lines = [line for line in shown.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {7}
+    cell = report.Cell("a_b [c]", ((0, "runs/a [b]/record.json", 0, 'a "b" | c'),))
+    assert report._render(cell, "markdown", "") == r'[a_b \[c\]](runs/a%20%5Bb%5D/record.json "a \"b\" \| c")'
+
+
+def test_a_second_report_leaves_nothing_of_the_first(tmp_path):
+    (tmp_path / "mine.txt").write_text("stays")
+    write_report(load([record(NONE, 0, 0.6), record(PLUS, 0, 0.7), failed(MINUS, 0)]), tmp_path)
+    assert {"failures.md", "comparisons.tex", "forest.pdf"} <= {p.name for p in tmp_path.iterdir()}
+    made = write_report(load([record(NONE, 0, 0.6)]), tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in made} | {"mine.txt"} and {p.name for p in made} <= set(report._FILES)
+
+
+def test_an_error_in_a_figure_is_not_swallowed(tmp_path, monkeypatch):
+    def broken(df): raise ValueError("a fault of the figure")
+    monkeypatch.setattr(report, "plot_tradeoff", broken)
+    with pytest.raises(ValueError, match="a fault of the figure"): write_report(load([record(NONE, 0, 0.6)]), tmp_path)
