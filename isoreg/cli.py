@@ -4,10 +4,11 @@
 __all__ = ['app', 'run_command', 'sweep_command', 'status_command', 'read_points', 'spectrum', 'score_points', 'score_model',
            'score_command', 'report_command', 'tasks_command']
 
-# %% ../nbs/11_cli.ipynb #063901a4
+# %% ../nbs/11_cli.ipynb #d8393102
 import itertools
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -164,7 +165,7 @@ def _show(record, folder: Path):
     if (folder / "model").is_dir(): table.add_row("model", str(folder / "model"))
     _console.print(table)
 
-# %% ../nbs/11_cli.ipynb #f64bab3f
+# %% ../nbs/11_cli.ipynb #cd897762
 class _SweepCommand(TyperCommand):
     "Lets `--ray` stand without an address."
 
@@ -180,7 +181,7 @@ def sweep_command(
     grid: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped grid, such as toy.")],
     out: Annotated[Path, typer.Option(help="Folder for runs, as of isoreg run.")] = Path("runs"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show and count the runs, and stop.")] = False,
-    jobs: Annotated[Optional[int], _option("Runs at the same time (default: from cores, memory and GPU memory).")] = None,
+    jobs: Annotated[Optional[int], typer.Option(min=1, show_default=False, help="Runs at the same time (default: from cores, memory and GPU memory).")] = None,
     only: Annotated[Optional[list[str]], _option("Only this block; may be given several times.")] = None,
     set_: Annotated[Optional[list[str]], _option("name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].", "--set")] = None,
     records: Annotated[Optional[Path], _option("Records (.jsonl) that count as done, such as nbs/results/runs.jsonl; they are put into the folder.")] = None,
@@ -221,14 +222,14 @@ def _settings(given: list[str]) -> dict:
         except yaml.YAMLError: raise ValueError(f"set: the value of {text!r} cannot be read as YAML") from None
     return settings
 
-# %% ../nbs/11_cli.ipynb #bd56a1ec
+# %% ../nbs/11_cli.ipynb #a19c548c
 def _show_plan(plan, out: Path, keys: bool):
     from isoreg.sweep import Folder
-    folder, table = Folder(out), Table(title=f"{plan.name}: {_plain(plan.description)}", title_justify="left")
+    folder, table = Folder(out), Table(title=_plain(plan.name + (f": {plan.description}" if plan.description else "")), title_justify="left")
     for name in ("block", "notebook", "combinations", "runs"): table.add_column(name, justify="left" if name in ("block", "notebook") else "right")
     for block in plan.blocks: table.add_row(*map(str, block))
     _console.print(table)
-    done = {run.key for run in plan.runs if (out / run.key / "record.json").exists() and folder.record(run) is not None}
+    done = {run.key for run in plan.runs if folder.record(run) is not None}
     more = (f"; {plan.duplicates} combinations are equal to others" if plan.duplicates else "") + (f"; {plan.excluded} excluded" if plan.excluded else "")
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
     for note in plan.notes: _console.print(f"note: {_plain(note)}")
@@ -238,11 +239,16 @@ def _show_plan(plan, out: Path, keys: bool):
 
 
 def _show_report(report, out: Path):
-    for f in report.failed:
-        trace = "\n".join(f.traceback.strip().splitlines()[-25:])
-        _errors.print(f"\n[red]failed:[/red] {f.run.key}\n{_plain(f.error)}\n{_plain(trace)}\nnotebook: {f.notebook}")
-    ours = f"{len(report.done)} by this sweep, {_time(report.seconds)}"
+    kinds = {}
+    for f in report.failed: kinds.setdefault(f.error, []).append(f)
+    for error, same in kinds.items():
+        trace = "\n".join(same[0].traceback.strip().splitlines()[-25:])
+        where = "\n".join(f"  {out / f.run.key / 'failed.json'}" for f in same)
+        _errors.print(_plain(f"\nfailed, {len(same)} run{'s' * (len(same) > 1)}: {error}\n{trace}\n{where}"))
+    ours = f"{report.made} by this sweep, {_time(report.seconds)}"
     _console.print(f"{report.found + len(report.done)} of {report.planned} runs are done ({ours}), {len(report.failed)} failed; records in {out}")
+    if report.empty:
+        _console.print(f"{len(report.empty)} of them are done without a number, the metric is undefined (a report counts them as failed): {', '.join(report.empty)}")
     if report.stopped: _errors.print(f"[red]error:[/red] {_plain(report.stopped)}")
     elif report.failed: _console.print("The same command with --retry-failed takes the failed ones up again.")
 
@@ -283,7 +289,7 @@ def _state_table(state: dict) -> Table:
                       "" if r.get("loss") is None else f"{r['loss']:.3f}", _time(time.time() - r["since"]))
     return table
 
-# %% ../nbs/11_cli.ipynb #cd9e705e
+# %% ../nbs/11_cli.ipynb #a8c326f1
 @app.command("status")
 def status_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a sweep, or of isoreg run.")],
@@ -295,7 +301,7 @@ def status_command(
     except ValueError as error: _fail(str(error), 2)
     if as_json: return print(json.dumps(s, indent=1))
     table = Table(title=str(folder), show_header=False, title_justify="left")
-    table.add_row("done", str(len(s["done"])))
+    table.add_row("done", str(len(s["done"])) + (f", {len(s['empty'])} of them without a number" if s["empty"] else ""))
     on = [f"{r['key']}  {r.get('stage', '')} {r['step']}/{r['total']}" if r.get("total") else r["key"] for r in s["running"]]
     table.add_row("running", "\n".join([str(len(on)), *on]))
     table.add_row("failed", "\n".join([str(len(s["failed"])), *(_plain(f"{k}  {e.splitlines()[0] if e else ''}") for k, e in s["failed"].items())]))
@@ -492,7 +498,7 @@ def _show_layers(rows: list[dict]):
                       ", ".join(map(str, r["spectrum"]["axes_for"].values())), f"{100 * r['spectrum']['share'][0]:.1f} %")
     _console.print(table)
 
-# %% ../nbs/11_cli.ipynb #d2412a33
+# %% ../nbs/11_cli.ipynb #0f45d5da
 @app.command("report")
 def report_command(
     source: Annotated[list[Path], typer.Argument(help="Folders of runs, or .jsonl files of records.")],
@@ -502,7 +508,10 @@ def report_command(
     "Tables (.md, .html, .tex, .csv) and figures (.png, .pdf) from records: intervals, paired tests, failed and collapsed runs."
     from isoreg.report import load, write_report
     try:
-        runs = load([str(s) for s in source])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            runs = load([str(s) for s in source])
+        for w in caught: _errors.print(_plain(str(w.message)))
         if not len(runs): _fail(f"source: no record in {', '.join(map(str, source))}; make some with isoreg run or isoreg sweep", 2)
         has = baseline in set(runs.method) and runs.method.nunique() > 1
         files = write_report(runs, out, baseline if has else None)

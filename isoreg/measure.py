@@ -5,7 +5,7 @@ __all__ = ['POOLINGS', 'TextConfig', 'LanguageConfig', 'load_language_model', 'l
            'measure_fisher', 'record_of', 'LandscapeConfig', 'measure_landscape', 'as_surface', 'GeometryConfig',
            'load_body', 'layer_points', 'measure_geometry', 'collect_measurements']
 
-# %% ../nbs/08c_measure.ipynb #e704e276
+# %% ../nbs/08c_measure.ipynb #b5859066
 import dataclasses
 import hashlib
 import json
@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from .corpus import LOSSES, TextBatches, load_texts, sample_losses
 from .dropout import dropout_sites, guided_schedule, site_scores
 from .files import write_atomically
-from .finetune import _fingerprint, _git_commit, _hardware, _Parameters, _plain, _typed, _versions
+from .finetune import _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _typed, _versions
 from .fisher import FisherEstimate, agreement, empirical_fisher, load_scores, model_fingerprint
 from .geometry import geometry
 from .isoscore import isoscore
@@ -32,7 +32,7 @@ from .istar import eval_mode
 from .landscape import NORMS, ONE_D, WHICH, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
 from .toy import toy_corpus, toy_model_path
 
-# %% ../nbs/08c_measure.ipynb #7bf5b3f2
+# %% ../nbs/08c_measure.ipynb #e5bdede5
 @dataclass(frozen=True)
 class TextConfig(_Parameters):
     "Which model and which text. `ValueError` for a bad value, before anything is loaded."
@@ -49,7 +49,8 @@ class TextConfig(_Parameters):
         for f in dataclasses.fields(self): object.__setattr__(self, f.name, _typed(f, getattr(self, f.name)))
         if self.precision not in ("fp32", "bf16"): raise ValueError(f"precision: {self.precision!r} is unknown; use fp32 or bf16")
         for name, least in (("batch_size", 1), ("max_length", 4), ("limit", 1)):
-            if getattr(self, name) is not None and getattr(self, name) < least: raise ValueError(f"{name}: {getattr(self, name)} is too small; need {least} or more")
+            if getattr(self, name) is not None and getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)} is too small; need {least} or more")
         if not 0 <= self.seed < 2**32: raise ValueError(f"seed: {self.seed} is not in [0, 2^32)")
         if not self.model.strip() or not self.corpus.strip(): raise ValueError("model, corpus: must not be empty")
         if self.model.startswith((".", "/", "~")) and not (Path(self.model).expanduser() / "config.json").is_file():
@@ -76,7 +77,7 @@ class LanguageConfig(TextConfig):
         if not 0 < self.probability < 1: raise ValueError(f"probability: {self.probability} is not in (0, 1)")
         if not self.span >= 1: raise ValueError(f"span: {self.span}; need a mean length of at least 1")
 
-# %% ../nbs/08c_measure.ipynb #b01213a5
+# %% ../nbs/08c_measure.ipynb #fe940caa
 def load_language_model(
     config: LanguageConfig,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, str, list[str]]:
@@ -90,8 +91,10 @@ def load_language_model(
     kind = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM}[loss]
     model, info = kind.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]: raise ValueError(
-        f"model: {config.model!r} has no pretrained head for {loss} ({', '.join(sorted(info['missing_keys'])[:2])} missing); train one with the notebook mlm_head first")
-    if loss == "clm" and _looks_ahead(model.eval()): raise ValueError(f"model: {config.model!r} sees the tokens on the right, so its causal loss is no likelihood; use loss mlm")
+        f"model: {config.model!r} has no pretrained head for {loss} ({', '.join(sorted(info['missing_keys'])[:2])} missing); "
+        "train one with the notebook mlm_head first")
+    if loss == "clm" and _looks_ahead(model.eval()):
+        raise ValueError(f"model: {config.model!r} sees the tokens on the right, so its causal loss is no likelihood; use loss mlm")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.eval().to(device), AutoTokenizer.from_pretrained(source), loss, []
 
@@ -105,9 +108,12 @@ def _toy_model(kind: str) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]
 
 def _pretrained(config: TextConfig):
     "Where from_pretrained finds the model, and its configuration."
-    source = str(toy_model_path()) if config.model == "toy-bert" else str(Path(config.model).expanduser()) if Path(config.model).expanduser().is_dir() else config.model
+    folder = toy_model_path() if config.model == "toy-bert" else Path(config.model).expanduser()
+    source = str(folder) if folder.is_dir() else config.model
     try: return source, AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error: raise ValueError(f"model: {config.model!r} is no folder with a model, and the hub does not give it ({str(error).splitlines()[0]})") from None
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"model: {config.model!r} is no folder with a model, and the hub does not give it ({reason})") from None
 
 
 @torch.no_grad()
@@ -124,7 +130,8 @@ def load_corpus(
     loss: str,  # of load_language_model
 ) -> TextBatches:
     "The batches of the configuration."
-    return TextBatches(_texts(config), tokenizer, loss, config.batch_size, config.max_length, config.probability, config.span, config.seed, config.packed, config.corpus)
+    return TextBatches(_texts(config), tokenizer, loss, config.batch_size, config.max_length, config.probability, config.span,
+                       config.seed, config.packed, config.corpus)
 
 # %% ../nbs/08c_measure.ipynb #8634affa
 def _texts(config: TextConfig) -> list[str]:
@@ -193,14 +200,14 @@ def mean_loss(
             total, n = total + float(losses.sum()), n + len(losses)
     return total / n
 
-# %% ../nbs/08c_measure.ipynb #d8092c5d
+# %% ../nbs/08c_measure.ipynb #2d00fa88
 def measure_fisher(
     config: FisherConfig,
     folder: str | Path,  # gets full/ (the estimate), partial.json and, last, record.json
     tell: Callable[[str], None] = lambda line: None,  # told what is being done
 ) -> dict:
     "Estimate, compare subsamples, write the record and return it. Goes on where a killed call with the same settings stopped."
-    folder, begun = Path(folder), time.perf_counter()
+    folder, begun = Path(folder), _begin()
     if done := _finished(folder, config): return done
     resumed = (folder / "full" / "fisher.json").is_file()
     model, tokenizer, loss, notes = load_language_model(config)
@@ -224,23 +231,35 @@ def measure_fisher(
             write_atomically(partial, json.dumps(_plain(draws)))
             tell(f"{share:g} %, draw {draw + 1} of {config.draws}: order of the tensors {draws[-1]['tensor_order']:.4f}")
     record = record_of(config, notes, begun, resumed) | {
-        "loss": loss, "mean_loss": mean_loss(model, corpus, loss), "mean_loss_over": min(len(corpus.numbers), 50 * config.batch_size), "unit": full.unit, "samples": full.n_samples, "corpus": full.corpora[0], "fingerprint": full.fingerprint,
+        "loss": loss, "mean_loss": mean_loss(model, corpus, loss), "mean_loss_over": min(len(corpus.numbers), 50 * config.batch_size),
+        "unit": full.unit, "samples": full.n_samples, "corpus": full.corpora[0], "fingerprint": full.fingerprint,
         "by_function": full.by_function, "parameters": sum(full.numel.values()), "numel": full.numel, "tensor_scores": scores, "sites": plan, "draws": draws,
         "entries": _sorted_entries(full) if config.level == "diagonal" else {}, "seconds_full": seconds}
     write_atomically(folder / "record.json", json.dumps(_plain(record), indent=1) + "\n")
     return record
 
-# %% ../nbs/08c_measure.ipynb #22de836c
+# %% ../nbs/08c_measure.ipynb #cfc11b1b
 def record_of(
     config: TextConfig,
     notes: list[str],
-    begun: float,  # time.perf_counter() at the start
+    begun: float,  # `time.perf_counter()` at the start
     resumed: bool = False,  # seconds are those of the last sitting only
 ) -> dict:
     "What every record of a measurement begins with."
     return {"key": config.key, "kind": type(config).__name__.removesuffix("Config").lower(), "config": config.to_dict(), "status": "done", "notes": notes,
             "hardware": _hardware() | {"precision": config.precision}, "versions": _versions(), "git_commit": _git_commit(),
-            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"), "total_seconds": time.perf_counter() - begun, "resumed": resumed, "schema": 1}
+            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"), "resumed": resumed, "schema": 1} | _cost(begun)
+
+
+def _begin() -> float:
+    "The time at the start; the peak of the memory on a GPU counts from here."
+    if torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
+    return time.perf_counter()
+
+
+def _cost(begun: float) -> dict:
+    "Seconds so far, and the peak of the memory: of the GPU, or else of the process."
+    return {"total_seconds": time.perf_counter() - begun, "peak_memory_mib": _peak_memory_mib()}
 
 
 def _finished(folder: Path, config: TextConfig) -> dict | None:
@@ -276,7 +295,7 @@ class LandscapeConfig(LanguageConfig):
         if self.subset == "all": object.__setattr__(self, "share", 1.0)
         if self.subset in ("all", "random"): object.__setattr__(self, "fisher", None)
 
-# %% ../nbs/08c_measure.ipynb #fb478095
+# %% ../nbs/08c_measure.ipynb #bc29ba17
 def _mask(config: LandscapeConfig, model, corpus, loss) -> dict | None:
     "What moves; None is everything."
     if config.subset == "all": return None
@@ -284,7 +303,8 @@ def _mask(config: LandscapeConfig, model, corpus, loss) -> dict | None:
     if config.subset != "random":
         if config.fisher is None: estimate = empirical_fisher(model, corpus, "diagonal" if config.by == "scalar" else "tensor", loss)
         else: estimate = FisherEstimate.load(config.fisher)
-        if config.by == "scalar" and estimate.level != "diagonal": raise ValueError(f"fisher: {config.fisher!r} has one number a tensor; by='scalar' needs level='diagonal'")
+        if config.by == "scalar" and estimate.level != "diagonal":
+            raise ValueError(f"fisher: {config.fisher!r} has one number a tensor; by='scalar' needs level='diagonal'")
         if estimate.fingerprint != model_fingerprint(model): raise ValueError(f"fisher: {config.fisher!r} was made with other weights than {config.model!r}")
         scores = estimate.mean() if estimate.level == "diagonal" else {n: torch.tensor(v) for n, v in estimate.scores().items()}
     return subset(model, scores, config.share, config.subset, config.by, config.direction_seed)
@@ -296,7 +316,7 @@ def measure_landscape(
     tell: Callable[[str], None] = lambda line: None,  # told what is being done
 ) -> dict:
     "Compute the surface, write the record and return it. Goes on where a killed call with the same settings stopped."
-    folder, begun = Path(folder), time.perf_counter()
+    folder, begun = Path(folder), _begin()
     if done := _finished(folder, config): return done
     resumed = (folder / "surface.json").is_file()
     model, tokenizer, loss, notes = load_language_model(config)
@@ -312,10 +332,12 @@ def measure_landscape(
     directions = (first,) if config.shape == "line" else (first, second)
     record = record_of(config, notes, begun, resumed) | {
         "loss": loss, "samples": len(corpus.numbers), "corpus": corpus.describe(), "fingerprint": model_fingerprint(model), "moved": moved,
-        "parameters": sum(p.numel() for p in model.parameters()), "lengths": [d.length() for d in directions], **{k: v for k, v in surface.to_dict().items() if k != "info"}, "origin": surface.origin, "profile": surface.radius_profile().to_dict("records"),
+        "parameters": sum(p.numel() for p in model.parameters()), "lengths": [d.length() for d in directions],
+        **{k: v for k, v in surface.to_dict().items() if k != "info"}, "origin": surface.origin, "profile": surface.radius_profile().to_dict("records"),
         "hessian": plane_hessian(model, corpus, *directions, loss=loss) if config.hessian else None}
-    record |= {"total_seconds": time.perf_counter() - begun}
-    write_atomically(folder / "record.json", json.dumps(_plain({k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in record.items()}), indent=1) + "\n")
+    record |= _cost(begun)
+    record = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in record.items()}
+    write_atomically(folder / "record.json", json.dumps(_plain(record), indent=1) + "\n")
     return json.loads((folder / "record.json").read_text())
 
 # %% ../nbs/08c_measure.ipynb #85831ee0
@@ -404,7 +426,7 @@ def layer_points(
     if not found: raise ValueError("batches: no batch came; pass a text")
     return numbers, torch.cat(found, 1), len(drawn)
 
-# %% ../nbs/08c_measure.ipynb #3c4c4483
+# %% ../nbs/08c_measure.ipynb #02bc4cea
 def measure_geometry(
     config: GeometryConfig,
     folder: str | Path,  # gets record.json
@@ -414,7 +436,7 @@ def measure_geometry(
 
     A measure that a layer does not have (the first token before the first layer is the same in all texts) is null, and a note says so.
     """
-    folder, begun = Path(folder), time.perf_counter()
+    folder, begun = Path(folder), _begin()
     if done := _finished(folder, config): return done
     model, tokenizer, notes = load_body(config)
     corpus = TextBatches(_texts(config), tokenizer, "clm", config.batch_size, config.max_length, seed=config.seed, name=config.corpus)  # the text as it is
@@ -433,7 +455,8 @@ def measure_geometry(
              f"TwoNN {found['two_nn']:.1f}")
     short = lambda values: [float(f"{v:.4g}") for v in values.tolist()]
     about = {k: v for k, v in corpus.describe().items() if k not in ("loss", "probability", "span", "epoch", "packed")}
-    last = {"layer": numbers[-1], "mean": short(dimensions.mean), "std": short(dimensions.std), "by_mean": dimensions.by_mean, "by_variance": dimensions.by_variance}
+    last = {"layer": numbers[-1], "mean": short(dimensions.mean), "std": short(dimensions.std),
+            "by_mean": dimensions.by_mean, "by_variance": dimensions.by_variance}
     record = record_of(config, notes, begun) | {
         "samples": len(corpus.numbers), "corpus": about, "fingerprint": _fingerprint(model), "points": points.shape[1], "available": available,
         "dims": points.shape[2], "layers": rows, "dimensions": last}

@@ -124,7 +124,14 @@ def test_overrides_take_the_place_of_what_the_grid_gives(tmp_path):
     ("axes: {sed: [0, 1]}", ["sed", "did you mean seed", "2 of 2"]),
     ("axes: {lam: [1, 2]}\nfixed: {lam: 1}", ["lam", "fixed and under axes"]),
     ("axes: {seed: 3}", ["seed", "no list"]),
-    ("axes: {seed: []}", ["seed", "no list"]),
+    ("axes: {seed: []}", ["seed", "empty"]),
+    ("axes: {seed: [4..0, 7]}", ["seed", "4..0", "write 0..4"]),
+    ("axes: {m: [{name: a, seed: []}]}", ["seed", "empty"]),
+    ("axes: {seed: [0]}\ninclude: [{seed: []}]", ["include: seed", "empty"]),
+    ("axes: {seed: [0]}\ninclude: [null]", ["include", "entry 1 is empty"]),
+    ("axes: {seed: [0]}\nexclude: [{}]", ["exclude", "entry 1 is empty"]),
+    ("# nothing", ["g.yaml is empty"]),
+    ("notebook: [finetune]", ["notebook", "no name"]),
     ("fixed: {seed: [1, 2]}", ["seed", "axes"]),
     ("axes: {m: [{lam: 1}, {lam: 2}], lam: [1]}", ["lam", "two axes"]),
     ("axes: {m: [{lam: 1}, 2]}", ["mixes"]),
@@ -146,6 +153,21 @@ def test_bad_grids_are_refused_with_their_reason(tmp_path, text, words):
     for word in words: assert word in str(caught.value)
     result = invoke("sweep", path, "--out", tmp_path / "out")
     assert result.exit_code == 2 and not (tmp_path / "out").exists()
+
+
+def test_ranges_may_be_negative_and_overrides_not_empty(tmp_path):
+    path = grid(tmp_path / "g.yaml", "axes: {lam: -2..1}\n")
+    assert [r.config["lam"] for r in expand(load_grid(path)).runs] == [-2.0, -1.0, 0.0, 1.0]
+    with pytest.raises(ValueError, match="set: seed: the list is empty"): expand(load_grid(path), overrides={"seed": []})
+
+
+def test_a_model_folder_without_weights_is_found_before_the_start(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    path = grid(tmp_path / "g.yaml", f"fixed: {{model: {tmp_path / 'model'}}}\naxes: {{seed: [0, 1]}}")
+    with pytest.raises(ValueError, match="2 of 2 combinations are bad(.|\n)*no weights in folder"): expand(load_grid(path))
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    assert len(expand(load_grid(path)).runs) == 2
 
 
 def test_every_combination_is_checked_before_one_runs(tmp_path):
@@ -220,11 +242,17 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(tmp_path):
 
 
 def test_two_sweeps_share_a_folder(tmp_path):
-    path = stub(tmp_path, wait=0.3, seeds="0..3")
-    one, two = start(path, tmp_path / "out", jobs=1), start(path, tmp_path / "out", jobs=1)
-    assert (one.wait(60), two.wait(60)) == (0, 0)
+    path = stub(tmp_path, wait=0.3, seeds="0..3", extra="include: [{task: bad, fail: always}]\n")
+    bad = expand(load_grid(path)).runs[-1].key
+    folder = Folder(tmp_path / "out")
+    with folder.lock(bad):  # until both have begun
+        one, two = start(path, tmp_path / "out", jobs=1), start(path, tmp_path / "out", jobs=1)
+        wait_for(lambda: sum(folder.is_held(p.stem, "sweep") for p in (folder.home / "sweeps").glob("*.json")) == 2)
+    assert (one.wait(60), two.wait(60)) == (1, 1)
     made = logged(tmp_path, "start")
-    assert len(made) == len(set(made)) == len(records(tmp_path / "out")) == 8
+    assert made.count(bad) == 2 and json.loads((folder.out / bad / "failed.json").read_text())["attempts"] == 2  # two attempts, not two each
+    made = [k for k in made if k != bad]
+    assert len(made) == len(set(made)) == len(records(tmp_path / "out")) == 8 and not list((folder.home / "sweeps").iterdir())
     assert all("done: " in p.stdout.read() for p in (one, two))  # both had a part of it
 
 
@@ -258,7 +286,87 @@ def test_interrupt_ends_the_workers(tmp_path, number):
     assert not list((tmp_path / "out").glob("*/failed.json"))
 
 
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
+    path = stub(tmp_path, wait=1, tasks="[a]", seeds="[0]")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try: process = start(path, tmp_path / "out", jobs=1)
+    finally: signal.signal(signal.SIGHUP, before)
+    wait_for(lambda: (tmp_path / "log").exists())
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0 and len(records(tmp_path / "out")) == 1
+
+
+class Still:
+    "A kernel that computes nothing; `meanwhile` happens when it is asked to begin."
+    manager = None
+
+    def __init__(self, meanwhile): self.meanwhile = meanwhile
+    def begin(self, run, busy, gpu): return self.meanwhile() or True
+    def end(self): pass
+    def close(self): pass
+
+
+def test_the_record_of_an_orphan_that_ends_just_now_is_kept(tmp_path):
+    path, folder = stub(tmp_path), Folder(tmp_path / "out")
+    run = expand(load_grid(path)).runs[0]
+    text = json.dumps({"key": run.key, "status": "done", "config": run.config})
+    assert run_one(run, folder, Still(lambda: (folder.part(run.key) / "record.json").write_text(text) and None)).status == "found"
+    assert folder.record(run) is not None and not folder.part(run.key).exists()
+
+
 # Records
+
+
+def test_records_that_cannot_be_read_are_none(tmp_path):
+    path, folder = stub(tmp_path), Folder(tmp_path / "out")
+    run = expand(load_grid(path)).runs[0]
+    for name in ("record.json", "failed.json"): (folder.out / run.key / name).mkdir(parents=True)
+    assert folder.record(run) is None and folder.failure(run) is None and run.key not in status(folder.out)["done"]
+
+
+def test_status_knows_each_choice_and_checks_as_the_sweep_does(tmp_path):
+    path, out = stub(tmp_path), tmp_path / "out"
+    plan, more = expand(load_grid(path)), expand(load_grid(path), overrides={"seed": [7]})
+    assert sweep(dataclasses.replace(plan, runs=plan.runs[:1]), out).code == 0
+    folder = Folder(out)
+    from isoreg.sweep import _State
+    for p in (plan, more): _State(p, folder, {}, [], 5)
+    s = status(out)
+    assert len(s["missing"]) == 3 + 2 and len(s["grids"]) == 3 and s["done"] == [plan.runs[0].key]
+    assert s["left"] == pytest.approx(5 * 0.05 / 5)  # no sweep lives, so the largest number of workers
+    with folder.lock("me", "sweep"):
+        (folder.home / "sweeps" / "me.json").write_text('{"jobs": 2}')
+        (folder.home / "sweeps" / "dead.json").write_text('{"jobs": 90}')
+        assert status(out)["left"] == pytest.approx(5 * 0.05 / 2)
+    record = records(out)[plan.runs[0].key]
+    for wrong in (record | {"config": record["config"] | {"wait": 9.0}}, {k: v for k, v in record.items() if k != "status"}):
+        (out / record["key"] / "record.json").write_text(json.dumps(wrong))
+        assert status(out)["done"] == [] and folder.record(plan.runs[0]) is None
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    import errno
+    path, out = stub(tmp_path), tmp_path / "out"
+    plan = expand(load_grid(path))
+    assert sweep(dataclasses.replace(plan, runs=plan.runs[:1]), out).code == 0
+
+    def refuse(*a, **k): raise OSError(errno.EROFS, "Read-only file system")
+    monkeypatch.setattr("isoreg.sweep.FileLock.acquire", refuse)
+    monkeypatch.setattr("isoreg.sweep.tempfile.TemporaryFile", refuse)
+    (Folder(out).home / "locks" / "other.claim").touch()
+    assert status(out)["running"] == [] and len(status(out)["done"]) == 1
+    with pytest.raises(ValueError, match="out: cannot write to .*give a folder that can be written"): sweep(plan, out)
+
+
+def test_runs_without_a_number_are_told(tmp_path):
+    path, out = stub(tmp_path, tasks="[a]"), tmp_path / "out"
+    plan = expand(load_grid(path))
+    assert sweep(plan, out).code == 0
+    record = out / plan.runs[0].key / "record.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"value": None}))
+    report = sweep(plan, out)
+    assert report.code == 1 and report.empty == [plan.runs[0].key] and report.found == 2 and report.made == 0
+    assert status(out)["empty"] == report.empty
 
 
 def test_truncated_and_foreign_records_are_set_aside(tmp_path):
@@ -301,7 +409,9 @@ def test_failed_run_is_tried_twice_reported_and_taken_up_on_demand(tmp_path):
     runs = {r.config["task"]: r for r in expand(load_grid(path)).runs}
     assert code == 1 and len(records(out)) == 5 and logged(tmp_path, "start").count(runs["bad"].key) == logged(tmp_path, "start").count(runs["dead"].key) == 2
     failure = json.loads((out / runs["bad"].key / "failed.json").read_text())
-    assert failure["error"] == "ValueError: this run cannot work" and "def work" in failure["traceback"] or "work(" in failure["traceback"]
+    assert failure["error"] == "ValueError: this run cannot work" and failure["attempts"] == 2
+    assert "def work" in failure["traceback"] or "work(" in failure["traceback"]
+    assert not any((out / ".sweep" / "part").iterdir())
     assert Path(failure["notebook"]) == out / runs["bad"].key / "notebook.ipynb" and "this run cannot work" in Path(failure["notebook"]).read_text()
     assert "kernel died" in json.loads((out / runs["dead"].key / "failed.json").read_text())["error"]
     s = status(out)
@@ -386,6 +496,29 @@ def test_board_prefers_the_warm_task_and_retries_alone_when_memory_ran_out():
     assert board.peaks[runs[1].size] == 1_500 and board.take(0, None)[0].run.key == "a0"
 
 
+def test_a_run_that_does_not_say_its_peak_counts_as_measured():
+    from isoreg.sweep import ASSUMED_MIB, Outcome
+    runs = [Run(f"g{seed}", "geometry", {"model": "m", "seed": seed}) for seed in range(4)]
+    board = _Board(runs, Gpus({"0": 80_000}))
+    job, _ = board.take(0, None)
+    board.finish(0, job, Outcome(job.run, "done"))
+    assert board.peaks == {job.run.size: ASSUMED_MIB} and [board.take(w, None)[1] for w in range(3)] == ["0"] * 3  # together
+    board.finish(1, board.running[1][0], Outcome(runs[2], "done", peak_mib=900.0))
+    assert board.peaks[job.run.size] == ASSUMED_MIB
+
+
+def test_measurements_say_their_peak(monkeypatch):
+    from isoreg import measure
+    from isoreg.sweep import _peak
+    called = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: called.append(1))
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 512 * 2**20)
+    monkeypatch.setattr(measure, "_hardware", lambda: {"gpu": "some"})
+    record = measure.record_of(measure.GeometryConfig(), [], measure._begin())
+    assert called and record["peak_memory_mib"] == 512 == _peak(record) and record["key"] == measure.GeometryConfig().key
+
+
 def test_gpus_are_found_without_touching_them(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho '0, GPU-aa, 79000'; echo '1, GPU-bb, 1000'; echo '2, GPU-cc, [N/A]'\n")
@@ -415,11 +548,11 @@ def test_share_of_a_gpu_and_time_left():
 def test_node_that_does_not_see_the_folder_sends_its_files(tmp_path):
     path, folder = stub(tmp_path, tasks="[a]", seeds="[0]", extra="include: [{task: bad, fail: always}]\n".replace("[0]", "[0]")), Folder(tmp_path / "out")
     good, bad = expand(load_grid(path)).runs
-    outcome, files = _ray_run(good, str(tmp_path / "elsewhere"), "token", str(tmp_path), 1, 50, True, False)
+    outcome, files = _ray_run(good, str(tmp_path / "elsewhere"), "token", str(tmp_path), 1, 50, 2, False)
     assert outcome.status == "done" and set(files) == {"record.json", "notebook.ipynb"} and not (tmp_path / "elsewhere").exists()
     _receive(folder, good, files)
     assert folder.record(good)["key"] == good.key
-    outcome, files = _ray_run(bad, str(tmp_path / "elsewhere"), "token", str(tmp_path), 1, 50, True, False)
+    outcome, files = _ray_run(bad, str(tmp_path / "elsewhere"), "token", str(tmp_path), 1, 50, 2, False)
     assert outcome.status == "failed" and set(files) == {"failed.json", "notebook.ipynb"}
     _receive(folder, bad, files)
     assert folder.failure(bad)["error"] == "ValueError: this run cannot work" and folder.record(bad) is None
@@ -504,6 +637,19 @@ def test_ray_gives_the_same_records(toy, tmp_path):
     assert set(mine) == set(theirs)
     for key in mine: same(mine[key], theirs[key])
     assert sweep_on_ray(expand(load_grid(path)), tmp_path, "local").found == 4
+
+
+def test_closing_message_groups_equal_failures(tmp_path, capsys):
+    from isoreg.cli import _show_report
+    from isoreg.sweep import Outcome, Report
+    runs = [Run(f"k{i}", "finetune", {}) for i in range(3)]
+    _show_report(Report(5, 1, [Outcome(runs[0], "found")], [Outcome(r, "failed", "ValueError: x", "Traceback\nValueError: x") for r in runs[1:]], empty=["k0"]), tmp_path)
+    said = capsys.readouterr()
+    assert said.err.count("Traceback") == 1 and all(f"k{i}/failed.json" in said.err for i in (1, 2)) and "2 runs" in said.err
+    assert "(0 by this sweep" in said.out and "without a number" in said.out
+    assert invoke("sweep", "toy", "--jobs", 0, "--out", tmp_path / "none").exit_code == 2
+    path = grid(tmp_path / "two.yaml", "axes: {seed: [0, 1]}")
+    assert "two: " not in invoke("sweep", path, "--dry-run").output and "runs" not in invoke("sweep", path, "--jobs", 0).output.split("Usage")[0]
 
 
 def test_ray_address_may_be_left_out(tmp_path, monkeypatch):
