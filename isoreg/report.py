@@ -143,7 +143,7 @@ def _hardware(h: dict) -> str:
     device = h.get("gpu") or f"{h.get('cpu', 'CPU')}, {h.get('threads', '?')} thread{'s' * (h.get('threads') != 1)}"
     return f"{device}, {h['precision']}" if h.get("precision") else device
 
-# %% ../nbs/10_report.ipynb #037c0c0e
+# %% ../nbs/10_report.ipynb #beb9d437
 def _float(x) -> float: return float(x) if isinstance(x, (int, float, np.number)) else float("nan")
 
 
@@ -152,11 +152,11 @@ def _floats(x) -> list | None:
     return [_float(v) for v in x] if isinstance(x, list) else None
 
 
-def _part(values: dict, name: str) -> dict: return values.get(name) if isinstance(values.get(name), dict) else {}
+def _section(values: dict, name: str) -> dict: return values.get(name) if isinstance(values.get(name), dict) else {}
 
 
 def _notes(values: dict, name: str) -> list[str]:
-    found = _part(values, name).get("notes")
+    found = _section(values, name).get("notes")
     return [n for n in found if isinstance(n, str)] if isinstance(found, list) else []
 
 
@@ -164,17 +164,17 @@ def _geometry(record: dict) -> dict:
     "Isotropy, intrinsic dimension and mean activation, before training and after."
     out = {}
     for when in ("before", "after"):
-        s, g = (_part(_part(record, name), when) for name in ("isoscore", "geometry"))
-        dimension = {k: _floats(v) for k, v in _part(g, "intrinsic_dimension").items()}
+        s, g = (_section(_section(record, name), when) for name in ("isoscore", "geometry"))
+        dimension = {k: _floats(v) for k, v in _section(g, "intrinsic_dimension").items()}
         out |= {f"isoscore_{when}": _float(s.get("union")), f"isoscore_layers_{when}": _floats(s.get("layers")),
                 f"isoscore_embeddings_{when}": _float(s.get("embeddings")), f"intrinsic_dimension_{when}": dimension or None,
                 f"mean_activation_{when}": _floats(g.get("mean_activation"))}
     return out
 
-# %% ../nbs/10_report.ipynb #40ae57e2
+# %% ../nbs/10_report.ipynb #d2eb3b3a
 def _row(record: dict, file: str, line: int) -> dict:
     "The row of a record."
-    part = functools.partial(_part, record)
+    part = functools.partial(_section, record)
     config, data, text = _defaults() | record["config"], part("data"), lambda name: record.get(name) if isinstance(record.get(name), str) else ""
     value, notes = record.get("value"), [n for p in ("data", "model", "dropout") for n in _notes(record, p)]
     finite = isinstance(value, (int, float)) and math.isfinite(value)
