@@ -5,7 +5,7 @@ __all__ = ['RECIPES', 'DROPOUT_SETTINGS', 'GUIDED', 'RATED', 'SMALL', 'Recipe', 
            'RunRecord', 'record_schema', 'pack', 'unpack', 'load_model', 'training_arguments', 'ProgressFile', 'run',
            'sentence_vectors', 'collect', 'command', 'model_card', 'save_model']
 
-# %% ../nbs/08_finetune.ipynb #86299ef3
+# %% ../nbs/08_finetune.ipynb #0dd8eed8
 import base64
 import dataclasses
 import difflib
@@ -35,7 +35,7 @@ from transformers import (
 import isoreg
 from .corpus import TextBatches
 from .dropout import AGGREGATES, CONTROLS, HOWS, apply_dropout, load_schedule
-from .files import write_atomically
+from .files import record_files, write_atomically
 from .fisher import empirical_fisher, load_scores
 from .geometry import two_nn
 from .istar import CosReg, IStar, check_lam, eval_mode
@@ -638,7 +638,7 @@ def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int, model_
     if model_folder is not None: save_model(model, tokenizer, record, model_folder)
     return record
 
-# %% ../nbs/08_finetune.ipynb #56085c67
+# %% ../nbs/08_finetune.ipynb #bdee83c6
 @torch.no_grad()
 def sentence_vectors(
     model: nn.Module,  # a transformers model
@@ -659,7 +659,7 @@ def sentence_vectors(
 
 def _geometry(trainer: PenaltyTrainer, rows, collate, most: int = 2000) -> dict:
     "Intrinsic dimension by hidden state and mean activation, of a fixed sample of the evaluation texts."
-    vectors = sentence_vectors(trainer.model, _sample(rows.select(_order(len(rows))[:most]), collate))
+    vectors = sentence_vectors(trainer.model, _sample(rows, collate, most))
     return {"texts": vectors["cls"].shape[1], "mean_activation": [float(f"{x:.4g}") for x in vectors["mean_activation"]],
             "intrinsic_dimension": {how: [_dimension(x) for x in vectors[how]] for how in ("cls", "mean")}}
 
@@ -668,20 +668,17 @@ def _dimension(x: torch.Tensor) -> float | None:
     try: return two_nn(x)
     except ValueError: return None  # nearly all points are one, as [CLS] is before the first layer
 
-
-def _order(n: int) -> np.ndarray: return np.random.default_rng(0).permutation(n)
-
-# %% ../nbs/08_finetune.ipynb #188ba83a
+# %% ../nbs/08_finetune.ipynb #2183d9c0
 def _check_layers(config: RunConfig, depth: int):
     for name in ("layers", "cosreg_layer"):
         k = getattr(config, name)
         if isinstance(k, int) and not -depth - 1 <= k <= depth: raise ValueError(f"{name}: {k} is not among the hidden states 0 to {depth} of this model")
 
 
-def _sample(rows, collate, batch_size: int = 64) -> DataLoader:
+def _sample(rows, collate, most: int | None = None, batch_size: int = 64) -> DataLoader:
     "Evaluation rows in one fixed random order, without labels."
     inputs = [c for c in rows.column_names if c in ("input_ids", "attention_mask", "token_type_ids")]
-    return DataLoader(rows.select_columns(inputs).select(_order(len(rows))), batch_size, collate_fn=collate)
+    return DataLoader(rows.select_columns(inputs).select(np.random.default_rng(0).permutation(len(rows))[:most]), batch_size, collate_fn=collate)
 
 
 def _train(trainer: PenaltyTrainer, record: RunRecord):
@@ -713,7 +710,7 @@ def _fill_record(record: RunRecord, config: RunConfig, data: TaskData, trainer: 
     record.versions, record.git_commit = _versions(), _git_commit()
     record.warnings = sorted({f"{w.category.__name__}: {str(w.message).splitlines()[0][:200]}" for w in caught})[:20]
 
-# %% ../nbs/08_finetune.ipynb #9de150ac
+# %% ../nbs/08_finetune.ipynb #43d21aa6
 def collect(
     folder: str | Path,  # of runs, searched for record.json
     path: str | Path,  # JSON lines file; its lines are kept unless the same run is found again
@@ -722,7 +719,7 @@ def collect(
     path = Path(path)
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     found = []
-    for file in sorted(Path(folder).rglob("record.json")):
+    for file in record_files(folder):
         try: found.append(RunRecord.load(file).to_dict() | {"loss": []})
         except ValueError as error: warnings.warn(f"left out: {error}")
     records = {r["key"]: r for r in lines + [r for r in found if r["status"] == "done"]}

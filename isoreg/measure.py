@@ -5,7 +5,7 @@ __all__ = ['POOLINGS', 'TextConfig', 'LanguageConfig', 'load_language_model', 'l
            'measure_fisher', 'record_of', 'LandscapeConfig', 'measure_landscape', 'as_surface', 'GeometryConfig',
            'load_body', 'layer_points', 'measure_geometry', 'collect_measurements']
 
-# %% ../nbs/08c_measure.ipynb #b5859066
+# %% ../nbs/08c_measure.ipynb #c906b8c0
 import dataclasses
 import hashlib
 import json
@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from .corpus import LOSSES, TextBatches, load_texts, sample_losses
 from .dropout import dropout_sites, guided_schedule, site_scores
-from .files import write_atomically
+from .files import record_files, write_atomically
 from .finetune import _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _typed, _versions
 from .fisher import FisherEstimate, agreement, empirical_fisher, load_scores, model_fingerprint
 from .geometry import geometry
@@ -463,7 +463,7 @@ def measure_geometry(
     write_atomically(folder / "record.json", json.dumps(_plain(record), indent=1) + "\n")
     return json.loads((folder / "record.json").read_text())
 
-# %% ../nbs/08c_measure.ipynb #0afdaf12
+# %% ../nbs/08c_measure.ipynb #52f60383
 def collect_measurements(
     folder: str | Path,  # searched for record.json
     path: str | Path,  # JSON lines file; a line is kept unless the same measurement is found again
@@ -471,7 +471,7 @@ def collect_measurements(
     "Gather the records of measurements into a JSON lines file, sorted by key, written atomically; the records."
     path = Path(path)
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    found = [json.loads(f.read_text()) for f in sorted(Path(folder).rglob("record.json"))]
+    found = [json.loads(f.read_text()) for f in record_files(folder)]
     records = {r["key"]: r for r in lines + [r for r in found if r.get("kind") in ("fisher", "landscape", "geometry")]}
     write_atomically(path, "".join(json.dumps(records[k]) + "\n" for k in sorted(records)))
     return [records[k] for k in sorted(records)]

@@ -6,7 +6,7 @@ __all__ = ['METHOD', 'PAPER_MODELS', 'EXACT', 'RESAMPLES', 'COLOURS', 'MARKS', '
            'to_latex', 'published', 'three_columns', 'rank_correlation', 'plot_tradeoff', 'plot_layers',
            'plot_fraction', 'plot_mean_activation', 'plot_forest', 'failures', 'write_report']
 
-# %% ../nbs/10_report.ipynb #8b84f756
+# %% ../nbs/10_report.ipynb #9be5738b
 import ast
 import functools
 import html
@@ -27,9 +27,9 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from .files import write_atomically
+from .files import record_files, write_atomically
 
-# %% ../nbs/10_report.ipynb #56eedb6a
+# %% ../nbs/10_report.ipynb #a1e58e79
 def _entries(source) -> Iterator[tuple[object, str, int]]:
     "(text or values, file, line) of everything in the source."
     if isinstance(source, (list, tuple)):
@@ -41,8 +41,7 @@ def _entries(source) -> Iterator[tuple[object, str, int]]:
         if not path.exists(): raise ValueError(f"source: no file or folder {str(source)!r}; give a folder of runs, a .jsonl file, or records")
         read = lambda f: f.read_text(encoding="utf-8", errors="replace")
         if path.is_dir():
-            found = (f for name in ("record.json", "failed.json") for f in path.rglob(name))
-            for file in sorted(f for f in found if ".sweep" not in f.relative_to(path).parts): yield read(file), file.as_posix(), 0
+            for file in record_files(path, "record.json", "failed.json"): yield read(file), file.as_posix(), 0
         elif path.suffix == ".jsonl":
             for number, line in enumerate(read(path).split("\n"), 1):
                 if line.strip(): yield line, path.as_posix(), number
@@ -690,7 +689,7 @@ def published(
         if not len(out): raise ValueError(f"{name}: {wanted!r} has no published number here; known are {', '.join(known)}")
     return out.reset_index(drop=True)
 
-# %% ../nbs/10_report.ipynb #3ee7c5bb
+# %% ../nbs/10_report.ipynb #4d230148
 def _measured(df: pd.DataFrame, protocol: str, task: str, method: str, row: dict, digits: int):
     "The cell of one protocol, in the unit of the published number."
     g = df[(df.protocol == protocol) & (df.task == task) & (df.method == method)]
@@ -713,8 +712,8 @@ def three_columns(
 
     `ValueError` if a cell's runs have more than one setting, or a published number has no task."""
     wanted, rows = numbers[numbers.method.isin(list(methods))], []
-    if not len(wanted) or wanted.task.isna().any():
-        raise ValueError(f"methods: need published numbers with a task; methods there are {', '.join(dict.fromkeys(numbers.method))}")
+    if set(methods) - set(numbers.method) or wanted.task.isna().any():
+        raise ValueError(f"methods: {', '.join(sorted(set(methods) - set(numbers.method))) or 'one without a task'}; need published numbers with a task; methods there are {', '.join(dict.fromkeys(numbers.method))}")
     for r in wanted.to_dict("records"):
         sure = f"{r['model']}, {r['statistic']}" + (f" of {int(r['n'])}" if r["n"] == r["n"] else "")
         rows.append({"task": r["task"], "method": f"{r['method']}; here {methods[r['method']]}", "published": f"{_pm(r['value'], r['sd'], digits)} ({sure})"}

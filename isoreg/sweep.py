@@ -317,7 +317,7 @@ def _report(problems: dict, total: int, most: int = 8) -> str:
         lines.append(f"  {message}  [{len(where)} x; first: {', '.join(f'{k}={v}' for k, v in where[0].items())}]")
     return "\n".join(lines + ([f"  and {len(problems) - most} more"] if len(problems) > most else []))
 
-# %% ../nbs/09_sweep.ipynb #7cb6c499
+# %% ../nbs/09_sweep.ipynb #aa20403b
 class Folder:
     "Where the runs of a sweep lie."
 
@@ -363,10 +363,16 @@ class Folder:
         path = (self.part(run.key) if part else self.out / run.key) / "record.json"
         try: record = json.loads(path.read_text())
         except (OSError, ValueError): return None
-        needed = {"key", "status", "config"} | ({"metric", "value"} if run.notebook == "finetune" else set())
-        if not isinstance(record, dict) or not needed <= set(record) or (record["key"], record["status"]) != (run.key, "done"): return None
-        try: return record if config_class(run.notebook).from_dict(record["config"]).key == run.key else None
-        except (ValueError, TypeError): return None
+        return record if _is_of(record, run) else None
+
+
+def _is_of(record, run: Run) -> bool:
+    "Whether it is a whole record of the run. Equal parameters need no look at the files that they name, which another working directory may not find."
+    needed = {"key", "status", "config"} | ({"metric", "value"} if run.notebook == "finetune" else set())
+    if not isinstance(record, dict) or not needed <= set(record) or (record["key"], record["status"]) != (run.key, "done"): return False
+    if record["config"] == run.config: return True
+    try: return config_class(run.notebook).from_dict(record["config"]).key == run.key  # older records lack the youngest settings
+    except (ValueError, TypeError): return False
 
 # %% ../nbs/09_sweep.ipynb #00e41e9b
 def _changed(path: Path) -> int | None:
@@ -411,7 +417,7 @@ def _sync(folder: Path):
     try: os.fsync(handle)
     finally: os.close(handle)
 
-# %% ../nbs/09_sweep.ipynb #1ec52d0f
+# %% ../nbs/09_sweep.ipynb #30d6500b
 def restore(
     path: str | Path,  # JSON lines of records, as `isoreg.finetune.collect` writes them
     plan: Plan,
@@ -424,14 +430,14 @@ def restore(
     found, folder, wanted = 0, Folder(out), {r.key: r for r in plan.runs}
     for record in stored:
         run = wanted.get(record.get("key")) if isinstance(record, dict) else None
-        if run is None or record.get("status") != "done" or folder.record(run) is not None: continue
+        if run is None or not _is_of(record, run) or folder.record(run) is not None: continue
         found += 1
         if not dry_run: write_atomically(folder.out / run.key / "record.json", json.dumps(record, indent=1) + "\n")
     return found
 
-# %% ../nbs/09_sweep.ipynb #fe9bc574
+# %% ../nbs/09_sweep.ipynb #884e27de
 class _Kept:
-    "A function that remembers its last few answers. `key(arguments)` decides what the same question is; None: do not remember."
+    "A function that remembers its last few answers. `key(arguments)` decides what the same question is."
 
     def __init__(self, function: Callable, key: Callable, size: int = 2):
         self.function, self.key, self.size, self.answers, self.hits = function, key, size, {}, 0
@@ -442,9 +448,7 @@ class _Kept:
         if key in self.answers: self.hits += 1
         else:
             while len(self.answers) >= self.size: self.answers.pop(next(iter(self.answers)))
-            answer = self.function(*arguments, **named), arguments  # the arguments too: their ids stay taken
-            if key is None: return answer[0]
-            self.answers[key] = answer
+            self.answers[key] = self.function(*arguments, **named), arguments  # the arguments too: their ids stay taken
         return self.answers[key][0]
 
 
@@ -1266,7 +1270,7 @@ def _connect(ray, address: str | None, jobs: int | None):
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ValueError(f"ray: no cluster answers at {address!r} ({' '.join(str(error).split())[:300]})") from None
 
-# %% ../nbs/09_sweep.ipynb #a0739d60
+# %% ../nbs/09_sweep.ipynb #55ad32a8
 def time_left(
     todo: list[tuple],  # the sizes of the runs that are missing
     seconds: dict[tuple, list[float]],  # size: times of finished runs
@@ -1295,7 +1299,7 @@ class _State:
         self.write(None)
 
     def write(self, ended: str | None):
-        runs = [{"key": r.key, "notebook": r.notebook, "size": list(r.size), "block": r.block} for r in self.plan.runs]
+        runs = [dataclasses.asdict(r) for r in self.plan.runs]
         about = {"grid": self.plan.name, "begun": self.begun, "ended": ended, "jobs": self.jobs, "host": socket.gethostname(), "pid": os.getpid()}
         write_atomically(self.path, json.dumps(about | {"runs": runs}) + "\n")
 
@@ -1324,7 +1328,7 @@ def _progress(folder: Folder, key: str) -> dict:
         with contextlib.suppress(OSError, ValueError): return json.loads((place / "progress.json").read_text())
     return {}
 
-# %% ../nbs/09_sweep.ipynb #df93b1cb
+# %% ../nbs/09_sweep.ipynb #324e75e6
 def _grids(folder: Folder) -> dict[str, dict]:
     "The plans of a folder, by the grid's name, or by the file's where the same name has been planned in several ways."
     found = {}
@@ -1335,11 +1339,9 @@ def _grids(folder: Folder) -> dict[str, dict]:
     return {g["grid"] if names.count(g.get("grid")) == 1 else k: g for k, g in found.items()}
 
 
-def _record_of(folder: Folder, key: str, notebook: str | None) -> dict | None:
-    "The record under a key, checked as a sweep checks it; of a notebook that is not entered here, by key and status alone."
-    if not (folder.out / key / "record.json").is_file(): return None
-    if notebook is None or notebook in NOTEBOOKS:
-        return next((r for n in ([notebook] if notebook else NOTEBOOKS) if (r := folder.record(Run(key, n, {}))) is not None), None)
+def _record_of(folder: Folder, key: str, run: Run | None) -> dict | None:
+    "The record under a key, checked as a sweep checks it; where no sweep planned it, by key and status alone."
+    if run is not None and run.notebook in NOTEBOOKS: return folder.record(run)
     try: record = json.loads((folder.out / key / "record.json").read_text())
     except (OSError, ValueError): return None
     return record if isinstance(record, dict) and (record.get("key"), record.get("status")) == (key, "done") else None
@@ -1353,7 +1355,7 @@ def _living_jobs(folder: Folder) -> int:
             if folder.is_held(path.stem, "sweep"): total += json.loads(path.read_text())["jobs"]
     return total
 
-# %% ../nbs/09_sweep.ipynb #a54bea16
+# %% ../nbs/09_sweep.ipynb #743626da
 def status(
     out: str | Path,  # folder of a sweep, or of `isoreg run`
 ) -> dict:  # done, running, failed: keys; empty: those of done without a number; missing: keys, or None without a sweep; left: seconds; grids: by name
@@ -1361,11 +1363,11 @@ def status(
     folder = Folder(out)
     if not folder.out.is_dir(): raise ValueError(f"folder: no folder {str(out)!r}")
     grids = _grids(folder)
-    planned = {r["key"]: tuple(r["size"]) for g in grids.values() for r in g["runs"]}
-    notebooks = {r["key"]: r.get("notebook", r["size"][0]) for g in grids.values() for r in g["runs"]}
+    runs = {r["key"]: Run(**r) for g in grids.values() for r in g["runs"]}
+    planned = {k: r.size for k, r in runs.items()}
     done, failed, seconds = {}, {}, defaultdict(list)
     for key in sorted(p.name for p in folder.out.iterdir() if p.is_dir() and p.name != ".sweep"):
-        if (record := _record_of(folder, key, notebooks.get(key))) is not None: done[key] = record
+        if (record := _record_of(folder, key, runs.get(key))) is not None: done[key] = record
         elif (failure := folder.failure(Run(key, "", {}))) is not None: failed[key] = failure
     locks = [p for p in (folder.home / "locks").glob("*") if p.suffix in (".claim", ".busy") and p.stem not in done]
     running = sorted({p.stem for p in locks if folder.is_held(p.stem, p.suffix[1:])})

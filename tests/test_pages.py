@@ -126,8 +126,6 @@ def test_links_between_pages_lead_somewhere(name, opened, folder):
         if re.match(r"https?:|mailto:|data:", link): continue
         target, _, anchor = link.partition("#")
         there = Path(os.path.normpath((folder / name).parent / target)) if target else folder / name
-        if there.suffix != ".html":  # source files: on the repository's page, not on the site
-            there = ROOT / Path(os.path.normpath(Path(name).parent / target))
         assert there.exists(), f"{link} leads nowhere"
         if anchor and there.suffix == ".html":
             assert re.search(rf'\bid="{re.escape(anchor)}"', there.read_text()), f"{link}: no such place on the page"

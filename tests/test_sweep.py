@@ -683,3 +683,20 @@ def test_stored_records_count_as_done(tmp_path):
     assert RunRecord.load(out / record.key).value == record.value
     (tmp_path / "bad.jsonl").write_text("{\n")
     with pytest.raises(ValueError, match="records: .*bad.jsonl"): restore(tmp_path / "bad.jsonl", plan, out)
+
+
+def test_done_runs_are_done_from_another_directory(tmp_path, monkeypatch):
+    "Parameters may name folders relative to where the sweep ran; the records are of these runs wherever they are read."
+    from isoreg.sweep import Folder, Run
+    (tmp_path / "here" / "data").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    config = RunConfig(task="cola", model="models/m", data_dir="data", regularizer="none")
+    run = Run(config.key, "finetune", config.to_dict())
+    record = {"key": config.key, "status": "done", "config": config.to_dict(), "metric": "accuracy", "value": 0.5}
+    path = tmp_path / "runs" / config.key / "record.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(record))
+    monkeypatch.chdir(tmp_path)
+    assert Folder(tmp_path / "runs").record(run) is not None
+    path.write_text(json.dumps(record | {"config": record["config"] | {"lr": 0.001}}))
+    assert Folder(tmp_path / "runs").record(run) is None
