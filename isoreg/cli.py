@@ -194,9 +194,10 @@ def sweep_command(
     from isoreg.sweep import expand, is_disk_full, load_grid, restore, sweep
     try:
         plan = expand(load_grid(grid), tuple(only or ()), _settings(set_ or []))
-        if records: _console.print(f"{restore(records, plan, out, dry_run)} runs are in {_plain(str(records))}")
+        stored = restore(records, plan, out, dry_run) if records else set()
     except ValueError as error: _fail(str(error), 2)
-    _show_plan(plan, out, dry_run)
+    if records: _console.print(f"{len(stored)} runs are taken from {_plain(str(records))}")
+    _show_plan(plan, out, dry_run, stored)
     if dry_run: return
     try:
         with _Live() as live:
@@ -223,13 +224,13 @@ def _settings(given: list[str]) -> dict:
     return settings
 
 # %% ../nbs/11_cli.ipynb #a19c548c
-def _show_plan(plan, out: Path, keys: bool):
+def _show_plan(plan, out: Path, keys: bool, stored: set = frozenset()):
     from isoreg.sweep import Folder
     folder, table = Folder(out), Table(title=_plain(plan.name + (f": {plan.description}" if plan.description else "")), title_justify="left")
     for name in ("block", "notebook", "combinations", "runs"): table.add_column(name, justify="left" if name in ("block", "notebook") else "right")
     for block in plan.blocks: table.add_row(*map(str, block))
     _console.print(table)
-    done = {run.key for run in plan.runs if folder.record(run) is not None}
+    done = {run.key for run in plan.runs if run.key in stored or folder.record(run) is not None}
     more = (f"; {plan.duplicates} combinations are equal to others" if plan.duplicates else "") + (f"; {plan.excluded} excluded" if plan.excluded else "")
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
     for note in plan.notes: _console.print(f"note: {_plain(note)}")
@@ -503,7 +504,7 @@ def _show_layers(rows: list[dict]):
 def report_command(
     source: Annotated[list[Path], typer.Argument(help="Folders of runs, or .jsonl files of records.")],
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
-    baseline: Annotated[str, typer.Option(help="The method that the others are compared with, as the report calls it.")] = "none",
+    baseline: Annotated[str, typer.Option(help="The method that the others are compared with, as the report calls it.")] = "base",
 ):
     "Tables (.md, .html, .tex, .csv) and figures (.png, .pdf) from records: intervals, paired tests, failed and collapsed runs."
     from isoreg.report import load, write_report

@@ -288,13 +288,13 @@ def _validate(c: RunConfig):
         raise ValueError(f"model: no config.json in folder {c.model!r}; give a folder made by save_pretrained, or a name on the hub")
     if task.kind == "qa" and c.model == "toy-bert": raise ValueError("model: the embedded model reads 64 words; give squad a real encoder")
 
-# %% ../nbs/08_finetune.ipynb #cc2c8364
+# %% ../nbs/08_finetune.ipynb #acc62a6b
 @dataclass
 class RunRecord:
     "What a run measured. Written once, at the end, by way of a temporary file."
-    key: str
-    config: dict
-    status: str = "done"
+    key: str  # name of the run: a hash of its configuration, behind readable words
+    config: dict  # the whole `RunConfig`
+    status: str = "done"  # the only one a record has; a failed run leaves failed.json
     metric: str = ""  # name of the primary metric
     value: float | None = None  # of the primary metric after the last epoch: no maximum over epochs
     metrics: dict = field(default_factory=dict)  # all metrics after the last epoch
@@ -311,12 +311,12 @@ class RunRecord:
     data: dict = field(default_factory=dict)  # sources, fingerprint, rows, majority, notes
     model: dict = field(default_factory=dict)  # parameters, fingerprint, notes
     dropout: dict = field(default_factory=dict)  # how, the rate of each site, their mean, notes; scores_source: of a file of scores
-    hardware: dict = field(default_factory=dict)
-    versions: dict = field(default_factory=dict)
-    git_commit: str | None = None
-    started: str = ""
-    warnings: list = field(default_factory=list)
-    schema: int = 1
+    hardware: dict = field(default_factory=dict)  # processor, threads, GPU, system, precision
+    versions: dict = field(default_factory=dict)  # of Python, isoreg and the libraries below it
+    git_commit: str | None = None  # of isoreg; + behind it where the library differed from it
+    started: str = ""  # date and time, UTC
+    warnings: list = field(default_factory=list)  # what was odd about the run, in words
+    schema: int = 1  # version of this form
 
     def to_dict(self) -> dict:
         "The record as JSON holds it; numbers that are not finite are None."

@@ -305,7 +305,7 @@ def outlier_dimensions(
     mask=None,  # (n,), true or 1 where a row counts
     k: int = 5,  # length of the list `largest`
     *,
-    sigmas: float = 3.0,  # Kovaleva et al. 2021, Luo et al. 2021
+    sigmas: float = 3.0,  # distance of a dimension's mean from the others' that counts as far
     ratio: float = 5.0,  # Rudman, Chen and Eickhoff 2023
 ) -> Dimensions:
     "Mean and standard deviation of each dimension, and the dimensions that stand out. `ValueError` for fewer than 2 points or a bad threshold."

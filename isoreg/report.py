@@ -122,7 +122,7 @@ def label(
     "A readable name of the method: penalty and dropout, and whatever of their settings is not the default."
     given = {k: config[k] for k in METHOD if k in config and not (isinstance(config[k], float) and math.isnan(config[k]))}
     c = _defaults() | given
-    return " + ".join(filter(None, (_penalty_label(c), _dropout_label(c, scores)))) or "none"
+    return " + ".join(filter(None, (_penalty_label(c), _dropout_label(c, scores)))) or "base"
 
 # %% ../nbs/10_report.ipynb #ecb87182
 def _data_kind(config: dict, notes: list[str]) -> str:
@@ -482,7 +482,7 @@ def _p_text(p: float) -> str: return "" if p != p else "< 0.001" if p < 0.001 el
 # %% ../nbs/10_report.ipynb #df8b7d65
 def compare(
     df: pd.DataFrame,  # of `load`
-    baseline: str = "none",  # method that the others are compared with, a value of the column `method`
+    baseline: str = "base",  # method that the others are compared with, a value of the column `method`
     by: Sequence[str] | None = None,  # columns in which pairs agree, beside task and seed; None: every setting that varies
     value: str = "value",  # as for summarise
     level: float = 0.95,  # of the t interval; the tests are at 1 - level
@@ -794,7 +794,7 @@ def _panels(df: pd.DataFrame, without: Sequence[str] = (), legend: bool = False,
     return fig, [(ax, g) for ax, (_, g) in zip(axes.flat, groups)]
 
 
-_FAMILIES = {"none": ("black",), "negative": ("#D55E00", "#E69F00", "#CC79A7"), "positive": ("#0072B2", "#56B4E9"), "cosreg": ("#009E73", "#CC79A7")}
+_FAMILIES = {"base": ("black",), "negative": ("#D55E00", "#E69F00", "#CC79A7"), "positive": ("#0072B2", "#56B4E9"), "cosreg": ("#009E73", "#CC79A7")}
 
 
 def _styles(df: pd.DataFrame) -> dict:
@@ -802,7 +802,7 @@ def _styles(df: pd.DataFrame) -> dict:
     styles, arms = {}, {names[-1]: g.iloc[0] for names, g in _ordered(df.groupby(["task", "method"], sort=False))}
     for i, (name, r) in enumerate(arms.items()):
         sign = {True: "negative", False: "positive"}.get(bool(r.lam < 0)) if r.regularizer == "istar" else r.regularizer
-        family = "" if r.regularizer == "none" and name != "none" else sign
+        family = "base" if name == "base" else "" if r.regularizer == "none" else sign
         used = {colour for colour, _, _ in styles.values()}
         colour = next((c for c in (*_FAMILIES.get(family, ()), *COLOURS[1:]) if c not in used), COLOURS[1 + i % 6])
         styles[name] = (colour, MARKS[COLOURS.index(colour)], ("-", "--", ":")[i // 7 % 3])
@@ -1010,7 +1010,7 @@ _FILES = [f"{name}.{suffix}" for names, suffixes in (
 def write_report(
     source,  # of `load`, or its table
     folder: str | Path,  # gets the files; made if it is not there
-    baseline: str | None = "none",  # of the comparisons; None: no comparisons
+    baseline: str | None = "base",  # of the comparisons; None: no comparisons
     by: Sequence[str] | None = None,  # as for summarise and compare
     base: str = "",  # put before the links to records
 ) -> list[Path]:  # the files

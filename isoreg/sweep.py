@@ -423,15 +423,15 @@ def restore(
     plan: Plan,
     out: str | Path,  # folder of the runs
     dry_run: bool = False,  # only count
-) -> int:  # runs of the plan that are done now, or would be, and were not before
+) -> set[str]:  # keys of the plan's runs that are done by this, or would be
     "Put stored records of the plan's runs where a sweep looks for them; what is there stays. `ValueError` for a file that cannot be read."
     try: stored = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error: raise ValueError(f"records: {str(path)!r} cannot be read as JSON lines ({error})") from None
-    found, folder, wanted = 0, Folder(out), {r.key: r for r in plan.runs}
+    found, folder, wanted = set(), Folder(out), {r.key: r for r in plan.runs}
     for record in stored:
         run = wanted.get(record.get("key")) if isinstance(record, dict) else None
-        if run is None or not _is_of(record, run) or folder.record(run) is not None: continue
-        found += 1
+        if run is None or run.key in found or not _is_of(record, run) or folder.record(run) is not None: continue
+        found.add(run.key)
         if not dry_run: write_atomically(folder.out / run.key / "record.json", json.dumps(record, indent=1) + "\n")
     return found
 

@@ -79,7 +79,7 @@ def test_real_records_and_their_older_settings():
     assert list(df.value) == [r["value"] for r in lines] and list(df.isoscore_after) == [r["isoscore"]["after"]["union"] for r in lines]
     assert set(df.dropout) == {"standard"} and set(df.p_max) == {0.1} and set(df.data) == {"whole"} and df.intrinsic_dimension_after.isna().all()
     assert df.isoscore_layers_after[0] == lines[0]["isoscore"]["after"]["layers"]
-    assert sorted(set(df.method)) == ["I-STAR λ=-1", "I-STAR λ=1", "none"] and set(df.protocol) == {"corrected"}
+    assert sorted(set(df.method)) == ["I-STAR λ=-1", "I-STAR λ=1", "base"] and set(df.protocol) == {"corrected"}
 
 
 def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
@@ -99,7 +99,7 @@ def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
     with pytest.warns(UserWarning) as caught: df = load(tmp_path)
     text = str(caught[0].message)
     assert len(caught) == 1 and all(n in text for n in ("cut/record.json", "fisher/record.json", "list/record.json")) and "a/record.json" not in text
-    assert len(df) == 4 and dict(zip(df.method + df.seed.astype(str), df.status)) == {"none0": "done", "I-STAR λ=-10": "failed", "I-STAR λ=10": "done", "none1": "failed"}
+    assert len(df) == 4 and dict(zip(df.method + df.seed.astype(str), df.status)) == {"base0": "done", "I-STAR λ=-10": "failed", "I-STAR λ=10": "done", "base1": "failed"}
     assert df.error[df.method == "I-STAR λ=-1"].item().startswith("RuntimeError") and math.isnan(df.value[df.seed == 1].item())
     assert list(failures(df).columns) == ["task", "method", "seed", "run", "attempts", "error"] and len(failures(df)) == 2
 
@@ -126,13 +126,13 @@ def test_run_records_and_new_fields_are_taken():
     from isoreg.finetune import RunConfig, RunRecord
     run = RunRecord("k", RunConfig(regularizer="none", dropout="guided").to_dict(), metric="accuracy", value=0.5)
     df = load([run, record(NONE, 0, 0.6, geometry={"after": {"intrinsic_dimension": {"cls": [None, 5.0, 4.0], "mean": [6.0, 5.0, 4.0]}, "mean_activation": [0.1, 0.2]}}, predictions={"kind": "int16"})])
-    assert list(df.method) == ["guided dropout", "none"] and list(df.data) == ["toy", "whole"]
+    assert list(df.method) == ["guided dropout", "base"] and list(df.data) == ["toy", "whole"]
     assert df.intrinsic_dimension_after[1]["mean"] == [6.0, 5.0, 4.0] and df.mean_activation_after[1] == [0.1, 0.2] and df.predictions[1] == {"kind": "int16"}
 
 
 def test_scores_are_named_where_they_differ():
     guided = lambda scores, seed: record({"regularizer": "none", "dropout": "guided", "scores": scores}, seed, 0.6)
-    assert set(load([guided("results/minilm_scores.json", 0), guided("results/minilm_scores.json", 1), record(NONE, 0, 0.6)]).method) == {"guided dropout", "none"}
+    assert set(load([guided("results/minilm_scores.json", 0), guided("results/minilm_scores.json", 1), record(NONE, 0, 0.6)]).method) == {"guided dropout", "base"}
     assert set(load([guided("out/run-a/full", 0), guided(None, 0)]).method) == {"guided dropout scores run-a", "guided dropout"}
 
 
@@ -257,7 +257,7 @@ def test_a_table_without_effects_has_few_false_findings():
 def test_failed_and_collapsed_runs_are_counted():
     df = load([record(NONE, 0, 0.6), record(NONE, 1, 0.8), record(NONE, 2, 0.527, collapsed=True), failed(NONE, 3), failed(PLUS, 0)])
     s = summarise(df).set_index("method")
-    one = s.loc["none"]
+    one = s.loc["base"]
     assert (one.n, one.failed, one.collapsed) == (3, 1, 1) and one.seeds == [0, 1, 2, 3] and len(one["keys"]) == 4
     np.testing.assert_allclose([one["mean"], one["sd"], one["median"], one["worst"]], [np.mean([0.6, 0.8, 0.527]), np.std([0.6, 0.8, 0.527], ddof=1), 0.6, 0.527])
     assert (s.loc["I-STAR λ=1", "n"], s.loc["I-STAR λ=1", "failed"]) == (0, 1)
@@ -338,12 +338,12 @@ def test_missing_partners_and_failed_runs_are_named():
     base = [record(NONE, s, 0.6 + 0.001 * s) for s in range(8)]
     df = load([*base[:7], failed(NONE, 7), *(record(PLUS, s, 0.7) for s in (0, 1, 2, 3, 4, 5)), failed(PLUS, 6), record(PLUS, 7, 0.7), record(PLUS, 9, 0.7)])
     r = compare(df).iloc[0]
-    assert r.n == 6 and r.incomplete == ["seed 9: no run of none", "seed 6: I-STAR λ=1 failed", "seed 7: none failed"] and r.failed == 2
+    assert r.n == 6 and r.incomplete == ["seed 9: no run of base", "seed 6: I-STAR λ=1 failed", "seed 7: base failed"] and r.failed == 2
     whole = sum(0.7 - 0.6 - 0.001 * s for s in range(6))
     assert r.least == pytest.approx((whole + (0.527 - 0.606) + (0.7 - 0.7)) / 8) and r.most == pytest.approx((whole + (0.7 - 0.606) + (0.7 - 0.527)) / 8)
     assert r.verdict == "higher" and r.runs == 9 and r.runs_baseline == 8
     text = to_markdown(compare(df))
-    assert "seed 9: no run of none; seed 6: I-STAR λ=1 failed" in text and "if failed runs count" in text
+    assert "seed 9: no run of base; seed 6: I-STAR λ=1 failed" in text and "if failed runs count" in text
 
 
 def test_a_difference_that_failed_runs_could_undo_is_called_so():
@@ -361,7 +361,7 @@ def test_pairs_need_one_run_a_seed_and_the_same_setting():
     uneven = load([record(NONE, s, 0.6 + 0.01 * s, settings={"epochs": 3}) for s in range(3)] + [record(PLUS, s, 0.7, settings={"epochs": 5}) for s in range(3)])
     assert compare(uneven, by=[]).differ[0] == ["epochs"] and compare(uneven).verdict[0] == "no pair to compare"
     assert "arms differ in" in to_markdown(compare(uneven, by=[]))
-    with pytest.raises(ValueError, match="baseline: no run is 'Base'; methods are none"): compare(uneven, "Base")
+    with pytest.raises(ValueError, match="baseline: no run is 'Base'; methods are base"): compare(uneven, "Base")
 
 
 def test_collapsed_runs_stand_beside_the_difference():
@@ -401,7 +401,7 @@ def test_the_front_page_shows_the_same_numbers():
             runs.setdefault((c["task"], label(c, scores=False)), {})[c["seed"]] = r
     assert rows and {"seeds", "difference"} <= set(head)
     for row in rows:
-        arm, base = runs[row["task"], row["method"]], runs[row["task"], "none"]
+        arm, base = runs[row["task"], row["method"]], runs[row["task"], "base"]
         both = sorted(set(arm) & set(base))
         a, b = (np.array([g[s]["value"] for s in both]) for g in (arm, base))
         low, high = stats.ttest_rel(a, b).confidence_interval()
@@ -506,17 +506,17 @@ def test_published_numbers_agree_with_each_other():
 def test_three_columns_keep_protocols_apart():
     runs = [record(m, s, v + more + 0.01 * s, settings={"recipe": r}) for m, v in ((NONE, 0.6), (MINUS, 0.7)) for r, more in (("istar-released", 0), ("istar-paper", 0.1)) for s in (0, 1)]
     numbers = published(paper="I-STAR", table="Table 1", model="BERT", task="rte")
-    t = three_columns(load(runs), numbers, {"Base": "none", "I-STAR": "I-STAR λ=-1"})
+    t = three_columns(load(runs), numbers, {"Base": "base", "I-STAR": "I-STAR λ=-1"})
     assert [str(c) for c in t["as released"]] == ["60.50 ± 0.71 (n=2)", "70.50 ± 0.71 (n=2)"] and [str(c) for c in t["corrected"]] == ["70.50 ± 0.71 (n=2)", "80.50 ± 0.71 (n=2)"]
     assert list(t.published) == ["62.24 ± 0.48 (BERT, mean of 5)", "62.53 ± 0.70 (BERT, mean of 5)"] and numbers.source[0] in t.attrs["caption"]
-    assert [str(c) for c in three_columns(load(runs), published(paper="I-STAR", task="squad"), {"Base": "none"})["corrected"]] == ["not run"]
+    assert [str(c) for c in three_columns(load(runs), published(paper="I-STAR", task="squad"), {"Base": "base"})["corrected"]] == ["not run"]
     mixed = load([*runs, record(NONE, 0, 0.9, settings={"recipe": "istar-paper", "lr": 1e-5})])
-    with pytest.raises(ValueError, match="df: the corrected runs of none on rte differ in lr"): three_columns(mixed, numbers, {"Base": "none"})
+    with pytest.raises(ValueError, match="df: the corrected runs of base on rte differ in lr"): three_columns(mixed, numbers, {"Base": "base"})
 
 
 def test_another_metric_than_the_published_one_is_said():
     df = load([record(NONE, 0, 0.6, metric="f1")])
-    assert str(three_columns(df, published(paper="I-STAR", table="Table 1", model="BERT", task="rte"), {"Base": "none"})["corrected"][0]) == "60.00 (n=1, f1)"
+    assert str(three_columns(df, published(paper="I-STAR", table="Table 1", model="BERT", task="rte"), {"Base": "base"})["corrected"][0]) == "60.00 (n=1, f1)"
 
 
 # ---- rank correlation and figures
@@ -558,7 +558,7 @@ def test_tradeoff_shows_every_run():
     fig = plot_tradeoff(load(runs))
     rte, mrpc = fig.axes
     points = lambda ax, fill: sum(len(line.get_xdata()) for line in ax.lines if line.get_markersize() == 4 and line.get_markerfacecolor() == fill)
-    assert points(rte, "none") == 21 and points(mrpc, "none") == 20
+    assert points(rte, "base") == 21 and points(mrpc, "base") == 20
     assert sum(len(line.get_xdata()) for line in rte.lines if line.get_marker() == "x") == 1 and any("1 failed" == t.get_text() for t in mrpc.texts)
     assert "ρ = -1.00" in rte.get_title() and "no rank correlation" in mrpc.get_title() and rte.get_xlabel() == "IsoScore after training" and rte.get_ylabel() == "accuracy"
     matplotlib.pyplot.close(fig)
@@ -623,7 +623,7 @@ def test_when_every_run_failed_the_table_still_comes(tmp_path):
     s = summarise(df)
     assert list(s.n) == [0, 0] and list(s.failed) == [2, 1] and "no finished run" in to_markdown(s)
     c = compare(df).iloc[0]
-    assert c.verdict == "no pair to compare" and c.incomplete == ["seed 1: no run of I-STAR λ=1", "seed 0: I-STAR λ=1 and none failed"]
+    assert c.verdict == "no pair to compare" and c.incomplete == ["seed 1: no run of I-STAR λ=1", "seed 0: I-STAR λ=1 and base failed"]
     assert {p.name for p in write_report(df, tmp_path)} >= {"summary.md", "failures.md"}
 
 
@@ -635,8 +635,8 @@ def test_rounding_is_no_spread():
 def test_one_method_against_each_other_mirrors_the_baseline():
     "compare(of=A) holds the differences of compare(baseline=A) with their signs turned."
     runs = load(RESULTS / "istar_first.jsonl") if "RESULTS" in globals() else load(Path(__file__).parents[1] / "nbs" / "results" / "istar_first.jsonl")
-    turned, plain = compare(runs, of="none"), compare(runs, baseline="none")
-    assert set(turned.method) == {"none"} == set(plain.baseline) and list(turned.baseline) == list(plain.method)
+    turned, plain = compare(runs, of="base"), compare(runs, baseline="base")
+    assert set(turned.method) == {"base"} == set(plain.baseline) and list(turned.baseline) == list(plain.method)
     assert np.allclose(turned.difference, -plain.difference) and np.allclose(turned.low, -plain.high, equal_nan=True) and np.allclose(turned.p, plain.p)
     with pytest.raises(ValueError, match="of: no run is 'guided'"): compare(runs, of="guided")
 

@@ -677,8 +677,10 @@ def test_stored_records_count_as_done(tmp_path):
     record.save(tmp_path / "first" / record.key)
     collect(tmp_path / "first", tmp_path / "all.jsonl")
     out = tmp_path / "second"
-    assert restore(tmp_path / "all.jsonl", plan, out, dry_run=True) == 1 and not out.exists()
-    assert restore(tmp_path / "all.jsonl", plan, out) == 1 and restore(tmp_path / "all.jsonl", plan, out) == 0
+    assert len(restore(tmp_path / "all.jsonl", plan, out, dry_run=True)) == 1 and not out.exists()
+    counted = invoke("sweep", grid, "--dry-run", "--records", tmp_path / "all.jsonl", "--out", out)
+    assert "2 runs: 1 done, 1 to do" in counted.output and f"done    {plan.runs[0].key}" in counted.output and not out.exists()
+    assert len(restore(tmp_path / "all.jsonl", plan, out)) == 1 and not restore(tmp_path / "all.jsonl", plan, out)
     assert [Folder(out).record(r) is not None for r in plan.runs] == [True, False]
     assert RunRecord.load(out / record.key).value == record.value
     (tmp_path / "bad.jsonl").write_text("{\n")
