@@ -176,7 +176,7 @@ def _check_scores(scores, params: dict, by: str) -> dict[str, Tensor]:
         if not bool(torch.isfinite(s).all()): raise ValueError(f"scores: {n} holds NaN or infinite values; they cannot be ranked")
     return scores
 
-# %% ../nbs/05_landscape.ipynb #c174dc1c
+# %% ../nbs/05_landscape.ipynb #68aafc10
 def subset(
     model: nn.Module,  # its parameters are ranked; not changed
     scores: Mapping[str, Tensor] | None,  # per scalar (the parameter's shape), or per tensor (0-d, or averaged); None for which="random"
@@ -197,7 +197,7 @@ def subset(
     ranked = [n for n, p in params.items() if p.ndim > 1 or not matrices]
     if not ranked: raise ValueError("matrices: the model has no tensor of two dimensions; use matrices=False")
     per_scalar = by == "scalar"
-    if which == "random": values = [_noise(seed, n, (params[n].numel() if per_scalar else 1,), torch.rand).numpy() for n in ranked]
+    if which == "random": values = [_noise(seed, f"subset/{n}", (params[n].numel() if per_scalar else 1,), torch.rand).numpy() for n in ranked]
     elif per_scalar: values = [scores[n].float().flatten().cpu().numpy() for n in ranked]
     else: values = [np.array([float(scores[n].double().mean())]) for n in ranked]
     sizes = [len(v) for v in values]
@@ -816,10 +816,10 @@ def expected_curvature(
         total += float(terms.sum() if mask is None else (terms * _rows(mask[n].to(p.device).expand(p.shape))).sum())
     return total
 
-# %% ../nbs/05_landscape.ipynb #13c929cf
+# %% ../nbs/05_landscape.ipynb #243bd5bc
 KINDS = ("contour", "surface", "lines", "radius")
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "black")
-_STYLES = ("-", "--", ":", "-.")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "black", "#CC79A7", "#E69F00")
+_STYLES, _MARKS = ("-", "--", ":", "-."), "os^Dv*"
 
 
 def _check_plot(surfaces, kind: str) -> dict[str, Surface]:
@@ -846,12 +846,12 @@ def _draw_plane(fig, ax, s: Surface, kind: str, low: float, high: float):
 
 
 def _draw_curve(ax, s: Surface, kind: str, label: str, n: int):
-    look = {"color": _COLOURS[n % 4], "lw": 1.8}
+    look = {"color": _COLOURS[n % 6], "lw": 1.8, "ls": _STYLES[n % 4]}
     if kind == "radius":
-        rings = s.radius_profile()
-        ax.plot((rings["from"] + rings["to"]) / 2, rings["loss"], _STYLES[n // 4 % 4], marker="o", ms=3, label=label, **look)
+        rings = s.radius_profile().dropna(subset="loss")  # a ring without a point of the grid has no loss
+        ax.plot((rings["from"] + rings["to"]) / 2, rings["loss"], marker=_MARKS[n % 6], ms=4, label=label, **look)
         return
-    ax.plot(s.alphas, s.losses[:, s.betas == 0][:, 0], _STYLES[n // 4 % 4], label=label, **look)
+    ax.plot(s.alphas, s.losses[:, s.betas == 0][:, 0], label=label, **look)
     if not s.is_line: ax.plot(s.betas, s.losses[s.alphas == 0][0], alpha=0.45, **look)
 
 # %% ../nbs/05_landscape.ipynb #81f38170

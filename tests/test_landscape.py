@@ -206,6 +206,14 @@ def test_random_subsets_are_seeded(by):
     if by == "scalar": assert all(0.1 < m.float().mean() < 0.5 for m in a.values() if m.numel() > 200)
 
 
+@pytest.mark.parametrize("share", [0.05, 0.4])
+def test_a_random_subset_knows_nothing_of_the_direction_of_its_seed(share):
+    "A share of the scalars chosen at random has that share of a direction's squared length, for equal seeds too."
+    model = tiny_bert()
+    parts = [(direction(model, s, "scale", mask=subset(model, None, share, "random", seed=s)).length() / direction(model, s, "scale").length()) ** 2 for s in range(5)]
+    assert np.mean(parts) == pytest.approx(share, rel=0.15)
+
+
 # ---- the walk ------------------------------------------------------------------------------------------------------------------------
 
 def test_places_are_where_they_should_be():
