@@ -564,7 +564,7 @@ def _render(cell, form: str, base: str) -> str:
     each = ", ".join(_link(str(seed), _href(base, file, line, line), key, form) for seed, file, line, key in records)
     return f"{text} ({each})"
 
-# %% ../nbs/10_report.ipynb #066a76fc
+# %% ../nbs/10_report.ipynb #5bed86e2
 def _pm(mean: float, sd: float, digits: int) -> str:
     if mean != mean: return ""
     return f"{mean:.{digits}f}" + (f" ± {sd:.{digits}f}" if sd == sd else "")
@@ -588,7 +588,7 @@ def _show_summary(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     rows = []
     for r in table.to_dict("records"):
         row = {c: _setting(r[c]) for c in table.attrs["by"]}
-        row["metric"] = r["metric"] + (f" (majority {r['majority']:.{digits}f})" if r["majority"] == r["majority"] else "")
+        row["metric"] = r["metric"].replace("_", " ") + (f" (majority {r['majority']:.{digits}f})" if r["majority"] == r["majority"] else "")
         row["seeds"] = f"{r['n']}" + (f", and {r['failed']} failed" if r["failed"] else "")
         row["mean ± sd"] = Cell(_pm(r["mean"], r["sd"], digits) or "no finished run", r["records"])
         row[f"{100 * table.attrs['level']:g} % interval"] = _between(r["low"], r["high"], r["n"], digits, none="no run")
@@ -599,7 +599,7 @@ def _show_summary(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     shown = pd.DataFrame(rows)
     return shown.loc[:, [c for c in shown if (shown[c].astype(str) != "").any()]]
 
-# %% ../nbs/10_report.ipynb #44ea88d7
+# %% ../nbs/10_report.ipynb #ad768775
 def _show_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     rows = []
     for r in table.to_dict("records"):
@@ -608,7 +608,7 @@ def _show_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
         row["baseline's mean"] = Cell(_pm(r["mean_baseline"], np.nan, digits), r["records_baseline"])
         row["difference"] = f"{r['difference']:+.{digits}f}" if r["n"] else ""
         row[f"{100 * table.attrs['level']:g} % interval"] = _between(r["low"], r["high"], r["n"], digits, signed=True)
-        row |= {"p": _p_text(r["p"]), "p, Holm": _p_text(r["p_holm"]), "verdict": r["verdict"]}
+        row |= {"p": _p_text(r["p"]), "p, Holm": _p_text(r["p_holm"]), "verdict": r["verdict"].split(":")[0]}
         row["if failed runs count"] = f"{r['least']:+.{digits}f} to {r['most']:+.{digits}f}" if r["failed"] else ""
         row["incomplete pairs"] = "; ".join(r["incomplete"])
         row["arms differ in"] = ", ".join(r["differ"])
@@ -625,6 +625,7 @@ def _shown(table: pd.DataFrame, caption: str | None, digits: int, columns: Seque
     if not caption.strip(): raise ValueError("caption: the table has no line of origin; pass provenance(df), or say where its numbers come from")
     show = {"summary": _show_summary, "comparison": _show_comparison}.get(table.attrs.get("kind"))
     shown = show(table, digits) if show else table
+    if show is _show_comparison: caption = " ".join([*dict.fromkeys(f"{v[0].upper()}{v[1:]}." for v in table.verdict if ":" in v), caption])
     for c in columns or ():
         if c not in shown: raise ValueError(f"columns: no {c!r}; the table has {', '.join(map(str, shown))}")
     shown = shown[list(columns)] if columns else shown

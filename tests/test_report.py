@@ -558,7 +558,7 @@ def test_tradeoff_shows_every_run():
     fig = plot_tradeoff(load(runs))
     rte, mrpc = fig.axes
     points = lambda ax, fill: sum(len(line.get_xdata()) for line in ax.lines if line.get_markersize() == 4 and line.get_markerfacecolor() == fill)
-    assert points(rte, "base") == 21 and points(mrpc, "base") == 20
+    assert points(rte, "none") == 21 and points(mrpc, "none") == 20
     assert sum(len(line.get_xdata()) for line in rte.lines if line.get_marker() == "x") == 1 and any("1 failed" == t.get_text() for t in mrpc.texts)
     assert "ρ = -1.00" in rte.get_title() and "no rank correlation" in mrpc.get_title() and rte.get_xlabel() == "IsoScore after training" and rte.get_ylabel() == "accuracy"
     matplotlib.pyplot.close(fig)
