@@ -312,6 +312,8 @@ def status_command(
     _console.print(table)
 
 # %% ../nbs/11_cli.ipynb #963e9108
+#| code-fold: true
+#| code-summary: "read_points"
 def read_points(
     path: str | Path,  # .npy, .npz, .safetensors or .parquet
     array: str | None = None,  # name of the array or column; None takes the only one (Parquet: all floating columns)
@@ -411,6 +413,8 @@ def score_points(
     return result | {"spectrum": spectrum(points)}
 
 # %% ../nbs/11_cli.ipynb #a4cd114a
+#| code-fold: true
+#| code-summary: "score_model"
 def score_model(
     model: str,  # toy-bert, a folder or a name on the hub
     lines: list[str],  # one text each

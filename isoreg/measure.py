@@ -3,9 +3,9 @@
 # %% auto #0
 __all__ = ['POOLINGS', 'TextConfig', 'LanguageConfig', 'load_language_model', 'load_corpus', 'FisherConfig', 'mean_loss',
            'measure_fisher', 'record_of', 'LandscapeConfig', 'measure_landscape', 'as_surface', 'GeometryConfig',
-           'load_body', 'layer_points', 'measure_geometry', 'collect_measurements']
+           'load_body', 'layer_points', 'measure_geometry', 'collect_measurements', 'measurement_schema']
 
-# %% ../nbs/08c_measure.ipynb #c906b8c0
+# %% ../nbs/08c_measure.ipynb #118e101d
 import dataclasses
 import hashlib
 import json
@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from .corpus import LOSSES, TextBatches, load_texts, sample_losses
 from .dropout import dropout_sites, guided_schedule, site_scores
 from .files import record_files, write_atomically
-from .finetune import _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _typed, _versions
+from .finetune import DIALECT, _config_schema, _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _typed, _versions
 from .fisher import FisherEstimate, agreement, empirical_fisher, load_scores, model_fingerprint
 from .geometry import geometry
 from .isoscore import isoscore
@@ -32,7 +32,9 @@ from .istar import eval_mode
 from .landscape import NORMS, ONE_D, WHICH, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
 from .toy import toy_corpus, toy_model_path
 
-# %% ../nbs/08c_measure.ipynb #e5bdede5
+# %% ../nbs/08c_measure.ipynb #30630e29
+#| code-fold: true
+#| code-summary: "The fields of TextConfig, with their defaults and checks"
 @dataclass(frozen=True)
 class TextConfig(_Parameters):
     "Which model and which text. `ValueError` for a bad value, before anything is loaded."
@@ -77,7 +79,9 @@ class LanguageConfig(TextConfig):
         if not 0 < self.probability < 1: raise ValueError(f"probability: {self.probability} is not in (0, 1)")
         if not self.span >= 1: raise ValueError(f"span: {self.span}; need a mean length of at least 1")
 
-# %% ../nbs/08c_measure.ipynb #fe940caa
+# %% ../nbs/08c_measure.ipynb #4407c43f
+#| code-fold: true
+#| code-summary: "load_language_model and load_corpus"
 def load_language_model(
     config: LanguageConfig,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, str, list[str]]:
@@ -200,7 +204,9 @@ def mean_loss(
             total, n = total + float(losses.sum()), n + len(losses)
     return total / n
 
-# %% ../nbs/08c_measure.ipynb #2d00fa88
+# %% ../nbs/08c_measure.ipynb #beefee88
+#| code-fold: true
+#| code-summary: "measure_fisher"
 def measure_fisher(
     config: FisherConfig,
     folder: str | Path,  # gets full/ (the estimate), partial.json and, last, record.json
@@ -268,7 +274,9 @@ def _finished(folder: Path, config: TextConfig) -> dict | None:
     except (OSError, ValueError): return None
     return record if record.get("status") == "done" and record.get("config") == config.to_dict() else None
 
-# %% ../nbs/08c_measure.ipynb #28dd1e56
+# %% ../nbs/08c_measure.ipynb #dd687322
+#| code-fold: true
+#| code-summary: "The fields of LandscapeConfig, with their defaults and checks"
 @dataclass(frozen=True)
 class LandscapeConfig(LanguageConfig):
     "A loss surface or line through a model."
@@ -347,7 +355,9 @@ def as_surface(
     "The surface of a record, for its plots, its profile and its curvature by fit."
     return Surface.from_dict(record | {"info": {"loss": record["loss"], "model": record["config"]["model"]}})
 
-# %% ../nbs/08c_measure.ipynb #c62ba5e3
+# %% ../nbs/08c_measure.ipynb #2d0155b7
+#| code-fold: true
+#| code-summary: "The fields of GeometryConfig, with their defaults and checks"
 POOLINGS = ("tokens", "cls", "mean", "last")
 
 
@@ -426,7 +436,9 @@ def layer_points(
     if not found: raise ValueError("batches: no batch came; pass a text")
     return numbers, torch.cat(found, 1), len(drawn)
 
-# %% ../nbs/08c_measure.ipynb #02bc4cea
+# %% ../nbs/08c_measure.ipynb #8d0905dc
+#| code-fold: true
+#| code-summary: "measure_geometry"
 def measure_geometry(
     config: GeometryConfig,
     folder: str | Path,  # gets record.json
@@ -475,3 +487,55 @@ def collect_measurements(
     records = {r["key"]: r for r in lines + [r for r in found if r.get("kind") in ("fisher", "landscape", "geometry")]}
     write_atomically(path, "".join(json.dumps(records[k]) + "\n" for k in sorted(records)))
     return [records[k] for k in sorted(records)]
+
+# %% ../nbs/08c_measure.ipynb #5c3e4896
+_EVERY = {
+    "key": ("string", "name of the measurement: a hash of its configuration, behind readable words"), "kind": ("string", "of the measurement"),
+    "config": ("object", "all settings"), "status": ("string", "the only one a record has"), "notes": ("array", "what was odd, in words"),
+    "hardware": ("object", "processor, threads, GPU, system, precision"), "versions": ("object", "of Python, isoreg and the libraries below it"),
+    "git_commit": ("string|null", "of isoreg; + behind it where the library differed from it"), "finished": ("string", "date and time, UTC"),
+    "resumed": ("boolean", "begun by a call that was killed; the seconds are those of the last one"), "schema": ("integer", "version of this form"),
+    "total_seconds": ("number", "wall time of everything"), "peak_memory_mib": ("number", "of the GPU, or else of the process"),
+    "samples": ("integer", "sequences, or positions where each is a sample"), "corpus": ("object", "name, settings and size of the text"),
+    "fingerprint": ("string", "of the weights")}
+_LANGUAGE = {"loss": ("string", "mlm, clm or seq2seq"), "parameters": ("integer", "of the model")}
+_OWN = {
+    "fisher": _LANGUAGE | {
+        "mean_loss": ("number|null", "nats"), "mean_loss_over": ("integer", "samples behind the mean loss"), "unit": ("string", "of the estimate, in words"),
+        "by_function": ("array", "tensors that no hook sees: their squares were taken sample by sample"), "numel": ("object", "entries of each tensor"),
+        "tensor_scores": ("object", "mean of the diagonal over each tensor"), "sites": ("object", "score, guided rate and kind of each place of dropout; empty without dropout"),
+        "draws": ("array", "each subsample against the whole: rank correlation of tensors and rates, agreement on the largest entries"),
+        "entries": ("object", "sorted entries of the diagonal by rank, thinned"), "seconds_full": ("number", "wall time of the whole corpus")},
+    "landscape": _LANGUAGE | {
+        "moved": ("integer", "parameters that move"), "lengths": ("array", "of the directions"), "alphas": ("array", "coordinates along the first direction"),
+        "betas": ("array", "coordinates along the second; 0 alone of a line"), "losses": ("array", "mean loss in nats, a row for each alpha"),
+        "origin": ("number|null", "loss of the model itself"), "profile": ("array", "mean loss by distance from the origin"),
+        "hessian": ("array|null", "second derivatives along the directions, by Hessian-vector products; null where not asked for")},
+    "geometry": {
+        "points": ("integer", "measured in each layer"), "available": ("integer", "points that there were"), "dims": ("integer", "of the hidden states"),
+        "layers": ("array", "the measures of each layer; null where not defined"), "dimensions": ("object", "mean and standard deviation of each dimension of the last layer, and its outliers")}}
+_LATER = ("resumed", "peak_memory_mib", "mean_loss_over")  # younger than the first records
+
+# %% ../nbs/08c_measure.ipynb #e14cffac
+#| code-fold: true
+#| code-summary: "measurement_schema"
+def measurement_schema(
+    kind: str,  # "fisher", "landscape" or "geometry"
+) -> dict:
+    "JSON Schema (2020-12) of the record of a measurement, as it is saved. `ValueError` for an unknown kind."
+    if kind not in _OWN: raise ValueError(f"kind: {kind!r} is unknown; use {', '.join(_OWN)}")
+    cls = {"fisher": FisherConfig, "landscape": LandscapeConfig, "geometry": GeometryConfig}[kind]
+    fields = {n: {"type": t.split("|") if "|" in t else t, "description": d} for n, (t, d) in (_EVERY | _OWN[kind]).items()}
+    fields["kind"] = {"const": kind, "description": fields["kind"]["description"]}
+    fields["status"] = {"enum": ["done"], "description": fields["status"]["description"]}
+    fields["config"] |= _config_schema(cls, ["model", "corpus", "limit", "seed"])
+    number = {"type": ["number", "null"]}
+    inner = {"tensor_scores": {"additionalProperties": number}, "numel": {"additionalProperties": {"type": "integer"}},
+             "draws": {"items": {"type": "object", "required": ["share", "draw", "samples", "tensor_order", "schedule", "top"]}},
+             "lengths": {"items": number}, "alphas": {"items": number}, "betas": {"items": number}, "losses": {"items": {"type": "array", "items": {"anyOf": [number, {"enum": ["nan", "inf", "-inf"]}]}}},
+             "profile": {"items": {"type": "object", "required": ["from", "to", "points", "loss"]}},
+             "layers": {"items": {"type": "object", "required": ["layer", "isoscore", "average_cosine", "effective_rank", "two_nn"]}},
+             "dimensions": {"required": ["layer", "mean", "std", "by_mean", "by_variance"]}}
+    for name in fields.keys() & inner.keys(): fields[name] |= inner[name]
+    return {"$schema": DIALECT, "title": f"isoreg {kind} record", "type": "object", "properties": fields,
+            "required": [n for n in fields if n not in _LATER], "additionalProperties": False}

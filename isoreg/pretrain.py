@@ -113,6 +113,8 @@ def start_head(
     return notes
 
 # %% ../nbs/08b_pretrain.ipynb #23c5b371
+#| code-fold: true
+#| code-summary: "with_mlm_head"
 def source_of(
     model: str,  # "toy-bert", a folder, or a name on the hub
 ) -> str:
@@ -165,6 +167,8 @@ def _new_head(model: nn.Module, head: dict, corpus: TextBatches | None) -> list[
     return ["the head was thrown away: " + ", ".join(head), *start_head(model, corpus and log_frequencies(corpus))]
 
 # %% ../nbs/08b_pretrain.ipynb #fe1fe08b
+#| code-fold: true
+#| code-summary: "LikelihoodTrainer"
 class LikelihoodTrainer(Trainer):
     "Trains a language model on `TextBatches`, and evaluates it on others whose masks stay as they are."
 
@@ -253,6 +257,8 @@ def freeze_encoder(
     return names
 
 # %% ../nbs/08b_pretrain.ipynb #5b2b3691
+#| code-fold: true
+#| code-summary: "The fields of PretrainConfig, with their defaults and checks"
 @dataclass(frozen=True)
 class PretrainConfig(_Parameters):
     "Everything that decides a run. `ValueError` for a bad value, before anything is loaded."
@@ -470,6 +476,8 @@ def _tied(model: nn.Module) -> bool:
     return any(out.weight is p for p in model.base_model.parameters())
 
 # %% ../nbs/08b_pretrain.ipynb #43b03454
+#| code-fold: true
+#| code-summary: "toy_language_model"
 class ToyModel(NamedTuple):
     "A trained toy language model; losses per predicted token, in nats, special tokens included."
     model: nn.Module

@@ -291,6 +291,8 @@ def _check(split_protocol, train_fraction, max_train, max_eval, data_dir):
         raise ValueError(f"data_dir={str(data_dir)!r} is no folder; give the folder that holds glue/, sst5/ and squad/, or None")
 
 # %% ../nbs/07_tasks.ipynb #de2508ec
+#| code-fold: true
+#| code-summary: "load_task"
 def load_task(
     task: str | Task,  # a task or its name
     data_dir: str | Path | None = None,  # folder of Parquet files; None for the toy grammar or the hub
@@ -346,6 +348,8 @@ def encode(
     return Dataset.from_dict(dict(out))
 
 # %% ../nbs/07_tasks.ipynb #0e043731
+#| code-fold: true
+#| code-summary: "encode_squad_train and encode_squad_eval"
 def _windows(examples, tokenizer, max_length, stride):
     limit = min(max_length, tokenizer.model_max_length)
     return tokenizer([q.strip() for q in examples["question"]], list(examples["context"]), truncation="only_second", max_length=limit,
@@ -398,6 +402,8 @@ def encode_squad_eval(
     return Dataset.from_dict(dict(out))
 
 # %% ../nbs/07_tasks.ipynb #3c167afa
+#| code-fold: true
+#| code-summary: "squad_predictions"
 def _best_span(start, end, offsets, n_best, max_answer):
     "(score, first character, last character) of the best span of a window; the score is -inf if there is none."
     k = np.asarray(offsets)
