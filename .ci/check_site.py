@@ -11,11 +11,11 @@ os.environ["PATH"] = (
     f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the filter of this environment
 )
 KNOWN_KEYS = {
-    "": "project execute ipynb-filters format website number-sections bibliography",
+    "": "project lang execute ipynb-filters format website number-sections bibliography",
     "project": "type output-dir render resources",
     "execute": "enabled echo warning",
     "format": "html",
-    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow df-print css smooth-scroll",
+    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css smooth-scroll",
     "format.html.theme": "light dark",
     "website": "title description site-url repo-url repo-branch repo-actions search page-navigation favicon "
     "sidebar navbar page-footer",
@@ -137,6 +137,8 @@ def check_config(root: Path, config: dict) -> list[str]:
             wrong.append(f"_quarto.yml: {page.relative_to(root)} is published but not in the sidebar")
     for page in sorted(reachable - set(pages)):
         wrong.append(f"_quarto.yml: {page.relative_to(root)} is in the sidebar but not published")
+    if site.get("favicon") and not (root / site["favicon"]).exists():
+        wrong.append(f"_quarto.yml: the favicon {site['favicon']} does not exist")
     for command in config.get("ipynb-filters", []):
         if not shutil.which(command.split()[0]):
             wrong.append(f"_quarto.yml: the filter {command} is not on PATH")

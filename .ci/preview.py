@@ -5,7 +5,7 @@
 It is not the site: Quarto's layout, search and navigation are missing. What is the same is what goes in (the filtered
 notebooks, the captions, the cross-references, styles.css) and how equations are made (pandoc, MathML)."""
 
-import argparse, html, json, os, re, shutil, subprocess, sys
+import argparse, html, os, re, shutil, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,19 +14,19 @@ import yaml
 from nbconvert import HTMLExporter
 
 sys.path.insert(0, str(Path(__file__).parent))
-from check_site import OPTION, front_matter, hrefs, published, read_cells, run_filter, text_of  # noqa: E402
+from check_site import OPTION, front_matter, hrefs, published, read_cells, run_filter  # noqa: E402
 
 CUT = "<!-- cut here -->"
 KINDS = {"fig": "Figure", "tbl": "Table", "eq": "Equation"}
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><link rel="icon" href="data:,"><link rel="stylesheet" href="{up}styles.css">
+<html lang="{lang}"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><link rel="icon" href="{icon}"><link rel="stylesheet" href="{up}styles.css">
 <style>
 :root {{ color-scheme: light dark; --paper: #fff; --ink: #212529; --edge: #ccc; --soft: #f4f4f4; --link: #2761a3 }}
 @media (prefers-color-scheme: dark) {{ :root {{ --paper: #222; --ink: #ddd; --edge: #555; --soft: #2c2c2c; --link: #7fb3f0 }} }}
 body {{ margin: 0 auto; max-width: 52rem; padding: 1rem; font: 1rem/1.55 system-ui, sans-serif; background: var(--paper); color: var(--ink) }}
 a {{ color: var(--link) }} nav {{ font-size: .85rem }} img {{ max-width: 100%; height: auto; background: #fff }}
-pre {{ background: var(--soft); padding: .6rem; overflow-x: auto; font-size: .85rem }} code {{ overflow-wrap: anywhere }} pre code {{ overflow-wrap: normal }}
+pre {{ background: var(--soft); padding: .6rem; overflow-x: auto; font-size: .85rem; white-space: pre-wrap }} code, pre {{ overflow-wrap: anywhere }}
 table {{ border-collapse: collapse; font-size: .9rem }} summary {{ cursor: pointer; opacity: .8 }} td p {{ margin: 0 }} td, th {{ border-bottom: 1px solid var(--edge); padding: .2rem .5rem; text-align: left }} .prompt {{ display: none }} figure {{ margin: 0 }}
 .note {{ border: 1px solid var(--edge); padding: .3rem .6rem }}
 </style></head><body>
@@ -62,7 +62,7 @@ def to_pandoc(text: str, numbers: dict[str, str]) -> str:
 def pandoc(texts: list[str]) -> list[str]:
     done = subprocess.run(["pandoc", "-f", "markdown", "-t", "html5", "--mathml", "--wrap=none"],
                           input=f"\n\n{CUT}\n\n".join(texts), capture_output=True, text=True, check=True)
-    return done.stdout.split(CUT)
+    return re.sub(r"<colgroup>.*?</colgroup>\s*", "", done.stdout, flags=re.S).split(CUT)  # as tbl-colwidths: false does
 
 
 def folded(new: nbformat.NotebookNode, summary: str) -> list:
@@ -82,11 +82,8 @@ def prepare(cells: list[dict], numbers: dict[str, str], fold: bool = False) -> l
         if cell["cell_type"] == "markdown":
             ready.append(nbformat.v4.new_markdown_cell(to_pandoc(cell["source"], numbers)))
             continue
-        label, outputs = said.get("label", ""), [nbformat.from_dict(o) for o in cell.get("outputs", [])]
-        for output in outputs:
-            if "text" in output:
-                output.text = text_of(output.text)
-        new = nbformat.v4.new_code_cell(source, outputs=[] if said.get("output") == "false" else outputs)
+        label = said.get("label", "")
+        new = nbformat.v4.new_code_cell(source, outputs=[] if said.get("output") == "false" else cell["outputs"])
         new.metadata["alt"] = said.get("fig-alt", "")
         if said.get("echo") == "false":
             new.metadata["transient"] = {"remove_source": True}
@@ -108,7 +105,7 @@ def body(cells: list[dict], fold: bool = False) -> str:
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if "text/markdown" in output.get("data", {}):
-                output.data["text/markdown"] = to_pandoc(text_of(output.data["text/markdown"]), numbers)
+                output.data["text/markdown"] = to_pandoc(output.data["text/markdown"], numbers)
     texts = [c.source for c in notebook.cells if c.cell_type == "markdown"]
     texts += [o.data["text/markdown"] for c in notebook.cells for o in c.get("outputs", []) if "text/markdown" in o.get("data", {})]
     made = dict(zip(texts, pandoc(texts)))
@@ -128,6 +125,11 @@ def links(text: str, pages: dict[str, str], folder: str) -> str:
     return re.sub(r'href="(?!https?:|mailto:|#|data:)([^"]+)"', local, text)
 
 
+def heading(path: Path) -> str:
+    "The first heading of a Markdown file."
+    return (re.search(r"^# (.+)$", path.read_text(), re.M) or ["", path.stem])[1]
+
+
 def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
     "Write the preview of every published page, and the front page from README.md; the files."
     config = yaml.safe_load((root / "_quarto.yml").read_text())
@@ -136,14 +138,17 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
         filtered = list(pool.map(lambda p: run_filter(p, config["ipynb-filters"][0]), notebooks))
     fronts = {p: front_matter(read_cells(p)) for p in notebooks}
     place = {p: (p.parent / fronts[p].get("output-file", f"{p.stem}.html")).relative_to(root) for p in notebooks}
+    texts = [p.name for p in published(root, config["project"]["render"]) if p.suffix == ".md"]
     pages = {str(p.relative_to(root)): str(place[p]) for p in notebooks} | {"index.qmd": "index.html", "README.md": "index.html"}
+    pages |= {name: f"{Path(name).stem}.html" for name in texts}
     order = [h for h in hrefs(config["website"]["sidebar"]) if h in pages]
-    names = {str(p.relative_to(root)): fronts[p].get("title", p.stem) for p in notebooks}
+    names = {str(p.relative_to(root)): fronts[p].get("title", p.stem) for p in notebooks} | {name: heading(root / name) for name in texts}
     if out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True)
     shutil.copy(root / "styles.css", out)
-    for glob in config["project"].get("resources", []):
+    icon = config["website"].get("favicon")
+    for glob in [*config["project"].get("resources", []), *([icon] if icon else [])]:
         for path in root.glob(glob):
             (out / path.relative_to(root)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, out / path.relative_to(root))
@@ -154,15 +159,17 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
         nav = " · ".join(f'<a href="{up}{pages[h]}">{html.escape(names.get(h, "isoreg"))}</a>' for h in order)
         content = api.sub(lambda m: f'href="{up}{m[1]}', links(content, pages, folder))
         (out / target).parent.mkdir(parents=True, exist_ok=True)
-        (out / target).write_text(PAGE.format(title=html.escape(title), description=html.escape(description), up=up, nav=nav, body=content))
+        (out / target).write_text(PAGE.format(title=html.escape(title), description=html.escape(description), up=up, nav=nav, body=content,
+                                            lang=config.get("lang", "en"), icon=up + icon if icon else "data:,"))
         written.append(out / target)
     for path, done in zip(notebooks, filtered):
         if done.returncode:
             raise SystemExit(f"{path.relative_to(root)}: the filter fails: {done.stderr[-500:]}")
-        cells = [c | {"source": text_of(c["source"])} for c in json.loads(done.stdout)["cells"]]
+        cells = nbformat.reads(done.stdout, as_version=4).cells  # text that the file holds as a list of lines becomes one
         write(str(place[path]), fronts[path].get("title", path.stem), fronts[path].get("description", ""), body(cells, bool((fronts[path].get("format") or {}).get("html", {}).get("code-fold"))))
-    front = re.sub(r"^# .*$", "", (root / "README.md").read_text(), count=1, flags=re.M)
-    write("index.html", "isoreg", "", pandoc([front])[0])
+    for name, target, title in [("README.md", "index.html", "isoreg"), *((name, pages[name], names[name]) for name in texts)]:
+        text = re.sub(r"^# .*$", "", (root / name).read_text(), count=1, flags=re.M)
+        write(target, title, "", pandoc([text])[0])
     return written
 
 

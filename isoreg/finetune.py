@@ -113,7 +113,7 @@ class _Parameters:
         if self.dropout != "standard": how += f"-{Path(self.dropout).stem}"
         return f"{self.task}-{Path(self.model).name}-{how}-seed{self.seed}-{digest}"
 
-# %% ../nbs/08_finetune.ipynb #20ed8d33
+# %% ../nbs/08_finetune.ipynb #4ff7c775
 #| code-fold: true
 #| code-summary: "The fields of RunConfig, with their defaults"
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class RunConfig(_Parameters):
     split_protocol: str | None = None  # "official", or "joined": train and validation shuffled together, 80/20
     train_fraction: float = 1.0  # share of the training part
     max_train: int | None = None  # examples at most
-    max_eval: int | None = None
+    max_eval: int | None = None  # evaluation rows at most
     precision: str = "auto"  # "auto" (bf16 on a GPU that has it, else fp32), "fp32", "bf16" or "fp16"
 
     def __post_init__(self):
@@ -770,7 +770,7 @@ def command(
         words.append(f"{option if value else option.replace('--', '--no-', 1)}" if isinstance(value, bool) else f"{option} {shlex.quote(str(value))}")
     return " ".join(words)
 
-# %% ../nbs/08_finetune.ipynb #ee349bef
+# %% ../nbs/08_finetune.ipynb #739f1ca1
 def _front_matter(record: RunRecord, c: RunConfig) -> str:
     "What the hub reads, as YAML; names of models and data sets only where they are on the hub."
     task = get_task(c.task)
@@ -796,7 +796,7 @@ def _limits(record: RunRecord, c: RunConfig) -> list[str]:
     "What the model is for, and what it is not."
     toy = get_task(c.task).hub is None
     where = {"embedded": "the toy model that isoreg carries", "hub": f"`{c.model}` on the hub"}.get(record.model.get("source"), f"the checkpoint `{Path(c.model).name}`")
-    return [f"- Trained from {where} on {record.data['train_rows']} rows of {c.task}{', sentences of a generated language' if toy else ''}; it answers this one question and nothing else.",
+    return [f"- Trained on {record.data['train_rows']} rows of {c.task}{' (a generated language)' if toy else ''}, from {where}; it answers this one question and nothing else.",
             "- One seed. Another seed gives another value, and on small tasks the spread is often larger than the effect of a regulariser.",
             "- Made to study regularisation, not to be put to use, and no entry of a benchmark" + (": the task was made for tests." if toy else ": the evaluation rows are those by which settings are compared."),
             "- Biases of the base model and of the data are still in it; none were looked for.",

@@ -274,7 +274,7 @@ def _finished(folder: Path, config: TextConfig) -> dict | None:
     except (OSError, ValueError): return None
     return record if record.get("status") == "done" and record.get("config") == config.to_dict() else None
 
-# %% ../nbs/08c_measure.ipynb #dd687322
+# %% ../nbs/08c_measure.ipynb #43668f5a
 #| code-fold: true
 #| code-summary: "The fields of LandscapeConfig, with their defaults and checks"
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class LandscapeConfig(LanguageConfig):
     points: int = 17  # on each axis; odd, so that the origin is one
     one_d: str = "zero"  # tensors of one dimension do not move, as released, or are one filter each: "scale"
     norm: str = "filter"  # or "equal": every subset as far as all parameters would
-    direction_seed: int = 0
+    direction_seed: int = 0  # of the random directions, and of the random subset
     fisher: str | None = None  # folder of an estimate, such as out/<key>/full of runs/fisher; None: on the same texts
     hessian: bool = True  # curvature by Hessian-vector products beside the fit
 
@@ -488,7 +488,7 @@ def collect_measurements(
     write_atomically(path, "".join(json.dumps(records[k]) + "\n" for k in sorted(records)))
     return [records[k] for k in sorted(records)]
 
-# %% ../nbs/08c_measure.ipynb #5c3e4896
+# %% ../nbs/08c_measure.ipynb #fff87773
 _EVERY = {
     "key": ("string", "name of the measurement: a hash of its configuration, behind readable words"), "kind": ("string", "of the measurement"),
     "config": ("object", "all settings"), "status": ("string", "the only one a record has"), "notes": ("array", "what was odd, in words"),
@@ -501,7 +501,7 @@ _EVERY = {
 _LANGUAGE = {"loss": ("string", "mlm, clm or seq2seq"), "parameters": ("integer", "of the model")}
 _OWN = {
     "fisher": _LANGUAGE | {
-        "mean_loss": ("number|null", "nats"), "mean_loss_over": ("integer", "samples behind the mean loss"), "unit": ("string", "of the estimate, in words"),
+        "mean_loss": ("number|null", "of the first samples, in nats"), "mean_loss_over": ("integer", "samples behind the mean loss"), "unit": ("string", "of the estimate, in words"),
         "by_function": ("array", "tensors that no hook sees: their squares were taken sample by sample"), "numel": ("object", "entries of each tensor"),
         "tensor_scores": ("object", "mean of the diagonal over each tensor"), "sites": ("object", "score, guided rate and kind of each place of dropout; empty without dropout"),
         "draws": ("array", "each subsample against the whole: rank correlation of tensors and rates, agreement on the largest entries"),

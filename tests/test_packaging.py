@@ -127,6 +127,24 @@ def test_no_path_of_a_machine():
     assert not found, "\n".join(found)
 
 
+def test_the_source_distribution_holds_what_the_site_and_the_tests_need(tmp_path, monkeypatch):
+    "MANIFEST.in over empty copies of all tracked files; what setuptools adds by itself is left out of the question."
+    filelist = pytest.importorskip("setuptools.command.egg_info", reason="setuptools is not installed").FileList()
+    names = {path.relative_to(ROOT).as_posix() for path in tracked_files()}
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    filelist.findall()
+    for line in (ROOT / "MANIFEST.in").read_text().splitlines():
+        filelist.process_template_line(line)
+    by_itself = {"README.md", "LICENSE", "pyproject.toml", "MANIFEST.in"}
+    missing = {n for n in names - set(filelist.files) - by_itself if not n.startswith(("isoreg/", ".github/", ".git"))}
+    assert not missing, "\n".join(sorted(missing))
+    for name in ("styles.css", "CHANGELOG.md", "nbs/images/favicon.svg", "nbs/results/record.schema.json", "nbs/images/fig-claims.png"):
+        assert name in filelist.files
+
+
 def test_no_large_file_is_tracked():
     large = [
         f"{path.relative_to(ROOT)}: {path.stat().st_size / 2**20:.1f} MiB"
@@ -167,7 +185,8 @@ def test_citation_is_well_formed():
 
 def test_the_readme_gives_the_test_command():
     "The continuous integration takes the command from README.md and runs it, so it has to be there, once."
-    lines = re.findall(r"^python3 -m venv .*pytest.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    text = re.sub(r"\\\n\s*", "", (ROOT / "README.md").read_text())  # a command may go on in the next line
+    lines = re.findall(r"^python3 -m venv .*pytest.*$", text, re.MULTILINE)
     steps = [
         "python3 -m venv .venv",
         ".venv/bin/pip install -c constraints.txt -e '.[dev]'",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium"),
-              pytest.mark.skipif(not (shutil.which("quarto") or shutil.which("pandoc")), reason="neither quarto nor pandoc is on PATH")]
+              pytest.mark.skipif(not (os.environ.get("ISOREG_PAGES") or shutil.which("quarto") or shutil.which("pandoc")), reason="neither quarto nor pandoc is on PATH")]
 
 
 def _load(name):
@@ -36,6 +37,7 @@ def _pages():
         if path.suffix == ".ipynb":
             front = site.front_matter(site.read_cells(path))
             found.append((path.parent / front["output-file"]).relative_to(ROOT).as_posix())
+        elif path.suffix == ".md": found.append(path.with_suffix(".html").name)
     return found
 
 
@@ -45,13 +47,19 @@ PAGES = _pages()
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     "The pages: what quarto renders, or the preview; or those of an earlier build that ISOREG_PAGES names."
-    if os.environ.get("ISOREG_PAGES"): return Path(os.environ["ISOREG_PAGES"])
+    if os.environ.get("ISOREG_PAGES"): return Path(os.environ["ISOREG_PAGES"]).resolve()
+    if shutil.which("quarto"):  # into the folder that _quarto.yml names: another one can be asked for from 1.5 on only
+        subprocess.run(["quarto", "render"], cwd=ROOT, check=True, capture_output=True, timeout=1800)
+        return ROOT / "_site"
     out = tmp_path_factory.mktemp("pages") / "site"
-    if shutil.which("quarto"):
-        subprocess.run(["quarto", "render", "--output-dir", str(out)], cwd=ROOT, check=True, capture_output=True, timeout=1800)
-    else:
-        _load("preview").build(ROOT, out)
+    _load("preview").build(ROOT, out)
     return out
+
+
+@pytest.fixture(scope="module")
+def real(folder):
+    "Whether these are Quarto's pages, not the preview."
+    return bool(re.search(r'<meta name="generator" content="quarto', (folder / "index.html").read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +102,7 @@ def opened(browser, address, request):
 def source(name):
     "The notebook (or README) behind a page."
     if name == "index.html": return (ROOT / "README.md").read_text()
+    if (ROOT / name).with_suffix(".md").exists(): return (ROOT / name).with_suffix(".md").read_text()
     site = _load("check_site")
     for path in (ROOT / Path(name).parent).glob("*.ipynb"):
         cells = site.read_cells(path)
@@ -114,6 +123,7 @@ def test_page_is_whole(name, opened):
     assert not re.search(r"\$\$", source(name)) or state["formulas"]
     assert "Traceback (most recent call last)" not in state["text"]
     assert not re.search(r"^\s*#\s*\|", state["text"], re.M), "a directive shows"
+    assert not re.search(r"""\[(['"])[^'"\n]{0,80}\\n\1, ?['"]""", state["text"]), "a list of lines shows where its text should"
     assert not re.search(r"(?<!\w)@(fig|tbl|eq|sec)-\w", state["text"]), "a reference is not resolved"
     for loaded, alt in state["images"]: assert loaded and len(alt) > 20
 
@@ -123,8 +133,8 @@ def test_links_between_pages_lead_somewhere(name, opened, folder):
     page, _ = opened(name)
     links = page.evaluate("[...document.querySelectorAll('main a[href]')].map(a => a.getAttribute('href'))")
     for link in links:
-        if re.match(r"https?:|mailto:|data:", link): continue
-        target, _, anchor = link.partition("#")
+        if re.match(r"https?:|mailto:|data:|javascript:", link): continue
+        target, _, anchor = unquote(link).partition("#")
         there = Path(os.path.normpath((folder / name).parent / target)) if target else folder / name
         assert there.exists(), f"{link} leads nowhere"
         if anchor and there.suffix == ".html":
@@ -140,10 +150,40 @@ def test_page_fits_a_phone(name, opened):
     assert page.evaluate("document.documentElement.scrollWidth") <= 391, wide[:5]
 
 
-@pytest.mark.parametrize("name", ["index.html", "nbs/isoscore.html"])
-def test_dark_mode_is_dark(name, opened):
-    page, _ = opened(name, scheme="dark")
-    bright = "(getComputedStyle(document.body).backgroundColor.match(/\\d+/g) || []).slice(0, 3).map(Number).reduce((a, b) => a + b)"
-    if shutil.which("quarto") and page.locator(".quarto-color-scheme-toggle").count() and page.evaluate(bright) > 380:
-        page.locator(".quarto-color-scheme-toggle").first.click()
-    assert page.evaluate(bright) < 380
+BRIGHTNESS = "e => (getComputedStyle(e).%s.match(/\\d+/g) || []).slice(0, 3).map(Number).reduce((a, b) => a + b)"
+SOME = ["index.html", "nbs/isoscore.html"]
+
+
+def _paper_and_ink(page):
+    "Sums of red, green and blue, of 765 at most: the page behind the text, and the text."
+    return page.eval_on_selector("body", BRIGHTNESS % "backgroundColor"), page.eval_on_selector("main", BRIGHTNESS % "color")
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_dark_theme_of_the_site(name, opened, real):
+    if not real: pytest.skip("a preview, without Quarto's themes")
+    page, said = opened(name)
+    paper, ink = _paper_and_ink(page)
+    assert paper > 600 and ink < 300
+    page.locator(".quarto-color-scheme-toggle:visible").first.click()
+    page.wait_for_function("document.body.classList.contains('quarto-dark')")
+    page.wait_for_load_state("networkidle")
+    paper, ink = _paper_and_ink(page)
+    assert paper < 250 and ink > 500 and not said
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_styles_of_the_preview_follow_the_system(name, opened, real):
+    "The preview's own colours only: they say nothing of the site's."
+    if real: pytest.skip("the site, which has Quarto's themes")
+    for scheme in ("light", "dark"):
+        paper, ink = _paper_and_ink(opened(name, scheme=scheme)[0])
+        assert (paper > 600 and ink < 300) if scheme == "light" else (paper < 250 and ink > 500)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_language_and_icon_are_given(name, opened, folder):
+    page, _ = opened(name)
+    assert page.locator("html").get_attribute("lang") == "en-GB"
+    icon = page.locator("link[rel~=icon]").first.get_attribute("href")
+    assert (folder / name).parent.joinpath(icon).resolve() == (folder / "nbs/images/favicon.svg").resolve() and (folder / "nbs/images/favicon.svg").exists()

@@ -6,14 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings, strategies as st
 from jsonschema import Draft202012Validator
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
 from typer.testing import CliRunner
 
 from isoreg.cli import app
+from isoreg.dropout import dropout_sites
 from isoreg.finetune import RunConfig, RunRecord, command, model_card, pack, record_schema, run, sentence_vectors, unpack
+from isoreg.measure import FisherConfig, GeometryConfig, LandscapeConfig, measure_fisher, measure_geometry, measure_landscape, measurement_schema
 from isoreg.tasks import encode, get_task, load_metric, load_task
+from isoreg.toy import toy_model_path
 
 RESULTS = Path(__file__).parents[1] / "nbs" / "results"
 
@@ -54,8 +58,62 @@ def test_saved_model_is_the_one_that_was_measured(done):
 def test_model_card_says_what_the_record_says(done):
     record, folder = done
     card = (folder / "README.md").read_text()
-    assert card == model_card(record) and f"{record.value:.4f}" in card and f"{record.isoscore['after']['union']:.4f}" in card
-    assert card.startswith("---\nlibrary_name: transformers\nbase_model: toy-bert\n") and record.git_commit in card
+    assert card == model_card(record) and f"{record.value:.4f}" in card and f"{record.isoscore['after']['union']:.4f}" in card and record.git_commit in card
+
+
+def front_matter(card: str) -> dict:
+    assert card.startswith("---\n")
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_front_matter_of_a_toy_names_nothing_that_the_hub_lacks(done):
+    front = front_matter(model_card(done[0]))
+    assert front == {"library_name": "transformers", "tags": ["isoreg"], "metrics": ["matthews_correlation"]}
+
+
+def _as_if(record: RunRecord, source: str, **config) -> RunRecord:
+    changed = RunRecord(**record.to_dict())
+    changed.config, changed.model = changed.config | config, changed.model | {"source": source}
+    return changed
+
+
+def test_front_matter_of_a_hub_model_names_it_and_its_data(done):
+    front = front_matter(model_card(_as_if(done[0], "hub", task="cola", model="google-bert/bert-base-cased", recipe="quick")))
+    assert front["base_model"] == "google-bert/bert-base-cased" and front["datasets"] == ["nyu-mll/glue"]
+    assert front["metrics"] == ["matthews_correlation"] and all(isinstance(front[k], list) for k in ("tags", "metrics", "datasets"))
+
+
+@pytest.mark.parametrize("model", ["models/minilm", "{}/deep/minilm: a [new] one"])
+def test_card_shows_the_last_part_of_a_path_only(done, tmp_path, model):
+    model = model.format(tmp_path)
+    if model.startswith("/"):
+        Path(model).mkdir(parents=True)
+        (Path(model) / "config.json").write_text("{}")
+    (tmp_path / "private").mkdir()
+    record = _as_if(done[0], "folder", task="cola", model=model, data_dir=str(tmp_path / "private"), recipe="quick")
+    card = model_card(record)
+    assert "base_model" not in front_matter(card) and front_matter(card)["datasets"] == ["nyu-mll/glue"]
+    assert str(tmp_path) not in card and "models/" not in card and "minilm" in card and "private" in card
+    record.model.pop("source")  # of an older record nothing is known: the name could be a folder
+    assert "base_model" not in front_matter(model_card(record))
+
+
+def test_model_loads_as_its_card_says_with_its_dropout(tmp_path):
+    scores = {name: float(i + 1) for i, (name, _) in enumerate(AutoModelForMaskedLM.from_pretrained(toy_model_path()).named_parameters())}
+    (tmp_path / "scores.json").write_text(json.dumps({"tensor_scores": scores}))
+    config = RunConfig(max_train=64, max_eval=64, epochs=1, regularizer="none", dropout="guided", scores=str(tmp_path / "scores.json"))
+    record = run(config, model_folder=tmp_path / "model")
+    card, names = (tmp_path / "model" / "README.md").read_text(), {}
+    assert "## Limits" in card and str(tmp_path) not in card
+    code = card.split("```python\n")[1].split("```")[0]
+    assert "load_dropout(model)" in code
+    exec(code.replace('folder = "."', f"folder = {str(tmp_path / 'model')!r}"), names)  # noqa: S102: it is the card's own example
+    rates = {s.name: s.p for s in dropout_sites(names["model"])}
+    assert len(set(rates.values())) > 3 and all(record.dropout["rates"][n] == pytest.approx(p) for n, p in rates.items() if n in record.dropout["rates"])
+
+
+def test_card_of_a_plain_run_needs_no_more_than_transformers(done):
+    assert "isoreg.dropout" not in model_card(done[0])
 
 
 @pytest.mark.parametrize("values", [
@@ -105,12 +163,38 @@ def test_schema_admits_what_runs_write_and_refuses_the_rest(done):
         assert list(check.iter_errors({k: v for k, v in record.to_dict().items() if k != name})), name
 
 
-def test_stored_records_follow_the_schema():
-    check, seen = Draft202012Validator(record_schema()), 0
+KINDS = ("fisher", "landscape", "geometry")
+
+
+def test_stored_records_follow_their_schemas():
+    checks = {None: Draft202012Validator(record_schema())} | {k: Draft202012Validator(measurement_schema(k)) for k in KINDS}
+    seen = dict.fromkeys(checks, 0)
     for path in RESULTS.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            if "kind" in record: continue  # of a measurement, not of a run
-            check.validate(record)
-            seen += 1
-    assert seen >= 18
+            checks[record.get("kind")].validate(record)
+            seen[record.get("kind")] += 1
+    assert all(seen.values()) and seen[None] >= 57 and sum(seen[k] for k in KINDS) >= 32
+
+
+@pytest.mark.parametrize("name", ["record", *KINDS])
+def test_schema_files_are_what_the_code_gives(name):
+    made = record_schema() if name == "record" else measurement_schema(name)
+    Draft202012Validator.check_schema(made)
+    assert json.loads((RESULTS / f"{name}.schema.json").read_text()) == made, "execute nbs/08_finetune.ipynb and nbs/08c_measure.ipynb, which write the files"
+    for where in (made, made["properties"]["config"]):
+        assert all(len(p["description"]) > 5 for p in where["properties"].values()), "a field without a comment"
+
+
+def test_schemas_admit_what_measurements_write_and_refuse_the_rest(tmp_path):
+    made = {"geometry": measure_geometry(GeometryConfig(limit=60, pooling="cls"), tmp_path / "g"),
+            "landscape": measure_landscape(LandscapeConfig(limit=16, shape="line", points=3, hessian=False), tmp_path / "l"),
+            "fisher": measure_fisher(FisherConfig(limit=60, shares="50", draws=1, level="tensor"), tmp_path / "f")}
+    for kind, record in made.items():
+        check, record = Draft202012Validator(measurement_schema(kind)), json.loads((tmp_path / kind[0] / "record.json").read_text())
+        check.validate(record)
+        for wrong in ({"status": "maybe"}, {"kind": "other"}, {"samples": "many"}, {"more": 1}, {"config": record["config"] | {"colour": "red"}}):
+            assert list(check.iter_errors(record | wrong)), (kind, wrong)
+        for name in ("key", "config", "samples", "fingerprint"):
+            assert list(check.iter_errors({k: v for k, v in record.items() if k != name})), (kind, name)
+    with pytest.raises(ValueError, match="kind"): measurement_schema("run")

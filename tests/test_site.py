@@ -137,6 +137,10 @@ BREAKS = {
         "unknown key format.html.tok",
     ),
     "yaml": (lambda s: replace_text(s / "_quarto.yml", "toc: true", "toc: [true"), "_quarto.yml: "),
+    "favicon": (
+        lambda s: replace_text(s / "_quarto.yml", "title: small", "title: small\n  favicon: nbs/images/none.svg"),
+        "the favicon nbs/images/none.svg does not exist",
+    ),
     "filter": (
         lambda s: replace_text(s / "_quarto.yml", "[nbdev_filter]", "[no_such_filter]"),
         "no_such_filter is not on PATH",
@@ -249,7 +253,7 @@ def test_the_repository_is_sound():
 
 
 def test_a_copy_of_the_repository_with_a_page_taken_away_is_not(tmp_path):
-    for name in ["_quarto.yml", "settings.ini", "index.qmd", "README.md", "LICENSE"]:
+    for name in ["_quarto.yml", "settings.ini", "index.qmd", "README.md", "CHANGELOG.md", "LICENSE"]:
         shutil.copy(ROOT / name, tmp_path)
     for name in ["nbs", "isoreg"]:
         shutil.copytree(ROOT / name, tmp_path / name)
