@@ -74,6 +74,13 @@ def test_every_record_is_of_a_shipped_grid(as_it_ran):
     assert not [r["key"] for r in RECORDS if r["key"] not in keys]
 
 
+@pytest.mark.parametrize("kind", ["fisher", "geometry"])
+def test_the_measurements_are_those_of_their_grid(kind):
+    from isoreg.sweep import expand, load_grid
+    stored = [json.loads(line)["key"] for line in (NBS / "results" / f"{kind}.jsonl").read_text().splitlines()]
+    assert sorted(stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / f"small-{kind}.yaml")).runs)
+
+
 def test_keys_follow_from_the_configurations(as_it_ran):
     for r in RECORDS: assert RunConfig.from_dict(r["config"]).key == r["key"]
 
