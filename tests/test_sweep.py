@@ -277,7 +277,9 @@ def test_a_kernel_that_outlives_its_sweep_keeps_its_lock(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_the_workers(tmp_path, number):
     path = stub(tmp_path, wait=30)
-    process = start(path, tmp_path / "out", jobs=2)
+    before = signal.signal(number, signal.SIG_DFL)  # a test run in the background of a script has SIGINT ignored, and hands that on
+    try: process = start(path, tmp_path / "out", jobs=2)
+    finally: signal.signal(number, before)
     wait_for(lambda: len(psutil.Process(process.pid).children()) == 2 and (tmp_path / "log").exists())
     kernels = psutil.Process(process.pid).children()
     process.send_signal(number)
