@@ -975,5 +975,7 @@ d = { 'settings': { 'branch': 'main',
                                 'isoreg.trainer.ReferenceRefresh.on_epoch_begin': ( 'trainer.html#referencerefresh.on_epoch_begin',
                                                                                     'isoreg/trainer.py'),
                                 'isoreg.trainer._autocast': ('trainer.html#_autocast', 'isoreg/trainer.py'),
+                                'isoreg.trainer._join': ('trainer.html#_join', 'isoreg/trainer.py'),
                                 'isoreg.trainer.honours_num_items': ('trainer.html#honours_num_items', 'isoreg/trainer.py'),
-                                'isoreg.trainer.own_batches': ('trainer.html#own_batches', 'isoreg/trainer.py')}}}
+                                'isoreg.trainer.own_batches': ('trainer.html#own_batches', 'isoreg/trainer.py'),
+                                'isoreg.trainer.split_by_length': ('trainer.html#split_by_length', 'isoreg/trainer.py')}}}

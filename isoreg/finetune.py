@@ -5,7 +5,7 @@ __all__ = ['RECIPES', 'DROPOUT_SETTINGS', 'GUIDED', 'RATED', 'DIALECT', 'SMALL',
            'resolve_precision', 'RunRecord', 'record_schema', 'pack', 'unpack', 'load_model', 'training_arguments',
            'ProgressFile', 'run', 'sentence_vectors', 'collect', 'command', 'model_card', 'save_model']
 
-# %% ../nbs/08_finetune.ipynb #3cb8e5be
+# %% ../nbs/08_finetune.ipynb #3e185355
 import base64
 import dataclasses
 import difflib
@@ -46,7 +46,7 @@ from .isoscore import CONVENTIONS, CORRECTIONS, check_zeta
 from .tasks import (
     PROTOCOLS, TASKS, TaskData, encode, encode_squad_eval, encode_squad_train, get_task, load_metric, load_task, squad_predictions)
 from .toy import toy_model_path
-from .trainer import IsotropyLog, PenaltyTrainer, ReferenceRefresh
+from .trainer import IsotropyLog, PenaltyTrainer, ReferenceRefresh, split_by_length
 
 # %% ../nbs/08_finetune.ipynb #f9a6b585
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ RECIPES: dict[str, Recipe] = {
     "guided-released": Recipe(lr=2e-5, batch_size=18, warmup=0.0, weight_decay=0.0, max_length=512, split_protocol="joined"),
 }
 
-# %% ../nbs/08_finetune.ipynb #d41d5895
+# %% ../nbs/08_finetune.ipynb #5b59cfbb
 class _Parameters:
     "What the configuration can do, apart from its fields."
 
@@ -108,12 +108,13 @@ class _Parameters:
         settings = self.to_dict() | {"recipe": _default_recipe(self)} | _contents(self)
         if self.dropout == "standard":  # younger than the first records, whose keys stay
             for name in DROPOUT_SETTINGS: del settings[name]
+        if self.length_groups == 1: del settings["length_groups"]
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
         how = self.regularizer if self.regularizer == "none" else f"{self.regularizer}{self.lam:g}"
         if self.dropout != "standard": how += f"-{Path(self.dropout).stem}"
         return f"{self.task}-{Path(self.model).name}-{how}-seed{self.seed}-{digest}"
 
-# %% ../nbs/08_finetune.ipynb #4ff7c775
+# %% ../nbs/08_finetune.ipynb #f5de3b18
 #| code-fold: true
 #| code-summary: "The fields of RunConfig, with their defaults"
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ class RunConfig(_Parameters):
     max_train: int | None = None  # examples at most
     max_eval: int | None = None  # evaluation rows at most
     precision: str = "auto"  # "auto" (bf16 on a GPU that has it, else fp32), "fp32", "bf16" or "fp16"
+    length_groups: int = 1  # groups of similar length that the encoder reads a batch in: less padding, faster on a CPU
 
     def __post_init__(self):
         for f in dataclasses.fields(self): object.__setattr__(self, f.name, _typed(f, getattr(self, f.name)))
@@ -252,7 +254,7 @@ def _settle(c: RunConfig):
     if c.dropout not in GUIDED: _put(c, scores=None, p_max=0.1, p_min=0.0, aggregate="mean_of_means")
     if c.dropout not in RATED: _put(c, dropout_p=None)
 
-# %% ../nbs/08_finetune.ipynb #745b21fc
+# %% ../nbs/08_finetune.ipynb #cbb608f9
 def resolve_precision(
     precision: str,  # of RunConfig
 ) -> str:
@@ -275,8 +277,9 @@ def _validate(c: RunConfig):
     _validate_dropout(c)
     if c.precision not in ("auto", "fp32", "bf16", "fp16"): raise ValueError(f"precision: {c.precision!r} is unknown; use auto, fp32, bf16 or fp16")
     resolve_precision(c.precision)
+    if c.length_groups > 1 and c.padding and c.regularizer != "none": raise ValueError(f"length_groups: {c.length_groups} leaves padding out, and padding=True counts it in; use 1")
     if c.schedule not in ("linear", "constant"): raise ValueError(f"schedule: {c.schedule!r} is unknown; use linear or constant")
-    for name in ("batch_size", "epochs", "accumulation", "max_length", "reference_points", "max_train", "max_eval"):
+    for name in ("batch_size", "epochs", "accumulation", "max_length", "reference_points", "max_train", "max_eval", "length_groups"):
         value, least = getattr(c, name), {"max_length": 8, "reference_points": 1000}.get(name, 1)
         if value is not None and value < least: raise ValueError(f"{name}: {value} is too small; need {least} or more")
     for f in dataclasses.fields(c):
@@ -636,7 +639,7 @@ def run(
     try: return _run(config, ProgressFile(progress_file), isotropy_points, model_folder)
     finally: torch.set_num_threads(threads)
 
-# %% ../nbs/08_finetune.ipynb #71e8fe35
+# %% ../nbs/08_finetune.ipynb #e6cb0d78
 def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int, model_folder: str | Path | None) -> RunRecord:
     begun = time.perf_counter()
     record = RunRecord(config.key, config.to_dict(), started=datetime.now(timezone.utc).isoformat(timespec="seconds"))
@@ -649,6 +652,7 @@ def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int, model_
         model, tokenizer, notes = load_model(config)
         _check_layers(config, model.config.num_hidden_layers)
         record.dropout = _apply_dropout(config, model, data, tokenizer)
+        if config.length_groups > 1: split_by_length(model, config.length_groups)
         train, rows, scores = _encoded(config, data, tokenizer, model)
         collate, penalty = DataCollatorWithPadding(tokenizer), _penalty(config)
         if model.num_parameters() < SMALL: torch.set_num_threads(1)

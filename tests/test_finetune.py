@@ -48,6 +48,8 @@ DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
     (dict(weight_decay=float("nan")), ["weight_decay", "nan"]),
     (dict(clip=float("inf")), ["clip", "inf"]),
     (dict(model=" "), ["model", "empty"]),
+    (dict(length_groups=0), ["length_groups", "0"]),
+    (dict(length_groups=4, padding=True), ["length_groups", "padding"]),
     (dict(lamm=1), ["lamm", "unknown", "lam"]),
 ])
 def test_bad_configuration_is_named(values, words):
@@ -63,6 +65,16 @@ def test_key_is_stable_and_tells_runs_apart(lam, zeta, seed, regularizer):
     assert RunConfig(lam=lam, zeta=zeta, seed=seed + 1, regularizer=regularizer).key != config.key
     if regularizer == "istar": assert RunConfig(lam=lam + 1, zeta=zeta, seed=seed).key != config.key
     if regularizer == "none": assert config.key == RunConfig(seed=seed, regularizer="none").key
+
+
+def test_groups_by_length_train_as_the_whole_batch_does():
+    "Without dropout the only difference is rounding; the key tells such runs apart."
+    settings = dict(task="toy-rte", regularizer="istar", max_train=64, max_eval=32, epochs=2, dropout="constant", dropout_p=0.0)
+    whole, groups = (RunConfig(**settings, length_groups=n) for n in (1, 4))
+    assert whole.key != groups.key
+    one, two = run(whole), run(groups)
+    assert one.value == two.value and one.isoscore["after"]["union"] == pytest.approx(two.isoscore["after"]["union"], rel=0.02)
+    assert one.epochs[-1]["loss"] == pytest.approx(two.epochs[-1]["loss"], rel=0.01)
 
 
 TOY = RECIPES["toy"]

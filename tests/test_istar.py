@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, T
 
 from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, token_moments
-from isoreg.trainer import IsotropyLog, PenaltyTrainer, ReferenceRefresh
+from isoreg.trainer import IsotropyLog, PenaltyTrainer, ReferenceRefresh, split_by_length
 
 CONFIG = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16)
 
@@ -359,3 +359,53 @@ def test_isotropy_log():
     trainer.train()
     assert [h["step"] for h in record.history] == [0, 2, 4] and len(record.history[0]["layers"]) == 2
     assert record.history[0]["union"] == pytest.approx(measure_isotropy(make_trainer(None, examples(2, 0)).model, held_out)["union"], rel=1e-5)
+
+
+# ---- groups by length
+
+LENGTHS = {"bert": "BertForSequenceClassification", "distilbert": "DistilBertForSequenceClassification", "albert": "AlbertForSequenceClassification",
+           "roberta": "RobertaForSequenceClassification", "electra": "ElectraForSequenceClassification", "modernbert": "ModernBertForSequenceClassification"}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize("groups", [1, 3, 40])
+def test_groups_by_length_are_the_same_function(kind, groups):
+    import transformers
+    sizes = dict(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, max_position_embeddings=24)
+    if kind == "distilbert": sizes = dict(vocab_size=60, dim=32, n_layers=2, n_heads=2, hidden_dim=48, max_position_embeddings=24)
+    if kind == "albert": sizes["embedding_size"] = 16
+    if kind == "modernbert": sizes |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+    config = transformers.AutoConfig.for_model(kind, **sizes | dict(pad_token_id=0))
+    torch.manual_seed(0)
+    model = getattr(transformers, LENGTHS[kind])(config).eval()
+    lengths = torch.randint(1, 17, (7, 1), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(16) < lengths).long()
+    batch = {"input_ids": torch.randint(3, 60, (7, 16), generator=torch.Generator().manual_seed(2)) * mask, "attention_mask": mask, "labels": torch.arange(7) % 2}
+
+    def measured():
+        out = model(**batch, output_hidden_states=True)
+        (out.loss + IStar(-1, zeta=0)(out.hidden_states, mask)).backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+        return out.loss.detach(), out.logits.detach(), gradient, torch.stack([h[mask.bool()] for h in out.hidden_states]).detach()
+
+    plain = measured()
+    names = list(model.state_dict())
+    assert split_by_length(model, groups) is model and list(model.state_dict()) == names
+    for a, b in zip(plain, measured()): torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
+
+
+def test_groups_by_length_read_fewer_tokens_and_name_what_they_refuse():
+    from transformers import BertConfig, BertModel
+    model = BertModel(BertConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, attn_implementation="eager")).eval()
+    read, plain = [], model.embeddings.forward
+    model.embeddings.forward = lambda input_ids=None, **kw: (read.append(input_ids.numel()), plain(input_ids=input_ids, **kw))[1]
+    mask = torch.ones(8, 12, dtype=torch.long)
+    mask[:6, 3:] = 0
+    split_by_length(model, 4)
+    with torch.no_grad(): states = model(torch.ones(8, 12, dtype=torch.long), attention_mask=mask).last_hidden_state
+    assert sum(read) == 6 * 3 + 2 * 12 and states.shape == (8, 12, 16) and states[:6, 3:].abs().max() == 0
+    left = mask.flip(1)  # padding on the left is right as well, though nothing is saved
+    with torch.no_grad(): assert model(torch.ones(8, 12, dtype=torch.long), attention_mask=left).last_hidden_state.shape == (8, 12, 16)
+    with pytest.raises(ValueError, match="output_attentions"): model(torch.ones(8, 12, dtype=torch.long), attention_mask=mask, output_attentions=True)
+    with pytest.raises(ValueError, match="groups: 0"): split_by_length(model, 0)
