@@ -114,10 +114,10 @@ def _dropout_label(c: dict, scores: bool) -> str:
     if c["scores"] and scores: more.append(f"scores {next((p.removesuffix('.json') for p in Path(c['scores']).parts[::-1] if p not in _PLAIN), c['scores'])}")
     return " ".join([_DROPOUT.get(c["dropout"], f"schedule {Path(c['dropout']).stem}"), ", ".join(more)]).strip()
 
-# %% ../nbs/10_report.ipynb #0382c307
+# %% ../nbs/10_report.ipynb #fde3803c
 def label(
     config: dict,  # settings of a run; what is missing has its default
-    scores: bool = True,  # name the file of scores; `load` leaves it out where all guided runs read the same
+    scores: bool = True,  # name the file of scores; load leaves it out where all guided runs read the same
 ) -> str:
     "A readable name of the method: penalty and dropout, and whatever of their settings is not the default."
     given = {k: config[k] for k in METHOD if k in config and not (isinstance(config[k], float) and math.isnan(config[k]))}
@@ -170,7 +170,7 @@ def _geometry(record: dict) -> dict:
                 f"mean_activation_{when}": _floats(g.get("mean_activation"))}
     return out
 
-# %% ../nbs/10_report.ipynb #d2eb3b3a
+# %% ../nbs/10_report.ipynb #25615358
 def _row(record: dict, file: str, line: int) -> dict:
     "The row of a record."
     part = functools.partial(_section, record)
@@ -183,7 +183,7 @@ def _row(record: dict, file: str, line: int) -> dict:
             "value": float(value) if finite and not error else float("nan"), "metrics": part("metrics"), "predictions": part("predictions"),
             "collapsed": bool(record.get("collapsed")), "majority": _float(data.get("majority"))}
     return row | _geometry(record) | {
-        "dropout_mean": part("dropout").get("mean"), "parameters": part("model").get("parameters"), "data": _data_kind(config, _notes(record, "data")),
+        "dropout_mean": part("dropout").get("mean"), "parameters": part("model").get("parameters"), "data": _data_kind(config, _notes(record, "data")), "fingerprint": part("data").get("fingerprint"),
         "train_rows": data.get("train_rows"), "evaluation_rows": data.get("evaluation_rows"), "notes": notes, "seconds": record.get("total_seconds"),
         "train_seconds": record.get("train_seconds"), "memory_mib": record.get("peak_memory_mib"), "hardware": _hardware(part("hardware")),
         "commit": record.get("git_commit"), "started": text("started"), "attempts": _float(record.get("attempts")), "file": file, "line": line}
@@ -255,17 +255,17 @@ def _data_text(g: pd.DataFrame) -> str:
     sizes = " or ".join(f"{int(a)} rows for training, {int(b)} for evaluation" for a, b in rows.itertuples(index=False)) if len(rows) < 3 else "several sizes"
     return f"{g.task.iloc[0]} {' and '.join(sorted(set(g.data)))} ({sizes or 'rows unknown'})"
 
-# %% ../nbs/10_report.ipynb #a0474203
+# %% ../nbs/10_report.ipynb #92248bc8
 def _protocol_text(df: pd.DataFrame) -> str:
     names = {"epochs": "epochs", "lr": "learning rate", "batch_size": "batch", "accumulation": "accumulation", "max_length": "tokens at most",
-             "split_protocol": "split"}
+             "split_protocol": "split", "length_groups": "groups by length"}
     values = {n: list(dict.fromkeys(f"{v:g}" if isinstance(v, (int, float)) else str(v) for v in df[c].dropna())) for c, n in names.items()}
     recipes = ", ".join(f"{p} ({', '.join(dict.fromkeys(g.recipe.dropna().astype(str))) or 'no recipe'})" for p, g in df.groupby("protocol"))
-    return f"{recipes}; " + ", ".join(f"{n} {' or '.join(v)}" for n, v in values.items() if v)
+    return f"{recipes}; " + ", ".join(f"{n} {' or '.join(v)}" for n, v in values.items() if v and (n, v) != ("groups by length", ["1"]))
 
 
 def provenance(
-    df: pd.DataFrame,  # of `load`
+    df: pd.DataFrame,  # of load
 ) -> str:
     "One paragraph that says where the numbers of these runs come from: model, data, protocol, seeds, hardware, commit, substitutes, failed runs."
     commits = [c[:8] + "+" * c.endswith("+") for c in df.commit if isinstance(c, str)]
@@ -344,10 +344,10 @@ def seeds_needed(
     if tests < 1 or not 0 < alpha < 1: raise ValueError(f"tests, alpha: {tests}, {alpha}; need 1 or more comparisons and a level in (0, 1)")
     return math.ceil(math.log2(2 * tests / alpha) - 1e-12)
 
-# %% ../nbs/10_report.ipynb #43b2e079
+# %% ../nbs/10_report.ipynb #ae1d8c01
 def _varying(df: pd.DataFrame) -> list[str]:
     "Settings that vary, apart from the seed, what makes the method, and where files lie."
-    known = [c for c in _defaults() if c in df.columns and c not in (*METHOD, "seed", "task", "model", "data_dir", "recipe")]
+    known = [c for c in _defaults() if c in df.columns and c not in (*METHOD, "seed", "task", "model", "data_dir", "recipe", "length_groups")]
     return [c for c in ("model_name", *known, "protocol") if df[c].astype(str).nunique() > 1]
 
 
@@ -375,7 +375,7 @@ def _ordered(groups) -> list:
     rank = lambda g: (g.dropout.iloc[0] != "standard", 0.0 if pd.isna(g.lam.iloc[0]) else float(g.lam.iloc[0]), g.method.iloc[0])
     return sorted(groups, key=lambda item: (*map(place, item[0][:-1]), rank(item[1])))
 
-# %% ../nbs/10_report.ipynb #82408bd5
+# %% ../nbs/10_report.ipynb #b46cb85b
 def _metric(df: pd.DataFrame, g: pd.DataFrame, value: str) -> str:
     "What the number of a group is; a group without a finished run has the metric of its task's other runs."
     if value != "value": return value
@@ -394,7 +394,7 @@ def _spread(x: pd.Series) -> float: return float(x.std(ddof=1)) if x.notna().sum
 
 
 def summarise(
-    df: pd.DataFrame,  # of `load`
+    df: pd.DataFrame,  # of load
     by: Sequence[str] | None = None,  # columns that tell rows apart, beside task and method; None: every setting that varies
     value: str = "value",  # the primary metric, another metric of the records, or a numeric column such as isoscore_after
     level: float = 0.95,  # of the t interval
@@ -420,7 +420,7 @@ def summarise(
     out.attrs = {"kind": "summary", "by": by, "level": level, "caption": provenance(df)}
     return out
 
-# %% ../nbs/10_report.ipynb #02e1d997
+# %% ../nbs/10_report.ipynb #8c67080b
 def _check_pairs(arm: pd.DataFrame, names: str):
     twice = arm[arm.seed.duplicated(keep=False)]
     if not len(twice): return
@@ -438,8 +438,19 @@ def _bounds(a: pd.Series, b: pd.Series, majority: float) -> tuple[float, float]:
     return float((a.fillna(low) - b.fillna(high)).mean()), float((a.fillna(high) - b.fillna(low)).mean())
 
 
-def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float) -> dict:
-    "The comparison of two arms, runs paired by seed."
+def _differ(arm: pd.DataFrame, base: pd.DataFrame, seeds: list) -> list[str]:
+    "In what the arms are not alike beside the method: settings, hardware and its precision, and the data that the runs of one seed read."
+    settings = [c for c in _defaults() if c in arm and c not in (*METHOD, "seed", "data_dir", "recipe")]
+    found = [c for c in settings if set(arm[c].astype(str)) != set(base[c].astype(str))] if len(base) else []
+    machines = [set(g.hardware) - {"unknown"} for g in (arm, base)]
+    if all(machines) and machines[0] != machines[1]: found.append("hardware")
+    read = lambda g: g.set_index("seed").fingerprint.reindex(seeds) if "fingerprint" in g else pd.Series(None, index=seeds, dtype=object)
+    one, two = read(arm), read(base)
+    return found + ["data"] * bool((one.notna() & two.notna() & (one != two)).any())
+
+
+def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float, metric: bool) -> dict:
+    "The comparison of two arms, runs paired by seed; whether the values are the task's metric, which has a majority rate."
     for g in (arm, base): _check_pairs(g, g.method.iloc[0] if len(g) else "")
     name, other = arm.method.iloc[0], base.method.iloc[0] if len(base) else "the baseline"
     a, b = (pd.Series(values[g.index].to_numpy(), index=g.seed, dtype=float) for g in (arm, base))
@@ -450,13 +461,11 @@ def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float
     d = (a - b).dropna()
     low, high = t_interval(d, level)
     p, test = sign_flip(d)
-    least, most = _bounds(a, b, arm.majority.mean()) if broken else (float("nan"), float("nan"))
-    settings = [c for c in _defaults() if c in arm and c not in (*METHOD, "seed", "data_dir", "recipe")]
-    differ = [c for c in settings if set(arm[c].astype(str)) != set(base[c].astype(str))] if len(base) else []
+    least, most = _bounds(a, b, arm.majority.mean() if metric else float("nan")) if broken else (float("nan"), float("nan"))
     return {"n": len(d), "mean": a[d.index].mean(), "mean_baseline": b[d.index].mean(), "difference": d.mean(), "sd": _spread(d), "low": low, "high": high,
             "p": p, "test": test, "unequal": int((d.abs() > _ROUNDING).sum()), "incomplete": [*lonely, *broken], "failed": len(broken),
             "least": least, "most": most, "collapsed": int(arm.collapsed.sum()), "collapsed_baseline": int(base.collapsed.sum()),
-            "runs": len(arm), "runs_baseline": len(base), "differ": differ, "records": _records(arm), "records_baseline": _records(base)}
+            "runs": len(arm), "runs_baseline": len(base), "differ": _differ(arm, base, both), "records": _records(arm), "records_baseline": _records(base)}
 
 # %% ../nbs/10_report.ipynb #f0ed7482
 def _verdict(row: dict, alpha: float) -> str:
@@ -479,10 +488,10 @@ def _verdict(row: dict, alpha: float) -> str:
 
 def _p_text(p: float) -> str: return "" if p != p else "< 0.001" if p < 0.001 else "0.0625" if p == 0.0625 else f"{p:.3f}"
 
-# %% ../nbs/10_report.ipynb #df8b7d65
+# %% ../nbs/10_report.ipynb #19f289bb
 def compare(
-    df: pd.DataFrame,  # of `load`
-    baseline: str = "base",  # method that the others are compared with, a value of the column `method`
+    df: pd.DataFrame,  # of load
+    baseline: str = "base",  # method that the others are compared with, a value of the column method
     by: Sequence[str] | None = None,  # columns in which pairs agree, beside task and seed; None: every setting that varies
     value: str = "value",  # as for summarise
     level: float = 0.95,  # of the t interval; the tests are at 1 - level
@@ -494,7 +503,7 @@ def compare(
     Columns: task, settings, method, baseline, n (complete pairs), mean, mean_baseline, difference, sd, low, high, p, test, p_holm, unequal,
     reachable (the smallest p_holm that this row could have had beside the others), seeds_alone and seeds_table (seeds that could reach the level),
     incomplete (each missing or failed partner by name), failed, least, most, collapsed, collapsed_baseline, runs, runs_baseline,
-    differ (settings in which the arms are not alike), verdict, records.
+    differ (settings in which the arms are not alike, hardware and data among them), verdict, records.
     `ValueError` if no run has the baseline, or two runs of an arm share a seed."""
     fixed, name = (baseline, "baseline") if of is None else (of, "of")
     if fixed not in set(df.method): raise ValueError(f"{name}: no run is {fixed!r}; methods are {', '.join(dict.fromkeys(df.method))}")
@@ -505,7 +514,7 @@ def compare(
         for c, v in zip(by, names): same &= (df[c] == v) | (df[c].isna() & pd.isna(v))
         arms, labels = ((arm, df[same]), (names[-1], fixed)) if of is None else ((df[same], arm), (fixed, names[-1]))
         rows.append(dict(zip(by, names)) | dict(zip(("method", "baseline"), labels)) | {"metric": _metric(df, arm, value)}
-                    | _pair(*arms, values, level))
+                    | _pair(*arms, values, level, value == "value"))
     if not rows: raise ValueError(f"{name}: every run is {fixed!r}; there is nothing to compare it with")
     p = np.array([r["p"] for r in rows])
     for i, (r, one) in enumerate(zip(rows, holm(p))):
@@ -690,7 +699,7 @@ def published(
         if not len(out): raise ValueError(f"{name}: {wanted!r} has no published number here; known are {', '.join(known)}")
     return out.reset_index(drop=True)
 
-# %% ../nbs/10_report.ipynb #4d230148
+# %% ../nbs/10_report.ipynb #ea6a9507
 def _measured(df: pd.DataFrame, protocol: str, task: str, method: str, row: dict, digits: int):
     "The cell of one protocol, in the unit of the published number."
     g = df[(df.protocol == protocol) & (df.task == task) & (df.method == method)]
@@ -704,8 +713,8 @@ def _measured(df: pd.DataFrame, protocol: str, task: str, method: str, row: dict
 
 
 def three_columns(
-    df: pd.DataFrame,  # of `load`; the column protocol decides where a run goes
-    numbers: pd.DataFrame,  # of `published`: numbers with a task, as many rows as wanted
+    df: pd.DataFrame,  # of load; the column protocol decides where a run goes
+    numbers: pd.DataFrame,  # of published: numbers with a task, as many rows as wanted
     methods: dict[str, str],  # the paper's name of a method -> ours, as in the column method
     digits: int = 2,  # in the unit of the paper
 ) -> pd.DataFrame:  # task, method, statistic, published, as released, corrected, read, source
@@ -725,7 +734,7 @@ def three_columns(
     out.attrs = {"kind": "three columns", "caption": f"Published: {sources}. " + (f"Measured: {provenance(used)}" if len(used) else "Measured: nothing yet.")}
     return out
 
-# %% ../nbs/10_report.ipynb #03dd5eb5
+# %% ../nbs/10_report.ipynb #66cf2b15
 def _pairs(values, kind: str) -> np.ndarray:
     r = stats.rankdata(values)
     a = r[:, None] - r[None, :]
@@ -738,7 +747,7 @@ def _gamma(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def rank_correlation(
-    df: pd.DataFrame,  # of `load`, runs of one task: several methods, each with several seeds
+    df: pd.DataFrame,  # of load, runs of one task: several methods, each with several seeds
     x: str = "isoscore_after",  # numeric column
     y: str = "value",  # as for summarise
     kind: str = "spearman",  # or "kendall" (tau-b)
@@ -753,7 +762,7 @@ def rank_correlation(
     if df.task.nunique() > 1: raise ValueError(f"df: has the tasks {', '.join(dict.fromkeys(df.task))}; choose one")
     done = df.assign(_y=_outcome(df, y), _x=_outcome(df, x)).dropna(subset=["_x", "_y"])
     rng, each, null = np.random.default_rng(seed), [], np.zeros(resamples)
-    for _, g in done.groupby("seed"):
+    for _, g in done.sort_values(["seed", "key"]).groupby("seed"):  # one order, so that the shuffles do not depend on that of the rows
         a, b = _pairs(g._x, kind), _pairs(g._y, kind)
         if len(g) < 3 or not a.any() or not b.any(): continue
         order = rng.permuted(np.tile(np.arange(len(g)), (resamples, 1)), axis=1)
@@ -822,9 +831,9 @@ def _majority_line(ax, g: pd.DataFrame, y: pd.Series, value: str):
     if value != "value" or not (g.majority > 0).any() or not y.notna().any(): return
     if g.majority.mean() > y.min() - 0.5 * np.ptp(y.dropna()): ax.axhline(g.majority.mean(), color="grey", ls=":", lw=1)
 
-# %% ../nbs/10_report.ipynb #1f4f2430
+# %% ../nbs/10_report.ipynb #22f09a6d
 def plot_tradeoff(
-    df: pd.DataFrame,  # of `load`: a penalty at several strengths, several seeds
+    df: pd.DataFrame,  # of load: a penalty at several strengths, several seeds
     value: str = "value",  # as for summarise
     log: bool = False,  # logarithmic axis of the isotropy
     kind: str | None = "spearman",  # rank correlation in the title, or "kendall"; None: no number
@@ -870,7 +879,7 @@ def _correlation_text(g: pd.DataFrame, value: str, kind: str) -> str:
     p = _p_text(c["p"])
     return f"{'ρ' if kind == 'spearman' else 'τ'} = {c['mean']:.2f}{interval}, p {p if '<' in p else '= ' + p}"
 
-# %% ../nbs/10_report.ipynb #e49b4597
+# %% ../nbs/10_report.ipynb #34e7d385
 def _by_layer(r, what: str, when: str, tokens: str) -> list | None:
     "Values of hidden states 0 (embeddings) to L of a run."
     found = getattr(r, f"{'isoscore_layers' if what == 'isoscore' else what}_{when}")
@@ -879,7 +888,7 @@ def _by_layer(r, what: str, when: str, tokens: str) -> list | None:
 
 
 def plot_layers(
-    df: pd.DataFrame,  # of `load`
+    df: pd.DataFrame,  # of load
     what: str = "isoscore",  # or "intrinsic_dimension"
     tokens: str = "cls",  # intrinsic dimension: of the first token, "cls", or of the mean over tokens, "mean"
     log: bool = False,  # logarithmic axis
@@ -905,9 +914,9 @@ def plot_layers(
     _legend(fig, panels, ["before training", *styles])
     return fig
 
-# %% ../nbs/10_report.ipynb #785f6257
+# %% ../nbs/10_report.ipynb #149d56e1
 def plot_fraction(
-    df: pd.DataFrame,  # of `load`: several values of train_fraction
+    df: pd.DataFrame,  # of load: several values of train_fraction
     value: str = "value",  # as for summarise
 ):
     "The score by share of the training part: median over seeds as a line, quartiles as a band, each run as a dot; failed runs are counted in the legend."
@@ -926,9 +935,9 @@ def plot_fraction(
     _legend(fig, panels, ["before training", *styles])
     return fig
 
-# %% ../nbs/10_report.ipynb #bae7700a
+# %% ../nbs/10_report.ipynb #0213b89e
 def plot_mean_activation(
-    df: pd.DataFrame,  # of `load`, records with mean_activation
+    df: pd.DataFrame,  # of load, records with mean_activation
 ):
     """Mean activation of each dimension of the last layer, averaged over seeds: one row a method, one column a task or setting, on one scale.
 
@@ -972,9 +981,9 @@ def plot_forest(
     ax.set(xlabel="difference" if several else f"difference to {_known(table.baseline)}", ylim=(-len(table) + 0.4, 0.6))
     return fig
 
-# %% ../nbs/10_report.ipynb #8dbceede
+# %% ../nbs/10_report.ipynb #0f566ede
 def failures(
-    df: pd.DataFrame,  # of `load`
+    df: pd.DataFrame,  # of load
 ) -> pd.DataFrame:  # task, method, seed, error, attempts; empty if none failed
     "The runs that failed, with the reason and, where the file says it, how often they were tried; their cells link to the files."
     lost = df[df.status == "failed"]
@@ -1002,14 +1011,14 @@ def _save_figures(df: pd.DataFrame, tables: dict, folder: Path) -> list[Path]:
         _pyplot().close(fig)
     return made
 
-# %% ../nbs/10_report.ipynb #59c55947
+# %% ../nbs/10_report.ipynb #a148a8e8
 _FILES = [f"{name}.{suffix}" for names, suffixes in (
     (("summary", "comparisons", "failures"), ("md", "html", "tex", "csv")),
     (("tradeoff", "layers", "mean_activation", "intrinsic_dimension", "fraction", "forest"), ("png", "pdf"))) for name in names for suffix in suffixes]
 
 
 def write_report(
-    source,  # of `load`, or its table
+    source,  # of load, or its table
     folder: str | Path,  # gets the files; made if it is not there
     baseline: str | None = "base",  # of the comparisons; None: no comparisons
     by: Sequence[str] | None = None,  # as for summarise and compare

@@ -353,6 +353,22 @@ def test_a_difference_that_failed_runs_could_undo_is_called_so():
     assert r.verdict == "higher in the complete pairs only" and r.least < 0 < r.difference
 
 
+def test_arms_of_other_data_or_another_machine_say_so():
+    about = lambda data, cpu: {"data": {"majority": 0.527, "notes": [], "train_rows": 9, "evaluation_rows": 9, "fingerprint": data}, "hardware": {"cpu": cpu, "threads": 1, "precision": "fp32"}}
+    runs = lambda method, **a: [record(method, s, 0.6 + 0.01 * s, **about(**a)) for s in range(3)]
+    base = runs(NONE, data="one", cpu="A")
+    for data, cpu, differ in (("one", "A", []), ("two", "A", ["data"]), ("one", "B", ["hardware"]), ("two", "B", ["hardware", "data"])):
+        assert compare(load(base + runs(PLUS, data=data, cpu=cpu))).differ[0] == differ
+    assert compare(load(base + runs(PLUS, data="one", cpu="A") + [failed(PLUS, 3), record(NONE, 3, 0.6, **about("one", "A"))])).differ[0] == []
+
+
+def test_the_majority_rate_bounds_the_metric_alone():
+    runs = [record(m, s, 0.6 + 0.01 * s) for m in (NONE, PLUS) for s in range(3)] + [record(NONE, 3, 0.6), failed(PLUS, 3)]
+    seen = [0.1 + 0.01 * s for s in range(4)] + [0.2 + 0.01 * s for s in range(3)]
+    r = compare(load(runs), value="isoscore_after").iloc[0]
+    assert r.most == pytest.approx((0.3 + max(seen) - 0.13) / 4) and r.least == pytest.approx((0.3 + min(seen) - 0.13) / 4)
+
+
 def test_pairs_need_one_run_a_seed_and_the_same_setting():
     both = [record(m, s, 0.6 + 0.01 * s + lr, settings={"lr": lr}) for m in (NONE, PLUS) for s in range(3) for lr in (1e-5, 3e-5)]
     c = compare(load(both))
