@@ -935,7 +935,7 @@ def plot_fraction(
     _legend(fig, panels, ["before training", *styles])
     return fig
 
-# %% ../nbs/10_report.ipynb #0213b89e
+# %% ../nbs/10_report.ipynb #6c364b57
 def plot_mean_activation(
     df: pd.DataFrame,  # of load, records with mean_activation
 ):
@@ -955,7 +955,11 @@ def plot_mean_activation(
             if len(arm): ax.plot(pd.DataFrame(arm.mean_activation_after.tolist()).mean(), ".", color=styles[name][0], ms=3)
             ax.set_title(f"{', '.join(map(_setting, names))}: {name}, {len(arm)} seed{'s' * (len(arm) != 1)}", fontsize=8, loc="left")
         axes[-1, j].set_xlabel("dimension of the last layer")
-    fig.supylabel("mean activation", fontsize=9)
+    size = np.abs(np.concatenate([np.ravel(v) for v in done.mean_activation_after]))
+    usual = float(np.quantile(size, 0.99))
+    if size.max() > 5 * usual > 0:  # a few dimensions would press all others flat
+        for ax in axes.flat: ax.set_yscale("symlog", linthresh=usual)
+    fig.supylabel("mean activation" + (f", logarithmic beyond ±{usual:.2g}" if size.max() > 5 * usual > 0 else ""), fontsize=9)
     return fig
 
 # %% ../nbs/10_report.ipynb #ddb5c884
