@@ -4,7 +4,8 @@
 __all__ = ['app', 'run_command', 'sweep_command', 'status_command', 'read_points', 'spectrum', 'score_points', 'score_model',
            'score_command', 'report_command', 'tasks_command']
 
-# %% ../nbs/11_cli.ipynb #d8393102
+# %% ../nbs/11_cli.ipynb #5d321039
+import contextlib
 import itertools
 import json
 import re
@@ -413,7 +414,19 @@ def score_points(
         result |= {"corrected": best.score, "standard_error": best.stderr}
     return result | {"spectrum": spectrum(points)}
 
-# %% ../nbs/11_cli.ipynb #a4cd114a
+# %% ../nbs/11_cli.ipynb #ba9a46c9
+@contextlib.contextmanager
+def _quiet():
+    "Context in which transformers neither shows a bar nor reports on the weights it loads."
+    from transformers.utils import logging
+    bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar(); logging.set_verbosity_error()
+    try: yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar: logging.enable_progress_bar()
+
+# %% ../nbs/11_cli.ipynb #e3477ec0
 #| code-fold: true
 #| code-summary: "score_model"
 def score_model(
@@ -423,14 +436,17 @@ def score_model(
 ) -> list[dict]:
     """Plain and sequence-corrected IsoScore and the spectrum of the token vectors of each layer 0..L.
 
-    Memory does not grow with the number of lines, token ids apart. `ValueError` for fewer than 6 lines with tokens.
+    Memory does not grow with the number of lines, token ids apart. `ValueError` for fewer than 6 lines with tokens, and for a checkpoint that lacks weights.
     """
     import torch
     from transformers import AutoModel, AutoTokenizer
     from isoreg.isoscore import isoscore_from_cov
     from isoreg.toy import toy_model_path
     source = str(toy_model_path()) if model == "toy-bert" else model
-    tokenizer, encoder = AutoTokenizer.from_pretrained(source), AutoModel.from_pretrained(source, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    with _quiet(): encoder, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    missing, encoder = sorted(k for k in info["missing_keys"] if "pooler" not in k), encoder.eval()  # no hidden state passes through the pooler
+    if missing: raise ValueError(f"model: {model!r} lacks weights ({', '.join(missing[:2])}); give a complete checkpoint")
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
     batch = tokenizer(lines, truncation=True, max_length=min(max_length, tokenizer.model_max_length), padding=True, return_tensors="pt") if lines else {}
     some = batch["attention_mask"].any(-1) if lines else torch.zeros(0)

@@ -482,6 +482,8 @@ def _check_scores(scores) -> dict[str, float]:
     return dict(scores)
 
 # %% ../nbs/06_dropout.ipynb #786cd6c1
+#| code-fold: true
+#| code-summary: "site_scores"
 AGGREGATES = ("mean_of_means", "mean", "sum")
 
 def site_scores(
@@ -530,7 +532,7 @@ def guided_schedule(
     p_max: float = 0.1,  # rate of the least informative site
     p_min: float = 0.0,  # rate of the most informative site
     shape: str | Callable[[float], float] = "linear",  # "linear", or a function of the rank u in [0, 1] to a share in [0, 1]
-) -> dict[str, float]:  # site -> p, in the order of `scores`
+) -> dict[str, float]:  # site -> p, in the order of the scores
     "Rates by rank: the lowest score gets p_max (Sharma et al. 2024, equations 9 and 10). One site alone gets p_max. `ValueError` for NaN scores and bad rates."
     p_max, p_min = _check_rate(p_max, "p_max"), _check_rate(p_min, "p_min")
     if p_min > p_max: raise ValueError(f"p_min: {p_min} is above p_max {p_max}; less information gets the higher rate")
@@ -562,6 +564,8 @@ def released_schedule() -> dict[str, float]:  # 37 sites of BERT-base, in model 
     return {name: rates[name] for name in ["embeddings"] + [f"encoder.layer.{layer}.{kind}" for layer in range(12) for kind in RELEASED_ORDER]}
 
 # %% ../nbs/06_dropout.ipynb #6235f7f8
+#| code-fold: true
+#| code-summary: "control_schedule"
 CONTROLS = ("constant-mean", "reversed", "shuffled", "type-only")
 
 def control_schedule(
@@ -707,6 +711,8 @@ def _check_noise(model: nn.Module, site: Site, call: _Call):
                            f"F.scaled_dot_product_attention only; {_where(model)}. The model is unchanged; use nn.Dropout there, or undo the Gaussian dropout")
 
 # %% ../nbs/06_dropout.ipynb #03aa4c0a
+#| code-fold: true
+#| code-summary: "set_dropout"
 def set_dropout(
     model: nn.Module,  # as for dropout_sites
     schedule: Mapping[str, float],  # site -> p in [0, 1)
@@ -715,7 +721,7 @@ def set_dropout(
     verify: bool = True,  # run the model and compare each rate with what is applied
     sites: Sequence[Site] | None = None,  # with verify=False: from an earlier dropout_sites, to set rates at each step without a look
     batch=None,  # as for dropout_sites
-) -> Applied:  # {"rates", "mean", "calls"}; undo() or `with` puts everything back
+) -> Applied:  # {"rates", "mean", "calls"}; undo(), or leaving a with block, puts everything back
     """Set the rate of each site by name, check that it is the one applied, and note it in the model's configuration.
 
     **A saved model does not come back with its rates by itself.** transformers has no field for the rate of one site, so `from_pretrained` gives every site
@@ -762,6 +768,8 @@ def dropout(
     return set_dropout(model, schedule, **options)
 
 # %% ../nbs/06_dropout.ipynb #1e736ba2
+#| code-fold: true
+#| code-summary: "load_dropout"
 def load_dropout(
     model: nn.Module,  # fresh from from_pretrained
     *,
@@ -882,6 +890,8 @@ def _install(module: nn.Module, hook) -> list[Callable]:
     return [module.register_forward_pre_hook(hook.enter).remove, module.register_forward_hook(hook.leave, always_call=True).remove]
 
 # %% ../nbs/06_dropout.ipynb #679f4ec3
+#| code-fold: true
+#| code-summary: "gaussian_dropout"
 def gaussian_dropout(
     model: nn.Module,  # as for dropout_sites
     p: float | None = None,  # rate of every site but the classifier's; None leaves all rates as they are
@@ -949,6 +959,8 @@ class _MixoutHook(_Hook):
     def leave(self, module, args, output): module.__dict__.pop("weight", None)
 
 # %% ../nbs/06_dropout.ipynb #e7207499
+#| code-fold: true
+#| code-summary: "mixout"
 def mixout(
     model: nn.Module,  # with its pretrained weights, before training
     p: float = 0.7,  # probability of the pretrained value; Lee et al. use 0.7 to 0.9
@@ -1022,6 +1034,8 @@ class DropoutSchedule(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs): self.applied.undo()
 
 # %% ../nbs/06_dropout.ipynb #bd549a15
+#| code-fold: true
+#| code-summary: "apply_dropout"
 HOWS = ("standard", "constant", "guided", *CONTROLS, "gaussian", "gaussian-released", "mixout")
 
 def apply_dropout(

@@ -405,7 +405,7 @@ def pack(
 
 
 def unpack(
-    packed: dict,  # `predictions` of a record
+    packed: dict,  # predictions of a record
 ):  # array of class numbers or of real numbers, or list of dicts
     "What `pack` was given."
     content = zlib.decompress(base64.b64decode(packed["data"]))

@@ -433,6 +433,8 @@ def _check_disjoint(a: dict, b: dict):
     if shared: raise ValueError(f"corpora: {shared.bit_count()} samples of {a['name']!r} are in both estimates; merge disjoint parts, for example shards")
 
 # %% ../nbs/04_fisher.ipynb #4264aa4d
+#| code-fold: true
+#| code-summary: "FisherEstimate"
 @dataclass
 class FisherEstimate(_Stored):
     "Sums over samples of squared gradients, with all that is needed to trust and to merge them. `a + b` merges."
@@ -544,6 +546,8 @@ def _begin(model, level, loss, reduction, sample, precision, corpus, checkpoint)
     return old
 
 # %% ../nbs/04_fisher.ipynb #3df8e5f6
+#| code-fold: true
+#| code-summary: "empirical_fisher"
 def empirical_fisher(
     model: nn.Module,  # evaluated in eval mode; parameters that require no gradient are left out
     batches: Iterable[dict],  # TextBatches, or any iterable of dicts of tensors, samples first
@@ -609,10 +613,12 @@ def load_scores(
     return {n: float(v) for n, v in scores.items()}
 
 # %% ../nbs/04_fisher.ipynb #8cab9906
+#| code-fold: true
+#| code-summary: "agreement"
 def agreement(
     part: FisherEstimate,  # from a subsample, level "diagonal"
     full: FisherEstimate,  # from the whole corpus
-    top: Sequence[float] = (5, 1, 0.5, 0.25),  # per cent of each tensor's scalars, the largest of `full`
+    top: Sequence[float] = (5, 1, 0.5, 0.25),  # per cent of each tensor's scalars, the largest of full
 ) -> list[dict]:
     """How well a subsample finds the largest entries of each tensor: one dict for each share of `top`.
 

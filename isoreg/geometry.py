@@ -40,6 +40,8 @@ def _descending(values: Tensor) -> Tensor:
     return torch.where(values > max(len(values), 32) * torch.finfo(values.dtype).eps * values[0], values, 0)
 
 # %% ../nbs/02_geometry.ipynb #8b09504d
+#| code-fold: true
+#| code-summary: "_Cloud"
 class _Cloud:
     "The rows of a cloud and what the measures share, in float64: moments and spectra of the rows divided by `scale`, each computed when it is first asked for."
 
@@ -139,7 +141,7 @@ def variance_explained(
     k = max(1, math.floor(p * c.d + 1e-9))
     return k / c.d / float(c.centred[:k].sum() / c.centred.sum())
 
-# %% ../nbs/02_geometry.ipynb #2856e7cc
+# %% ../nbs/02_geometry.ipynb #4d5ca8ca
 def _entropy(p: Tensor) -> float: return float(torch.special.entr(p).sum())
 
 
@@ -161,7 +163,7 @@ def effective_rank(
     if spectrum == "singular": values = values.sqrt()
     return math.exp(_entropy(values / values.sum()))
 
-
+# %% ../nbs/02_geometry.ipynb #e3a73239
 @torch.no_grad()
 def rankme(
     points,  # (n, d) tensor or array
@@ -222,9 +224,9 @@ def _certain(value: Tensor, second: Tensor, y: Tensor, tolerance: float = 0.0) -
     bound = γ * (2 * torch.linalg.vector_norm(y, dim=1, dtype=torch.float64) + second) ** 2 + y.shape[1] * torch.finfo(y.dtype).tiny
     return (second == 0) | (-2 * value[:, -1].double() - bound >= second.square() * (1 - tolerance))
 
-# %% ../nbs/02_geometry.ipynb #711a16e4
+# %% ../nbs/02_geometry.ipynb #86c41aa3
 def _two_by_product(x: Tensor, y: Tensor, rows: Tensor, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
-    "The two distances of some rows from products in float64, and whether each row is certain to a part in 10^9."
+    "The two distances of some rows from products in float64, and whether each row is certain to a part in a billion."
     half, k, two, sure = y.square().sum(1) / 2, min(32, len(x) - 1), [], []
     for part in rows.split(max(1, chunk // 4)):
         table = torch.addmm(half, y[part], y.T, beta=-1)
@@ -235,13 +237,15 @@ def _two_by_product(x: Tensor, y: Tensor, rows: Tensor, scale: float, chunk: int
         sure.append(_certain(value - half[part, None], r[:, 1], y[part], 1e-9) | (k == len(x) - 1))
     return torch.cat(two), torch.cat(sure)
 
-# %% ../nbs/02_geometry.ipynb #5c48804b
+# %% ../nbs/02_geometry.ipynb #a48a0e8c
+#| code-fold: true
+#| code-summary: "nearest_two"
 @torch.no_grad()
 def nearest_two(
     points,  # (n, d) tensor or array, n >= 3
     chunk: int = 1024,  # rows of the table of distances at a time, at least 1
 ) -> Tensor:  # (n, 2), float64
-    """Euclidean distances to the nearest and the second nearest other point, right to a part in 10^9 whatever the points.
+    """Euclidean distances to the nearest and the second nearest other point, right to a part in a billion whatever the points.
 
     Costs less than one product of the points with themselves, about four where float32 is not enough (clusters far apart). Memory beside the input: one
     copy, in float32 or, where that is not enough, in float64, and a table (chunk, n). `ValueError` for fewer than 3 points, NaN or infinite values, or a
@@ -290,12 +294,14 @@ def two_nn(
     return float((t * y)[finite].sum() / t[finite].square().sum())
 
 # %% ../nbs/02_geometry.ipynb #52951c86
+#| code-fold: true
+#| code-summary: "outlier_dimensions and mean_activation"
 class Dimensions(NamedTuple):
     "What stands out among the coordinates; lists begin with the most extreme."
     mean: Tensor  # (d,) float64
     std: Tensor  # (d,) float64, divisor n - 1
-    by_mean: list[int]  # mean at least `sigmas` standard deviations of the means from their mean
-    by_variance: list[int]  # variance at least `ratio` times the average variance
+    by_mean: list[int]  # mean at least sigmas standard deviations of the means from their mean
+    by_variance: list[int]  # variance at least ratio times the average variance
     largest: list[int]  # the k of largest standard deviation
 
 
@@ -303,7 +309,7 @@ class Dimensions(NamedTuple):
 def outlier_dimensions(
     points,  # (n, d) tensor or array
     mask=None,  # (n,), true or 1 where a row counts
-    k: int = 5,  # length of the list `largest`
+    k: int = 5,  # length of the list largest
     *,
     sigmas: float = 3.0,  # distance of a dimension's mean from the others' that counts as far
     ratio: float = 5.0,  # Rudman, Chen and Eickhoff 2023
@@ -330,6 +336,8 @@ def mean_activation(
     return mean if isinstance(points, (Tensor, _Cloud)) else mean.numpy()
 
 # %% ../nbs/02_geometry.ipynb #68169a03
+#| code-fold: true
+#| code-summary: "geometry"
 def _isoscore(c: _Cloud) -> float:
     "IsoScore from the eigenvalues that the other measures need anyway."
     if c.d < 2: raise ValueError("points: have one dimension, which has no isotropy; need (n, d) with d >= 2")

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .moments import check_points, full_precision, merge, moments
 
-# %% ../nbs/01_isoscore.ipynb #cd72697f
+# %% ../nbs/01_isoscore.ipynb #a7b58197
 class _TraceAndSquare(torch.autograd.Function):
     "tr S and the squared Frobenius norm of S (..., d, d), in float64 where the device has it."
 
@@ -41,7 +41,7 @@ def _wide(x: Tensor) -> torch.dtype: return torch.float32 if x.device.type == "m
 
 
 def _closed_form(t2: Tensor, f: Tensor, d: int) -> Tensor:
-    "The score from (tr S)^2 and the squared Frobenius norm; nan where both are 0."
+    "The score from tr(S)² and the squared Frobenius norm; nan where both are 0."
     return (t2 - f) / (f * (d - 1))
 
 # %% ../nbs/01_isoscore.ipynb #d21973b1
@@ -85,11 +85,11 @@ def _refuse_zero(score: Tensor, name: str):
     if not bool(torch.isfinite(score).all()):
         raise ValueError(f"{name}: has zero variance, which has no isotropy; leave constant clouds out")
 
-# %% ../nbs/01_isoscore.ipynb #e9ad9021
+# %% ../nbs/01_isoscore.ipynb #4509a679
 def participation_ratio(
     cov,  # (..., d, d) covariance, tensor or array
 ):
-    """Effective number of dimensions, (tr S)^2 / ||S||_F^2, between 1 and d, of shape (...); differentiable.
+    """Effective number of dimensions, tr(S)² / tr(S²), between 1 and d, of shape (...); differentiable.
 
     The IsoScore of a cloud is (participation_ratio - 1) / (d - 1).
     Raises `ValueError` unless `cov` is square, finite, symmetric and not zero.
@@ -122,9 +122,9 @@ class Invariants(NamedTuple):
     square: Tensor  # (...) squared Frobenius norm of M2
     quartic: Tensor | None = None  # (...) m4, None unless order=4
 
-# %% ../nbs/01_isoscore.ipynb #cd3c8d07
+# %% ../nbs/01_isoscore.ipynb #87dddf0d
 class _Gram(torch.autograd.Function):
-    "Count, tr M2, ||M2||^2 and m4 of clouds (..., n, d) with n < d, through the Gram matrix."
+    "Count, tr M2, ‖M2‖² and m4 of clouds (..., n, d) with n < d, through the Gram matrix."
 
     @staticmethod
     def forward(ctx, x: Tensor, mask: Tensor | None):
@@ -157,13 +157,13 @@ def _centred(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     x, count, keep = x.masked_fill(~mask[..., None], 0), mask.sum(-1), mask[..., None]
     return (x - x.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]).masked_fill(~keep, 0), count
 
-# %% ../nbs/01_isoscore.ipynb #b157c7f9
+# %% ../nbs/01_isoscore.ipynb #c2e9d60c
 def invariants(
     points,  # (..., n, d) tensor or array
     mask=None,  # (..., n) or its last dimensions
     order: int = 2,  # 4 adds m4
 ) -> Invariants:
-    "Count, tr M2, ||M2||^2 and m4 of each cloud, by the cheaper of the covariance and the Gram form; differentiable."
+    "Count, tr M2, ‖M2‖² and m4 of each cloud, by the cheaper of the covariance and the Gram form; differentiable."
     points, mask = check_points(points, mask)
     n, d = points.shape[-2:]
     if n < d: return Invariants(*_Gram.apply(points, mask))
@@ -488,7 +488,7 @@ def _sequence_error(x: Tensor, mask: Tensor | None, score: float, groups: int) -
             stream.close(g)
         return stream.estimate()._replace(score=score)
 
-# %% ../nbs/01_isoscore.ipynb #95e1db98
+# %% ../nbs/01_isoscore.ipynb #9fbc27cf
 CONVENTIONS = ("released", "text")
 
 
@@ -507,7 +507,7 @@ def mix(
     zeta: float,  # weight, see convention
     convention: str = "released",  # "released": zeta weighs the reference; "text": zeta weighs the sample
 ) -> Tensor:
-    "The covariance of which IsoScore* is the IsoScore."
+    "The mixture of covariances whose IsoScore is the `IsoScore*`."
     w = float(zeta if convention == "released" else 1 - zeta)
     return (1 - w) * cov + w * reference_cov.to(cov)
 
@@ -516,7 +516,7 @@ def _mixed_score(cov: Tensor, reference_cov: Tensor, zeta: float, convention: st
     t, f = _TraceAndSquare.apply(mix(cov, reference_cov, zeta, convention))
     return _closed_form(t * t, f, cov.shape[-1])
 
-# %% ../nbs/01_isoscore.ipynb #94be1b1c
+# %% ../nbs/01_isoscore.ipynb #b8f0de0e
 def isoscore_star(
     points,  # (..., n, d) tensor or array
     reference_cov,  # (d, d) or (..., d, d), the paper's Sigma_S; not differentiated
@@ -524,7 +524,7 @@ def isoscore_star(
     mask=None,  # (..., n) or its last dimensions
     convention: str = "released",  # "released" (Algorithm 1 and code): zeta weighs reference_cov; "text": it weighs the sample
 ):
-    """IsoScore* of each cloud, of shape (...); differentiable in `points` (Rudman and Eickhoff 2024, Algorithm 1, closed form).
+    """`IsoScore*` of each cloud, of shape (...); differentiable in `points` (Rudman and Eickhoff 2024, Algorithm 1, closed form).
 
     Raises `ValueError` for zeta outside [0, 1], a reference of the wrong size or not symmetric, too few points, NaN, zero variance.
     """

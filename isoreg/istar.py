@@ -72,9 +72,9 @@ class _Referenced(nn.Module):
         "Take a new reference covariance; it is detached."
         self.reference_cov = check_cov(reference_cov, "reference_cov").detach()
 
-# %% ../nbs/03_istar.ipynb #2e6ad0aa
+# %% ../nbs/03_istar.ipynb #816281f2
 class IStar(_Referenced):
-    """The I-STAR penalty lam * (1 - IsoScore*), called with hidden states and attention mask (Rudman and Eickhoff 2024, eq. for the loss).
+    """The I-STAR penalty `lam * (1 - IsoScore*)`, called with hidden states and attention mask (Rudman and Eickhoff 2024, eq. for the loss).
 
     Over all ranks of a running process group it is the penalty of the whole batch, gradient included. `parts` holds the
     last call's weighted term (`istar`) and score (`isoscore`), detached, for the log.
@@ -84,7 +84,7 @@ class IStar(_Referenced):
         self,
         lam: float,  # strength; > 0 raises isotropy, < 0 lowers it
         zeta: float = 0.2,  # weight of the reference (convention "released"); 0 needs none; unused with a correction
-        reference_cov: Tensor | None = None,  # (d, d), or (L, d, d) with layers="mean": `reference_covariance`
+        reference_cov: Tensor | None = None,  # (d, d), or (L, d, d) with layers="mean"; see reference_covariance
         layers: str | int = "union",  # "union" of layers 1..L, "mean" of their scores, or an index into hidden_states
         correction: str | None = None,  # "gaussian" or "ustat": the bias-corrected score, without reference
         *,
@@ -105,7 +105,7 @@ class IStar(_Referenced):
         hidden_states: tuple[Tensor, ...],  # L + 1 tensors (batch, length, d)
         attention_mask: Tensor | None = None,  # (batch, length)
     ) -> Tensor:
-        "IsoScore* (or the corrected score) of the batch, a differentiable scalar."
+        "`IsoScore*` (or the corrected score) of the batch, a differentiable scalar."
         _check_states(hidden_states, attention_mask)
         if isinstance(self.layers, int): _check_layer(self.layers, hidden_states, "layers")
         if self.padding: attention_mask = None
@@ -257,9 +257,9 @@ def measure_isotropy(
     each = score(m).tolist()
     return {"union": float(score(union)), "layers": each[1:], "embeddings": each[0], "points": int(union.count)}
 
-# %% ../nbs/03_istar.ipynb #cd5e930d
+# %% ../nbs/03_istar.ipynb #8261d4bb
 class CosReg(nn.Module):
-    """The penalty lam * mean cosine similarity of distinct tokens (Gao et al. 2019), in O(N d).
+    """The mean cosine similarity of distinct tokens, times lam, as a penalty (Gao et al. 2019), in O(N d).
 
     Over all ranks of a running process group it is the penalty of the whole batch. `parts` holds the last call's weighted term (`cosreg`) and
     the mean cosine (`cosine`).

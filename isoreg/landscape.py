@@ -104,6 +104,8 @@ def _check_direction(seed, one_d, norm):
     if norm not in NORMS: raise ValueError(f"norm: {norm!r} is unknown; use 'filter' (as released) or 'equal'")
 
 # %% ../nbs/05_landscape.ipynb #38e6d295
+#| code-fold: true
+#| code-summary: "direction"
 @torch.no_grad()
 def direction(
     model: nn.Module,  # its weights set the scale; not changed
@@ -177,6 +179,8 @@ def _check_scores(scores, params: dict, by: str) -> dict[str, Tensor]:
     return scores
 
 # %% ../nbs/05_landscape.ipynb #68aafc10
+#| code-fold: true
+#| code-summary: "subset"
 def subset(
     model: nn.Module,  # its parameters are ranked; not changed
     scores: Mapping[str, Tensor] | None,  # per scalar (the parameter's shape), or per tensor (0-d, or averaged); None for which="random"
@@ -264,7 +268,9 @@ def _row(kept: dict, moved: Iterable[str], directions: list[dict], at: Sequence[
             row[n] = torch.add(row[n], x, alpha=a, out=buffer[n])
     return row
 
-# %% ../nbs/05_landscape.ipynb #81d397db
+# %% ../nbs/05_landscape.ipynb #c432cd37
+#| code-fold: true
+#| code-summary: "displaced"
 class displaced:
     """Context in which the weights can be moved along directions; afterwards the model is as it was, bit for bit:
 
@@ -294,7 +300,7 @@ class displaced:
 
     @torch.no_grad()
     def __call__(self, *at: float) -> None:
-        "Move to the kept weights + the sum of at[i] * directions[i]."
+        "Move to the kept weights + the sum of at[i] · directions[i]."
         if len(at) != len(self.directions): raise ValueError(f"at: {len(at)} coordinates for {len(self.directions)} directions")
         if self.stopped: raise KeyboardInterrupt
         torch.clear_autocast_cache()   # an autocast copy of the weights of the last place would be stale
@@ -597,7 +603,7 @@ class _Stored:
     @classmethod
     def from_dict(
         cls,
-        content: Mapping,  # of `to_dict`; other keys are left alone
+        content: Mapping,  # of to_dict; other keys are left alone
     ) -> "Surface":
         "The surface of such values, bit for bit. `ValueError` for others, and for rows that are not computed."
         alphas, betas, rows, info = _from_json(content)
@@ -615,7 +621,7 @@ class _Stored:
     @classmethod
     def load(
         cls,
-        path: str | Path,  # written by `save`, or the finished `path` of `loss_surface`
+        path: str | Path,  # written by save, or the finished path of loss_surface
     ) -> "Surface":
         "Read a saved surface. `ValueError` for another file, or an unfinished one."
         alphas, betas, rows, info = _from_json(path)
@@ -624,6 +630,8 @@ class _Stored:
         return cls(np.array(rows, dtype=np.float64).reshape(len(alphas), len(betas)), alphas, betas, info)
 
 # %% ../nbs/05_landscape.ipynb #96d3873c
+#| code-fold: true
+#| code-summary: "Surface"
 @dataclass
 class Surface(_Stored):
     "The loss on a grid; a line has one beta, 0."
@@ -708,12 +716,14 @@ def _walk(model, batches, directions, axes, loss, path, progress, precision) -> 
     return Surface(np.array(rows, dtype=np.float64).reshape(len(alphas), len(betas)), alphas, betas, info)
 
 # %% ../nbs/05_landscape.ipynb #82aaf65a
+#| code-fold: true
+#| code-summary: "loss_surface and loss_line"
 def loss_surface(
     model: nn.Module,  # as it was afterwards, bit for bit
     batches: Iterable,  # can be read again and again: a list, a DataLoader, TextBatches
-    d1: Mapping[str, Tensor],  # `direction`, or parameter name -> tensor
+    d1: Mapping[str, Tensor],  # a direction, or parameter name -> tensor
     d2: Mapping[str, Tensor],  # another
-    alphas: Sequence[float] | None = None,  # coordinates along d1, increasing, with 0; default `grid()`
+    alphas: Sequence[float] | None = None,  # coordinates along d1, increasing, with 0; default grid()
     betas: Sequence[float] | None = None,  # along d2; default those of alphas
     loss: str | Callable = "mlm",  # "mlm", "clm", "seq2seq", or a function (model, batch) -> (batch,) losses
     path: str | Path | None = None,  # JSON file: rows are saved as they come, a second call goes on
@@ -731,10 +741,10 @@ def loss_surface(
 def loss_line(
     model: nn.Module,  # as it was afterwards, bit for bit
     batches: Iterable,  # can be read again and again
-    d: Mapping[str, Tensor],  # `direction`, or parameter name -> tensor
-    alphas: Sequence[float] | None = None,  # coordinates, increasing, with 0; default `grid()`
-    loss: str | Callable = "mlm",  # as in `loss_surface`
-    path: str | Path | None = None,  # as in `loss_surface`; a row is one point
+    d: Mapping[str, Tensor],  # a direction, or parameter name -> tensor
+    alphas: Sequence[float] | None = None,  # coordinates, increasing, with 0; default grid()
+    loss: str | Callable = "mlm",  # as in loss_surface
+    path: str | Path | None = None,  # as in loss_surface; a row is one point
     progress: bool = False,  # show a progress bar
     precision: str = "fp32",  # or "bf16": autocast
 ) -> Surface:
@@ -756,12 +766,14 @@ def _differentiable(params: list[nn.Parameter]):
 def _inner(a: Iterable[Tensor], b: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     return sum((x * y).sum(dtype=dtype) for x, y in zip(a, b))
 
-# %% ../nbs/05_landscape.ipynb #5baeada2
+# %% ../nbs/05_landscape.ipynb #b55b04a9
+#| code-fold: true
+#| code-summary: "plane_hessian and directional_curvature"
 def plane_hessian(
     model: nn.Module,  # not changed; its gradients neither
-    batches: Iterable,  # as in `loss_surface`
+    batches: Iterable,  # as in loss_surface
     *directions: Mapping[str, Tensor],  # k of them; two span the plane of a surface
-    loss: str | Callable = "mlm",  # as in `loss_surface`; differentiable twice
+    loss: str | Callable = "mlm",  # as in loss_surface; differentiable twice
 ) -> np.ndarray:
     """The Hessian of the mean loss in the coordinates of the directions at the origin, (k, k), by Hessian-vector products.
 
@@ -789,21 +801,21 @@ def plane_hessian(
 
 def directional_curvature(
     model: nn.Module,  # not changed
-    batches: Iterable,  # as in `loss_surface`
-    d: Mapping[str, Tensor],  # `direction`, or parameter name -> tensor
-    loss: str | Callable = "mlm",  # as in `loss_surface`
+    batches: Iterable,  # as in loss_surface
+    d: Mapping[str, Tensor],  # a direction, or parameter name -> tensor
+    loss: str | Callable = "mlm",  # as in loss_surface
 ) -> float:
-    "The second derivative of the mean loss along d, d^T H d, by a Hessian-vector product. Raises `ValueError` as `loss_surface` does."
+    "The second derivative of the mean loss along d, dᵀHd, by a Hessian-vector product. Raises `ValueError` as `loss_surface` does."
     return float(plane_hessian(model, batches, d, loss=loss)[0, 0])
 
-# %% ../nbs/05_landscape.ipynb #8745866c
+# %% ../nbs/05_landscape.ipynb #d00fd1d7
 def expected_curvature(
     model: nn.Module,  # its filters set the scale; not changed
     scores: Mapping[str, Tensor],  # diagonal of the Hessian, or of the Fisher information, per scalar
-    mask: Mapping[str, Tensor] | None = None,  # as in `direction`
-    one_d: str = "zero",  # as in `direction`
+    mask: Mapping[str, Tensor] | None = None,  # as in direction
+    one_d: str = "zero",  # as in direction
 ) -> float:
-    """The mean of d^T H d over the random directions of `direction(model, seed, one_d, mask)`, from the diagonal of H.
+    """The mean of dᵀHd over the random directions of `direction(model, seed, one_d, mask)`, from the diagonal of H.
 
     Exact for the Hessian's own diagonal. Raises `ValueError` for scores or a mask that do not fit the model."""
     _check_direction(0, one_d, "filter")
@@ -816,7 +828,7 @@ def expected_curvature(
         total += float(terms.sum() if mask is None else (terms * _rows(mask[n].to(p.device).expand(p.shape))).sum())
     return total
 
-# %% ../nbs/05_landscape.ipynb #243bd5bc
+# %% ../nbs/05_landscape.ipynb #6bcf5cfb
 KINDS = ("contour", "surface", "lines", "radius")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "black", "#CC79A7", "#E69F00")
 _STYLES, _MARKS = ("-", "--", ":", "-."), "os^Dv*"
@@ -836,6 +848,7 @@ def _draw_plane(fig, ax, s: Surface, kind: str, low: float, high: float):
     a, b = np.meshgrid(s.alphas, s.betas, indexing="ij")
     z = np.ma.masked_invalid(np.where(np.isposinf(s.losses), high, s.losses)).clip(low, high)
     ax.set(xlabel="α", ylabel="β")
+    ax.tick_params(labelsize=8)
     if kind == "contour":
         drawn = ax.contourf(a, b, z, np.linspace(low, high, 21), cmap="viridis")
         ax.plot(0, 0, "+", color="white"); ax.set_aspect("equal")
@@ -859,7 +872,9 @@ def _pyplot():
     import matplotlib.pyplot as plt
     return plt
 
-# %% ../nbs/05_landscape.ipynb #ddd16ab4
+# %% ../nbs/05_landscape.ipynb #86090409
+#| code-fold: true
+#| code-summary: "plot"
 def plot(
     surfaces: Mapping[str, Surface] | Surface,  # label -> surface; one panel each, or one curve
     kind: str = "contour",  # "contour", "surface" (3-D), "lines" (sections along alpha, and paler along beta), "radius"
@@ -882,10 +897,13 @@ def plot(
         ax.set(xlabel="distance from the origin" if kind == "radius" else x, ylabel=label, ylim=(low - margin, high + margin))
         if list(surfaces) != [""]: ax.legend(fontsize=8)
         return fig
-    fig, axes = plt.subplots(1, len(surfaces), figsize=(3.1 * len(surfaces) + 0.8, 3.2), layout="constrained", squeeze=False,
+    columns = 2 if len(surfaces) == 4 else min(3, len(surfaces))
+    lines, width = -(-len(surfaces) // columns), 2.2 if columns == 3 else 3.1
+    fig, axes = plt.subplots(lines, columns, figsize=(width * columns + 0.8, (width + 0.1) * lines), layout="constrained", squeeze=False,
                              subplot_kw={"projection": "3d"} if kind == "surface" else {})
-    for ax, (name, s) in zip(axes[0], surfaces.items()):
+    for ax, (name, s) in zip(axes.flat, surfaces.items()):
         drawn = _draw_plane(fig, ax, s, kind, low, high)
-        ax.set_title(name, fontsize=10)
-    fig.colorbar(drawn, ax=list(axes[0]), label=label, shrink=0.8, pad=0.1 if kind == "surface" else 0.02)
+        ax.set_title(name, fontsize=9)
+    for ax in axes.flat[len(surfaces):]: ax.remove()
+    fig.colorbar(drawn, ax=list(axes.flat[:len(surfaces)]), label=label, shrink=0.8, pad=0.1 if kind == "surface" else 0.02, ticks=plt.MaxNLocator(6))
     return fig

@@ -248,7 +248,7 @@ def measure_fisher(
 def record_of(
     config: TextConfig,
     notes: list[str],
-    begun: float,  # `time.perf_counter()` at the start
+    begun: float,  # time.perf_counter() at the start
     resumed: bool = False,  # seconds are those of the last sitting only
 ) -> dict:
     "What every record of a measurement begins with."

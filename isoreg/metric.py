@@ -109,10 +109,10 @@ class IsoScore(_CheckedStates):
     def __init__(
         self,
         num_dims: int,  # d, the size of a point
-        correction: str | None = None,  # None, "gaussian" or "ustat", as in `isoscore`
+        correction: str | None = None,  # None, "gaussian" or "ustat", as in isoscore
         reference_cov: Tensor | None = None,  # (d, d); gives IsoScore*
         zeta: float = 0.0,  # weight of reference_cov, see convention
-        convention: str = "released",  # "released" or "text", as in `isoscore_star`
+        convention: str = "released",  # "released" or "text", as in isoscore_star
         **kwargs,  # of torchmetrics.Metric
     ):
         super().__init__(**kwargs)

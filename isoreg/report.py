@@ -935,7 +935,7 @@ def plot_fraction(
     _legend(fig, panels, ["before training", *styles])
     return fig
 
-# %% ../nbs/10_report.ipynb #6c364b57
+# %% ../nbs/10_report.ipynb #20f82b65
 def plot_mean_activation(
     df: pd.DataFrame,  # of load, records with mean_activation
 ):
@@ -958,8 +958,13 @@ def plot_mean_activation(
     size = np.abs(np.concatenate([np.ravel(v) for v in done.mean_activation_after]))
     usual = float(np.quantile(size, 0.99))
     if size.max() > 5 * usual > 0:  # a few dimensions would press all others flat
-        for ax in axes.flat: ax.set_yscale("symlog", linthresh=usual)
-    fig.supylabel("mean activation" + (f", logarithmic beyond ±{usual:.2g}" if size.max() > 5 * usual > 0 else ""), fontsize=9)
+        round_ = float(f"{usual:.1g}")
+        for ax in axes.flat:
+            ax.set_yscale("symlog", linthresh=round_)
+            ax.set_yticks([v for v in (-10 * round_, -round_, 0, round_, 10 * round_) if abs(v) <= size.max() or abs(v) <= round_])
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_locator(_pyplot().NullLocator())
+    fig.supylabel("mean activation" + (f", logarithmic beyond ±{usual:.1g}" if size.max() > 5 * usual > 0 else ""), fontsize=9)
     return fig
 
 # %% ../nbs/10_report.ipynb #ddb5c884

@@ -419,7 +419,7 @@ def _sync(folder: Path):
 
 # %% ../nbs/09_sweep.ipynb #30d6500b
 def restore(
-    path: str | Path,  # JSON lines of records, as `isoreg.finetune.collect` writes them
+    path: str | Path,  # JSON lines of records, as isoreg.finetune.collect writes them
     plan: Plan,
     out: str | Path,  # folder of the runs
     dry_run: bool = False,  # only count
@@ -708,7 +708,7 @@ def run_one(
     gpu: str | None = None,  # CUDA_VISIBLE_DEVICES of the kernel
     stopping: Callable[[], bool] = lambda: False,  # whether the sweep is being ended: what fails then did not fail
     claimed: bool = False,  # the caller has the claim
-    before: tuple | None = None,  # `Folder.stamps` when the sweep began: what failed since then, in another sweep, counts
+    before: tuple | None = None,  # Folder.stamps when the sweep began: what failed since then, in another sweep, counts
 ) -> Outcome:
     "Do a run, unless it is done or another does it. Whatever happens to the run is in the outcome; nothing is raised."
     begun = time.monotonic()
@@ -1018,8 +1018,8 @@ def _room(folder: Folder, least_mib: float = 20.0):
 # %% ../nbs/09_sweep.ipynb #28aa6c21
 def sweep(
     plan: Plan,
-    out: str | Path = "runs",  # as of `isoreg run`
-    jobs: int | None = None,  # workers; None: see `plan_jobs`
+    out: str | Path = "runs",  # as of isoreg run
+    jobs: int | None = None,  # workers; None: see plan_jobs
     retry_failed: bool = False,  # take up what failed in an earlier sweep
     recycle: int = 50,  # runs that a kernel does before a fresh one takes its place; 1: no warm kernels
     tell: Callable[[str], None] = lambda line: None,  # told what happens, a line each
@@ -1357,7 +1357,7 @@ def _living_jobs(folder: Folder) -> int:
 
 # %% ../nbs/09_sweep.ipynb #743626da
 def status(
-    out: str | Path,  # folder of a sweep, or of `isoreg run`
+    out: str | Path,  # folder of a sweep, or of isoreg run
 ) -> dict:  # done, running, failed: keys; empty: those of done without a number; missing: keys, or None without a sweep; left: seconds; grids: by name
     "How a folder stands. Reads records and locks alone; needs no grid file. `ValueError` if there is no such folder."
     folder = Folder(out)

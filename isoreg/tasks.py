@@ -30,14 +30,14 @@ __all__ = ['TASKS', 'PROTOCOLS', 'Task', 'get_task', 'normalize_answer', 'squad_
 @dataclass(frozen=True)
 class Task:
     "One task: columns, labels, metrics and sources."
-    name: str                                       # as in `TASKS`
+    name: str                                       # as in TASKS
     kind: str                                       # "classification", "regression" or "qa"
     text_columns: tuple[str, ...]                   # one column, or two for pairs
     label_names: tuple[str, ...]                    # in the order of the label integers; empty for regression and qa
-    metric: str                                     # the primary metric, a key of what `load_metric(...).compute` returns
+    metric: str                                     # the primary metric, a key of what load_metric(...).compute returns
     metrics: tuple[str, ...]                        # all of them
-    hub: tuple[str, str | None] | None              # (path, configuration) for `datasets.load_dataset`; None for the toy tasks
-    folder: str | None                              # below the data folder: `glue/cola`; None for the toy tasks
+    hub: tuple[str, str | None] | None              # (path, configuration) for datasets.load_dataset; None for the toy tasks
+    folder: str | None                              # below the data folder: glue/cola; None for the toy tasks
     eval_splits: tuple[str, ...] = ("validation",)  # splits to evaluate on, the default first
     papers: tuple[str, ...] = ()                    # "istar", "guided-dropout"
     official_rows: tuple[tuple[str, int], ...] = () # rows of each official split
@@ -88,7 +88,7 @@ _ALL = [
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 
 def get_task(
-    name: str | Task,  # a name in `TASKS`; a `Task` is handed back as it is
+    name: str | Task,  # a name in TASKS; a Task is handed back as it is
 ) -> Task:  # its record
     "The task called `name`. Raises `ValueError` with the nearest names if there is none."
     if isinstance(name, Task): return name
@@ -165,8 +165,8 @@ class TaskMetric(evaluate.Metric):
 
 def load_metric(
     task: str | Task,  # a task or its name
-    **kwargs,  # further arguments of `evaluate.Metric`, such as `num_process`
-) -> evaluate.Metric:  # `.compute(predictions=, references=)` returns all metrics of the task
+    **kwargs,  # further arguments of evaluate.Metric, such as num_process
+) -> evaluate.Metric:  # .compute(predictions=, references=) returns all metrics of the task
     """The metric of `task`, with no network.
 
     Accuracy and F1 lie in [0, 1], correlations in [-1, 1], SQuAD's f1 and exact_match in percent. Where a correlation is undefined it is 0.0."""
@@ -247,7 +247,7 @@ class TaskData:
     train: Dataset
     evaluation: Dataset
     sources: dict[str, str]                         # split -> "toy", "hub:..." or the file below the data folder
-    fingerprint: str                                # of train and evaluation, see `rows_fingerprint`
+    fingerprint: str                                # of train and evaluation, see rows_fingerprint
     notes: list[str] = field(default_factory=list)  # how the rows differ from the official task
     majority: float = 0.0                           # primary metric of the best constant answer; 0 for correlations and SQuAD
 
@@ -418,7 +418,7 @@ def _best_span(start, end, offsets, n_best, max_answer):
 def squad_predictions(
     start_logits: np.ndarray,  # (n_windows, length), padding at the end is ignored
     end_logits: np.ndarray,  # (n_windows, length)
-    features: Dataset,  # the windows, from `encode_squad_eval`, in the same order
+    features: Dataset,  # the windows, from encode_squad_eval, in the same order
     examples: Dataset,  # the questions
     n_best: int = 20,  # starts and ends looked at in each window
     max_answer: int = 30,  # tokens of the longest answer

@@ -137,7 +137,7 @@ def tagged(
     return place + words if clause.fronted else words + place
 
 def text(
-    words: Clause | list[tuple[str, str]],  # a tree, or what `tagged` made of one
+    words: Clause | list[tuple[str, str]],  # a tree, or what tagged made of one
 ) -> str:  # the sentence, lower case, with a full stop
     "The sentence as a string."
     return " ".join(word for word, _ in (tagged(words) if isinstance(words, Clause) else words)) + "."
@@ -306,7 +306,7 @@ def edit(
     site: str,  # "subject", "object" or "rest"
     general: bool,  # more general (True) or more special (False)
     rng: random.Random,  # the source of chance
-) -> Clause | None:  # the edited sentence, None if `site` offers no such edit
+) -> Clause | None:  # the edited sentence, None if the site offers no such edit
     "One step up or down at `site`: adjective, noun in the hierarchy, relative clause, place, adverb."
     if site == "rest": options = _rest_edits(clause, general, rng)
     else: options = [replace(clause, **{site: np}) for np in _np_edits(getattr(clause, site), general, rng, site == "subject")]
@@ -365,7 +365,7 @@ ROLES = {"subject": ("subject", "noun"), "verb": ("verb",), "object": ("object",
 
 def get_role(
     clause: Clause,  # the sentence
-    role: str,  # a key of `ROLES`
+    role: str,  # a key of ROLES
 ) -> str:  # the word, "" if there is none
     "The word that fills `role`."
     value = clause
@@ -374,7 +374,7 @@ def get_role(
 
 def set_role(
     clause: Clause,  # the sentence
-    role: str,  # a key of `ROLES`; its noun phrase or place must exist
+    role: str,  # a key of ROLES; its noun phrase or place must exist
     word: str,  # the new word, "" to empty the role
 ) -> Clause:  # the changed sentence
     "`clause` with another word in `role`."
@@ -510,7 +510,7 @@ def _first_rows(name, split, seed, n):
 
 # %% ../nbs/06a_toy.ipynb #c6f9ed3b
 def toy_task(
-    name: str,  # one of `TOY_TASKS`
+    name: str,  # one of TOY_TASKS
     split: str,  # "train" or "validation"
     n: int | None = None,  # number of rows; default 2000 for train, 400 for validation
     seed: int = 0,  # another seed gives other rows, on the same side
