@@ -106,6 +106,7 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
     elif save_model and not (folder / "model").is_dir(): _fail(f"save-model: {folder} has the record of this run, but not its model; --force runs it again", 2)
     else: _console.print("This run is already done (--force runs it again).")
     _show(record, folder)
+    if record.value is None: raise typer.Exit(1)
 
 
 def _finished(folder: Path, config, RunRecord):
@@ -135,15 +136,29 @@ def _execute(config, folder: Path, out: Path, save_model: bool):
 
         parameters = {k: v for k, v in config.to_dict().items() if v is not None} | {"out": str(out), "save_model": save_model}
         try:
-            with Folder(out).lock(config.key): execute("finetune", notebook, parameters, progress_file, tell)
-        except PapermillExecutionError as error:
-            failure = f"{error.ename}: {error.evalue.strip()}"
+            with Folder(out).lock(config.key):
+                try: execute("finetune", notebook, parameters, progress_file, tell)
+                except (PapermillExecutionError, RuntimeError) as error:
+                    if isinstance(error, RuntimeError) and type(error).__name__ != "DeadKernelError": raise
+                    failure = _note_failure(Folder(out), config, error, notebook)
+                else: failure = None
+            if failure is None: (folder / "failed.json").unlink(missing_ok=True)  # of an earlier try
         except Timeout: _fail(f"another process does this run already; see isoreg status {out}", 1)
-        else: failure = None
     if failure is None: return
     if _trained(progress_file): _fail(f"{failure}\nnotebook: {notebook}", 1)
     hint = "\nNo network? Give --data-dir, and --model as a folder." if "onnection" in failure or "ffline" in failure else ""
     _fail(f"{failure}{hint}\nnotebook: {notebook}", 2)
+
+
+def _note_failure(folder, config, error: Exception, notebook: Path) -> str:
+    "Leave `failed.json` as a sweep does, unless the run was interrupted or the disk is full; the error in a line."
+    from isoreg.sweep import Outcome, Run, _uncoloured, _write_failure, is_disk_full
+    died = "KernelDied", "the kernel died: killed, or out of memory"
+    name, value = getattr(error, "ename", died[0]), getattr(error, "evalue", died[1]).strip()
+    if name != "KeyboardInterrupt" and not is_disk_full(error):
+        run, trace = Run(config.key, "finetune", config.to_dict()), _uncoloured("\n".join(getattr(error, "traceback", [])))
+        with contextlib.suppress(OSError): _write_failure(folder, Outcome(run, "failed", f"{name}: {value}", trace, str(notebook), attempts=1))
+    return f"{name}: {value}"
 
 
 def _trained(progress_file: Path) -> bool:
@@ -156,9 +171,10 @@ def _show(record, folder: Path):
     table = Table(title=record.key, show_header=False, title_justify="left")
     before, after = record.isoscore["before"]["union"], record.isoscore["after"]["union"]
     number = lambda x: "undefined" if x is None else f"{x:.4f}"
-    table.add_row(record.metric, f"{record.value:.4f}  (majority {record.data['majority']:.4f})" + ("  [red]all predictions are one class[/red]" if record.collapsed else ""))
+    said = "" if record.value is not None else "  [red]the metric is no finite number[/red]"
+    table.add_row(record.metric, f"{number(record.value)}  (majority {number(record.data['majority'])}){said}" + ("  [red]all predictions are one class[/red]" if record.collapsed else ""))
     for name, value in record.metrics.items():
-        if name != record.metric: table.add_row(name, f"{value:.4f}")
+        if name != record.metric: table.add_row(name, number(value))
     table.add_row("IsoScore, union", f"{number(before)} -> {number(after)}")
     table.add_row("training", f"{record.train_seconds:.0f} s, {record.hardware['gpu'] or record.hardware['cpu']}, {record.hardware['precision']}")
     for note in record.data["notes"] + record.model["notes"] + record.dropout.get("notes", []): table.add_row("note", _plain(note))
@@ -341,6 +357,7 @@ def _read_points(path: Path, array: str | None):
         from safetensors.torch import load_file
         arrays = load_file(path)
     names = list(arrays.keys())
+    if not names: raise ValueError(f"file: {path.name} holds no array")
     if array is None and len(names) != 1: raise ValueError(f"array: the file holds {', '.join(names[:20])}; choose one with --array")
     if array is not None and array not in names: raise ValueError(f"array: no {array!r} in the file; it holds {', '.join(names[:20])}")
     return _two_dimensional(arrays[array or names[0]], path)
@@ -434,7 +451,7 @@ def score_model(
     lines: list[str],  # one text each
     max_length: int = 128,  # tokens of a text at most
 ) -> list[dict]:
-    """Plain and sequence-corrected IsoScore and the spectrum of the token vectors of each layer 0..L.
+    """Plain and sequence-corrected IsoScore and the spectrum of the token vectors of each layer 0..L; of an encoder-decoder model the encoder's.
 
     Memory does not grow with the number of lines, token ids apart. `ValueError` for fewer than 6 lines with tokens, and for a checkpoint that lacks weights.
     """
@@ -447,12 +464,14 @@ def score_model(
     with _quiet(): encoder, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     missing, encoder = sorted(k for k in info["missing_keys"] if "pooler" not in k), encoder.eval()  # no hidden state passes through the pooler
     if missing: raise ValueError(f"model: {model!r} lacks weights ({', '.join(missing[:2])}); give a complete checkpoint")
+    whole = encoder.config.is_encoder_decoder
+    if whole: encoder = encoder.get_encoder()
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
     batch = tokenizer(lines, truncation=True, max_length=min(max_length, tokenizer.model_max_length), padding=True, return_tensors="pt") if lines else {}
     some = batch["attention_mask"].any(-1) if lines else torch.zeros(0)
     if some.sum() < 6: raise ValueError(f"file: {int(some.sum())} lines with text, but a standard error by sequence needs at least 6; add lines or raise --max-lines")
     rows = []
-    for layer, stream in enumerate(_stream(encoder, {k: v[some] for k, v in batch.items()})):
+    for layer, stream in enumerate(_stream(encoder, {k: v[some] for k, v in batch.items() if not whole or k in ("input_ids", "attention_mask")})):
         best, tokens = stream.estimate(), int(stream.m.count)
         rows.append({"layer": layer, "isoscore": float(isoscore_from_cov(stream.m.cov())), "corrected": best.score, "standard_error": best.stderr,
                      "tokens": tokens, "sequences": best.count, "spectrum": _spectrum(stream.m.m2, tokens)})
@@ -534,7 +553,6 @@ def report_command(
             warnings.simplefilter("always", UserWarning)
             runs = load([str(s) for s in source])
         for w in caught: _errors.print(_plain(str(w.message)))
-        if not len(runs): _fail(f"source: no record in {', '.join(map(str, source))}; make some with isoreg run or isoreg sweep", 2)
         has = baseline in set(runs.method) and runs.method.nunique() > 1
         files = write_report(runs, out, baseline if has else None)
     except (ValueError, OSError) as error: _fail(str(error), 2)

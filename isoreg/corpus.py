@@ -8,6 +8,7 @@ __all__ = ['LOSSES', 'mask_tokens', 'corrupt_spans', 'check_loss', 'TextBatches'
 import hashlib
 import re
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, Sequence
 
@@ -67,6 +68,13 @@ def check_loss(loss: str | Callable):
     if not callable(loss) and loss not in LOSSES: raise ValueError(f"loss: {loss!r} is unknown; use {', '.join(LOSSES)}, or a function of model and batch")
 
 # %% ../nbs/03b_corpus.ipynb #223e3bdf
+def _check_sizes(batch_size: int, max_length: int, seed: int):
+    for name, value in dict(batch_size=batch_size, max_length=max_length, seed=seed).items():
+        if isinstance(value, bool) or not isinstance(value, Integral): raise ValueError(f"{name}: {value!r} is no whole number")
+    if batch_size < 1 or max_length < 4: raise ValueError(f"batch_size, max_length: {batch_size}, {max_length}; need at least 1 and 4")
+    if seed < 0: raise ValueError(f"seed: {seed}; need 0 or more")
+
+
 class _Parts:
     "What can be made of a corpus: a random part, a shard, a description."
 
@@ -173,7 +181,7 @@ class TextBatches(_Samples):
         check_loss(loss)
         if callable(loss): raise ValueError(f"loss: the batches need one of {', '.join(LOSSES)}, not a function")
         if isinstance(texts, str): raise ValueError("texts: is one string; give a list of texts")
-        if batch_size < 1 or max_length < 4: raise ValueError(f"batch_size, max_length: {batch_size}, {max_length}; need at least 1 and 4")
+        _check_sizes(batch_size, max_length, seed)
         if not 0 < probability < 1 or span < 1: raise ValueError(f"probability, span: {probability}, {span}; need a number between 0 and 1, and at least 1")
         self.loss, self.batch_size, self.probability, self.span, self.seed, self.packed, self.name = loss, batch_size, probability, span, seed, packed, name
         self.max_length, self.epoch, self.tokenizer = min(max_length, tokenizer.model_max_length), 0, tokenizer
@@ -294,7 +302,7 @@ def load_texts(
     column: str = "text",  # of the file or data set
     limit: int | None = None,  # texts at most, the first ones
 ) -> list[str]:
-    "Texts of a corpus without blank lines and headings. `ValueError` for a source that is not there or has no such column."
+    "Texts of a corpus without blank lines and headings. `ValueError` for a source that is not there, a file of unknown kind, and one that has no such column."
     if limit is not None and limit < 1: raise ValueError(f"limit: {limit}; need at least 1")
     if not isinstance(source, (str, Path)): return [t for s in source for t in load_texts(s, column)][:limit]
     lines = (re.sub(r" @(\W)@ ", r"\1", t.strip()) for t in _read(str(source), column) if t)
@@ -305,9 +313,10 @@ def load_texts(
 
 def _read(source: str, column: str) -> Iterable[str]:
     kinds = {".txt": "text", ".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-    kind = kinds.get(Path(source).suffix)
-    if kind and not Path(source).is_file(): raise ValueError(f"source: no file {source!r}; give a file or the name of a data set on the hub")
-    if kind == "text": return Path(source).read_text(errors="replace").splitlines()
+    kind, here = kinds.get(Path(source).suffix.lower()), Path(source).is_file()
+    if kind and not here: raise ValueError(f"source: no file {source!r}; give a file or the name of a data set on the hub")
+    if here and not kind: raise ValueError(f"source: the file {source!r} is of unknown kind; known are {', '.join(kinds)}")
+    if kind == "text": return Path(source).read_text(encoding="utf-8-sig", errors="replace").split("\n")  # of every file, \r\n is read as \n
     from datasets import load_dataset
     if kind: data = load_dataset(kind, data_files=source, split="train")
     else:

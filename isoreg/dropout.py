@@ -12,9 +12,11 @@ import difflib
 import inspect
 import json
 import math
+import numbers
 import os
 import random
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -577,7 +579,7 @@ def control_schedule(
     """A control for a guided schedule, of the same mean rate.
 
     `reversed` gives the site of the i-th highest rate the i-th lowest; `shuffled` permutes the rates over all sites. `ValueError` for an unknown kind, bad
-    rates, or a schedule of another model.
+    rates, a seed that is no integer, or a schedule of another model.
     """
     if kind not in CONTROLS: raise ValueError(f"kind: {kind!r} is unknown; use one of {', '.join(CONTROLS)}")
     rates = _check_schedule(schedule)
@@ -588,7 +590,8 @@ def control_schedule(
         mirrored = dict(zip(falling, sorted(values)))
         return {n: mirrored[n] for n in names}
     if kind == "shuffled":
-        draw = random.Random(seed)
+        if isinstance(seed, bool) or not isinstance(seed, numbers.Integral): raise ValueError(f"seed: {seed!r} is no integer; the draw must be one that can be repeated")
+        draw = random.Random(int(seed))
         keys = [draw.random() for _ in names]  # the one stream that Python promises to keep
         return dict(zip(names, [values[i] for i in sorted(range(len(names)), key=keys.__getitem__)]))
     if sites is None: raise ValueError("sites: type-only needs the model or its sites, to know the kind of each name")
@@ -889,6 +892,10 @@ def _install(module: nn.Module, hook) -> list[Callable]:
     "Register both halves of a hook, the second to run on errors too; the functions that remove them."
     return [module.register_forward_pre_hook(hook.enter).remove, module.register_forward_hook(hook.leave, always_call=True).remove]
 
+def _compile_anew():
+    "A compiled model that has run does not look for hooks again: all are compiled anew when they are called next."
+    if "torch._dynamo" in sys.modules: torch.compiler.reset()
+
 # %% ../nbs/06_dropout.ipynb #679f4ec3
 #| code-fold: true
 #| code-summary: "gaussian_dropout"
@@ -914,7 +921,7 @@ def gaussian_dropout(
     if closed: raise ValueError(f"model: the dropout of {closed[0]!r} is inside a kernel; load it with attn_implementation='eager' or 'sdpa' ({_where(body)})")
     callers = {c.module: body.get_submodule(c.module) for c in probe.calls}
     rates = {} if p is None else {s.name: _check_rate(p, "p") for s in sites if s.kind != "classifier"}
-    undo = [_remember(body, [])]
+    undo = [_compile_anew, _remember(body, [])]
     if rates: undo.append(set_dropout(body, rates, batch=batch).undo)
     for path in callers: undo += _install(body.get_submodule(path), _NoiseHook(released))  # looked up anew: an Identity may be a Dropout by now
     try:
@@ -925,6 +932,7 @@ def gaussian_dropout(
     except BaseException:
         Applied({}, undo).undo()
         raise
+    _compile_anew()
     return Applied(_describe(sites, rates) | {"calls": calls, "released": released}, undo)
 
 # %% ../nbs/06_dropout.ipynb #22169ac1
@@ -988,7 +996,7 @@ def mixout(
         if u is None or u.shape != m.weight.shape:
             raise ValueError(f"pretrained: no weight of shape {tuple(m.weight.shape)} for {path!r}; pass the state dict of the same base model")
         anchors[path] = u.detach().clone()
-    undo, rates = [_remember(body, [])], {}
+    undo, rates = [_compile_anew, _remember(body, [])], {}
     if not keep_dropout:
         rates = {s.name: 0.0 for s in _sites_or_none(body, batch) if s.kind != "classifier"}
         if rates: undo.append(set_dropout(body, rates, batch=batch).undo)
@@ -1007,6 +1015,7 @@ def mixout(
     about = {"p": p, "unit": unit, "mixed": len(mixed), "not_called": [q for q in linear if q not in mixed]}
     sites = _sites_or_none(body, batch)
     _write_note(body, sites, {s.name: s.p for s in sites if s.kind != "classifier"})
+    _compile_anew()
     return Applied(_describe(sites, rates) | about, undo)
 
 def _sites_or_none(model: nn.Module, batch) -> list[Site]:
@@ -1020,13 +1029,15 @@ class DropoutSchedule(TrainerCallback):
     def __init__(
         self,
         rates: Callable[[float], Mapping[str, float]],  # progress in [0, 1] -> {site: p}; sites that are left out keep their rate
+        batch=None,  # as for dropout_sites
     ):
-        self.rates, self.applied, self.sites = rates, None, None
+        self.rates, self.batch, self.applied, self.sites = rates, batch, None, None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.sites = dropout_sites(model)
-        self.applied = set_dropout(model, {s.name: s.p for s in self.sites})  # remembers everything; changes nothing
-        set_dropout(model, self.rates(0.0), partial=True)
+        if self.applied is not None: self.applied.undo()  # a training that was interrupted never came to its end
+        self.sites = dropout_sites(model, batch=self.batch)
+        self.applied = set_dropout(model, {s.name: s.p for s in self.sites}, batch=self.batch)  # remembers everything; changes nothing
+        set_dropout(model, self.rates(0.0), partial=True, batch=self.batch)
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         set_dropout(model, self.rates(state.global_step / max(1, state.max_steps)), partial=True, verify=False, sites=self.sites)

@@ -9,11 +9,15 @@ import tempfile
 from pathlib import Path
 
 # %% ../nbs/00a_files.ipynb #09707923
+_UMASK = os.umask(0)
+os.umask(_UMASK)  # it can be read only by setting it
+
+
 def write_atomically(
     path: str | Path,  # the file; its folder is made
     content: str | bytes,  # all of it
 ) -> None:
-    "Write a file so that it is either the old one or the new one, never a part."
+    "Write a file so that it is either the old one or the new one, never a part. An existing file keeps its permissions, a new one has those of the umask."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
@@ -22,7 +26,7 @@ def write_atomically(
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
+        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_UMASK)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

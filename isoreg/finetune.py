@@ -499,6 +499,7 @@ def _encoded(config: RunConfig, data: TaskData, tokenizer, model: nn.Module):
 
         def scores(p):
             scores.predictions = squad_predictions(*p.predictions[:2], windows, data.evaluation)
+            if not all(np.isfinite(x).all() for x in p.predictions[:2]): return _diverged(task)
             return metric.compute(predictions=scores.predictions, references=references)
     else:
         train, rows = (encode(part, task, tokenizer, config.max_length) for part in (data.train, data.evaluation))
@@ -506,10 +507,17 @@ def _encoded(config: RunConfig, data: TaskData, tokenizer, model: nn.Module):
         def scores(p):
             logits = p.predictions[0] if isinstance(p.predictions, tuple) else p.predictions
             scores.predictions = guess = logits.squeeze(-1) if task.kind == "regression" else logits.argmax(-1)
+            if not np.isfinite(logits).all(): return _diverged(task)
             return metric.compute(predictions=guess, references=p.label_ids) | {"classes": len(np.unique(guess)) if task.kind == "classification" else 0}
     if not config.segment_ids or "token_type_ids" not in inspect.signature(model.forward).parameters:
         train, rows = (d.remove_columns([c for c in d.column_names if c == "token_type_ids"]) for d in (train, rows))
     return train, rows, scores
+
+
+def _diverged(task) -> dict:
+    "No number for any metric: a class would still be the largest of several NaN, and a correlation with them 0."
+    warnings.warn("the predictions are not all finite: the run has diverged, and its metrics are undefined")
+    return {m: float("nan") for m in task.metrics} | {"classes": 0}
 
 # %% ../nbs/08_finetune.ipynb #b47aef33
 class ProgressFile(TrainerCallback):
@@ -530,7 +538,7 @@ class ProgressFile(TrainerCallback):
         "Write the file, atomically."
         if self.path is None: return
         self.last = time.monotonic()
-        write_atomically(self.path, json.dumps({"stage": stage, "step": step, "total": total, "loss": self.loss}))
+        write_atomically(self.path, json.dumps(_plain({"stage": stage, "step": step, "total": total, "loss": self.loss})))
 
     def on_log(self, args, state, control, logs=None, **kwargs): self.loss = (logs or {}).get("loss", self.loss)
 
@@ -679,14 +687,18 @@ def sentence_vectors(
     model: nn.Module,  # a transformers model
     batches: Iterable[dict],  # model inputs with an attention_mask
 ) -> dict[str, torch.Tensor]:  # cls and mean: (L + 1, n_texts, d); mean_activation: (d,) of the last layer's tokens
-    "One vector a text and hidden state, of the first token and of the mean of all tokens, in eval mode; and the mean token of the last layer. Padding is left out."
+    """One vector a text and hidden state, of the first token and of the mean of all tokens, in eval mode; and the mean token of the last layer.
+
+    Padding is left out on either side: the first token is the first that the mask counts.
+    """
     cls, mean, total, tokens = [], [], 0, 0
     device, body = next(model.parameters()).device, getattr(model, "base_model", model)
     with eval_mode(model):
         for batch in batches:
             mask = batch["attention_mask"].to(device).unsqueeze(-1)
             states = body(**{k: v.to(device) for k, v in batch.items()}, output_hidden_states=True).hidden_states
-            cls.append(torch.stack([h[:, 0] for h in states]).float().cpu())
+            first, row = mask[..., 0].int().argmax(1), torch.arange(len(mask), device=device)
+            cls.append(torch.stack([h[row, first] for h in states]).float().cpu())
             mean.append(torch.stack([(h * mask).sum(1) / mask.sum(1) for h in states]).float().cpu())
             total, tokens = total + (states[-1] * mask).sum((0, 1)).double().cpu(), tokens + int(mask.sum())
     return {"cls": torch.cat(cls, 1), "mean": torch.cat(mean, 1), "mean_activation": (total / tokens).float()}
@@ -750,9 +762,10 @@ def collect(
     folder: str | Path,  # of runs, searched for record.json
     path: str | Path,  # JSON lines file; its lines are kept unless the same run is found again
 ) -> list[dict]:
-    "Gather finished records into a JSON lines file, sorted by key, written atomically; the records."
+    "Gather finished records into a JSON lines file, sorted by key, written atomically; the records. `ValueError` if there is no such folder."
     path = Path(path)
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}")
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
     found = []
     for file in record_files(folder):
         try: found.append(RunRecord.load(file).to_dict() | {"loss": []})
@@ -813,7 +826,7 @@ def model_card(
     "A model card in Markdown, front matter included, from what the record holds. It claims no licence, and of a path it shows the last part."
     c = RunConfig.from_dict(record.config)
     penalty = {"none": "no isotropy penalty", "istar": f"I-STAR, lambda {c.lam:g}, zeta {c.zeta:g}, {c.layers}", "cosreg": f"CosReg, lambda {c.lam:g}"}[c.regularizer]
-    number = lambda x: "undefined" if x is None else f"{x:.4f}"
+    number = lambda x: "undefined" if x is None or not math.isfinite(x) else f"{x:.4f}"
     rows = [(m, number(v)) for m, v in record.metrics.items()] + [
         ("majority rule, " + record.metric, number(record.data["majority"])), ("one class only", "yes" if record.collapsed else "no"),
         ("IsoScore of held-out tokens, union of layers", f"{number(record.isoscore['before']['union'])} before, {number(record.isoscore['after']['union'])} after")]
@@ -830,7 +843,7 @@ def model_card(
         "## Notes", "", *(f"- {n}" for n in notes or ["none"]), ""])
     local = [] if record.model.get("source") == "hub" else [c.model]
     for path in sorted(local + [v for v in (c.data_dir, c.scores, c.dropout) if v], key=len, reverse=True):
-        if "/" in path or "\\" in path: text = text.replace(path, re.split(r"[/\\]", path.rstrip("/\\"))[-1])
+        if last := re.split(r"[/\\]", path.rstrip("/\\"))[-1]: text = text.replace(path, last)  # of / alone nothing would be left
     return _front_matter(record, c) + "\n" + text
 
 # %% ../nbs/08_finetune.ipynb #e3986e58

@@ -12,6 +12,7 @@ import warnings
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from numbers import Integral
 from pathlib import Path
 from typing import Callable, Iterable, Sequence
 
@@ -567,6 +568,7 @@ def empirical_fisher(
     a sample, and a checkpoint of another estimate.
     """
     _check(level, reduction, sample, precision, loss)
+    if isinstance(every, bool) or not isinstance(every, Integral) or every < 1: raise ValueError(f"every: {every!r}; need a whole number of batches, at least 1")
     if isinstance(batches, (dict, str)) or not isinstance(batches, Iterable): raise ValueError(f"batches: is a {type(batches).__name__}; give TextBatches or an iterable of dicts of tensors")
     described = batches.describe() if isinstance(batches, TextBatches) else corpus or {}
     if checkpoint is not None and not described: raise ValueError("corpus: a checkpoint of batches that do not describe themselves needs corpus={...}, to be told from others")

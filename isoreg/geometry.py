@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .moments import Moments, check_points, full_precision, merge, moments
+from .moments import Moments, _tensor, check_points, full_precision, merge, moments
 
 # %% ../nbs/02_geometry.ipynb #37aed510
 ROWS = 2048  # rows that are converted to float64 at a time
@@ -22,7 +22,7 @@ _WHOLE = {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, tor
 
 def _rows(points, mask, least: int) -> Tensor:
     "The rows that count, (n, d), in float32 or better; whole numbers in float64."
-    x = torch.as_tensor(points)
+    x = _tensor(points)
     if x.dtype in _WHOLE: x = x.double()
     x, keep = check_points(x, mask)
     if x.ndim != 2: raise ValueError(f"points: one cloud (n, d) wanted, got shape {tuple(x.shape)}; measure the clouds one by one")
@@ -251,7 +251,7 @@ def nearest_two(
     copy, in float32 or, where that is not enough, in float64, and a table (chunk, n). `ValueError` for fewer than 3 points, NaN or infinite values, or a
     chunk below 1.
     """
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1: raise ValueError(f"chunk: {chunk!r} is not a number of rows; need at least 1")
+    if isinstance(chunk, bool) or not isinstance(chunk, numbers.Integral) or chunk < 1: raise ValueError(f"chunk: {chunk!r} is not a number of rows; need at least 1")
     x = _rows(points, None, 3)
     n, largest, all_rows = len(x), float(x.abs().max()), torch.arange(len(x), device=x.device)
     scale = 2.0 ** (math.frexp(largest)[1] - 1) if largest else 1.0
@@ -315,7 +315,7 @@ def outlier_dimensions(
     ratio: float = 5.0,  # Rudman, Chen and Eickhoff 2023
 ) -> Dimensions:
     "Mean and standard deviation of each dimension, and the dimensions that stand out. `ValueError` for fewer than 2 points or a bad threshold."
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1: raise ValueError(f"k: {k!r} is not a number of dimensions; need at least 1")
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 1: raise ValueError(f"k: {k!r} is not a number of dimensions; need at least 1")
     if not all(isinstance(v, numbers.Real) and v > 0 for v in (sigmas, ratio)): raise ValueError(f"sigmas, ratio: {sigmas!r}, {ratio!r}; need positive numbers")
     c = _cloud(points, mask)
     mean, variance = c.moments.mean, c.moments.m2.diagonal() / (c.n - 1)

@@ -7,6 +7,7 @@ __all__ = ['CORRECTIONS', 'CONVENTIONS', 'check_cov', 'participation_ratio', 'is
 
 # %% ../nbs/01_isoscore.ipynb #665f0666
 import functools
+import math
 import numbers
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .moments import check_points, full_precision, merge, moments
+from .moments import _tensor, check_points, full_precision, merge, moments
 
 # %% ../nbs/01_isoscore.ipynb #a7b58197
 class _TraceAndSquare(torch.autograd.Function):
@@ -46,7 +47,7 @@ def _closed_form(t2: Tensor, f: Tensor, d: int) -> Tensor:
 
 # %% ../nbs/01_isoscore.ipynb #d21973b1
 def _as_floating(x, name: str) -> Tensor:
-    x = x if isinstance(x, Tensor) else torch.as_tensor(x)
+    x = _tensor(x)
     if not x.is_floating_point(): raise ValueError(f"{name}: need floating values, got {x.dtype}; convert with .float()")
     return x
 
@@ -187,6 +188,20 @@ def _corrected(inv: Invariants, correction: str | None) -> tuple[Tensor, Tensor]
     return k * (2 * a + (n * n - 3 * n + 1) * t * t - n * Q), k * ((n - 1) * (n - 2) * a + t * t - n * Q)
 
 # %% ../nbs/01_isoscore.ipynb #0ad4ccac
+def _power_of_two(trace: Tensor, count: Tensor) -> Tensor:
+    "The factor that brings rows of this spread to lengths near 1; 1 where their fourth powers fit into float32 as they are."
+    r = trace.detach() / count.clamp(min=1)
+    far = ((r < 1e-12) | (r > 1e12)) & (r > 0) & torch.isfinite(r)
+    return torch.ldexp(torch.ones_like(r), torch.where(far, -(r.log2() / 2).round(), 0).nan_to_num().int())
+
+
+def _check_evenness(inv: Invariants, f: Tensor, rows: int, d: int, dtype: torch.dtype):
+    "`ValueError` where nothing but rounding is left of the corrected tr(Sigma^2)."
+    a = inv.square / (inv.count - 1) ** 2
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * max(16, min(rows, d + 1))
+    if bool(((a > 0) & (f <= eps * a)).any()): raise ValueError("points: as even as so few rows can be, which says nothing of the population; add points")
+
+
 def _constant(points: Tensor, mask: Tensor | None, count: Tensor, trace: Tensor) -> bool:
     "Whether a cloud has no variance but rounding: measured by its first row, which stands for all if all are equal."
     first = points[..., 0, :] if mask is None else points.gather(-2, mask.int().argmax(-1)[..., None, None].expand(*mask.shape[:-1], 1, points.shape[-1]))[..., 0, :]
@@ -230,7 +245,8 @@ def isoscore(
     """IsoScore of each cloud, of shape (...); differentiable (Rudman et al. 2022; closed form and corrections are ours).
 
     Users of the package IsoScore 1.0, whose arrays were (d, n): pass `points.T`.
-    Raises `ValueError` for a wrong shape, one dimension, too few rows (2; 3 for "gaussian"; 4 for "ustat"), NaN or zero variance.
+    Raises `ValueError` for a wrong shape, one dimension, too few rows (2; 3 for "gaussian"; 4 for "ustat"), NaN or zero variance, and, corrected, for rows
+    whose variances are as even as so few rows allow.
     """
     x, keep = _checked(points, mask, correction, unit)
     need = {None: 2, "gaussian": 3, "ustat": 4}[correction]
@@ -239,10 +255,17 @@ def isoscore(
             (t2, f), count, trace = _by_sequence(x, keep), _sequences(x, keep), None
         else:
             if unit == "sequence": x, keep = x.flatten(-3, -2), None if keep is None else keep.flatten(-2)
-            inv = invariants(x, keep, 4 if correction == "ustat" else 2)
+            order = 4 if correction == "ustat" else 2
+            inv = invariants(x, keep, order)
+            scale = _power_of_two(inv.trace, inv.count)
+            if bool((scale != 1).any()):  # the score does not depend on it
+                x = x.to(torch.promote_types(x.dtype, torch.float32))
+                x = x * scale.to(x.dtype)[..., None, None]
+                inv = invariants(x, keep, order)
             (t2, f), count, trace = _corrected(inv, correction), inv.count, inv.trace
     score = _closed_form(t2, f, x.shape[-1])
     constant = _constant(x, keep, count, trace) if trace is not None else bool((t2 <= 0).any())
+    if correction and trace is not None and not constant and bool((count >= need).all()): _check_evenness(inv, f, *x.shape[-2:], x.dtype)
     if constant or bool((count < need).any()) or not bool(torch.isfinite(score).all()): _explain(x, keep, count, need, unit, constant)
     return _like(score, points, x.dtype)
 
@@ -369,6 +392,7 @@ def isoscore_with_error(
 # %% ../nbs/01_isoscore.ipynb #714f97f1
 def _row_error(x: Tensor, score: float, correction: str) -> float:
     (n, d), (X, _) = x.shape, _centred(x, None)
+    X = X * 2.0 ** -math.frexp(float(X.abs().max()))[1]  # fourth powers fit into float32; the score does not depend on the scale
     r, wide = X.square().sum(-1), _wide(X)
     A = X @ X.mT if n < d else moments(X).m2
     w, v = (A.square().sum(-1), A @ r) if n < d else (((X @ A) * X).sum(-1), X @ (X.mT @ r))
@@ -475,7 +499,8 @@ def _groups(m: int, groups: int) -> Tensor:
 
 def _sequence_error(x: Tensor, mask: Tensor | None, score: float, groups: int) -> IsoScoreEstimate:
     if mask is not None: x, mask = x[mask.any(-1)], mask[mask.any(-1)]
-    if groups < 2: raise ValueError(f"groups: {groups} leaves nothing to compare; use 2 or more, 20 is usual")
+    if isinstance(groups, bool) or not isinstance(groups, numbers.Integral) or groups < 2:
+        raise ValueError(f"groups: {groups!r} is not a number of groups to compare; use 2 or more, 20 is usual")
     if len(x) < 6: raise ValueError(f"points: {len(x)} sequences have tokens, but a standard error needs at least 6; add sequences")
     group = _groups(len(x), groups)
     sizes = group.bincount().tolist()

@@ -5,6 +5,7 @@ __all__ = ['check_lam', 'IStar', 'eval_mode', 'token_moments', 'reference_covari
 
 # %% ../nbs/03_istar.ipynb #a564f98c
 import contextlib
+import inspect
 import numbers
 from typing import Iterable
 
@@ -44,17 +45,18 @@ def check_lam(
         raise ValueError(f"{name}: {lam!r} is not a finite number; positive raises isotropy, negative lowers it, the paper uses -5 to 5")
 
 # %% ../nbs/03_istar.ipynb #00ae5499
-def _check_istar(lam, zeta, layers, correction, convention):
+def _check_istar(lam, zeta, correction, convention):
     check_lam(lam)
     check_zeta(zeta)
     if correction not in CORRECTIONS: raise ValueError(f"correction: {correction!r} is unknown; use None, 'gaussian' or 'ustat'")
     if convention not in CONVENTIONS: raise ValueError(f"convention: {convention!r} is unknown; use 'released' or 'text'")
-    _check_layers(layers)
 
 
-def _check_layers(layers):
-    if layers not in ("union", "mean") and (isinstance(layers, bool) or not isinstance(layers, int)):
+def _check_layers(layers) -> str | int:
+    if layers in ("union", "mean"): return layers
+    if isinstance(layers, bool) or not isinstance(layers, numbers.Integral):
         raise ValueError(f"layers: {layers!r} is unknown; use 'union', 'mean' or an index into hidden_states")
+    return int(layers)
 
 # %% ../nbs/03_istar.ipynb #c28c669a
 class _Referenced(nn.Module):
@@ -77,7 +79,8 @@ class IStar(_Referenced):
     """The I-STAR penalty `lam * (1 - IsoScore*)`, called with hidden states and attention mask (Rudman and Eickhoff 2024, eq. for the loss).
 
     Over all ranks of a running process group it is the penalty of the whole batch, gradient included. `parts` holds the
-    last call's weighted term (`istar`) and score (`isoscore`), detached, for the log.
+    last call's weighted term (`istar`) and score (`isoscore`), detached, for the log. `given` tells whether the reference came with the penalty: the
+    trainer then leaves it as it is.
     """
 
     def __init__(
@@ -93,11 +96,12 @@ class IStar(_Referenced):
         embeddings: bool = False,  # count the embedding layer too
     ):
         super().__init__()
-        _check_istar(lam, zeta, layers, correction, convention)
-        self.lam, self.zeta, self.layers, self.correction = float(lam), float(zeta), layers, correction
+        _check_istar(lam, zeta, correction, convention)
+        self.lam, self.zeta, self.layers, self.correction = float(lam), float(zeta), _check_layers(layers), correction
         self.convention, self.padding, self.embeddings = convention, padding, embeddings
         self.register_buffer("reference_cov", None, persistent=False)
-        if reference_cov is not None: self.set_reference(reference_cov)
+        self.given = reference_cov is not None
+        if self.given: self.set_reference(reference_cov)
         self.parts: dict[str, Tensor] = {}
 
     def score(
@@ -178,7 +182,7 @@ def eval_mode(
 @torch.no_grad()
 def token_moments(
     model: nn.Module,  # a transformers model, or DistributedDataParallel around one
-    batches: Iterable[dict],  # model inputs with input_ids and attention_mask; labels are ignored
+    batches: Iterable[dict],  # model inputs, such as input_ids and attention_mask; labels are ignored
     max_points: int | None = 250_000,  # token vectors over all layers and ranks; None reads all batches
     *,
     padding: bool = False,  # count padding too
@@ -187,8 +191,15 @@ def token_moments(
     """Moments of the token vectors after each layer 0..L, batched (L + 1, ...), the same on all ranks.
 
     Runs in eval mode without gradient and leaves the model in the mode it was in. Layer 0, the embeddings, does not count towards `max_points`.
+    Raises `ValueError` if no batch came, and for fewer points than layers.
     """
     return _token_moments(model, batches, max_points, padding, progress)
+
+
+def _taken(body: nn.Module, batch) -> set[str]:
+    "The inputs that the model reads, without labels; of a wrapper that does not name its own, the usual ones."
+    names = set(inspect.signature(body.forward).parameters) - {"labels", "start_positions", "end_positions", "output_hidden_states", "return_dict"}
+    return names if names & set(batch) else {"input_ids", "attention_mask", "token_type_ids", "inputs_embeds"}
 
 
 def _token_moments(model, batches, max_points, padding, progress, check=lambda states: None) -> Moments:
@@ -201,11 +212,13 @@ def _token_moments(model, batches, max_points, padding, progress, check=lambda s
     bar = tqdm(total=share, unit=" vectors", desc="token moments", disable=not progress)
     with eval_mode(model), bar:
         for batch in batches:
-            inputs = {k: v.to(device) for k, v in batch.items() if k in ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds")}
+            inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k in _taken(body, batch)}
             states = body(**inputs, output_hidden_states=True).hidden_states
             if total is None:
                 _check_states(states, None)
                 if len(states) < 2: raise ValueError("model: its hidden states are the embeddings alone, so there is no layer to measure")
+                if share is not None and share < len(states) - 1:
+                    raise ValueError(f"max_points: {max_points} is less than one token vector in each of {len(states) - 1} layers (on each rank); the paper uses 250000")
                 check(states)
             keep = torch.ones(states[-1].shape[:2], device=device) if padding or "attention_mask" not in inputs else inputs["attention_mask"]
             if share is not None:  # cut the last batch to size
@@ -232,9 +245,10 @@ def reference_covariance(
 ) -> Tensor:
     """Covariance of token vectors of the training set, the paper's Sigma_S; detached, the same on all ranks.
 
-    Raises `ValueError` for layers that the model does not have (at the first batch), if no batch came or fewer than two tokens counted.
+    Raises `ValueError` for layers that the model does not have and fewer points than layers (at the first batch), if no batch came or fewer than two tokens
+    counted.
     """
-    _check_layers(layers)
+    layers = _check_layers(layers)
     check = lambda states: _check_layer(layers, states, "layers") if isinstance(layers, int) else None
     with torch.no_grad(): m = _token_moments(model, batches, max_points, padding, progress, check)
     if isinstance(layers, int): return Moments(*(None if f is None else f[layers] for f in m)).cov()
@@ -259,10 +273,10 @@ def measure_isotropy(
 
 # %% ../nbs/03_istar.ipynb #8261d4bb
 class CosReg(nn.Module):
-    """The mean cosine similarity of distinct tokens, times lam, as a penalty (Gao et al. 2019), in O(N d).
+    """The sum of the cosine similarities over pairs of distinct tokens / N², times lam, as a penalty (Gao et al. 2019), in O(N d).
 
     Over all ranks of a running process group it is the penalty of the whole batch. `parts` holds the last call's weighted term (`cosreg`) and
-    the mean cosine (`cosine`).
+    that sum / N² (`cosine`). Padding may hold anything, even NaN.
     """
 
     needs_reference = False
@@ -276,8 +290,8 @@ class CosReg(nn.Module):
     ):
         super().__init__()
         check_lam(lam)
-        if isinstance(layer, bool) or not isinstance(layer, int): raise ValueError(f"layer: {layer!r} is not an index into hidden_states")
-        self.lam, self.layer, self.padding = lam, layer, padding
+        if isinstance(layer, bool) or not isinstance(layer, numbers.Integral): raise ValueError(f"layer: {layer!r} is not an index into hidden_states")
+        self.lam, self.layer, self.padding = lam, int(layer), padding
         self.parts: dict[str, Tensor] = {}
 
     def forward(
@@ -292,6 +306,7 @@ class CosReg(nn.Module):
         with full_precision(h):
             x = h.to(torch.promote_types(h.dtype, torch.float32))
             keep = x.new_ones(len(x)) if self.padding or attention_mask is None else (attention_mask.flatten() != 0).to(x.dtype)
+            x = x.masked_fill(keep[:, None] == 0, 0)
             weight = keep / torch.linalg.vector_norm(x, dim=-1).clamp(min=1e-12)
             total, n = weight @ x, keep.sum()
             if world_size() > 1: total, n = _SumOverRanks.apply(total, None), _SumOverRanks.apply(n, None)

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -24,7 +25,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from .corpus import LOSSES, TextBatches, load_texts, sample_losses
 from .dropout import dropout_sites, guided_schedule, site_scores
 from .files import record_files, write_atomically
-from .finetune import DIALECT, _config_schema, _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _typed, _versions
+from .finetune import DIALECT, _config_schema, _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _typed, _versions, scores_source
 from .fisher import FisherEstimate, agreement, empirical_fisher, load_scores, model_fingerprint
 from .geometry import geometry
 from .isoscore import isoscore
@@ -76,6 +77,8 @@ class LanguageConfig(TextConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.loss is not None and self.loss not in LOSSES: raise ValueError(f"loss: {self.loss!r} is unknown; use {', '.join(LOSSES)}, or leave it out")
+        own = {"toy-gpt2": "clm", "toy-t5": "seq2seq"}.get(self.model)
+        if own and self.loss not in (None, own): raise ValueError(f"loss: {self.model} was made for {own!r}, not for {self.loss!r}; leave it out")
         if not 0 < self.probability < 1: raise ValueError(f"probability: {self.probability} is not in (0, 1)")
         if not self.span >= 1: raise ValueError(f"span: {self.span}; need a mean length of at least 1")
 
@@ -272,7 +275,13 @@ def _finished(folder: Path, config: TextConfig) -> dict | None:
     "The record in the folder, if it is complete and of this configuration."
     try: record = json.loads((folder / "record.json").read_text())
     except (OSError, ValueError): return None
-    return record if record.get("status") == "done" and record.get("config") == config.to_dict() else None
+    done = isinstance(record, dict) and record.get("status") == "done" and record.get("config") == config.to_dict()
+    return record if done else None
+
+
+def _fisher_sha256(config: "LandscapeConfig") -> str | None:
+    "Digest of the file of scores, where one is named."
+    return scores_source(config.fisher)["sha256"] if config.fisher is not None else None
 
 # %% ../nbs/08c_measure.ipynb #43668f5a
 #| code-fold: true
@@ -323,9 +332,15 @@ def measure_landscape(
     folder: str | Path,  # gets surface.json, row by row, and record.json
     tell: Callable[[str], None] = lambda line: None,  # told what is being done
 ) -> dict:
-    "Compute the surface, write the record and return it. Goes on where a killed call with the same settings stopped."
-    folder, begun = Path(folder), _begin()
-    if done := _finished(folder, config): return done
+    """Compute the surface, write the record and return it. Goes on where a killed call with the same settings stopped.
+
+    A finished record of the same settings is returned as it is, unless the file of scores that `fisher` names has been changed since.
+    """
+    folder, begun, sha256 = Path(folder), _begin(), _fisher_sha256(config)
+    if done := _finished(folder, config):
+        if done.get("fisher_sha256", sha256) == sha256: return done  # older records do not say it
+        tell(f"{config.fisher} was changed since: the surface is computed again")
+        (folder / "surface.json").unlink(missing_ok=True)
     resumed = (folder / "surface.json").is_file()
     model, tokenizer, loss, notes = load_language_model(config)
     corpus = load_corpus(config, tokenizer, loss)
@@ -339,7 +354,8 @@ def measure_landscape(
     else: surface = loss_surface(model, corpus, first, second, axis, axis, loss, path, precision=config.precision)
     directions = (first,) if config.shape == "line" else (first, second)
     record = record_of(config, notes, begun, resumed) | {
-        "loss": loss, "samples": len(corpus.numbers), "corpus": corpus.describe(), "fingerprint": model_fingerprint(model), "moved": moved,
+        "loss": loss, "samples": len(corpus.numbers), "corpus": corpus.describe(), "fingerprint": model_fingerprint(model),
+        "fisher_sha256": sha256, "moved": moved,
         "parameters": sum(p.numel() for p in model.parameters()), "lengths": [d.length() for d in directions],
         **{k: v for k, v in surface.to_dict().items() if k != "info"}, "origin": surface.origin, "profile": surface.radius_profile().to_dict("records"),
         "hessian": plane_hessian(model, corpus, *directions, loss=loss) if config.hessian else None}
@@ -480,11 +496,19 @@ def collect_measurements(
     folder: str | Path,  # searched for record.json
     path: str | Path,  # JSON lines file; a line is kept unless the same measurement is found again
 ) -> list[dict]:
-    "Gather the records of measurements into a JSON lines file, sorted by key, written atomically; the records."
-    path = Path(path)
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    found = [json.loads(f.read_text()) for f in record_files(folder)]
-    records = {r["key"]: r for r in lines + [r for r in found if r.get("kind") in ("fisher", "landscape", "geometry")]}
+    """Gather the records of measurements into a JSON lines file, sorted by key, written atomically; the records.
+
+    A file that is no complete record is left out with a warning. `ValueError` if there is no such folder.
+    """
+    path, found = Path(path), []
+    if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}")
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
+    for file in record_files(folder):
+        try: record = json.loads(file.read_text())
+        except ValueError as error: warnings.warn(f"left out: {file} is not complete JSON ({error}); run it again"); continue
+        if not isinstance(record, dict) or "key" not in record: warnings.warn(f"left out: {file} is no record; run it again")
+        elif record.get("kind") in ("fisher", "landscape", "geometry"): found.append(record)
+    records = {r["key"]: r for r in lines + found}
     write_atomically(path, "".join(json.dumps(records[k]) + "\n" for k in sorted(records)))
     return [records[k] for k in sorted(records)]
 
@@ -507,6 +531,7 @@ _OWN = {
         "draws": ("array", "each subsample against the whole: rank correlation of tensors and rates, agreement on the largest entries"),
         "entries": ("object", "sorted entries of the diagonal by rank, thinned"), "seconds_full": ("number", "wall time of the whole corpus")},
     "landscape": _LANGUAGE | {
+        "fisher_sha256": ("string|null", "of the file of scores, first 16 digits; null where none was named"),
         "moved": ("integer", "parameters that move"), "lengths": ("array", "of the directions"), "alphas": ("array", "coordinates along the first direction"),
         "betas": ("array", "coordinates along the second; 0 alone of a line"), "losses": ("array", "mean loss in nats, a row for each alpha"),
         "origin": ("number|null", "loss of the model itself"), "profile": ("array", "mean loss by distance from the origin"),
@@ -514,7 +539,7 @@ _OWN = {
     "geometry": {
         "points": ("integer", "measured in each layer"), "available": ("integer", "points that there were"), "dims": ("integer", "of the hidden states"),
         "layers": ("array", "the measures of each layer; null where not defined"), "dimensions": ("object", "mean and standard deviation of each dimension of the last layer, and its outliers")}}
-_LATER = ("resumed", "peak_memory_mib", "mean_loss_over")  # younger than the first records
+_LATER = ("resumed", "peak_memory_mib", "mean_loss_over", "fisher_sha256")  # younger than the first records
 
 # %% ../nbs/08c_measure.ipynb #e14cffac
 #| code-fold: true

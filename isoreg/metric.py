@@ -4,6 +4,7 @@
 __all__ = ['IsoScore']
 
 # %% ../nbs/01a_metric.ipynb #431cddc4
+import numbers
 from typing import NamedTuple
 
 import torch
@@ -11,12 +12,13 @@ import torchmetrics
 from torch import Tensor
 
 from .isoscore import (
-    CONVENTIONS, CORRECTIONS, Invariants, _closed_form, _corrected, _mixed_score, _TraceAndSquare, check_cov, check_zeta, gaussian_stderr)
+    CONVENTIONS, CORRECTIONS, Invariants, _check_evenness, _closed_form, _corrected, _mixed_score, _power_of_two, _TraceAndSquare,
+    check_cov, check_zeta, gaussian_stderr)
 from .moments import Moments, check_points, merge, moments
 
 # %% ../nbs/01a_metric.ipynb #141d1d8b
 def _check_metric(num_dims, correction, reference_cov, zeta, convention):
-    if not isinstance(num_dims, int) or num_dims < 2: raise ValueError(f"num_dims: {num_dims!r} is not an integer of 2 or more")
+    if not isinstance(num_dims, numbers.Integral) or num_dims < 2: raise ValueError(f"num_dims: {num_dims!r} is not an integer of 2 or more")
     if correction not in CORRECTIONS: raise ValueError(f"correction: {correction!r} is unknown; use None, 'gaussian' or 'ustat'")
     if convention not in CONVENTIONS: raise ValueError(f"convention: {convention!r} is unknown; use 'released' or 'text'")
     check_zeta(zeta)
@@ -51,6 +53,10 @@ def _read(states: dict, fields: list[str]) -> _Seen:
 def _seen(x: Tensor, keep: Tensor | None, order: int) -> _Seen:
     "The cloud of the rows of x (n, d)."
     m = moments(x, keep, order)
+    scale = _power_of_two(m.m2.diagonal().double().sum(), m.count)
+    if scale != 1:  # out of the range of float32: the sums of the rows times a power of two, divided by that in float64
+        m = moments(x.to(torch.promote_types(x.dtype, torch.float32)) * scale.to(x.device), keep, order)
+        m = Moments(m.count, *(None if f is None else f.double() / scale**k for k, f in enumerate(m[1:], 1)))
     first = x[0] if keep is None else x[keep.int().argmax()]
     differs = (x != first).any(-1)
     varies = (differs if keep is None else differs & keep).any()
@@ -100,7 +106,7 @@ class _CheckedStates(_MomentStates):
 class IsoScore(_CheckedStates):
     """IsoScore of all points that `update` has seen, over all batches and ranks.
 
-    `compute` raises `ValueError` if too few points were seen or if they have no variance.
+    `compute` raises `ValueError` if too few points were seen, if they have no variance, or, corrected, if their variances are as even as so few allow.
     """
 
     higher_is_better, is_differentiable, full_state_update = None, False, True
@@ -141,13 +147,17 @@ class IsoScore(_CheckedStates):
         m = self._checked({None: 2, "gaussian": 3, "ustat": 4}[self.correction])
         if self.reference_cov is None:
             t, f = _TraceAndSquare.apply(m.m2)
-            score = _closed_form(*_corrected(Invariants(m.count, t, f, m.m4), self.correction), self.num_dims)
+            inv = Invariants(m.count, t, f, m.m4)
+            t2, f = _corrected(inv, self.correction)
+            if self.correction and bool(torch.isfinite(f)): _check_evenness(inv, f, int(m.count), self.num_dims, torch.float32)
+            score = _closed_form(t2, f, self.num_dims)
         else: score = _mixed_score(m.cov(), self.reference_cov, self.zeta, self.convention)
         if not bool(torch.isfinite(score)): raise ValueError("points: NaN, infinite values or zero variance were seen; mask such points")
         return score
 
     def stderr(self) -> float:
-        "Standard error of the Gaussian-corrected score, from the accumulated covariance; rows are taken as independent."
+        "Standard error of the Gaussian-corrected score, from the accumulated covariance of all ranks, which all must call it; rows are taken as independent."
         if self.correction != "gaussian": raise ValueError(f"correction: {self.correction!r} has no streaming standard error; use 'gaussian', or isoscore_with_error")
-        m = self._checked(5)
-        return gaussian_stderr(m.cov(), int(m.count))
+        with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync):
+            m = self._checked(5)
+            return gaussian_stderr(m.cov(), int(m.count))

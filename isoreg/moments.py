@@ -8,6 +8,7 @@ __all__ = ['SHIFT_ROWS', 'CHUNK_BYTES', 'BLOCK_DIMS', 'Moments', 'full_precision
 import contextlib
 from typing import NamedTuple, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -145,19 +146,31 @@ def full_precision(
     x: Tensor,  # whose device counts
 ):
     "Context in which float32 products are float32 products: no autocast, no TF32."
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    places = [m for m in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if hasattr(m, "fp32_precision")]
+    before = [m.fp32_precision for m in places] if places else torch.get_float32_matmul_precision()
+    for m in places: m.fp32_precision = "ieee"
+    if not places: torch.set_float32_matmul_precision("highest")
     try:
         with torch.autocast(x.device.type, enabled=False): yield
-    finally: torch.set_float32_matmul_precision(before)
+    finally:
+        for m, value in zip(places, before):
+            m.fp32_precision = "none"  # as the general setting has it; that must not become a setting of its own
+            if m.fp32_precision != value: m.fp32_precision = value
+        if not places: torch.set_float32_matmul_precision(before)
 
 # %% ../nbs/00_moments.ipynb #4968c872
+def _tensor(x) -> Tensor:
+    "A tensor as it is; an array, a data frame or nested lists as one."
+    if hasattr(x, "__array__") and not isinstance(x, (Tensor, np.ndarray)): x = np.require(x, requirements="W")  # PyTorch warns of what it may not write
+    return torch.as_tensor(x)
+
+
 def check_points(
     points,  # (..., n, d) tensor or array
     mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts
 ) -> tuple[Tensor, Tensor | None]:
     "Points as a floating tensor and the mask as a boolean tensor of shape (..., n); `ValueError` that names the remedy."
-    points = points if isinstance(points, Tensor) else torch.as_tensor(points)
+    points = _tensor(points)
     if points.ndim < 2:
         raise ValueError(f"points: need shape (..., n_points, n_dims), got {tuple(points.shape)}; add the missing axis")
     if not points.is_floating_point():
@@ -165,7 +178,7 @@ def check_points(
     if 0 in points.shape:
         raise ValueError(f"points: shape {tuple(points.shape)} holds no value; pass at least one cloud, one row and one column")
     if mask is None: return points, None
-    mask = torch.as_tensor(mask, device=points.device)
+    mask = _tensor(mask).to(points.device)
     want = points.shape[:-1]
     if mask.ndim == 0 or mask.ndim > len(want) or mask.shape != want[len(want) - mask.ndim :]:
         raise ValueError(

@@ -184,6 +184,7 @@ class LikelihoodTrainer(Trainer):
         self.frozen = not any(p.requires_grad for p in model.base_model.parameters())
         super().__init__(model, args, train_dataset=corpus.numbers.tolist(), eval_dataset=heldout.numbers.tolist(), data_collator=self._collate,
                          callbacks=[NewMasks(corpus), *callbacks])
+        self.model_accepts_loss_kwargs = False  # the loss is a mean over the micro-batch: the Trainer divides it by the accumulation steps
         for callback in (PrinterCallback, ProgressCallback): self.remove_callback(callback)
 
     def _collate(self, numbers): return self.corpus.collate([self.corpus.sample(n) for n in numbers])
@@ -196,8 +197,9 @@ class LikelihoodTrainer(Trainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        "Held-out loss and accuracy per predicted token."
-        with self.compute_loss_context_manager(): score = heldout_loss(self.model, self.heldout)
+        "Held-out loss and accuracy per predicted token: of other `TextBatches` where they are given."
+        heldout = eval_dataset if isinstance(eval_dataset, TextBatches) else self.heldout
+        with self.compute_loss_context_manager(): score = heldout_loss(self.model, heldout)
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in score.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -305,6 +307,7 @@ def _validate(c: PretrainConfig):
         value = getattr(c, name)
         if value is not None and value < least: raise ValueError(f"{name}: {value} is too small; need {least} or more")
     for name in ("heldout_share", "probability"):
+        if name == "heldout_share" and c.heldout is not None: continue  # plays no part, and is 0 once settled
         if not 0 < getattr(c, name) < 1: raise ValueError(f"{name}: {getattr(c, name)} is not between 0 and 1")
     if not 0 < c.lr < 1: raise ValueError(f"lr: {c.lr} is no learning rate; 5e-3 suits a head alone, 1e-4 to 1e-3 a whole model")
     if not 0 <= c.warmup <= 1: raise ValueError(f"warmup: {c.warmup} is not a share of the steps; need 0 to 1")

@@ -482,7 +482,7 @@ class _KeptWeights:
                                     **{k: v for k, v in named.items() if k in ("dtype", "output_loading_info")})
 
 
-def _rows_key(rows, *rest): return id(rows), *(id(x) if hasattr(x, "pad_token") else getattr(x, "name", x) for x in rest)
+def _rows_key(rows, *rest): return id(rows), *((x.name_or_path, _stamp(x.name_or_path)) if hasattr(x, "pad_token") else getattr(x, "name", x) for x in rest)
 
 
 def keep_warm() -> None:
@@ -494,9 +494,11 @@ def keep_warm() -> None:
         setattr(finetune, name, _Kept(getattr(finetune, name), _rows_key, 4))
     for name in ("AutoModelForSequenceClassification", "AutoModelForQuestionAnswering"):
         setattr(finetune, name, _KeptWeights(getattr(finetune, name)))
-    tokenizers = finetune.AutoTokenizer
+    kept = _Kept(finetune.AutoTokenizer.from_pretrained, lambda source: (source, _stamp(source)), 1)
 
-    class Tokenizers: from_pretrained = staticmethod(_Kept(tokenizers.from_pretrained, lambda source: (source, _stamp(source)), 1))
+    class Tokenizers:
+        @staticmethod
+        def from_pretrained(source): return copy.deepcopy(kept(source))  # a run that sets its padding token leaves the next one's as it was
     finetune.AutoTokenizer = Tokenizers
 
 # %% ../nbs/09_sweep.ipynb #2314ccfd
@@ -866,12 +868,19 @@ def _nvidia_smi(*options: str) -> list[list[str]]:
 
 
 def find_gpus() -> dict[str, float]:  # name: free MiB
-    "The GPUs that this process may use, and their free memory, without starting anything on them."
+    """The GPUs that this process may use, and their free memory, without starting anything on them.
+
+    `CUDA_VISIBLE_DEVICES` may name them by number, by UUID or its beginning, or as parts of one (MIG). How much memory is free in a part is not known:
+    0 stands for it, and the part takes one run at a time.
+    """
     rows = [row for row in _nvidia_smi("--query-gpu=index,uuid,memory.free") if len(row) == 3]
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     wanted = None if allowed is None else [x.strip() for x in allowed.split(",") if x.strip()]
     number = lambda text: float(text) if re.fullmatch(r"[\d.]+", text) else 0.0
-    return {uuid if wanted and uuid in wanted else index: number(free) for index, uuid, free in rows if wanted is None or index in wanted or uuid in wanted}
+    if wanted is None: return {index: number(free) for index, _, free in rows}
+    is_it = lambda name, index, uuid: name == index or (name.startswith("GPU-") and uuid.startswith(name))
+    found = {name: next((number(free) for index, uuid, free in rows if is_it(name, index, uuid)), None) for name in wanted}
+    return {name: free or 0.0 for name, free in found.items() if free is not None or name.startswith("MIG-")}
 
 
 def machine() -> dict:

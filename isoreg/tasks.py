@@ -260,7 +260,8 @@ def split_rows(
     seed: int = 0,  # of the shuffle
     fixed_eval: bool = False,  # keep the evaluation split under "joined" too, as for MNLI
 ) -> tuple[np.ndarray, np.ndarray]:  # row numbers of the two parts; evaluation rows count on from n_train
-    "Which rows of train + evaluation are trained on, and which evaluated. The train part comes shuffled by `seed`."
+    "Which rows of train + evaluation are trained on, and which evaluated. The train part comes shuffled by `seed`. `ValueError` for an unknown protocol."
+    if protocol not in PROTOCOLS: raise ValueError(f"protocol: {protocol!r} is unknown; use one of {', '.join(PROTOCOLS)}")
     rng, n = np.random.default_rng(seed), n_train + n_eval
     if protocol == "official" or fixed_eval: return rng.permutation(n_train), np.arange(n_train, n)
     order, held = rng.permutation(n), -(-n // 5)            # a fifth, rounded up

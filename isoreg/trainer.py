@@ -5,16 +5,24 @@ __all__ = ['honours_num_items', 'PenaltyMixin', 'PenaltyTrainer', 'ReferenceRefr
            'split_by_length']
 
 # %% ../nbs/03a_trainer.ipynb #9f25545c
+import contextlib
 import functools
+import inspect
+import numbers
+import random
 from collections import Counter
-from typing import Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
+from .files import write_atomically
 from .istar import eval_mode, measure_isotropy, reference_covariance
 from .moments import world_size
 
@@ -30,7 +38,7 @@ def honours_num_items(
     with eval_mode(body): one, two = (body(**inputs, num_items_in_batch=num_items * k)["loss"] for k in (1, 2))
     return not torch.equal(one, two)
 
-# %% ../nbs/03a_trainer.ipynb #2403567b
+# %% ../nbs/03a_trainer.ipynb #2e4ba65f
 class PenaltyMixin:
     """Adds penalties to the training loss of a transformers Trainer: `class MyTrainer(PenaltyMixin, Trainer)`.
 
@@ -50,7 +58,7 @@ class PenaltyMixin:
         for p in self.penalties:
             p.to(self.args.device)
             if getattr(p, "needs_reference", False) and not any(getattr(c, "penalty", None) is p for c in self.callback_handler.callbacks):
-                self.add_callback(ReferenceRefresh(p))
+                self.add_callback(ReferenceRefresh(p, every_epoch=not getattr(p, "given", False)))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         "The Trainer's loss, in training with the penalties added as training_step will scale them."
@@ -79,8 +87,8 @@ class PenaltyMixin:
 
     def log(self, logs, *args, **kwargs):
         "The Trainer's log, with the mean of each part since the last one."
-        if "loss" in logs and self._part_calls:  # means over the micro-batches since the last log; on the device until now
-            logs |= {name: float(v) / self._part_calls for name, v in self._part_sums.items()}
+        if "loss" in logs and self._part_calls:
+            logs |= _means(self._part_sums, self._part_calls, self.args.device)
             self._part_sums, self._part_calls = Counter(), 0
         return super().log(logs, *args, **kwargs)
 
@@ -91,13 +99,26 @@ class PenaltyMixin:
         with self.compute_loss_context_manager():
             if not honours_num_items(model, inputs, num_items): self.model_accepts_loss_kwargs = False
 
-# %% ../nbs/03a_trainer.ipynb #dc161d77
+# %% ../nbs/03a_trainer.ipynb #a53e470f
 class PenaltyTrainer(PenaltyMixin, Trainer):
     "The transformers Trainer with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-1))`."
 
+
+def _means(sums: Counter, calls: int, device: torch.device) -> dict[str, float]:
+    "Means over the ranks and the micro-batches since the last log; the sums were left on the device until now."
+    total = torch.stack([torch.as_tensor(v, device=device).detach().float() for v in sums.values()])
+    if world_size() > 1: torch.distributed.all_reduce(total)
+    return dict(zip(sums, (total / world_size() / calls).tolist()))
+
 # %% ../nbs/03a_trainer.ipynb #1daebc59
 class ReferenceRefresh(TrainerCallback):
-    "Gives a penalty its reference covariance at the start of each epoch (the paper's schedule), from the training set."
+    """Gives a penalty its reference covariance at the start of each epoch (the paper's schedule), from the training set.
+
+    Each checkpoint gets the reference too, `reference_cov.safetensors`. A training that resumes inside an epoch, or that has one reference for all epochs,
+    reads it from the checkpoint of that step in the output folder, and computes it anew where there is none.
+    """
+
+    FILE = "reference_cov.safetensors"
 
     def __init__(
         self,
@@ -108,18 +129,38 @@ class ReferenceRefresh(TrainerCallback):
         progress: bool | None = None,  # show a progress bar; None does as the Trainer does
     ):
         self.penalty, self.max_points, self.every_epoch, self.seed, self.progress = penalty, max_points, every_epoch, seed, progress
+        self.resumed = False
+
+    def on_train_begin(self, args, state, control, **kwargs): self.resumed = state.global_step > 0
+
+    def on_save(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero or not self.penalty.needs_reference or self.penalty.reference_cov is None: return
+        write_atomically(self._file(args, state), safetensors.torch.save({"reference_cov": self.penalty.reference_cov.cpu().contiguous()}))
+
+    def _file(self, args, state) -> Path: return Path(args.output_dir) / f"checkpoint-{state.global_step}" / self.FILE
 
     def on_epoch_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
+        resumed, self.resumed = self.resumed, False
         if not self.penalty.needs_reference or (self.penalty.reference_cov is not None and not self.every_epoch): return
+        if resumed and (not self.every_epoch or (state.epoch or 0) % 1) and self._file(args, state).exists():
+            return self.penalty.set_reference(safetensors.torch.load_file(self._file(args, state))["reference_cov"].to(args.device))
         seed = (args.seed if self.seed is None else self.seed) * 1009 + int(state.epoch or 0)
-        devices = [args.device.index or 0] if args.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), _autocast(args):
+        with _same_draws(args.device), _autocast(args):
             reference = reference_covariance(
                 model, own_batches(train_dataloader, args.per_device_train_batch_size, seed), self.max_points, self.penalty.layers,
                 padding=self.penalty.padding, embeddings=self.penalty.embeddings, progress=not args.disable_tqdm if self.progress is None else self.progress)
         self.penalty.set_reference(reference.to(args.device))
 
 # %% ../nbs/03a_trainer.ipynb #c1567c02
+@contextlib.contextmanager
+def _same_draws(device: torch.device):
+    "The caller's random states come back, those of Python and NumPy too: a collate function may draw from any."
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+        try: yield
+        finally: random.setstate(states[0]); np.random.set_state(states[1])
+
+
 def _autocast(args):
     "The autocast that training runs under."
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
@@ -140,7 +181,7 @@ def own_batches(
 
 # %% ../nbs/03a_trainer.ipynb #1cfd2a6f
 class IsotropyLog(TrainerCallback):
-    "Measures isotropy on a fixed sample before training and at each evaluation; `history` holds one dict per measurement."
+    "Measures isotropy on a fixed sample, shared out to the ranks, before training and at each evaluation; `history` holds one dict per measurement."
 
     def __init__(
         self,
@@ -150,9 +191,12 @@ class IsotropyLog(TrainerCallback):
         self.batches, self.max_points, self.history = batches, max_points, []
 
     def _measure(self, args, state, model):
-        devices = [args.device.index or 0] if args.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            score = measure_isotropy(model, self.batches, self.max_points)
+        world, batches, limit = world_size(), self.batches, self.max_points
+        shared = world == 1 or (isinstance(batches, Sequence) and len(batches) >= world)
+        if world > 1 and shared: batches = batches[torch.distributed.get_rank()::world]
+        if not shared and limit is not None: limit *= world  # too few to share out: all ranks read them all
+        with _same_draws(args.device): score = measure_isotropy(model, batches, limit)
+        if not shared: score["points"] //= world
         self.history.append({"epoch": float(state.epoch or 0), "step": state.global_step, **score})
 
     def on_train_begin(self, args, state, control, model=None, **kwargs): self._measure(args, state, model)
@@ -160,32 +204,59 @@ class IsotropyLog(TrainerCallback):
     def on_evaluate(self, args, state, control, model=None, **kwargs):
         if not self.history or self.history[-1]["step"] != state.global_step: self._measure(args, state, model)
 
-# %% ../nbs/03a_trainer.ipynb #20236a4e
+# %% ../nbs/03a_trainer.ipynb #aaa47644
 def split_by_length(
     model: nn.Module,  # a transformers model; its encoder's forward is replaced, its weights are not touched
     groups: int = 4,  # groups a batch is read in
 ) -> nn.Module:  # the same model
     """The encoder reads each batch in groups of similar length. The same function of the weights as before, with fewer padded tokens; dropout draws other masks.
 
-    Padded positions of the hidden states are zero. `ValueError` for fewer than one group, or where attention maps are asked for.
+    Padded positions of the hidden states are zero: a penalty with `padding=True` counts those zeros, which this function cannot know of; do not combine the
+    two. A copy of the model reads in groups with weights of its own; a second call replaces the first. `ValueError` for fewer than one group, for a model of
+    encoder and decoder, or where attention maps are asked for.
     """
-    if groups < 1: raise ValueError(f"groups: {groups} is too few; need 1 (the batch as it is) or more")
+    if isinstance(groups, bool) or not isinstance(groups, numbers.Integral) or groups < 1:
+        raise ValueError(f"groups: {groups!r} is not a number of groups; need 1 (the batch as it is) or more")
     body = getattr(model, "base_model", model)
-    whole = body.forward
+    if "decoder_input_ids" in inspect.signature(body.forward).parameters:
+        raise ValueError(f"model: a {type(model).__name__} has an encoder and a decoder, whose lengths differ; pass a model of one stack, or leave its batches whole")
+    body.forward = _Grouped(body, int(groups))
+    return model
 
-    @functools.wraps(whole)
-    def forward(input_ids=None, attention_mask=None, **kwargs):
-        if groups == 1 or input_ids is None or attention_mask is None or attention_mask.shape != input_ids.shape:
-            return whole(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+class _Grouped:
+    "The forward of an encoder, group by group; an object that holds its encoder, so that a copy of the model computes with its own."
+
+    def __init__(self, body: nn.Module, groups: int):
+        earlier = vars(body).get("forward")  # None unless another wrapper lies on it
+        if isinstance(earlier, _Grouped): earlier = earlier.earlier
+        self.body, self.groups, self.earlier = body, groups, earlier
+
+    @property
+    def whole(self): return functools.partial(type(self.body).forward, self.body) if self.earlier is None else self.earlier
+
+    @property
+    def __signature__(self): return inspect.signature(self.whole)
+
+    def __call__(self, input_ids=None, attention_mask=None, **kwargs):
+        told = input_ids is not None and attention_mask is not None and attention_mask.shape == input_ids.shape
+        if self.groups == 1 or not told or kwargs.get("past_key_values") is not None:
+            return self.whole(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         ends = (attention_mask.bool() * torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)).amax(1)
         order, outputs = ends.argsort(), []
-        for rows in order.tensor_split(min(groups, len(order))):
-            part = lambda v: v[rows, :max(1, int(ends[rows].max()))] if torch.is_tensor(v) and v.shape == input_ids.shape else v
-            outputs.append(whole(input_ids=part(input_ids), attention_mask=part(attention_mask), **{k: part(v) for k, v in kwargs.items()}))
+        for rows in order.tensor_split(min(self.groups, len(order))):
+            part = functools.partial(_part, shape=input_ids.shape, rows=rows, length=max(1, int(ends[rows].max())))
+            inputs = {"input_ids": input_ids, "attention_mask": attention_mask} | kwargs
+            outputs.append(self.whole(**{k: part(k, v) for k, v in inputs.items()}))
         return type(outputs[0])(**_join(outputs, order.argsort(), input_ids.shape[1]))
 
-    body.forward = forward
-    return model
+# %% ../nbs/03a_trainer.ipynb #dc2fe67f
+def _part(name: str, v, shape: torch.Size, rows: Tensor, length: int):
+    "What a group sees of an input, in a batch of this shape: its rows, cut to its length."
+    if not torch.is_tensor(v) or v.dim() == 0 or name == "head_mask": return v
+    if v.shape[:2] == shape and not name.startswith("encoder_"): return v[rows, :length]
+    if v.shape == (1, shape[1]): return v[:, :length]
+    return v[rows] if len(v) == shape[0] else v
 
 
 def _join(outputs: list, back: Tensor, length: int) -> dict:

@@ -2,6 +2,7 @@
 import dataclasses
 import inspect
 import json
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pandas as pd
 import papermill
 import pytest
 import torch
+from nbclient.exceptions import DeadKernelError
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -20,6 +22,8 @@ from isoreg.cli import _finished, _lines, app, read_points, run_command, score_m
 from isoreg.finetune import Recipe, RunConfig, RunRecord
 from isoreg.isoscore import isoscore, isoscore_with_error
 from isoreg.notebook import execute, run_notebook_path
+from isoreg.report import load
+from isoreg.sweep import status
 from isoreg.toy import toy_model_path
 
 invoke = lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
@@ -106,6 +110,42 @@ def test_missing_model_exits_with_2_and_a_failing_run_with_1(tmp_path, monkeypat
     assert invoke("run", "--model", tmp_path / "model", "--out", tmp_path / "runs").exit_code == 1
 
 
+def test_a_failed_run_leaves_word_until_it_is_done(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
+    out, arguments = tmp_path / "runs", ["run", "--model", tmp_path / "model", "--out", tmp_path / "runs"]
+    assert invoke(*arguments).exit_code == 2
+    (file,) = out.rglob("failed.json")
+    said = json.loads(file.read_text())
+    config = RunConfig(model=str(tmp_path / "model"))
+    assert (said["key"], said["config"], file.parent.name, said["attempts"]) == (config.key, config.to_dict(), config.key, 1) and "Traceback" in said["traceback"]
+    assert Path(said["notebook"]) == file.parent / "notebook.ipynb" and Path(said["notebook"]).is_file()
+    (key, error), = status(out)["failed"].items()
+    assert key == config.key and error == said["error"] and key in invoke("status", out).stdout
+    (row,) = load(str(out)).to_dict("records")
+    assert (row["status"], row["error"]) == ("failed", said["error"])
+    record = RunRecord(config.key, config.to_dict(), metric="matthews_correlation", metrics={"matthews_correlation": None, "f1": None}, isoscore={w: {"union": 0.1} for w in ("before", "after")},
+                       data={"majority": 0.0, "notes": []}, model={"notes": []}, hardware={"gpu": None, "cpu": "some", "precision": "fp32"})
+    monkeypatch.setattr("isoreg.notebook.execute", lambda *a: record.save(file.parent))
+    shown = invoke(*arguments)
+    words = " ".join(re.findall(r"\w+", shown.stdout))  # a narrow screen folds them
+    assert shown.exit_code == 1 and "no finite number" in words and "undefined" in words and not file.exists() and not status(out)["failed"]
+
+
+def test_interrupts_and_bad_configurations_leave_no_word_of_a_failure(tmp_path, monkeypatch):
+    def interrupted(*a): raise KeyboardInterrupt
+    monkeypatch.setattr("isoreg.notebook.execute", interrupted)
+    assert invoke("run", "--out", tmp_path / "a").exit_code == 130 and invoke("run", "--lr", -1, "--out", tmp_path / "b").exit_code == 2
+    def by_the_kernel(*a): raise papermill.PapermillExecutionError(1, 1, "", "KeyboardInterrupt", "", [])
+    monkeypatch.setattr("isoreg.notebook.execute", by_the_kernel)
+    assert invoke("run", "--out", tmp_path / "c").exit_code == 2
+    assert not list(tmp_path.rglob("failed.json"))
+    def dead(*a): raise DeadKernelError("Kernel died")
+    monkeypatch.setattr("isoreg.notebook.execute", dead)
+    result = invoke("run", "--out", tmp_path / "d")
+    assert result.exit_code == 2 and "the kernel died" in result.stderr and len(list((tmp_path / "d").rglob("failed.json"))) == 1
+
+
 def test_options_parameters_and_configuration_have_the_same_names():
     fields = {f.name for f in dataclasses.fields(RunConfig)}
     assert set(inspect.signature(run_command).parameters) == fields | {"out", "force", "save_model"}
@@ -180,6 +220,8 @@ def test_what_is_no_cloud_of_real_vectors_is_refused_in_plain_words(tmp_path):
     for name in ("complex.npy", "complex.npz", "complex.safetensors"): _refused(tmp_path, name, ["file", name, "complex", "real numbers"])
     np.save(tmp_path / "words.npy", np.array([["a", "b"]]))
     _refused(tmp_path, "words.npy", ["file", "<U1", "real numbers"])
+    np.savez(tmp_path / "empty.npz")
+    _refused(tmp_path, "empty.npz", ["file", "empty.npz", "holds no array"])
 
 
 @pytest.mark.parametrize("frame, words, arguments", [
@@ -228,6 +270,21 @@ def test_score_of_a_model_on_text(tmp_path):
     assert result.exit_code == 0 and len(rows) > 2 and all(0 < r["isoscore"] < 1 and r["standard_error"] > 0 and sum(r["spectrum"]["share"]) < 1 for r in rows)
     (tmp_path / "empty.txt").write_text("\n")
     assert invoke("score", tmp_path / "empty.txt", "--model", "toy-bert").exit_code == 2
+
+
+def test_score_of_an_encoder_decoder_model_is_its_encoders(tmp_path):
+    from transformers import T5Config, T5EncoderModel, T5Model
+    from isoreg.toy import toy_corpus, toy_tokenizer
+    torch.manual_seed(0)
+    tokenizer, lines = toy_tokenizer(), toy_corpus(12)
+    T5Model(T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "t.txt").write_text("\n".join(lines))
+    result = invoke("score", tmp_path / "t.txt", "--model", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    batch = tokenizer(lines, padding=True, return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad(): states = T5EncoderModel.from_pretrained(tmp_path).eval()(**batch, output_hidden_states=True).hidden_states
+    assert [r["isoscore"] for r in json.loads(result.stdout)] == pytest.approx([float(isoscore(h[batch["attention_mask"].bool()])) for h in states], abs=1e-6)
 
 
 @pytest.fixture(scope="module")

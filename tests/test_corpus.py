@@ -133,3 +133,18 @@ def test_texts_from_files(tmp_path):
     with pytest.raises(ValueError, match="limit"): load_texts(tmp_path / "a.txt", limit=0)
     (tmp_path / "d.txt").write_text("\n = x = \n")
     with pytest.raises(ValueError, match="holds no text"): load_texts(tmp_path / "d.txt")
+
+
+def test_lines_end_at_line_feeds_alone_and_marks_are_no_text(tmp_path):
+    (tmp_path / "a.TXT").write_bytes("\ufeffone\r\ntwo\u2028two\x85two\x0ctwo\nthr\u00e9e".encode())
+    assert load_texts(tmp_path / "a.TXT") == ["one", "two\u2028two\x85two\x0ctwo", "thr\u00e9e"]
+    for name in ("b.md", "b"):
+        (tmp_path / name).write_text("one\n")
+        with pytest.raises(ValueError, match=r"source: .* of unknown kind; known are \.txt, \.parquet, \.json, \.jsonl, \.csv"): load_texts(tmp_path / name)
+
+
+@pytest.mark.parametrize("wrong, message", [(dict(batch_size=2.5), "batch_size: 2.5"), (dict(batch_size=True), "batch_size: True"), (dict(max_length=16.0), "max_length: 16.0"),
+                                            (dict(seed=-1), "seed: -1"), (dict(seed=0.5), "seed: 0.5")])
+def test_bad_sizes_and_seeds_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message): TextBatches(TEXTS, tokenizer(), **wrong)
+    assert len(TextBatches(TEXTS, tokenizer(), batch_size=np.int64(30), seed=np.int64(2))) == 2

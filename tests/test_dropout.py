@@ -923,3 +923,47 @@ def test_rates_over_time_in_the_trainer(tmp_path):
     assert {s.p for s in dropout_sites(model)} == {0.1} and not hasattr(model.config, "dropout_schedule")
     for wrong, message in (({"nowhere": 0.5}, "nowhere"), ({"embeddings": 1.0}, "embeddings")):
         with pytest.raises(ValueError, match=message): train(lambda progress: wrong)
+
+
+def test_rates_come_back_after_an_interruption(tmp_path):
+    config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4, hidden_dropout_prob=0.1)
+    model = transformers.ViTForImageClassification(config)
+    rows = [{"pixel_values": torch.randn(3, 8, 8), "labels": i % 2} for i in range(16)]
+    own = [s.p for s in dropout_sites(model, batch={"pixel_values": torch.zeros(1, 3, 8, 8)})]
+    schedule = DropoutSchedule(lambda progress: {"embeddings.dropout": 0.5 * (1 - progress)}, batch={"pixel_values": torch.zeros(1, 3, 8, 8)})
+
+    class Stop(transformers.TrainerCallback):
+        times = 0
+        def on_step_end(self, args, state, control, **kwargs):
+            self.times += 1
+            if self.times == 1: raise KeyboardInterrupt
+
+    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=2, per_device_train_batch_size=8, report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no")
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[schedule, Stop()])
+    with pytest.raises(KeyboardInterrupt): trainer.train()
+    trainer.train()
+    assert [s.p for s in dropout_sites(model, batch={"pixel_values": torch.zeros(1, 3, 8, 8)})] == own and not hasattr(model.config, "dropout_schedule")
+
+
+@pytest.mark.parametrize("how", ["mixout", "gaussian"])
+def test_a_compiled_model_that_has_run_gets_the_regulariser(how):
+    rate = 0.0 if how == "mixout" else 0.3
+    model = make("bert", hidden_dropout_prob=rate, attention_probs_dropout_prob=rate).train()
+    start = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
+    compiled, inputs = torch.compile(model, backend="eager"), {k: v for k, v in batch().items() if k != "labels"}
+    with torch.no_grad():
+        before = compiled(**inputs).logits
+        assert torch.equal(before, compiled(**inputs).logits) == (rate == 0)
+        done = mixout(compiled, 0.5, pretrained=start) if how == "mixout" else gaussian_dropout(compiled, released=True)
+        if how == "gaussian": compiled.eval()  # its noise stays at evaluation
+        assert not torch.equal(compiled(**inputs).logits, compiled(**inputs).logits)
+        done.undo()
+        assert torch.equal(compiled(**inputs).logits, compiled(**inputs).logits)
+        if how == "mixout": torch.testing.assert_close(compiled(**inputs).logits, before)
+
+
+def test_a_shuffle_that_cannot_be_repeated_is_refused():
+    rates = {"a": 0.1, "b": 0.2, "c": 0.3}
+    for seed in (None, 1.5, True):
+        with pytest.raises(ValueError, match="seed: "): control_schedule("shuffled", rates, seed=seed)
+    assert control_schedule("shuffled", rates, seed=np.int64(3)) == control_schedule("shuffled", rates, seed=3)

@@ -11,8 +11,10 @@ from hypothesis import given, settings, strategies as st
 from transformers import (
     AlbertConfig, AlbertModel, BertConfig, BertModel, DistilBertConfig, DistilBertModel, GPT2Config, GPT2Model, RobertaConfig, RobertaModel)
 
-from isoreg.finetune import RECIPES, RunConfig, RunRecord, load_model, run, training_arguments, write_atomically
+from isoreg.files import _UMASK
+from isoreg.finetune import RECIPES, RunConfig, RunRecord, collect, load_model, model_card, run, training_arguments, unpack, write_atomically
 from isoreg.isoscore import isoscore, isoscore_star
+from isoreg.report import load
 from isoreg.tasks import load_task
 from isoreg.toy import toy_tokenizer
 
@@ -163,7 +165,7 @@ def test_record_holds_what_it_promises(records, tmp_path):
     assert values["data"]["train_rows"] == 320 and len(values["data"]["fingerprint"]) == 64
     assert {"task_loss", "istar", "isoscore", "step"} <= set(values["loss"][0])
     assert RunRecord.load(tmp_path).to_dict() == values
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~_UMASK
     assert [p.name for p in tmp_path.iterdir()] == ["record.json"]
 
 
@@ -184,6 +186,34 @@ def test_same_seed_same_run_and_shared_start(records):
 def test_other_kinds_of_task(task):
     record = run(RunConfig(task=task, **SMALL, correction="ustat", lam=0.5))
     assert record.config["zeta"] == 0 and set(record.metrics) == ({"accuracy"} if task == "toy-rte" else {"pearson", "spearman"})
+
+
+@pytest.mark.parametrize("task", ["toy-rte", "toy-stsb"])
+def test_a_diverged_run_has_no_number(task, tmp_path, monkeypatch):
+    "Of NaN the first class would be the largest, and half of the answers right."
+    def broken(config):
+        model, *rest = load_model(config)
+        with torch.no_grad(): model.classifier.bias.fill_(float("nan"))
+        return model, *rest
+    monkeypatch.setattr("isoreg.finetune.load_model", broken)
+    record = run(RunConfig(task=task, regularizer="none", max_train=16, max_eval=16, epochs=1), tmp_path / "progress.json")
+    strict = lambda path: json.loads(path.read_text(), parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
+    values = strict(record.save(tmp_path / "run"))
+    assert values["value"] is None and set(values["metrics"].values()) == {None} and not values["collapsed"] and values["epochs"][-1]["classes"] == 0
+    assert any("diverged" in w for w in values["warnings"]) and len(unpack(values["predictions"])) == 16 and "undefined" in model_card(record)
+    assert strict(tmp_path / "progress.json")["stage"] == "done"
+    (row,) = load(tmp_path / "run").to_dict("records")
+    assert (row["status"], row["error"]) == ("failed", "the metric is no finite number")
+
+
+def test_collecting_passes_over_blank_lines_and_wants_a_folder(tmp_path):
+    lines = tmp_path / "all.jsonl"
+    lines.write_text('{"key": "x"}\n\n{"key": "y"}\n')
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "record.json").write_text('{"key": "z", "sta')
+    with pytest.warns(UserWarning, match="left out: .*record.json"): assert [r["key"] for r in collect(tmp_path / "runs", lines)] == ["x", "y"]
+    with pytest.raises(ValueError, match="folder: no folder .*nowhere"): collect(tmp_path / "nowhere", tmp_path / "other.jsonl")
+    assert not (tmp_path / "other.jsonl").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do fp16")

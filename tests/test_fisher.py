@@ -440,3 +440,8 @@ def test_memory_stays_below_twice_a_training_step(tmp_path):
         return int(done.stdout)
     plain = extra("plain")
     assert extra("tensor") < 1.5 * plain and extra("diagonal") < 2 * plain
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+def test_checkpoints_need_a_whole_number_of_batches(every):
+    with pytest.raises(ValueError, match=f"every: {every}"): empirical_fisher(model_of("bert"), [batch_of("mlm")], every=every)

@@ -361,6 +361,16 @@ def test_thresholds_are_positive_numbers(more):
     with pytest.raises(ValueError, match="sigmas, ratio: "): outlier_dimensions(np.eye(4), **more)
 
 
+def test_data_frames_and_numpy_integers():
+    x = cloud(40, 6)
+    frame = pd.DataFrame(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for f in SCALARS: assert f(frame) == pytest.approx(f(x), rel=1e-9)
+    assert average_cosine(frame, pd.Series([1] * 30 + [0] * 10)) == pytest.approx(average_cosine(x[:30]), rel=1e-9)
+    assert torch.equal(nearest_two(x, chunk=np.int64(7)), nearest_two(x, chunk=7)) and outlier_dimensions(x, k=np.int64(2)).largest == outlier_dimensions(x, k=2).largest
+
+
 def test_what_has_no_value_says_so():
     same, zero = np.full((6, 3), 0.1), np.zeros((6, 3))
     for f in (variance_explained, effective_rank): pytest.raises(ValueError, f, same).match("zero variance")

@@ -3,6 +3,7 @@ import math
 import warnings
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -339,6 +340,14 @@ x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0,
     (lambda: gaussian_stderr(torch.eye(3).expand(2, 3, 3), 9), ["cov", "(2, 3, 3)"]),
     (lambda: gaussian_stderr(np.eye(3, 4), 9), ["cov", "(3, 4)"]),
     (lambda: gaussian_stderr(torch.eye(3) * float("nan"), 9), ["cov", "NaN"]),
+    (lambda: isoscore(torch.eye(5), correction="gaussian"), ["points", "as even as so few rows"]),
+    (lambda: isoscore(torch.eye(64), correction="ustat"), ["points", "as even as so few rows"]),
+    (lambda: isoscore(torch.eye(5).double(), correction="ustat"), ["points", "as even as so few rows"]),
+    (lambda: isoscore_with_error(torch.eye(5)), ["points", "as even as so few rows"]),
+    (lambda: isoscore(torch.stack([torch.randn(5, 5), torch.eye(5)]) / 3, correction="gaussian"), ["points", "as even as so few rows"]),
+    (lambda: seen(torch.eye(16), correction="gaussian").compute(), ["points", "as even as so few rows"]),
+    (lambda: seen(torch.eye(16), correction="ustat").compute(), ["points", "as even as so few rows"]),
+    (lambda: isoscore_with_error(torch.randn(8, 4, 3), unit="sequence", groups=2.5), ["groups", "2.5"]),
     (lambda: IsoScore(1), ["num_dims", "1"]),
     (lambda: IsoScore(3, zeta=0.5), ["zeta", "reference_cov"]),
     (lambda: IsoScore(3).update(torch.randn(4, 5)), ["points", "5", "num_dims=3"]),
@@ -433,6 +442,30 @@ def test_merging_forgets_the_cached_score():
         assert joined(seen(), second).compute() == second.compute()
 
 
+@pytest.mark.parametrize("scale", [1e-9, 1e-12, 1e-20, 1e9])
+def test_fourth_powers_that_float32_does_not_hold(scale):
+    x = torch.randn(200, 64) * torch.linspace(0.1, 1, 64) * torch.randn(200, 1).exp()
+    tiny = x * scale
+    for correction in (None, "gaussian", "ustat"):
+        metric = IsoScore(64, correction)
+        for part in tiny.split(70): metric.update(part)
+        want = float(isoscore(x.double(), correction=correction))
+        assert float(isoscore(tiny, correction=correction)) == pytest.approx(want, rel=1e-4) == float(metric.compute())
+        pair = torch.stack([x, tiny])  # each cloud by its own scale
+        assert isoscore(pair, torch.ones(200), correction).tolist() == pytest.approx([want, want], rel=1e-4)
+    for correction in ("gaussian", "ustat"):
+        assert isoscore_with_error(tiny, correction=correction).stderr == pytest.approx(isoscore_with_error(x, correction=correction).stderr, rel=1e-3)
+
+
+def test_data_frames_and_numpy_integers():
+    x = np.random.default_rng(0).normal(size=(40, 6))
+    frame = pd.DataFrame(x)
+    assert isoscore(frame, pd.Series([1] * 30 + [0] * 10)) == isoscore(x[:30]) and isoscore_from_cov(frame.cov()) == pytest.approx(isoscore(x))
+    metric = IsoScore(np.int64(6))
+    metric.update(torch.from_numpy(x))
+    assert float(metric.compute()) == pytest.approx(isoscore(x))
+
+
 def _metric_on_rank(rank, world):
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) + 20
     metric = IsoScore(6, correction="ustat")
@@ -441,11 +474,14 @@ def _metric_on_rank(rank, world):
     metric.reset()
     metric.update(x[rank * 25 : rank * 25 + 25])
     second = metric.compute()
+    gaussian = IsoScore(6, correction="gaussian")
+    gaussian.update(x[rank::world])
+    spread, left = gaussian.stderr(), int(gaussian.count)
     metric.reset()
     metric.update(x[:1].expand(30, 6))
     try: third = metric.compute()
     except ValueError as error: third = str(error)
-    return first, second, third
+    return first, second, third, spread, left
 
 
 def test_metric_over_ranks():
@@ -454,3 +490,4 @@ def test_metric_over_ranks():
     for scores in on_ranks(_metric_on_rank):
         for score in scores[:2]: torch.testing.assert_close(score, exact, rtol=1e-5, atol=0)
         assert "zero variance" in scores[2]
+        assert scores[3] == pytest.approx(isoscore_with_error(x.double(), correction="gaussian").stderr, rel=1e-5) and scores[4] == 25

@@ -1,12 +1,15 @@
 """The penalties against direct formulas, and inside the transformers Trainer against its traps."""
 import copy
+import inspect
+import random
 import tempfile
 import types
 
+import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from transformers import BertConfig, BertForSequenceClassification, BertModel, Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, BertModel, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments, default_data_collator
 
 from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, token_moments
@@ -45,6 +48,11 @@ def test_padding_and_embeddings_only_when_asked():
     torch.testing.assert_close(IStar(1, zeta=0, embeddings=True).score(states, mask), isoscore(torch.cat([h[mask.bool()] for h in states])))
     poisoned = tuple(h.masked_fill(mask[..., None] == 0, float("nan")) for h in states)
     torch.testing.assert_close(IStar(1, zeta=0)(poisoned, mask), IStar(1, zeta=0)(states, mask))
+    poisoned = tuple(h.detach().requires_grad_() for h in poisoned)
+    term = CosReg(1)(poisoned, mask)
+    term.backward()
+    torch.testing.assert_close(term.detach(), CosReg(1)(states, mask))
+    assert bool(torch.isfinite(poisoned[-1].grad).all()) and poisoned[-1].grad[mask == 0].abs().max() == 0
 
 
 @pytest.mark.parametrize("penalty", [IStar(-2, 0.2, torch.eye(8)), IStar(1, zeta=0, layers="mean"), IStar(3, correction="ustat"), IStar(1, correction="gaussian", layers=1)])
@@ -131,6 +139,29 @@ def test_reference_of_one_layer_counts_from_either_end():
     for layer, index in ((1, 0), (2, 1), (-1, 1), (-2, 0)): torch.testing.assert_close(reference_covariance(model, batches, layers=layer, progress=False), each[index])
 
 
+def thick(): return BertModel(BertConfig(**CONFIG | {"num_hidden_layers": 3}))
+
+
+def test_numpy_integers_are_layers():
+    states, mask = states_and_mask()
+    assert IStar(1, zeta=0, layers=np.int64(2))(states, mask) == IStar(1, zeta=0, layers=2)(states, mask)
+    assert CosReg(1, layer=np.int64(1))(states, mask) == CosReg(1, layer=1)(states, mask)
+    model, batches = model_and_batches()
+    want = reference_covariance(model, batches, layers=1, progress=False)
+    torch.testing.assert_close(reference_covariance(model, batches, layers=np.int64(1), progress=False), want)
+
+
+def test_all_inputs_reach_the_model_but_labels():
+    from transformers import ViTConfig, ViTForImageClassification
+    model, (batch, *_) = model_and_batches()
+    batch = batch | {"position_ids": torch.arange(batch["input_ids"].shape[1]).flip(0)[None], "labels": torch.zeros(len(batch["input_ids"]))}
+    with torch.no_grad(): states = model.eval()(**{k: v for k, v in batch.items() if k != "labels"}, output_hidden_states=True).hidden_states
+    rows = torch.cat([h[batch["attention_mask"].bool()] for h in states[1:]])
+    torch.testing.assert_close(reference_covariance(model, [batch], progress=False), torch.cov(rows.T))
+    sight = ViTForImageClassification(ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4))
+    assert measure_isotropy(sight, [{"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.zeros(3)}])["points"] == 3 * 5 * 2
+
+
 def test_embeddings_alone_are_a_cloud_when_asked_for():
     states, mask = states_and_mask()
     exact = isoscore(states[0][mask.bool()])
@@ -180,6 +211,8 @@ def unread(allowed=0):
     (lambda: token_moments(EmbeddingsAlone(4, 4), model_and_batches()[1]), ["model", "embeddings"]),
     (lambda: token_moments(model_and_batches()[0], iter([])), ["batches"]),
     (lambda: token_moments(model_and_batches()[0], [], max_points=1), ["max_points", "1"]),
+    (lambda: measure_isotropy(thick(), model_and_batches()[1], max_points=2), ["max_points", "2", "3 layers"]),
+    (lambda: reference_covariance(thick(), model_and_batches()[1], max_points=2, progress=False), ["max_points", "2", "3 layers"]),
 ])
 def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError) as error: call()
@@ -293,6 +326,50 @@ def test_reference_is_refreshed_at_each_epoch_and_detached():
     assert not penalty.reference_cov.requires_grad
 
 
+def test_a_reference_that_came_with_the_penalty_stays():
+    mine = torch.eye(16) * 3
+    penalty = IStar(-1, reference_cov=mine)
+    make_trainer(penalty, examples(32, 0), steps=-1, num_train_epochs=2).train()
+    assert torch.equal(penalty.reference_cov, mine)
+
+
+@pytest.mark.parametrize("every_epoch, step", [(True, 2), (True, 4), (False, 4)])
+def test_training_that_resumes_has_the_reference_that_it_had(every_epoch, step):
+    out, ends = tempfile.mkdtemp(), []
+    for checkpoint in (None, f"{out}/checkpoint-{step}"):
+        penalty = IStar(-1, zeta=0.5)
+        trainer = make_trainer(penalty, examples(32, 0), steps=-1, num_train_epochs=2, output_dir=out, save_strategy="steps", save_steps=2, learning_rate=0.1)
+        if not every_epoch:
+            trainer.pop_callback(ReferenceRefresh)
+            trainer.add_callback(ReferenceRefresh(penalty, every_epoch=False))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends.append((penalty.reference_cov, [p.detach().clone() for p in trainer.model.parameters()]))
+    assert torch.equal(ends[0][0], ends[1][0]) and all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1]))
+
+
+def test_measuring_leaves_all_random_states_as_they_were():
+    drawn = []
+    def collate(rows):
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        return default_data_collator(rows)
+    runs = []
+    for penalty in (None, IStar(0.0)):
+        random.seed(0); np.random.seed(0)
+        trainer = make_trainer(penalty, examples(16, 0), steps=2)
+        trainer.data_collator = collate
+        if penalty is not None: trainer.add_callback(IsotropyLog(InTurn(collate)))
+        drawn.clear()
+        trainer.train()
+        runs.append(list(drawn))
+    assert len(runs[1]) > 2 == len(runs[0]) and runs[1][-1] == runs[0][-1] and runs[0][0] in runs[1]
+
+
+class InTurn(list):
+    "Batches that are collated when they are read."
+    def __init__(self, collate): super().__init__([None]); self.collate = collate
+    def __iter__(self): yield {k: v for k, v in self.collate(examples(4, 3)).items() if k != "labels"}
+
+
 def test_parts_are_logged_and_add_up():
     trainer = make_trainer([IStar(-1), CosReg(0.5)], examples(32, 0), batch_size=4, accumulation=2, steps=3)
     trainer.train()
@@ -324,7 +401,7 @@ def _train_on_rank(rank, world, name):
     trainer._get_train_sampler = lambda *a: torch.utils.data.SequentialSampler(trainer.train_dataset)
     out = gradients(trainer)
     log = next(e for e in trainer.state.log_history if "loss" in e)
-    return out, {k: log[k] for k in ("loss", "isoscore", "cosine") if k in log}
+    return out, {k: log[k] for k in ("loss", "task_loss", "isoscore", "cosine") if k in log}
 
 
 @pytest.mark.parametrize("name", ["istar", "cosreg", "ustat", "none"])
@@ -359,6 +436,26 @@ def test_isotropy_log():
     trainer.train()
     assert [h["step"] for h in record.history] == [0, 2, 4] and len(record.history[0]["layers"]) == 2
     assert record.history[0]["union"] == pytest.approx(measure_isotropy(make_trainer(None, examples(2, 0)).model, held_out)["union"], rel=1e-5)
+
+
+def _isotropy_on_rank(rank, world):
+    batches = [{k: torch.stack([e[k] for e in ragged(4, seed)]) for k in ("input_ids", "attention_mask")} for seed in range(4)]
+    found = []
+    for sample in (batches, batches[:1]):  # shared out; too few to share out
+        for limit in (None, 40):
+            record = IsotropyLog(sample, limit)
+            trainer = make_trainer(None, examples(8, 0))
+            record._measure(trainer.args, trainer.state, trainer.model)
+            found.append([record.history[0]["points"], record.history[0]["union"]])
+    return found
+
+
+def test_isotropy_log_counts_a_sample_once_on_all_ranks():
+    one = _isotropy_on_rank(0, 1)
+    for (whole, limited, few, few_limited) in on_ranks(_isotropy_on_rank):
+        for ours, theirs in ((whole, one[0]), (few, one[2]), (few_limited, one[3])):
+            assert ours[0] == theirs[0] and ours[1] == pytest.approx(theirs[1], rel=1e-4)
+        assert limited[0] == 40
 
 
 # ---- groups by length
@@ -409,3 +506,48 @@ def test_groups_by_length_read_fewer_tokens_and_name_what_they_refuse():
     with torch.no_grad(): assert model(torch.ones(8, 12, dtype=torch.long), attention_mask=left).last_hidden_state.shape == (8, 12, 16)
     with pytest.raises(ValueError, match="output_attentions"): model(torch.ones(8, 12, dtype=torch.long), attention_mask=mask, output_attentions=True)
     with pytest.raises(ValueError, match="groups: 0"): split_by_length(model, 0)
+
+
+def grouped_bert():
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**CONFIG, num_labels=2)).eval()
+    mask = (torch.arange(12) < torch.randint(2, 13, (7, 1))).long()
+    return model, {"input_ids": torch.randint(3, 60, (7, 12)) * mask, "attention_mask": mask}
+
+
+def test_a_copy_of_a_model_in_groups_computes_with_its_own_weights():
+    model, batch = grouped_bert()
+    names = list(inspect.signature(model.bert.forward).parameters)
+    want = model(**batch).logits
+    split_by_length(model, 3)
+    assert list(inspect.signature(model.bert.forward).parameters) == names
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters(): p.zero_()
+    assert twin(**batch).logits.abs().max() == 0 and twin(**batch, output_hidden_states=True).hidden_states[-1].abs().max() == 0
+    torch.testing.assert_close(model(**batch).logits, want, rtol=1e-4, atol=1e-5)
+    read, plain = [], model.bert.embeddings.forward
+    model.bert.embeddings.forward = lambda input_ids=None, **kw: (read.append(len(input_ids)), plain(input_ids=input_ids, **kw))[1]
+    split_by_length(model, 2)  # in place of the three groups, not around them
+    torch.testing.assert_close(model(**batch).logits, want, rtol=1e-4, atol=1e-5)
+    assert sorted(read) == [3, 4]
+
+
+def test_groups_by_length_cut_what_else_belongs_to_the_batch():
+    model, batch = grouped_bert()
+    for ids in (torch.arange(12)[None].flip(1), torch.stack([torch.randperm(12) for _ in range(7)])):
+        want = model(**batch, position_ids=ids).logits
+        torch.testing.assert_close(split_by_length(copy.deepcopy(model), 3)(**batch, position_ids=ids).logits, want, rtol=1e-4, atol=1e-5)
+    for width in (5, 12):  # as long as the batch, or not
+        torch.manual_seed(0)
+        decoder = BertModel(BertConfig(**CONFIG, is_decoder=True, add_cross_attention=True)).eval()
+        states = dict(encoder_hidden_states=torch.randn(7, width, 16), encoder_attention_mask=(torch.arange(width) < torch.randint(1, width + 1, (7, 1))).long())
+        want = decoder(**batch, **states, use_cache=False).last_hidden_state
+        got = split_by_length(decoder, 3)(**batch, **states, use_cache=False).last_hidden_state
+        torch.testing.assert_close(got[batch["attention_mask"].bool()], want[batch["attention_mask"].bool()], rtol=1e-4, atol=1e-5)
+
+
+def test_groups_by_length_refuse_an_encoder_with_a_decoder():
+    five = T5ForConditionalGeneration(T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0))
+    with pytest.raises(ValueError, match="model: a T5"): split_by_length(five, 2)
+    with pytest.raises(ValueError, match="groups: 2.5"): split_by_length(grouped_bert()[0], 2.5)

@@ -1,18 +1,22 @@
 """Measurements: settings checked first, nothing computed twice, records that say what they are."""
 import ast
 import json
+import shutil
 from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 from papermill import inspect_notebook
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import isoreg.measure as measure
+from isoreg.finetune import scores_source
 from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
 from isoreg.landscape import direction, subset
-from isoreg.measure import FisherConfig, LandscapeConfig, as_surface, collect_measurements, load_corpus, load_language_model, measure_fisher, measure_landscape
+from isoreg.measure import (
+    FisherConfig, LandscapeConfig, as_surface, collect_measurements, load_corpus, load_language_model, measure_fisher, measure_landscape, measurement_schema)
 from isoreg.notebook import run_notebook_path
 from isoreg.toy import toy_model_path
 
@@ -95,6 +99,41 @@ def test_estimates_of_another_kind_are_refused(tmp_path, fisher_run):
     with pytest.raises(ValueError, match="fisher: .*other weights"): measure_landscape(LandscapeConfig(**LINE, subset="top", fisher=str(tmp_path / "other")), tmp_path / "x")
     empirical_fisher(*load_language_model(FisherConfig())[:1], [next(iter(load_corpus(FisherConfig(**TINY), AutoTokenizer.from_pretrained(toy_model_path()), "mlm")))]).save(tmp_path / "t")
     with pytest.raises(ValueError, match="needs level='diagonal'"): measure_landscape(LandscapeConfig(**LINE, subset="top", by="scalar", fisher=str(tmp_path / "t")), tmp_path / "x")
+
+
+def test_a_changed_estimate_makes_another_landscape(tmp_path, fisher_run):
+    shutil.copytree(fisher_run[0] / "a" / "full", tmp_path / "f")
+    config = LandscapeConfig(limit=4, shape="line", points=3, subset="top", share=0.3, fisher=str(tmp_path / "f"), one_d="scale", hessian=False)
+    first, path = measure_landscape(config, tmp_path / "run"), tmp_path / "run" / "record.json"
+    assert first["fisher_sha256"] == scores_source(config.fisher)["sha256"] and measure_landscape(config, tmp_path / "run") == first
+    Draft202012Validator(measurement_schema("landscape")).validate(first)
+    estimate = FisherEstimate.load(tmp_path / "f")
+    estimate.sums = {n: 1 / (s + 1e-30) for n, s in estimate.sums.items()}
+    estimate.save(tmp_path / "f")
+    path.write_text(json.dumps({k: v for k, v in first.items() if k != "fisher_sha256"}))
+    assert measure_landscape(config, tmp_path / "run")["losses"] == first["losses"]  # an older record does not say what it was made from
+    Draft202012Validator(measurement_schema("landscape")).validate(json.loads(path.read_text()))
+    path.write_text(json.dumps(first))
+    second = measure_landscape(config, tmp_path / "run")
+    assert second["moved"] != first["moved"] and second["losses"] == measure_landscape(config, tmp_path / "fresh")["losses"] != first["losses"]
+
+
+@pytest.mark.parametrize("model, loss, own", [("toy-gpt2", "mlm", "clm"), ("toy-t5", "clm", "seq2seq")])
+def test_a_loss_that_the_toy_model_is_not_of_is_refused(model, loss, own):
+    with pytest.raises(ValueError, match=f"loss: {model} was made for '{own}', not for '{loss}'"): FisherConfig(model=model, loss=loss)
+    assert FisherConfig(model=model, loss=own).loss == own
+
+
+def test_collecting_goes_on_after_broken_records(tmp_path, fisher_run):
+    for name, text in (("a", '{"key": "x", "kind": "fis'), ("b", "[1, 2]"), ("c", '{"kind": "fisher"}'), ("d", (fisher_run[0] / "a" / "record.json").read_text())):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "record.json").write_text(text)
+    (tmp_path / "all.jsonl").write_text('{"key": "x"}\n\n{"key": "y"}\n')
+    with pytest.warns(UserWarning) as caught: records = collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl")
+    assert [r["key"] for r in records] == [FisherConfig(**TINY).key, "x", "y"]
+    for name in "abc": assert any("left out" in str(w.message) and f"{name}/record.json" in str(w.message) for w in caught)
+    with pytest.raises(ValueError, match="folder: no folder"): collect_measurements(tmp_path / "nowhere", tmp_path / "other.jsonl")
+    assert not (tmp_path / "other.jsonl").exists()
 
 
 def test_collecting(tmp_path, fisher_run):

@@ -75,6 +75,22 @@ def test_short_products_are_not_used_where_the_user_allows_them():
     finally: torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.mkldnn.matmul, "fp32_precision"), reason="this PyTorch has the older switch alone")
+def test_the_newer_switches_of_precision_are_used_and_put_back():
+    code = """
+import torch
+from isoreg.moments import full_precision, moments
+torch.backends.fp32_precision = "tf32"
+read = lambda: (torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
+with full_precision(torch.zeros(1)): assert read() == ("tf32", "ieee", "ieee"), read()
+moments(torch.randn(20, 4))
+assert read() == ("tf32",) * 3, read()
+torch.backends.fp32_precision = "ieee"  # and the general setting still reaches the products
+assert read() == ("ieee",) * 3, read()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("offset", [0, 100, 1000])
 def test_mean_that_dwarfs_the_spread(offset):
     x = torch.randn(30_000, 256) + offset

@@ -23,6 +23,7 @@ from isoreg.notebook import execute, run_notebook_path
 from isoreg.pretrain import (
     LikelihoodTrainer, PretrainConfig, corpus_texts, freeze_encoder, heldout_loss, last_checkpoint, log_frequencies, pretrain, toy_batches,
     toy_language_model, training_arguments, unigram_loss, with_mlm_head)
+from isoreg.sweep import Block, Grid, expand
 from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
@@ -95,6 +96,35 @@ def test_trainer_loss_is_the_models_own(text, tmp_path):
         batch = next(iter(corpus))
         labels = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100) if corpus.loss == "clm" else batch["labels"]   # the padding is not text
         torch.testing.assert_close(trainer.compute_loss(model, batch), model(**(batch | {"labels": labels})).loss)
+
+
+def test_accumulated_steps_have_the_loss_and_gradient_of_one_batch(text, tmp_path):
+    logged = []
+    for size, accumulation in ((32, 1), (8, 4)):
+        model = BertForMaskedLM(BertConfig(**BASE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        model.load_state_dict({n: torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.1 for n, p in model.state_dict().items()})
+        arguments = training_arguments(tmp_path, 2, 1e-6, size, start=False)
+        arguments.gradient_accumulation_steps, arguments.max_grad_norm = accumulation, 1e9
+        trainer = LikelihoodTrainer(model, arguments, *text)
+        trainer.train()
+        logged.append([(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e])
+    assert len(logged[0]) == len(logged[1]) == 2
+    np.testing.assert_allclose(logged[1], logged[0], rtol=0.2)  # means over the tokens of a micro-batch, not of the step
+
+
+def test_evaluation_of_other_texts(text, tmp_path):
+    other = TextBatches(toy_corpus(9, seed=9), toy_tokenizer())
+    trainer = LikelihoodTrainer(BertForMaskedLM(BertConfig(**BASE)), training_arguments(tmp_path, 1, 1e-3, 8), *text)
+    found, own = trainer.evaluate(other), trainer.evaluate()
+    assert found["eval_tokens"] == sum(int((b["labels"] >= 0).sum()) for b in other) and own["eval_loss"] == heldout_loss(trainer.model, text[1])["loss"] != found["eval_loss"]
+
+
+def test_a_configuration_with_its_own_heldout_text_comes_back():
+    config = PretrainConfig(heldout="toy", steps=2)
+    assert PretrainConfig.from_dict(config.to_dict()) == config and config.heldout_share == 0
+    run, = expand(Grid("g", (Block("g", "mlm_head", {"heldout": "toy", "steps": 2}),))).runs
+    assert PretrainConfig.from_dict(run.parameters) == config and run.key == config.key
+    with pytest.raises(ValueError, match="heldout_share: 0.0"): PretrainConfig(heldout_share=0.0)
 
 
 @pytest.mark.parametrize("kind", ENCODERS)

@@ -144,6 +144,23 @@ def test_sentence_vectors_equal_one_text_at_a_time():
     torch.testing.assert_close(got["mean_activation"], torch.cat([s[-1][0] for s in alone]).mean(0), atol=1e-5, rtol=1e-4)
 
 
+def test_first_token_is_found_behind_padding_on_the_left():
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32))
+    ids, lengths = torch.randint(1, 50, (4, 9)), torch.tensor([9, 4, 1, 6])
+    right, position = (torch.arange(9) < lengths[:, None]).long(), torch.arange(9).expand(4, 9)
+    turn = (position - (9 - lengths[:, None])) % 9  # the same tokens at the end of the row
+    got = [sentence_vectors(model, [batch]) for batch in (
+        {"input_ids": ids, "attention_mask": right, "position_ids": position},
+        {"input_ids": ids.gather(1, turn), "attention_mask": right.gather(1, turn), "position_ids": turn})]
+    for what in ("cls", "mean", "mean_activation"): torch.testing.assert_close(got[1][what], got[0][what], atol=1e-5, rtol=1e-4)
+
+
+def test_card_of_data_at_the_root_keeps_its_slashes(done):
+    card = model_card(_as_if(done[0], "folder", task="cola", data_dir="/", recipe="quick"))
+    assert "https://github.com/isoreg/isoreg" in card and "--data-dir /" in card
+
+
 def test_dimension_of_each_hidden_state_is_kept(done):
     record, _ = done
     found = record.geometry["after"]

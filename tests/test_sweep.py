@@ -532,6 +532,10 @@ def test_gpus_are_found_without_touching_them(tmp_path, monkeypatch):
     assert find_gpus() == {"1": 1_000}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa,1")
     assert find_gpus() == {"GPU-aa": 79_000, "1": 1_000}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,MIG-5c,7")
+    assert find_gpus() == {"GPU-b": 1_000, "MIG-5c": 0}
+    gpus = Gpus(find_gpus())
+    assert gpus.place(0, 5_000) in ("GPU-b", "MIG-5c") and gpus.place(1, 5_000) and gpus.place(2, 5_000) is None  # a part of unknown size takes one
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert find_gpus() == {}
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
@@ -625,6 +629,27 @@ for t, s in [("toy-cola", 0), ("toy-cola", 1), ("toy-cola", 0), ("toy-stsb", 0),
     with torch.no_grad(): [p.add_(1) for p in model.parameters()]  # training must not reach what is kept
 a = finetune.load_task("toy-cola", seed=0); assert a is finetune.load_task("toy-cola", seed=1)
 b = finetune.load_task("toy-cola", seed=0, max_train=50); assert b is not finetune.load_task("toy-cola", seed=1, max_train=50)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_a_warm_kernel_keeps_the_notes_on_the_padding_token(tmp_path):
+    code = f"""
+from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
+from isoreg import finetune
+from isoreg.sweep import keep_warm
+from isoreg.toy import toy_tokenizer
+t = toy_tokenizer()
+GPT2ForSequenceClassification(GPT2Config(vocab_size=len(t), n_embd=32, n_layer=1, n_head=2, n_positions=64)).save_pretrained({str(tmp_path)!r})
+PreTrainedTokenizerFast(tokenizer_object=t._tokenizer, model_max_length=64, unk_token="[UNK]", eos_token="[SEP]").save_pretrained({str(tmp_path)!r})
+keep_warm()
+config = finetune.RunConfig(model={str(tmp_path)!r}, recipe="toy")
+(_, one, first), (_, two, second) = finetune.load_model(config), finetune.load_model(config)
+assert first == second and "padding token set to [SEP]" in first and one is not two, (first, second)
+rows = finetune.load_task("toy-cola", max_eval=8)
+a, b = (finetune.encode(rows.evaluation, rows.task, t, 64) for t in (one, two))
+assert a is b and finetune.encode.hits == 1
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -132,6 +132,7 @@ def test_split_rows_partition(n, m, seed):
         assert sorted([*a, *b]) == list(range(n + m))
         assert len(b) == (m if protocol == "official" else math.ceil((n + m) / 5))
     assert list(split_rows(n, m, "joined", seed)[0]) == list(split_rows(n, m, "joined", seed)[0])
+    with pytest.raises(ValueError, match="protocol: 'jointed' .* official, joined"): split_rows(n, m, "jointed", seed)
 
 
 @pytest.mark.parametrize("sizes, held", [((2490, 277), 554), ((635, 71), 142)])
