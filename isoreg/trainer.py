@@ -204,7 +204,7 @@ class IsotropyLog(TrainerCallback):
     def on_evaluate(self, args, state, control, model=None, **kwargs):
         if not self.history or self.history[-1]["step"] != state.global_step: self._measure(args, state, model)
 
-# %% ../nbs/03a_trainer.ipynb #aaa47644
+# %% ../nbs/03a_trainer.ipynb #18584363
 def split_by_length(
     model: nn.Module,  # a transformers model; its encoder's forward is replaced, its weights are not touched
     groups: int = 4,  # groups a batch is read in
@@ -245,13 +245,13 @@ class _Grouped:
         ends = (attention_mask.bool() * torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)).amax(1)
         order, outputs = ends.argsort(), []
         for rows in order.tensor_split(min(self.groups, len(order))):
-            part = functools.partial(_part, shape=input_ids.shape, rows=rows, length=max(1, int(ends[rows].max())))
+            part = functools.partial(_of_group, shape=input_ids.shape, rows=rows, length=max(1, int(ends[rows].max())))
             inputs = {"input_ids": input_ids, "attention_mask": attention_mask} | kwargs
             outputs.append(self.whole(**{k: part(k, v) for k, v in inputs.items()}))
         return type(outputs[0])(**_join(outputs, order.argsort(), input_ids.shape[1]))
 
-# %% ../nbs/03a_trainer.ipynb #dc2fe67f
-def _part(name: str, v, shape: torch.Size, rows: Tensor, length: int):
+# %% ../nbs/03a_trainer.ipynb #33f9b9ba
+def _of_group(name: str, v, shape: torch.Size, rows: Tensor, length: int):
     "What a group sees of an input, in a batch of this shape: its rows, cut to its length."
     if not torch.is_tensor(v) or v.dim() == 0 or name == "head_mask": return v
     if v.shape[:2] == shape and not name.startswith("encoder_"): return v[rows, :length]
