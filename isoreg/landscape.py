@@ -277,7 +277,7 @@ class displaced:
         with displaced(model, d1, d2) as place:
             place(0.3, -0.1)        # weights + 0.3 d1 - 0.1 d2
 
-    Restores after errors and KeyboardInterrupt too, buffers included. Raises `ValueError` for directions that do not fit, are zero or not finite,
+    Restores after errors and KeyboardInterrupt too, buffers and gradient mode included. Raises `ValueError` for directions that do not fit, are zero or not finite,
     and `RuntimeError` on leaving if the code inside replaced a moved parameter or changed another one."""
 
     def __init__(
@@ -295,6 +295,7 @@ class displaced:
     def __enter__(self):
         self.before = _Snapshot(self.model, self.moved)
         self.row_at, self.row, self.buffer, self.stopped = None, {}, {}, False
+        self.gradients = torch.is_grad_enabled()   # an interrupt that strikes inside torch.no_grad can leave them off
         if _interruptible(): signal.signal(signal.SIGINT, self._interrupted)
         return self
 
@@ -322,7 +323,9 @@ class displaced:
     def __exit__(self, kind, error, trace):
         try: self.before.restore()
         except BaseException: self.before.restore(); raise
-        finally: _hand_back(self._interrupted)
+        finally:
+            _hand_back(self._interrupted)
+            torch.set_grad_enabled(self.gradients)
         wrong, self.before, self.row, self.buffer = self.before.differs() if kind is None else [], None, {}, {}
         if wrong: raise RuntimeError(f"loss: replaced or changed {wrong[0]} ({len(wrong)} in all) inside the walk; evaluate the model without changing it")
         if self.stopped and kind is None: raise KeyboardInterrupt

@@ -293,24 +293,35 @@ def test_restored_when_the_keyboard_interrupts_anywhere():
     try:
         for _ in range(40):
             delays = rng.uniform(0.001, 0.05), rng.uniform(0, 0.002)
-            go = threading.Event()
 
             def press():
-                go.wait()
                 for delay in delays: time.sleep(delay); os.kill(os.getpid(), signal.SIGINT)
 
-            thread, hits = threading.Thread(target=press), 0
-            thread.start()
-            while hits < 2:
+            thread, interrupted = threading.Thread(target=press), False
+            try:
                 try:
-                    if not hits: go.set(); loss_surface(model, batches, d1, d2, grid(1, 101), loss=loss)
-                    while thread.is_alive(): pass
-                    time.sleep(0.002)
-                    break
-                except KeyboardInterrupt: hits += 1
+                    thread.start()
+                    loss_surface(model, batches, d1, d2, grid(1, 101), loss=loss)     # takes longer than both delays
+                finally: thread.join(); time.sleep(0.002)                            # the second strikes here at the latest
+            except KeyboardInterrupt: interrupted = True
             thread.join()
-            assert hits and untouched(model, before) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally: signal.signal(signal.SIGINT, handler)
+            assert interrupted and untouched(model, before)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally: signal.signal(signal.SIGINT, handler); torch.set_grad_enabled(True)      # one that strikes before or after the walk is torch's affair
+
+
+def test_gradients_are_on_again_when_the_interrupt_strikes_inside_no_grad():
+    "Between the switch of torch.no_grad and its block nothing switches back; the next training would fail."
+    model, switch_back = tiny_bert(), torch.no_grad.__exit__
+
+    def loss(model, batch):
+        torch.no_grad.__exit__ = lambda self, *error: None
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt): loss_line(model, mlm_batches(1), direction(model, 0), [0.0, 1.0], loss=loss)
+        assert torch.is_grad_enabled()
+    finally: torch.no_grad.__exit__ = switch_back; torch.set_grad_enabled(True)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
