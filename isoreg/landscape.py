@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 
 from .corpus import LOSSES, TextBatches, check_loss, sample_losses
 from .files import write_atomically
-from .istar import eval_mode
+from .istar import eval_mode, same_draws
 
 # %% ../nbs/05_landscape.ipynb #f568ab4e
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -400,13 +400,11 @@ def _seeded(batches: Iterable, start: int = 0) -> Iterator:
 
 
 @contextmanager
-def _same_draws(generators: list[tuple[torch.Generator, Tensor]], device: torch.device):
+def _from_the_start(generators: list[tuple[torch.Generator, Tensor]], device: torch.device):
     "A pass may set the random generators as it likes: the caller's states come back. The data source's own generators start anew."
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with same_draws(device):
         for g, state in generators: g.set_state(state)
-        try: yield
-        finally: random.setstate(states[0]); np.random.set_state(states[1])
+        yield
 
 # %% ../nbs/05_landscape.ipynb #9a435039
 CACHE_BYTES = 2**30   # of batches kept on the model's device during a walk; what does not fit is read anew at every point
@@ -491,7 +489,7 @@ class _Passes(_Kept):
         found = {id(g): g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)}
         self.generators = [(g, g.get_state()) for g in found.values()]
         self.kept, self.room = [], room
-        with _same_draws(self.generators, self.device):
+        with _from_the_start(self.generators, self.device):
             read = [(_Mark(b), _fingerprint(b)) for b in _seeded(batches)]
         self.marks, self.hashes = [m for m, _ in read], [h for _, h in read]
         if not self.hashes: raise ValueError("batches: no batch came; pass batches that can be read")
@@ -507,7 +505,7 @@ class _Passes(_Kept):
     def open(self):
         "One pass: eval mode, fixed random states, the chosen precision."
         half = torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
-        with eval_mode(self.model), _same_draws(self.generators, self.device), half: yield self
+        with eval_mode(self.model), _from_the_start(self.generators, self.device), half: yield self
 
     def mean(self) -> float:
         "Mean loss over all samples; NaN and infinity are passed on."

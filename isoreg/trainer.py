@@ -5,16 +5,13 @@ __all__ = ['honours_num_items', 'PenaltyMixin', 'PenaltyTrainer', 'ReferenceRefr
            'split_by_length']
 
 # %% ../nbs/03a_trainer.ipynb #9f25545c
-import contextlib
 import functools
 import inspect
 import numbers
-import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -23,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
 from .files import write_atomically
-from .istar import eval_mode, measure_isotropy, reference_covariance
+from .istar import eval_mode, measure_isotropy, reference_covariance, same_draws
 from .moments import world_size
 
 # %% ../nbs/03a_trainer.ipynb #20fd9225
@@ -145,22 +142,13 @@ class ReferenceRefresh(TrainerCallback):
         if resumed and (not self.every_epoch or (state.epoch or 0) % 1) and self._file(args, state).exists():
             return self.penalty.set_reference(safetensors.torch.load_file(self._file(args, state))["reference_cov"].to(args.device))
         seed = (args.seed if self.seed is None else self.seed) * 1009 + int(state.epoch or 0)
-        with _same_draws(args.device), _autocast(args):
+        with same_draws(args.device), _autocast(args):
             reference = reference_covariance(
                 model, own_batches(train_dataloader, args.per_device_train_batch_size, seed), self.max_points, self.penalty.layers,
                 padding=self.penalty.padding, embeddings=self.penalty.embeddings, progress=not args.disable_tqdm if self.progress is None else self.progress)
         self.penalty.set_reference(reference.to(args.device))
 
 # %% ../nbs/03a_trainer.ipynb #c1567c02
-@contextlib.contextmanager
-def _same_draws(device: torch.device):
-    "The caller's random states come back, those of Python and NumPy too: a collate function may draw from any."
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
-        try: yield
-        finally: random.setstate(states[0]); np.random.set_state(states[1])
-
-
 def _autocast(args):
     "The autocast that training runs under."
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
@@ -195,7 +183,7 @@ class IsotropyLog(TrainerCallback):
         shared = world == 1 or (isinstance(batches, Sequence) and len(batches) >= world)
         if world > 1 and shared: batches = batches[torch.distributed.get_rank()::world]
         if not shared and limit is not None: limit *= world  # too few to share out: all ranks read them all
-        with _same_draws(args.device): score = measure_isotropy(model, batches, limit)
+        with same_draws(args.device): score = measure_isotropy(model, batches, limit)
         if not shared: score["points"] //= world
         self.history.append({"epoch": float(state.epoch or 0), "step": state.global_step, **score})
 
