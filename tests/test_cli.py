@@ -3,6 +3,7 @@ import dataclasses
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ import papermill
 import pytest
 import torch
 from nbclient.exceptions import DeadKernelError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_log
 from typer.testing import CliRunner
 
 from isoreg.cli import _finished, _lines, app, read_points, run_command, score_model, score_points, spectrum
@@ -265,8 +267,10 @@ def test_spectrum_against_the_singular_values():
 def test_score_of_a_model_on_text(tmp_path):
     from isoreg.toy import toy_corpus
     (tmp_path / "text.txt").write_text("\n".join(toy_corpus(60)))
+    verbosity = transformers_log.get_verbosity()
     result = invoke("score", tmp_path / "text.txt", "--model", "toy-bert", "--json")
     rows = json.loads(result.stdout)
+    assert result.stderr == "" and transformers_log.get_verbosity() == verbosity
     assert result.exit_code == 0 and len(rows) > 2 and all(0 < r["isoscore"] < 1 and r["standard_error"] > 0 and sum(r["spectrum"]["share"]) < 1 for r in rows)
     (tmp_path / "empty.txt").write_text("\n")
     assert invoke("score", tmp_path / "empty.txt", "--model", "toy-bert").exit_code == 2
@@ -285,6 +289,18 @@ def test_score_of_an_encoder_decoder_model_is_its_encoders(tmp_path):
     batch = tokenizer(lines, padding=True, return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad(): states = T5EncoderModel.from_pretrained(tmp_path).eval()(**batch, output_hidden_states=True).hidden_states
     assert [r["isoscore"] for r in json.loads(result.stdout)] == pytest.approx([float(isoscore(h[batch["attention_mask"].bool()])) for h in states], abs=1e-6)
+
+
+def test_score_refuses_a_checkpoint_that_lacks_a_layer(tmp_path, texts):
+    shutil.copytree(toy_model_path(), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    kept = {k: v.clone() for k, v in weights.items() if ".layer.1." not in k}
+    assert len(kept) < len(weights)
+    save_file(kept, file, metadata={"format": "pt"})
+    (tmp_path / "t.txt").write_text("\n".join(texts[:8]))
+    result = invoke("score", tmp_path / "t.txt", "--model", tmp_path / "model")
+    assert result.exit_code == 2 and "lacks weights" in result.stderr and "layer.1." in result.stderr
 
 
 @pytest.fixture(scope="module")
