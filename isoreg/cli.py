@@ -120,6 +120,7 @@ def _finished(folder: Path, config, RunRecord):
 # %% ../nbs/11_cli.ipynb #1b55a03e
 def _execute(config, folder: Path, out: Path, save_model: bool):
     from filelock import Timeout
+    from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     from isoreg.notebook import execute
@@ -137,28 +138,36 @@ def _execute(config, folder: Path, out: Path, save_model: bool):
         parameters = {k: v for k, v in config.to_dict().items() if v is not None} | {"out": str(out), "save_model": save_model}
         try:
             with Folder(out).lock(config.key):
+                progress_file.unlink(missing_ok=True)  # of an earlier try, as failed.json below
                 try: execute("finetune", notebook, parameters, progress_file, tell)
-                except (PapermillExecutionError, RuntimeError) as error:
-                    if isinstance(error, RuntimeError) and type(error).__name__ != "DeadKernelError": raise
-                    failure = _note_failure(Folder(out), config, error, notebook)
+                except (PapermillExecutionError, DeadKernelError) as error:
+                    failure, code = _note_failure(Folder(out), config, error, notebook), _exit_code(error, progress_file)
                 else: failure = None
-            if failure is None: (folder / "failed.json").unlink(missing_ok=True)  # of an earlier try
+            if failure is None: (folder / "failed.json").unlink(missing_ok=True)
         except Timeout: _fail(f"another process does this run already; see isoreg status {out}", 1)
     if failure is None: return
-    if _trained(progress_file): _fail(f"{failure}\nnotebook: {notebook}", 1)
-    hint = "\nNo network? Give --data-dir, and --model as a folder." if "onnection" in failure or "ffline" in failure else ""
-    _fail(f"{failure}{hint}\nnotebook: {notebook}", 2)
+    hint = "\nNo network? Give --data-dir, and --model as a folder." if code == 2 and ("onnection" in failure or "ffline" in failure) else ""
+    _fail(f"{failure}{hint}\nnotebook: {notebook}", code)
 
 
 def _note_failure(folder, config, error: Exception, notebook: Path) -> str:
     "Leave `failed.json` as a sweep does, unless the run was interrupted or the disk is full; the error in a line."
-    from isoreg.sweep import Outcome, Run, _uncoloured, _write_failure, is_disk_full
-    died = "KernelDied", "the kernel died: killed, or out of memory"
-    name, value = getattr(error, "ename", died[0]), getattr(error, "evalue", died[1]).strip()
-    if name != "KeyboardInterrupt" and not is_disk_full(error):
-        run, trace = Run(config.key, "finetune", config.to_dict()), _uncoloured("\n".join(getattr(error, "traceback", [])))
-        with contextlib.suppress(OSError): _write_failure(folder, Outcome(run, "failed", f"{name}: {value}", trace, str(notebook), attempts=1))
-    return f"{name}: {value}"
+    from isoreg.sweep import Outcome, Run, _failure_words, _write_failed, is_disk_full
+    message, trace = _failure_words(error)
+    if not _interrupted(error) and not is_disk_full(error):
+        run = Run(config.key, "finetune", config.to_dict())
+        with contextlib.suppress(OSError): _write_failed(folder, Outcome(run, "failed", message, trace, str(notebook), attempts=1))
+    return message
+
+
+def _interrupted(error: Exception) -> bool: return getattr(error, "ename", None) == "KeyboardInterrupt"
+
+
+def _exit_code(error: Exception, progress_file: Path) -> int:
+    "130 interrupted; 1 where the kernel died, the disk is full or training had begun; else 2, the input was refused."
+    from isoreg.sweep import is_disk_full
+    if _interrupted(error): return 130
+    return 1 if not hasattr(error, "ename") or is_disk_full(error) or _trained(progress_file) else 2
 
 
 def _trained(progress_file: Path) -> bool:
@@ -456,15 +465,14 @@ def score_model(
     Memory does not grow with the number of lines, token ids apart. `ValueError` for fewer than 6 lines with tokens, and for a checkpoint that lacks weights.
     """
     import torch
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoTokenizer
     from isoreg.isoscore import isoscore_from_cov
+    from isoreg.measure import _has_decoder, _read_body
     from isoreg.toy import toy_model_path
     source = str(toy_model_path()) if model == "toy-bert" else model
     tokenizer = AutoTokenizer.from_pretrained(source)
-    with _quiet(): encoder, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-    missing, encoder = sorted(k for k in info["missing_keys"] if "pooler" not in k), encoder.eval()  # no hidden state passes through the pooler
-    if missing: raise ValueError(f"model: {model!r} lacks weights ({', '.join(missing[:2])}); give a complete checkpoint")
-    whole = encoder.config.is_encoder_decoder
+    with _quiet(): encoder = _read_body(source, model).eval()
+    whole = _has_decoder(encoder)
     if whole: encoder = encoder.get_encoder()
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
     batch = tokenizer(lines, truncation=True, max_length=min(max_length, tokenizer.model_max_length), padding=True, return_tensors="pt") if lines else {}

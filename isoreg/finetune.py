@@ -278,6 +278,8 @@ def _validate(c: RunConfig):
     if c.precision not in ("auto", "fp32", "bf16", "fp16"): raise ValueError(f"precision: {c.precision!r} is unknown; use auto, fp32, bf16 or fp16")
     resolve_precision(c.precision)
     if c.length_groups > 1 and c.padding and c.regularizer != "none": raise ValueError(f"length_groups: {c.length_groups} leaves padding out, and padding=True counts it in; use 1")
+    if c.length_groups > 1 and task.kind == "qa":
+        raise ValueError(f"length_groups: {c.length_groups} with task {c.task}; its head reads padded positions, so groups would be another loss; use 1")
     if c.schedule not in ("linear", "constant"): raise ValueError(f"schedule: {c.schedule!r} is unknown; use linear or constant")
     for name in ("batch_size", "epochs", "accumulation", "max_length", "reference_points", "max_train", "max_eval", "length_groups"):
         value, least = getattr(c, name), {"max_length": 8, "reference_points": 1000}.get(name, 1)

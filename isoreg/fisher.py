@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from .corpus import TextBatches, check_loss, head_input, only_positions, predicted_positions, sample_losses
+from .corpus import TextBatches, check_loss, head_input, predicted_positions, sample_losses
 from .files import write_atomically
 from .istar import eval_mode
 

@@ -187,7 +187,8 @@ def same_draws(
 ):
     "Context after which the random states are what they were: of PyTorch on the CPU and the device, of Python and of NumPy, since a collate function may draw from any."
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+    own = hasattr(getattr(torch, device.type, None), "get_rng_state")  # an accelerator with a generator of its own
+    with torch.random.fork_rng([device.index or 0] if own else [], device_type=device.type if own else "cuda"):
         try: yield
         finally: random.setstate(states[0]); np.random.set_state(states[1])
 

@@ -283,6 +283,14 @@ def _fisher_sha256(config: "LandscapeConfig") -> str | None:
     "Digest of the file of scores, where one is named."
     return scores_source(config.fisher)["sha256"] if config.fisher is not None else None
 
+
+def _fisher_changed(record: dict) -> bool:
+    "Whether the file of scores behind a surface is there and has been changed since. Older records do not say what was in it."
+    path, sha256 = record["config"].get("fisher"), record.get("fisher_sha256")
+    if path is None or sha256 is None: return False
+    try: return scores_source(path)["sha256"] != sha256
+    except ValueError: return False  # not found from here
+
 # %% ../nbs/08c_measure.ipynb #43668f5a
 #| code-fold: true
 #| code-summary: "The fields of LandscapeConfig, with their defaults and checks"
@@ -338,7 +346,7 @@ def measure_landscape(
     """
     folder, begun, sha256 = Path(folder), _begin(), _fisher_sha256(config)
     if done := _finished(folder, config):
-        if done.get("fisher_sha256", sha256) == sha256: return done  # older records do not say it
+        if not _fisher_changed(done): return done
         tell(f"{config.fisher} was changed since: the surface is computed again")
         (folder / "surface.json").unlink(missing_ok=True)
     resumed = (folder / "surface.json").is_file()
@@ -408,13 +416,25 @@ def load_body(
     if config.model in ("toy-gpt2", "toy-t5"): model, tokenizer, notes = _toy_model(config.model.removeprefix("toy-"))
     else:
         source, _ = _pretrained(config)
-        model, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-        missing = sorted(k for k in info["missing_keys"] if "pooler" not in k)  # no hidden state passes through the pooler
-        if missing: raise ValueError(f"model: {config.model!r} lacks weights ({', '.join(missing[:2])}); give a complete checkpoint")
-        tokenizer, notes = AutoTokenizer.from_pretrained(source), []
+        model, tokenizer, notes = _read_body(source, config.model), AutoTokenizer.from_pretrained(source), []
     model = getattr(model, "base_model", model)
-    if model.config.is_encoder_decoder: model, notes = model.get_encoder(), notes + ["hidden states of the encoder"]
+    if _has_decoder(model): model, notes = model.get_encoder(), notes + ["hidden states of the encoder"]
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, notes
+
+
+def _has_decoder(model: nn.Module) -> bool:
+    "Whether a model is an encoder and a decoder. The saved encoder of one may say that it is none, and loads as both all the same."
+    return model.config.is_encoder_decoder or None not in (getattr(model, "encoder", None), getattr(model, "decoder", None))
+
+
+def _read_body(source: str, name: str) -> nn.Module:
+    "The model without a head. `ValueError` where weights are missing that the hidden states pass through: not the pooler's, nor those of a decoder beside an encoder."
+    model, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    body, named = model.get_encoder() if _has_decoder(model) else model, dict(model.named_parameters(remove_duplicate=False))
+    own = {id(p) for p in body.parameters()}
+    missing = sorted(k for k in info["missing_keys"] if "pooler" not in k and (k not in named or id(named[k]) in own))
+    if missing: raise ValueError(f"model: {name!r} lacks weights ({', '.join(missing[:2])}); give a complete checkpoint")
+    return model
 
 # %% ../nbs/08c_measure.ipynb #3501513b
 def _pooled(h: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:

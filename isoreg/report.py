@@ -344,11 +344,13 @@ def seeds_needed(
     if tests < 1 or not 0 < alpha < 1: raise ValueError(f"tests, alpha: {tests}, {alpha}; need 1 or more comparisons and a level in (0, 1)")
     return math.ceil(math.log2(2 * tests / alpha) - 1e-12)
 
-# %% ../nbs/10_report.ipynb #ae1d8c01
+# %% ../nbs/10_report.ipynb #c50aba6d
 def _varying(df: pd.DataFrame) -> list[str]:
     "Settings that vary, apart from the seed, what makes the method, and where files lie."
     known = [c for c in _defaults() if c in df.columns and c not in (*METHOD, "seed", "task", "model", "data_dir", "recipe", "length_groups")]
-    return [c for c in ("model_name", *known, "protocol") if df[c].astype(str).nunique() > 1]
+    found = [c for c in ("model_name", *known, "protocol") if df[c].astype(str).nunique() > 1]
+    grouped = "length_groups" in df and (df.groupby("task").length_groups.nunique() > 1).any()   # from task to task it tells no runs apart
+    return found + ["length_groups"] * bool(grouped)
 
 
 def _by(df: pd.DataFrame, by: Sequence[str] | None) -> list[str]:
@@ -420,7 +422,7 @@ def summarise(
     out.attrs = {"kind": "summary", "by": by, "level": level, "caption": provenance(df)}
     return out
 
-# %% ../nbs/10_report.ipynb #8c67080b
+# %% ../nbs/10_report.ipynb #28910593
 def _check_pairs(arm: pd.DataFrame, names: str):
     twice = arm[arm.seed.duplicated(keep=False)]
     if not len(twice): return
@@ -438,15 +440,13 @@ def _bounds(a: pd.Series, b: pd.Series, majority: float) -> tuple[float, float]:
     return float((a.fillna(low) - b.fillna(high)).mean()), float((a.fillna(high) - b.fillna(low)).mean())
 
 
-def _differ(arm: pd.DataFrame, base: pd.DataFrame, seeds: list) -> list[str]:
-    "In what the arms are not alike beside the method: settings, hardware and its precision, and the data that the runs of one seed read."
+def _differ(arm: pd.DataFrame, base: pd.DataFrame) -> list[str]:
+    "In what the runs of one seed are not alike beside the method: settings, hardware and its precision, and data; both arms have the same seeds."
+    arm, base = (g.set_index("seed").sort_index() for g in (arm, base))
     settings = [c for c in _defaults() if c in arm and c not in (*METHOD, "seed", "data_dir", "recipe")]
-    found = [c for c in settings if set(arm[c].astype(str)) != set(base[c].astype(str))] if len(base) else []
-    machines = [set(g.hardware) - {"unknown"} for g in (arm, base)]
-    if all(machines) and machines[0] != machines[1]: found.append("hardware")
-    read = lambda g: g.set_index("seed").fingerprint.reindex(seeds) if "fingerprint" in g else pd.Series(None, index=seeds, dtype=object)
-    one, two = read(arm), read(base)
-    return found + ["data"] * bool((one.notna() & two.notna() & (one != two)).any())
+    found = [c for c in settings if (arm[c].map(str) != base[c].map(str)).any()]
+    known = lambda c: (arm[c].notna() & base[c].notna() & arm[c].ne("unknown") & base[c].ne("unknown")) if c in arm and c in base else pd.Series(dtype=bool)
+    return found + [name for name, c in (("hardware", "hardware"), ("data", "fingerprint")) if (k := known(c)).any() and (arm[c] != base[c])[k].any()]
 
 
 def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float, metric: bool) -> dict:
@@ -462,10 +462,11 @@ def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float
     low, high = t_interval(d, level)
     p, test = sign_flip(d)
     least, most = _bounds(a, b, arm.majority.mean() if metric else float("nan")) if broken else (float("nan"), float("nan"))
+    arm, base = (g[g.seed.isin(d.index)] for g in (arm, base))   # the rest of the row is of the complete pairs, too
     return {"n": len(d), "mean": a[d.index].mean(), "mean_baseline": b[d.index].mean(), "difference": d.mean(), "sd": _spread(d), "low": low, "high": high,
             "p": p, "test": test, "unequal": int((d.abs() > _ROUNDING).sum()), "incomplete": [*lonely, *broken], "failed": len(broken),
             "least": least, "most": most, "collapsed": int(arm.collapsed.sum()), "collapsed_baseline": int(base.collapsed.sum()),
-            "runs": len(arm), "runs_baseline": len(base), "differ": _differ(arm, base, both), "records": _records(arm), "records_baseline": _records(base)}
+            "differ": _differ(arm, base), "records": _records(arm), "records_baseline": _records(base)}
 
 # %% ../nbs/10_report.ipynb #f0ed7482
 def _verdict(row: dict, alpha: float) -> str:
@@ -488,7 +489,7 @@ def _verdict(row: dict, alpha: float) -> str:
 
 def _p_text(p: float) -> str: return "" if p != p else "< 0.001" if p < 0.001 else "0.0625" if p == 0.0625 else f"{p:.3f}"
 
-# %% ../nbs/10_report.ipynb #19f289bb
+# %% ../nbs/10_report.ipynb #1e4e2f8a
 def compare(
     df: pd.DataFrame,  # of load
     baseline: str = "base",  # method that the others are compared with, a value of the column method
@@ -502,8 +503,9 @@ def compare(
 
     Columns: task, settings, method, baseline, n (complete pairs), mean, mean_baseline, difference, sd, low, high, p, test, p_holm, unequal,
     reachable (the smallest p_holm that this row could have had beside the others), seeds_alone and seeds_table (seeds that could reach the level),
-    incomplete (each missing or failed partner by name), failed, least, most, collapsed, collapsed_baseline, runs, runs_baseline,
-    differ (settings in which the arms are not alike, hardware and data among them), verdict, records.
+    incomplete (each missing or failed partner by name), failed, least, most, collapsed, collapsed_baseline,
+    differ (settings in which the runs of a pair are not alike, hardware and data among them), verdict, records, records_baseline; from collapsed on of the
+    complete pairs.
     `ValueError` if no run has the baseline, or two runs of an arm share a seed."""
     fixed, name = (baseline, "baseline") if of is None else (of, "of")
     if fixed not in set(df.method): raise ValueError(f"{name}: no run is {fixed!r}; methods are {', '.join(dict.fromkeys(df.method))}")
@@ -608,7 +610,7 @@ def _show_summary(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     shown = pd.DataFrame(rows)
     return shown.loc[:, [c for c in shown if (shown[c].astype(str) != "").any()]]
 
-# %% ../nbs/10_report.ipynb #ad768775
+# %% ../nbs/10_report.ipynb #1d8f53fb
 def _show_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     rows = []
     for r in table.to_dict("records"):
@@ -621,7 +623,7 @@ def _show_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
         row["if failed runs count"] = f"{r['least']:+.{digits}f} to {r['most']:+.{digits}f}" if r["failed"] else ""
         row["incomplete pairs"] = "; ".join(r["incomplete"])
         row["arms differ in"] = ", ".join(r["differ"])
-        stuck = f"{r['collapsed']} of {r['runs']}; baseline {r['collapsed_baseline']} of {r['runs_baseline']}"
+        stuck = f"{r['collapsed']} of {r['n']}; baseline {r['collapsed_baseline']} of {r['n']}"
         row["one class only"] = stuck if r["collapsed"] or r["collapsed_baseline"] else ""
         rows.append(row)
     shown = pd.DataFrame(rows)
@@ -734,11 +736,18 @@ def three_columns(
     out.attrs = {"kind": "three columns", "caption": f"Published: {sources}. " + (f"Measured: {provenance(used)}" if len(used) else "Measured: nothing yet.")}
     return out
 
-# %% ../nbs/10_report.ipynb #66cf2b15
+# %% ../nbs/10_report.ipynb #0f57b1ab
 def _pairs(values, kind: str) -> np.ndarray:
     r = stats.rankdata(values)
     a = r[:, None] - r[None, :]
     return np.sign(a) if kind == "kendall" else a
+
+
+def _same_settings(done: pd.DataFrame) -> pd.DataFrame:
+    "The runs of the seeds that have one and the same set of settings, the largest."
+    settings = {seed: tuple(sorted(g.method)) for seed, g in done.groupby("seed")}
+    most = max(settings.values(), key=lambda x: (len(x), list(settings.values()).count(x), x), default=())
+    return done[[settings[seed] == most for seed in done.seed]]
 
 
 def _gamma(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -754,15 +763,16 @@ def rank_correlation(
     level: float = 0.95,  # of the t interval over seeds
     resamples: int = 9_999,  # shuffles within seeds
     seed: int = 0,  # of the shuffles
-) -> dict:  # mean, low, high, p, each (one a seed), seeds, settings, failed, kind, resamples
+) -> dict:  # mean, low, high, p, each (one a seed), seeds, settings, left_out (seeds), failed, kind, resamples
     """Rank correlation over settings, within each seed, and its mean over seeds with a t interval; p by shuffles within seeds, two-sided.
 
-    Finished runs count, collapsed ones too. A seed with fewer than three settings, or all equal, has no correlation. `ValueError` if none has one."""
+    Finished runs count, collapsed ones too. All seeds have the same settings: those with the most, and of several such sets that of most seeds; other
+    seeds are left out and counted. A seed with fewer than three settings, or all equal, has no correlation. `ValueError` if none has one."""
     if kind not in ("spearman", "kendall"): raise ValueError(f"kind: {kind!r} is unknown; use spearman or kendall")
     if df.task.nunique() > 1: raise ValueError(f"df: has the tasks {', '.join(dict.fromkeys(df.task))}; choose one")
     done = df.assign(_y=_outcome(df, y), _x=_outcome(df, x)).dropna(subset=["_x", "_y"])
-    rng, each, null = np.random.default_rng(seed), [], np.zeros(resamples)
-    for _, g in done.sort_values(["seed", "key"]).groupby("seed"):  # one order, so that the shuffles do not depend on that of the rows
+    rng, each, null, whole = np.random.default_rng(seed), [], np.zeros(resamples), _same_settings(done)
+    for _, g in whole.sort_values(["seed", "key"]).groupby("seed"):  # one order, so that the shuffles do not depend on that of the rows
         a, b = _pairs(g._x, kind), _pairs(g._y, kind)
         if len(g) < 3 or not a.any() or not b.any(): continue
         order = rng.permuted(np.tile(np.arange(len(g)), (resamples, 1)), axis=1)
@@ -772,9 +782,9 @@ def rank_correlation(
     low, high = np.clip(t_interval(each, level), -1, 1)
     p = (1 + np.sum(abs(null) >= abs(sum(each)) - 1e-9)) / (resamples + 1)
     return {"kind": kind, "mean": float(np.mean(each)), "low": float(low), "high": float(high), "p": float(p),
-            "each": each, "seeds": len(each), "settings": done.method.nunique(), "failed": int((df.status == "failed").sum()), "resamples": resamples}
+            "each": each, "seeds": len(each), "settings": whole.method.nunique(), "left_out": done.seed.nunique() - whole.seed.nunique(), "failed": int((df.status == "failed").sum()), "resamples": resamples}
 
-# %% ../nbs/10_report.ipynb #1755e3ee
+# %% ../nbs/10_report.ipynb #a6da6402
 COLOURS = ("black", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito; told apart by colour-blind readers
 MARKS = "soD^vP*"
 
@@ -804,26 +814,33 @@ def _panels(df: pd.DataFrame, without: Sequence[str] = (), legend: bool = False,
     return fig, [(ax, g) for ax, (_, g) in zip(axes.flat, groups)]
 
 
-_FAMILIES = {"base": ("black",), "negative": ("#D55E00", "#E69F00", "#CC79A7"), "positive": ("#0072B2", "#56B4E9"), "cosreg": ("#009E73", "#CC79A7")}
+_OWN = {"base": "black", "cosreg": "#009E73", "guided": "#D55E00", "gaussian": "#56B4E9", "constant-mean": "#0072B2", "reversed": "#CC79A7", "type-only": "#E69F00"}
 
 
 def _styles(df: pd.DataFrame) -> dict:
-    "Colour, mark and dash of each method, the same in every panel: warm for a negative strength, blue for a positive one."
+    "Colour, mark and dash of each method, the same in every panel; I-STAR by its strength, orange below zero and blue above, the darker the stronger."
     styles, arms = {}, {names[-1]: g.iloc[0] for names, g in _ordered(df.groupby(["task", "method"], sort=False))}
-    for i, (name, r) in enumerate(arms.items()):
-        sign = {True: "negative", False: "positive"}.get(bool(r.lam < 0)) if r.regularizer == "istar" else r.regularizer
-        family = "base" if name == "base" else "" if r.regularizer == "none" else sign
-        used = {colour for colour, _, _ in styles.values()}
-        colour = next((c for c in (*_FAMILIES.get(family, ()), *COLOURS[1:]) if c not in used), COLOURS[1 + i % 6])
-        styles[name] = (colour, MARKS[COLOURS.index(colour)], ("-", "--", ":")[i // 7 % 3])
+    for name, r in arms.items():
+        own = _OWN.get(name if name == "base" else r.regularizer if r.regularizer != "none" else r.dropout)
+        used = [colour for colour, _, _ in styles.values()]
+        if r.regularizer == "istar": colour = _shade(r.lam)
+        else: colour = own or next((c for c in COLOURS[1:] if c not in used), COLOURS[1 + len(styles) % 6])
+        styles[name] = (colour, MARKS[len(styles) % len(MARKS)], ("-", "--", ":", "-.")[used.count(colour) % 4])
     return styles
 
 
-def _legend(fig, panels, order: list[str]):
-    "One legend of all panels, beside them."
+def _shade(lam: float) -> tuple:
+    "From light at 0.05 to dark at 10."
+    depth = np.clip(math.log(max(abs(lam), 0.05) / 0.05) / math.log(200), 0, 1)
+    return _pyplot().get_cmap("Oranges" if lam < 0 else "Blues")(0.35 + 0.6 * depth)
+
+
+def _legend(fig, panels, order: list[str], seeds: dict[str, list[int]] | None = None):
+    "One legend of all panels, beside them, with the seeds of each method: one number, or one a panel where they differ."
     found = {label: handle for ax, _ in panels for handle, label in zip(*ax.get_legend_handles_labels())}
     names = sorted(found, key=lambda name: next((i for i, o in enumerate(order) if name == o or name.startswith(o + " (")), len(order)))
-    fig.legend([found[n] for n in names], names, loc="outside right upper", fontsize=7)
+    count = {n: f" ({', '.join(map(str, v if len(set(v)) > 1 else v[:1]))})" for n, v in (seeds or {}).items()}
+    fig.legend([found[n] for n in names], [n + count.get(n, "") for n in names], loc="outside right upper", fontsize=7)
 
 
 def _majority_line(ax, g: pd.DataFrame, y: pd.Series, value: str):
@@ -831,7 +848,7 @@ def _majority_line(ax, g: pd.DataFrame, y: pd.Series, value: str):
     if value != "value" or not (g.majority > 0).any() or not y.notna().any(): return
     if g.majority.mean() > y.min() - 0.5 * np.ptp(y.dropna()): ax.axhline(g.majority.mean(), color="grey", ls=":", lw=1)
 
-# %% ../nbs/10_report.ipynb #22f09a6d
+# %% ../nbs/10_report.ipynb #834401a3
 def plot_tradeoff(
     df: pd.DataFrame,  # of load: a penalty at several strengths, several seeds
     value: str = "value",  # as for summarise
@@ -877,9 +894,9 @@ def _correlation_text(g: pd.DataFrame, value: str, kind: str) -> str:
     except ValueError: return "no rank correlation"
     interval = f" [{c['low']:.2f}, {c['high']:.2f}]" if c["low"] == c["low"] else ", equal in all seeds" if c["seeds"] > 1 else ""
     p = _p_text(c["p"])
-    return f"{'ρ' if kind == 'spearman' else 'τ'} = {c['mean']:.2f}{interval}, p {p if '<' in p else '= ' + p}"
+    return f"{'ρ' if kind == 'spearman' else 'τ'} = {c['mean']:.2f}{interval}, p {p if '<' in p else '= ' + p}, n = {c['seeds']}"
 
-# %% ../nbs/10_report.ipynb #34e7d385
+# %% ../nbs/10_report.ipynb #28a93b31
 def _by_layer(r, what: str, when: str, tokens: str) -> list | None:
     "Values of hidden states 0 (embeddings) to L of a run."
     found = getattr(r, f"{'isoscore_layers' if what == 'isoscore' else what}_{when}")
@@ -893,7 +910,8 @@ def plot_layers(
     tokens: str = "cls",  # intrinsic dimension: of the first token, "cls", or of the mean over tokens, "mean"
     log: bool = False,  # logarithmic axis
 ):
-    """A measure of each hidden state, 0 (the embeddings) to L: mean over seeds with the range of the seeds, one line a method, before training in grey.
+    """A measure of each hidden state, 0 (the embeddings) to L: mean over seeds with a band from the lowest to the highest, one line a method, before training
+    in grey. In brackets the seeds, by panel where they differ.
 
     A layer where the measure is not defined counts for no seed. `ValueError` if no record has it."""
     if what not in ("isoscore", "intrinsic_dimension"): raise ValueError(f"what: {what!r} is unknown; use isoscore or intrinsic_dimension")
@@ -901,17 +919,19 @@ def plot_layers(
     lines = {(r.Index, when): v for r in done.itertuples() for when in ("before", "after") if (v := _by_layer(r, what, when, tokens)) is not None}
     if not lines: raise _NotRecorded(f"df: no finished run has {what} by layer; measure it with a version of the library that records it")
     (fig, panels), styles = _panels(done, legend=True), _styles(done)
-    for ax, g in panels:
+    seeds = {name: [0] * len(panels) for name in styles}
+    for at, (ax, g) in enumerate(panels):
         for when, name, arm in [("before", "before training", g)] + [("after", m, g[g.method == m]) for m in styles]:
             values = pd.DataFrame([lines[i, when] for i in arm.index if (i, when) in lines], dtype=float)
             if not len(values): continue
             colour, mark, dash = ("grey", "", ":") if when == "before" else styles[name]
-            ax.plot(values.columns, values.mean(), color=colour, marker=mark, ls=dash, ms=4, label=f"{name} ({len(values)})" if when == "after" else name)
+            ax.plot(values.columns, values.mean(), color=colour, marker=mark, ls=dash, ms=4, label=name)
+            if when == "after": seeds[name][at] = len(values)
             ax.fill_between(values.columns, values.min(), values.max(), color=colour, alpha=0.15, lw=0)
         ax.set(xlabel="hidden state (0: embeddings)", yscale="log" if log else "linear")
         ax.set_ylabel("IsoScore" if what == "isoscore" else f"intrinsic dimension ({tokens})")
         ax.xaxis.get_major_locator().set_params(integer=True)
-    _legend(fig, panels, ["before training", *styles])
+    _legend(fig, panels, ["before training", *styles], seeds)
     return fig
 
 # %% ../nbs/10_report.ipynb #149d56e1
@@ -935,7 +955,7 @@ def plot_fraction(
     _legend(fig, panels, ["before training", *styles])
     return fig
 
-# %% ../nbs/10_report.ipynb #20f82b65
+# %% ../nbs/10_report.ipynb #655f1d39
 def plot_mean_activation(
     df: pd.DataFrame,  # of load, records with mean_activation
 ):
@@ -954,41 +974,59 @@ def plot_mean_activation(
             if before: ax.plot(pd.DataFrame(before).mean(), color="grey", lw=0.8)
             if len(arm): ax.plot(pd.DataFrame(arm.mean_activation_after.tolist()).mean(), ".", color=styles[name][0], ms=3)
             ax.set_title(f"{', '.join(map(_setting, names))}: {name}, {len(arm)} seed{'s' * (len(arm) != 1)}", fontsize=8, loc="left")
-        axes[-1, j].set_xlabel("dimension of the last layer")
+            ax.set_visible(bool(len(arm)))
+        last = [ax for ax in axes[:, j] if ax.get_visible()][-1]
+        last.set_xlabel("dimension of the last layer")
+        last.tick_params(labelbottom=True)
     size = np.abs(np.concatenate([np.ravel(v) for v in done.mean_activation_after]))
     usual = float(np.quantile(size, 0.99))
     if size.max() > 5 * usual > 0:  # a few dimensions would press all others flat
         round_ = float(f"{usual:.1g}")
+        ticks = [v for v in (round_, 10 * round_, 100 * round_) if 2 * v < size.max()] + [float(f"{size.max():.1g}")]
         for ax in axes.flat:
             ax.set_yscale("symlog", linthresh=round_)
-            ax.set_yticks([v for v in (-10 * round_, -round_, 0, round_, 10 * round_) if abs(v) <= size.max() or abs(v) <= round_])
+            ax.set_yticks(sorted({0, *(s * v for v in ticks for s in (-1, 1))}))
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_locator(_pyplot().NullLocator())
     fig.supylabel("mean activation" + (f", logarithmic beyond ±{usual:.1g}" if size.max() > 5 * usual > 0 else ""), fontsize=9)
     return fig
 
-# %% ../nbs/10_report.ipynb #ddb5c884
+# %% ../nbs/10_report.ipynb #0c33ee4d
 def plot_forest(
     comparisons: pd.DataFrame,  # of compare; several can be put together with pandas.concat
+    heads: Sequence[str] | None = None,  # one a row: rows with the same head stand together below it
 ):
     """Every difference of a table with its t interval. Filled: called a difference; open: not. At the right the pairs, p after Holm, and the verdict."""
     table = comparisons.reset_index(drop=True)
-    fig, ax = _pyplot().subplots(figsize=(8.5, 0.9 + 0.3 * len(table)), layout="constrained")
-    for i, r in table.iterrows():
+    place, titles = _places(len(table), heads)
+    lines = len(table) + len(titles)
+    several = table.baseline.nunique() > 1
+    fig, ax = _pyplot().subplots(figsize=(11 if several else 8.5, 0.9 + 0.3 * lines), layout="constrained")
+    for i, r in zip(place, table.to_dict("records")):
+        r = pd.Series(r)
         shown = str(r.verdict).startswith(("higher", "lower"))
         colour = "black" if not shown else "#0072B2" if r.difference > 0 else "#D55E00"
         reach = [[r.difference - r.low], [r.high - r.difference]] if r.low == r.low else None
         if r.n: ax.errorbar(r.difference, -i, xerr=reach, color=colour, marker="o" if shown else "s", mfc=colour if shown else "white", capsize=3, lw=1.2)
         short = r.verdict.split(":")[0] + (", one class only in " + str(r.collapsed) if r.collapsed else "")
-        ax.text(1.02, -i, f"n={r.n}, p {_p_text(r.p_holm) or 'none'}: {short}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
+        ax.text(1.02, -i, f"n={r.n}, p (Holm) {_p_text(r.p_holm) or 'none'}: {short}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
     settings = [c for c in table.columns[: list(table.columns).index("method") + 1]]
-    several = table.baseline.nunique() > 1
     names = [", ".join(_setting(r[c]) for c in settings) + (f" against {r.baseline}" if several else "") for _, r in table.iterrows()]
-    ax.set_yticks(-np.arange(len(table)), names, fontsize=8)
+    ax.set_yticks(-place, names, fontsize=8)
+    for i, title in titles.items(): ax.text(0, -i, title, transform=ax.get_yaxis_transform(), va="center", fontsize=8, weight="bold")
     ax.axvline(0, color="grey", lw=0.8)
     ax.locator_params(axis="x", nbins=5)
-    ax.set(xlabel="difference" if several else f"difference to {_known(table.baseline)}", ylim=(-len(table) + 0.4, 0.6))
+    unit = table.metric.iloc[0].replace("_", " ") if table.metric.nunique() == 1 else "the metric of each task"
+    ax.set(xlabel=("difference in " if several else f"difference to {_known(table.baseline)}, in ") + unit, ylim=(-lines + 0.4, 0.6))
     return fig
+
+
+def _places(rows: int, heads: Sequence[str] | None) -> tuple[np.ndarray, dict[int, str]]:
+    "The line of each row of a forest, and the lines that are heads."
+    if heads is None: return np.arange(rows), {}
+    if len(heads) != rows: raise ValueError(f"heads: {len(heads)} for {rows} rows; give one a row")
+    new = [i for i in range(rows) if i == 0 or heads[i] != heads[i - 1]]
+    return np.array([i + sum(n <= i for n in new) for i in range(rows)]), {i + k: heads[i] for k, i in enumerate(new)}
 
 # %% ../nbs/10_report.ipynb #0f566ede
 def failures(

@@ -370,8 +370,8 @@ def _is_of(record, run: Run) -> bool:
     "Whether it is a whole record of the run. Equal parameters need no look at the files that they name, which another working directory may not find."
     needed = {"key", "status", "config"} | ({"metric", "value"} if run.notebook == "finetune" else set())
     if not isinstance(record, dict) or not needed <= set(record) or (record["key"], record["status"]) != (run.key, "done"): return False
-    if record["config"] == run.config: return True
-    try: return config_class(run.notebook).from_dict(record["config"]).key == run.key  # older records lack the youngest settings
+    if record["config"] == run.config: return not _outdated(record)
+    try: return config_class(run.notebook).from_dict(record["config"]).key == run.key and not _outdated(record)  # older records lack the youngest settings
     except (ValueError, TypeError): return False
 
 # %% ../nbs/09_sweep.ipynb #00e41e9b
@@ -379,6 +379,14 @@ def _changed(path: Path) -> int | None:
     "When a file was written; None: it is not there."
     try: return path.stat().st_mtime_ns
     except OSError: return None
+
+
+def _outdated(record: dict) -> bool:
+    "Whether a record was made from a file of scores that is there and has been changed since. Its key is of the path, not of the content."
+    path = record["config"].get("fisher") if record.get("fisher_sha256") and isinstance(record.get("config"), dict) else None
+    if not isinstance(path, str) or not Path(path).exists(): return False
+    from isoreg.measure import _fisher_changed
+    return _fisher_changed(record)
 
 
 def set_aside(
@@ -536,8 +544,19 @@ def _end() -> bool:
     return True
 
 # %% ../nbs/09_sweep.ipynb #fd672106
+_DIED = "the kernel died: killed, or out of memory"
+
+
 class KernelDied(RuntimeError):
     "The process that computed a run is gone."
+
+
+def _failure_words(error: Exception, last_words: Callable[[], str] = lambda: "") -> tuple[str, str]:
+    "What went wrong in a line, and its traceback: of the notebook where it came from there, the last words of a kernel that died."
+    from nbclient.exceptions import DeadKernelError
+    if hasattr(error, "ename"): return f"{error.ename}: {str(error.evalue).strip()}", _uncoloured("\n".join(error.traceback))
+    if isinstance(error, DeadKernelError): return f"KernelDied: {_DIED}", last_words()
+    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
 
 
 def _capped(threads: int) -> int:
@@ -593,7 +612,7 @@ class _Process:
     def last_words(self) -> str:
         "Why a kernel is gone, as far as it said."
         self.log.seek(max(0, self.log.seek(0, 2) - 2000))
-        return f"the kernel died: killed, or out of memory\n{self.log.read().decode(errors='replace')}".strip()
+        return f"{_DIED}\n{self.log.read().decode(errors='replace')}".strip()
 
     def kill(self):
         "At once, from any thread; the kernel leads a process group of its own."
@@ -742,7 +761,8 @@ def _run_claimed(run: Run, folder: Folder, kernel: Kernel, gpu: str | None) -> O
             set_aside(folder, run)
             publish(folder, run)
         return _finished(run, folder, "found")
-    if (aside := set_aside(folder, run)) is not None: notes.append(f"{aside.parent.name}: record.json was not a record of this run; it is now {aside.name}")
+    if (aside := set_aside(folder, run)) is not None:
+        notes.append(f"{aside.parent.name}: record.json was not a record of this run; it is now {aside.name}")
     part.mkdir(parents=True, exist_ok=True)
     try:
         if not kernel.begin(run, busy, gpu): return Outcome(run, "elsewhere")
@@ -752,7 +772,8 @@ def _run_claimed(run: Run, folder: Folder, kernel: Kernel, gpu: str | None) -> O
             return _finished(run, folder, "found", notes)
         for path in [*part.glob("*.tmp"), part / "record.json"]: path.unlink(missing_ok=True)
         _execute(run, kernel, folder)
-        if folder.record(run, part=True) is None: raise RuntimeError("the notebook ended without a record of this run; was isoreg changed while the sweep ran?")
+        if folder.record(run, part=True) is None:
+            raise RuntimeError("the notebook ended without a record of this run; was isoreg, or a file of scores, changed while the sweep ran?")
         publish(folder, run)
         kernel.end()
     except Exception as error:
@@ -780,24 +801,26 @@ def _tried_since(run: Run, folder: Folder, before: tuple | None) -> int:
 
 # %% ../nbs/09_sweep.ipynb #d0573e01
 def _failed(run: Run, folder: Folder, error: Exception, notes: list, kernel: Kernel) -> Outcome:
-    "The outcome of an error, with the traceback of the notebook where it came from there."
-    if hasattr(error, "ename"): message, trace = f"{error.ename}: {str(error.evalue).strip()}", _uncoloured("\n".join(error.traceback))
-    elif type(error).__name__ == "DeadKernelError": message, trace = "KernelDied: the kernel died: killed, or out of memory", kernel.last_words()
-    else: message, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+    message, trace = _failure_words(error, kernel.last_words)
     return Outcome(run, "full" if is_disk_full(error) else "failed", message, trace, str(folder.part(run.key) / "notebook.ipynb"), notes=notes)
 
 
 def _write_failure(folder: Folder, outcome: Outcome):
-    "Move the notebook to its place and write `failed.json`."
-    run, final = outcome.run, folder.out / outcome.run.key
+    "What a sweep leaves of a run that failed: its notebook in its place, `failed.json`, and what a retry goes on from."
+    part, final = folder.part(outcome.run.key), folder.out / outcome.run.key
     final.mkdir(parents=True, exist_ok=True)
-    notebook = folder.part(run.key) / "notebook.ipynb"
-    if notebook.is_file(): outcome.notebook = str(notebook.replace(final / "notebook.ipynb"))
-    write_atomically(final / "failed.json", json.dumps({
+    if (part / "notebook.ipynb").is_file(): outcome.notebook = str((part / "notebook.ipynb").replace(final / "notebook.ipynb"))
+    _write_failed(folder, outcome)
+    for name in ("progress.json", "tried.json"): (part / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError): part.rmdir()  # stays where a part of the work was written
+
+
+def _write_failed(folder: Folder, outcome: Outcome):
+    "Write `failed.json`, and nothing else."
+    run = outcome.run
+    write_atomically(folder.out / run.key / "failed.json", json.dumps({
         "key": run.key, "notebook": outcome.notebook, "error": outcome.error, "traceback": outcome.traceback, "attempts": outcome.attempts,
         "config": run.config, "host": socket.gethostname(), "time": _now()}, indent=1) + "\n")
-    for name in ("progress.json", "tried.json"): (folder.part(run.key) / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError): folder.part(run.key).rmdir()  # stays where a part of the work was written, from which a retry goes on
 
 
 def _now() -> str: return datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -1353,7 +1376,8 @@ def _record_of(folder: Folder, key: str, run: Run | None) -> dict | None:
     if run is not None and run.notebook in NOTEBOOKS: return folder.record(run)
     try: record = json.loads((folder.out / key / "record.json").read_text())
     except (OSError, ValueError): return None
-    return record if isinstance(record, dict) and (record.get("key"), record.get("status")) == (key, "done") else None
+    if not isinstance(record, dict) or (record.get("key"), record.get("status")) != (key, "done"): return None
+    return None if _outdated(record) else record
 
 
 def _living_jobs(folder: Folder) -> int:

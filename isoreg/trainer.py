@@ -4,10 +4,11 @@
 __all__ = ['honours_num_items', 'PenaltyMixin', 'PenaltyTrainer', 'ReferenceRefresh', 'own_batches', 'IsotropyLog',
            'split_by_length']
 
-# %% ../nbs/03a_trainer.ipynb #9f25545c
+# %% ../nbs/03a_trainer.ipynb #fbc025cb
 import functools
 import inspect
 import numbers
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from .files import write_atomically
 from .istar import eval_mode, measure_isotropy, reference_covariance, same_draws
-from .moments import world_size
+from .moments import full_precision, world_size
 
 # %% ../nbs/03a_trainer.ipynb #20fd9225
 @torch.no_grad()
@@ -35,8 +36,29 @@ def honours_num_items(
     with eval_mode(body): one, two = (body(**inputs, num_items_in_batch=num_items * k)["loss"] for k in (1, 2))
     return not torch.equal(one, two)
 
-# %% ../nbs/03a_trainer.ipynb #2e4ba65f
-class PenaltyMixin:
+# %% ../nbs/03a_trainer.ipynb #e7dd48f9
+class _References:
+    "Tells each reference of a Trainer which file of a checkpoint is its own."
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        "The Trainer's; references are read from the checkpoint that it resumes from."
+        named = isinstance(resume_from_checkpoint, (str, os.PathLike))
+        self._tell(folder=None, checkpoint=Path(resume_from_checkpoint) if named else None)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model, trial):
+        self._tell(folder=Path(self._get_output_dir(trial)))
+        return super()._save_checkpoint(model, trial)
+
+    def _tell(self, **paths):
+        referenced = [p for p in self.penalties if getattr(p, "needs_reference", False)]
+        for c in self.callback_handler.callbacks:
+            if not isinstance(c, ReferenceRefresh): continue
+            if c.penalty in referenced: c.place = referenced.index(c.penalty) + 1
+            vars(c).update(paths)
+
+# %% ../nbs/03a_trainer.ipynb #892d6034
+class PenaltyMixin(_References):
     """Adds penalties to the training loss of a transformers Trainer: `class MyTrainer(PenaltyMixin, Trainer)`.
 
     A penalty is a module called as `penalty(hidden_states, attention_mask)` that returns a weighted scalar and keeps
@@ -96,9 +118,9 @@ class PenaltyMixin:
         with self.compute_loss_context_manager():
             if not honours_num_items(model, inputs, num_items): self.model_accepts_loss_kwargs = False
 
-# %% ../nbs/03a_trainer.ipynb #a53e470f
+# %% ../nbs/03a_trainer.ipynb #f72a41fd
 class PenaltyTrainer(PenaltyMixin, Trainer):
-    "The transformers Trainer with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-1))`."
+    "The transformers Trainer with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
 
 
 def _means(sums: Counter, calls: int, device: torch.device) -> dict[str, float]:
@@ -107,15 +129,14 @@ def _means(sums: Counter, calls: int, device: torch.device) -> dict[str, float]:
     if world_size() > 1: torch.distributed.all_reduce(total)
     return dict(zip(sums, (total / world_size() / calls).tolist()))
 
-# %% ../nbs/03a_trainer.ipynb #1daebc59
+# %% ../nbs/03a_trainer.ipynb #c318bbab
 class ReferenceRefresh(TrainerCallback):
     """Gives a penalty its reference covariance at the start of each epoch (the paper's schedule), from the training set.
 
-    Each checkpoint gets the reference too, `reference_cov.safetensors`. A training that resumes inside an epoch, or that has one reference for all epochs,
-    reads it from the checkpoint of that step in the output folder, and computes it anew where there is none.
+    Each checkpoint gets the reference too, `reference_cov.safetensors`, of a second penalty `reference_cov_2.safetensors`. A training that resumes inside an
+    epoch, or that has one reference for all epochs, reads it from its checkpoint, and computes it anew where a rank finds none. `PenaltyTrainer` tells where
+    the checkpoint is and numbers the penalties; under another Trainer it is the one of that step in the output folder, and `place` is the caller's to give.
     """
-
-    FILE = "reference_cov.safetensors"
 
     def __init__(
         self,
@@ -124,23 +145,30 @@ class ReferenceRefresh(TrainerCallback):
         every_epoch: bool = True,  # False: only before training
         seed: int | None = None,  # of the draw; None takes the training seed
         progress: bool | None = None,  # show a progress bar; None does as the Trainer does
+        place: int = 1,  # of the penalty among those with a reference: it numbers the file
     ):
-        self.penalty, self.max_points, self.every_epoch, self.seed, self.progress = penalty, max_points, every_epoch, seed, progress
-        self.resumed = False
+        self.penalty, self.max_points, self.every_epoch, self.seed, self.progress, self.place = penalty, max_points, every_epoch, seed, progress, place
+        self.resumed, self.folder, self.checkpoint = False, None, None  # what is written to and resumed from; None: as the output folder has it
 
     def on_train_begin(self, args, state, control, **kwargs): self.resumed = state.global_step > 0
 
     def on_save(self, args, state, control, **kwargs):
-        if not state.is_world_process_zero or not self.penalty.needs_reference or self.penalty.reference_cov is None: return
-        write_atomically(self._file(args, state), safetensors.torch.save({"reference_cov": self.penalty.reference_cov.cpu().contiguous()}))
+        folder, reference = self._folder(args, state), self.penalty.reference_cov
+        if not args.should_save or not folder.is_dir() or not self.penalty.needs_reference or reference is None: return
+        write_atomically(folder / self._name(), safetensors.torch.save({"reference_cov": reference.cpu().contiguous()}))
 
-    def _file(self, args, state) -> Path: return Path(args.output_dir) / f"checkpoint-{state.global_step}" / self.FILE
+    def _name(self) -> str: return f"reference_cov{f'_{self.place}' if self.place > 1 else ''}.safetensors"
+
+    def _folder(self, args, state) -> Path: return Path(self.folder or args.output_dir) / f"checkpoint-{state.global_step}"
 
     def on_epoch_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
         resumed, self.resumed = self.resumed, False
         if not self.penalty.needs_reference or (self.penalty.reference_cov is not None and not self.every_epoch): return
-        if resumed and (not self.every_epoch or (state.epoch or 0) % 1) and self._file(args, state).exists():
-            return self.penalty.set_reference(safetensors.torch.load_file(self._file(args, state))["reference_cov"].to(args.device))
+        if resumed and (not self.every_epoch or (state.epoch or 0) % 1):
+            file = (self.checkpoint or self._folder(args, state)) / self._name()
+            if _on_all_ranks(file.exists(), args.device):
+                self.penalty.set_reference(safetensors.torch.load_file(file)["reference_cov"].to(args.device))
+                return
         seed = (args.seed if self.seed is None else self.seed) * 1009 + int(state.epoch or 0)
         with same_draws(args.device), _autocast(args):
             reference = reference_covariance(
@@ -148,7 +176,18 @@ class ReferenceRefresh(TrainerCallback):
                 padding=self.penalty.padding, embeddings=self.penalty.embeddings, progress=not args.disable_tqdm if self.progress is None else self.progress)
         self.penalty.set_reference(reference.to(args.device))
 
-# %% ../nbs/03a_trainer.ipynb #c1567c02
+# %% ../nbs/03a_trainer.ipynb #1b8828b8
+def _on_all_ranks(
+    found: bool,  # on this rank
+    device: torch.device,  # of the process group
+) -> bool:
+    "Whether it holds on every rank: the same answer everywhere."
+    if world_size() == 1: return found
+    least = torch.tensor(int(found), device=device)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+    return bool(least)
+
+
 def _autocast(args):
     "The autocast that training runs under."
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
@@ -167,13 +206,16 @@ def own_batches(
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[rank::ranks].tolist()
     return DataLoader(Subset(data, order), batch_size, collate_fn=loader.collate_fn)
 
-# %% ../nbs/03a_trainer.ipynb #1cfd2a6f
+# %% ../nbs/03a_trainer.ipynb #9a3630ef
 class IsotropyLog(TrainerCallback):
-    "Measures isotropy on a fixed sample, shared out to the ranks, before training and at each evaluation; `history` holds one dict per measurement."
+    """Measures isotropy on a fixed sample before training and at each evaluation; `history` holds one dict per measurement.
+
+    On several ranks a list of batches is shared out. A loader has no parts to share: each rank reads all of it, and each token counts once all the same.
+    """
 
     def __init__(
         self,
-        batches: Sequence[dict],  # model inputs, for example a list of collated batches
+        batches: Iterable[dict],  # model inputs: a list of collated batches, or a loader that gives the same ones each time
         max_points: int | None = 250_000,  # token vectors over all layers; None takes all
     ):
         self.batches, self.max_points, self.history = batches, max_points, []
@@ -192,26 +234,61 @@ class IsotropyLog(TrainerCallback):
     def on_evaluate(self, args, state, control, model=None, **kwargs):
         if not self.history or self.history[-1]["step"] != state.global_step: self._measure(args, state, model)
 
-# %% ../nbs/03a_trainer.ipynb #18584363
+# %% ../nbs/03a_trainer.ipynb #d65de4c2
 def split_by_length(
     model: nn.Module,  # a transformers model; its encoder's forward is replaced, its weights are not touched
-    groups: int = 4,  # groups a batch is read in
+    groups: int = 4,  # groups a batch is read in; 1 gives the encoder its own forward back
 ) -> nn.Module:  # the same model
-    """The encoder reads each batch in groups of similar length. The same function of the weights as before, with fewer padded tokens; dropout draws other masks.
+    """The encoder reads each batch in groups of similar length, with fewer padded tokens; dropout draws other masks.
 
-    Padded positions of the hidden states are zero: a penalty with `padding=True` counts those zeros, which this function cannot know of; do not combine the
-    two. A copy of the model reads in groups with weights of its own; a second call replaces the first. `ValueError` for fewer than one group, for a model of
-    encoder and decoder, or where attention maps are asked for.
+    It is the same function of the weights for an encoder whose tokens do not read padded positions, which is checked here on a small random batch. The head
+    is not checked: one that reads padded positions, as that of question answering does, gives another loss. Padded positions of the hidden states are zero: a
+    penalty with `padding=True` counts those zeros, which this function cannot know of; do not combine the two. A copy of the model, and a replica of
+    `DataParallel`, reads in groups with weights of its own; a second call replaces the first. `ValueError` for fewer than one group, for a model of encoder and
+    decoder, one without `input_ids` and `attention_mask`, an encoder that reads padded positions, or (in use) where attention maps are asked for.
     """
     if isinstance(groups, bool) or not isinstance(groups, numbers.Integral) or groups < 1:
         raise ValueError(f"groups: {groups!r} is not a number of groups; need 1 (the batch as it is) or more")
     body = getattr(model, "base_model", model)
-    if "decoder_input_ids" in inspect.signature(body.forward).parameters:
-        raise ValueError(f"model: a {type(model).__name__} has an encoder and a decoder, whose lengths differ; pass a model of one stack, or leave its batches whole")
-    body.forward = _Grouped(body, int(groups))
+    if groups == 1: return _restore(model, body)
+    names, kind = set(inspect.signature(body.forward).parameters), type(model).__name__
+    if "decoder_input_ids" in names:
+        raise ValueError(f"model: a {kind} has an encoder and a decoder, whose lengths differ; pass a model of one stack, or leave its batches whole")
+    if not {"input_ids", "attention_mask"} <= names: raise ValueError(f"model: a {kind} does not read input_ids and attention_mask; leave its batches whole")
+    grouped = _Grouped(body, int(groups))
+    try: same = _same_in_groups(grouped)
+    except Exception as error: raise ValueError(f"model: a {kind} cannot read a small batch in groups ({error}); leave its batches whole (groups=1)") from error
+    if not same:
+        raise ValueError(f"model: the hidden states of a {kind} are others in groups, so its tokens read padded positions; leave its batches whole (groups=1)")
+    body.forward, body._replicate_for_data_parallel = grouped, grouped.replicate
     return model
 
 
+def _restore(model: nn.Module, body: nn.Module) -> nn.Module:
+    "The model with its encoder's forward as it was before the groups."
+    grouped = vars(body).get("forward")
+    if isinstance(grouped, _Grouped):
+        del body.forward, body._replicate_for_data_parallel
+        if grouped.earlier is not None: body.forward = grouped.earlier
+    return model
+
+# %% ../nbs/03a_trainer.ipynb #88be1dd4
+@torch.no_grad()
+def _same_in_groups(grouped: "_Grouped") -> bool:
+    "Whether the tokens of a small random batch have the same hidden states in groups. Mode and random states stay as they were."
+    body, config = grouped.body, getattr(grouped.body, "config", None)
+    weight, most = next(body.parameters()), getattr(config, "max_position_embeddings", None) or 0
+    length = min(12, most - 2) if most > 2 else 12  # some encoders begin to count at 2
+    ids = torch.randint(getattr(config, "vocab_size", 2), (4, length), generator=torch.Generator().manual_seed(0)).to(weight.device)
+    mask = torch.arange(length, device=ids.device) < (torch.arange(1, 5, device=ids.device) * length / 4).ceil()[:, None]
+    inputs = dict(input_ids=ids, attention_mask=mask.long(), output_hidden_states=True, return_dict=True)
+    with eval_mode(body), same_draws(ids.device), full_precision(ids):
+        whole, split = (forward(**inputs).hidden_states for forward in (grouped.whole, grouped))
+    rounding = max(1e-4, 12 * torch.finfo(weight.dtype).eps)  # of the length of a vector
+    close = lambda a, b: bool(((a - b).norm(dim=-1) <= rounding * a.norm(dim=-1)).all())
+    return all(a.shape == b.shape and a.shape[:2] == mask.shape and close(a[mask].float(), b[mask].float()) for a, b in zip(whole, split))
+
+# %% ../nbs/03a_trainer.ipynb #8d1ef832
 class _Grouped:
     "The forward of an encoder, group by group; an object that holds its encoder, so that a copy of the model computes with its own."
 
@@ -226,21 +303,31 @@ class _Grouped:
     @property
     def __signature__(self): return inspect.signature(self.whole)
 
+    def replicate(self) -> nn.Module:
+        "The encoder's replica for one device of DataParallel, which copies attributes as they are: it gets groups of its own."
+        if self.earlier is not None: raise ValueError("model: a wrapper lies on its forward, which replicas of DataParallel would share; use one process a device")
+        replica = type(self.body)._replicate_for_data_parallel(self.body)
+        replica.forward = _Grouped(replica, self.groups)
+        return replica
+
     def __call__(self, input_ids=None, attention_mask=None, **kwargs):
         told = input_ids is not None and attention_mask is not None and attention_mask.shape == input_ids.shape
-        if self.groups == 1 or not told or kwargs.get("past_key_values") is not None:
+        if not told or kwargs.get("past_key_values") is not None:
             return self.whole(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        asked = kwargs.pop("return_dict", None)
         ends = (attention_mask.bool() * torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)).amax(1)
         order, outputs = ends.argsort(), []
         for rows in order.tensor_split(min(self.groups, len(order))):
             part = functools.partial(_of_group, shape=input_ids.shape, rows=rows, length=max(1, int(ends[rows].max())))
             inputs = {"input_ids": input_ids, "attention_mask": attention_mask} | kwargs
-            outputs.append(self.whole(**{k: part(k, v) for k, v in inputs.items()}))
-        return type(outputs[0])(**_join(outputs, order.argsort(), input_ids.shape[1]))
+            outputs.append(self.whole(**{k: part(k, v) for k, v in inputs.items()}, return_dict=True))
+        joined = type(outputs[0])(**_join(outputs, order.argsort(), input_ids.shape[1]))
+        return joined if (getattr(self.body.config, "return_dict", True) if asked is None else asked) else joined.to_tuple()
 
 # %% ../nbs/03a_trainer.ipynb #33f9b9ba
 def _of_group(name: str, v, shape: torch.Size, rows: Tensor, length: int):
     "What a group sees of an input, in a batch of this shape: its rows, cut to its length."
+    if name in ("batch_size", "seq_len"): return None  # a ModernBERT head of transformers 4 tells its encoder; of a group the encoder asks anew
     if not torch.is_tensor(v) or v.dim() == 0 or name == "head_mask": return v
     if v.shape[:2] == shape and not name.startswith("encoder_"): return v[rows, :length]
     if v.shape == (1, shape[1]): return v[:, :length]

@@ -25,7 +25,7 @@ from isoreg.finetune import Recipe, RunConfig, RunRecord
 from isoreg.isoscore import isoscore, isoscore_with_error
 from isoreg.notebook import execute, run_notebook_path
 from isoreg.report import load
-from isoreg.sweep import status
+from isoreg.sweep import Folder, status
 from isoreg.toy import toy_model_path
 
 invoke = lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
@@ -134,18 +134,52 @@ def test_a_failed_run_leaves_word_until_it_is_done(tmp_path, monkeypatch):
     assert shown.exit_code == 1 and "no finite number" in words and "undefined" in words and not file.exists() and not status(out)["failed"]
 
 
+def test_a_failed_run_leaves_alone_what_a_sweep_has_begun(tmp_path, monkeypatch):
+    "A sweep was killed in this run, and `isoreg run` fails in it: its own notebook stays, and the sweep's files, too."
+    folder, key = Folder(tmp_path), RunConfig().key
+    part = folder.part(key)
+    part.mkdir(parents=True)
+    begun = {"notebook.ipynb": "of the sweep", "progress.json": "{}", "tried.json": json.dumps({"key": key, "attempts": 1})}
+    for name, text in begun.items(): (part / name).write_text(text)
+
+    def failing(name, notebook, *a):
+        Path(notebook).write_text("of this run")
+        raise papermill.PapermillExecutionError(1, 1, "", "ValueError", "no", [])
+    monkeypatch.setattr("isoreg.notebook.execute", failing)
+    assert invoke("run", "--out", tmp_path).exit_code == 2
+    assert (tmp_path / key / "notebook.ipynb").read_text() == "of this run" and {p.name: p.read_text() for p in part.iterdir()} == begun
+    assert json.loads((tmp_path / key / "failed.json").read_text())["notebook"] == str(tmp_path / key / "notebook.ipynb")
+
+
+@pytest.mark.parametrize("stage", ["loading", "training"])
+def test_exit_codes_of_what_ends_a_run(tmp_path, monkeypatch, stage):
+    "Not the input, whenever it happens: a kernel that is killed or interrupted, and a full disk."
+    folder = tmp_path / RunConfig().key
+    cell = lambda name, value="": papermill.PapermillExecutionError(1, 1, "", name, value, [])
+    for error, code in ((DeadKernelError("Kernel died"), 1), (cell("KeyboardInterrupt"), 130), (cell("OSError", "[Errno 28] No space left on device"), 1),
+                        (cell("ValueError", "no"), 1 if stage == "training" else 2)):
+        def ends(*a):
+            (folder / "progress.json").write_text(json.dumps({"stage": stage}))
+            raise error
+        monkeypatch.setattr("isoreg.notebook.execute", ends)
+        assert invoke("run", "--out", tmp_path).exit_code == code, error
+    def refuses(*a): raise cell("ValueError", "no")
+    monkeypatch.setattr("isoreg.notebook.execute", refuses)
+    assert invoke("run", "--out", tmp_path).exit_code == 2  # whatever the last try had come to
+
+
 def test_interrupts_and_bad_configurations_leave_no_word_of_a_failure(tmp_path, monkeypatch):
     def interrupted(*a): raise KeyboardInterrupt
     monkeypatch.setattr("isoreg.notebook.execute", interrupted)
     assert invoke("run", "--out", tmp_path / "a").exit_code == 130 and invoke("run", "--lr", -1, "--out", tmp_path / "b").exit_code == 2
     def by_the_kernel(*a): raise papermill.PapermillExecutionError(1, 1, "", "KeyboardInterrupt", "", [])
     monkeypatch.setattr("isoreg.notebook.execute", by_the_kernel)
-    assert invoke("run", "--out", tmp_path / "c").exit_code == 2
+    assert invoke("run", "--out", tmp_path / "c").exit_code == 130
     assert not list(tmp_path.rglob("failed.json"))
     def dead(*a): raise DeadKernelError("Kernel died")
     monkeypatch.setattr("isoreg.notebook.execute", dead)
     result = invoke("run", "--out", tmp_path / "d")
-    assert result.exit_code == 2 and "the kernel died" in result.stderr and len(list((tmp_path / "d").rglob("failed.json"))) == 1
+    assert result.exit_code == 1 and "the kernel died" in result.stderr and len(list((tmp_path / "d").rglob("failed.json"))) == 1
 
 
 def test_options_parameters_and_configuration_have_the_same_names():
@@ -289,6 +323,26 @@ def test_score_of_an_encoder_decoder_model_is_its_encoders(tmp_path):
     batch = tokenizer(lines, padding=True, return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad(): states = T5EncoderModel.from_pretrained(tmp_path).eval()(**batch, output_hidden_states=True).hidden_states
     assert [r["isoscore"] for r in json.loads(result.stdout)] == pytest.approx([float(isoscore(h[batch["attention_mask"].bool()])) for h in states], abs=1e-6)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_score_of_an_encoder_without_its_decoder(tmp_path, texts, says):
+    "A saved encoder, as of sentence-T5; older ones say that they are encoder and decoder."
+    from transformers import T5Config, T5EncoderModel
+    from isoreg.toy import toy_tokenizer
+    torch.manual_seed(0)
+    tokenizer, lines = toy_tokenizer(), texts[:8]
+    encoder = T5EncoderModel(T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)).eval()
+    encoder.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"is_encoder_decoder": says}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    batch = tokenizer(lines, padding=True, return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad(): states = encoder(**batch, output_hidden_states=True).hidden_states
+    assert [r["isoscore"] for r in score_model(str(tmp_path), lines)] == pytest.approx([float(isoscore(h[batch["attention_mask"].bool()])) for h in states], abs=1e-6)
+    file = tmp_path / "model.safetensors"
+    save_file({k: v.clone() for k, v in load_file(file).items() if ".block.1." not in k}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights \(encoder\.block\.1\."): score_model(str(tmp_path), lines)
 
 
 def test_score_refuses_a_checkpoint_that_lacks_a_layer(tmp_path, texts):

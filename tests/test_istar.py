@@ -1,18 +1,22 @@
 """The penalties against direct formulas, and inside the transformers Trainer against its traps."""
+import contextlib
 import copy
 import inspect
 import random
+import shutil
 import tempfile
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from ranks import on_ranks
 from transformers import BertConfig, BertForSequenceClassification, BertModel, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments, default_data_collator
 
 from isoreg.isoscore import isoscore, isoscore_star
-from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, token_moments
+from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, same_draws, token_moments
 from isoreg.trainer import IsotropyLog, PenaltyTrainer, ReferenceRefresh, split_by_length
 
 CONFIG = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16)
@@ -347,6 +351,94 @@ def test_training_that_resumes_has_the_reference_that_it_had(every_epoch, step):
     assert torch.equal(ends[0][0], ends[1][0]) and all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1]))
 
 
+SAVING = dict(steps=-1, num_train_epochs=2, save_strategy="steps", save_steps=2, learning_rate=0.1)  # of four steps an epoch
+
+
+def references_in(folder): return {f.name: safetensors.torch.load_file(f)["reference_cov"] for f in Path(folder).glob("reference_cov*")}
+
+
+def test_two_penalties_resume_each_with_its_own_reference():
+    out, ends = tempfile.mkdtemp(), []
+    for checkpoint in (None, f"{out}/checkpoint-2"):
+        penalties = [CosReg(0.1), IStar(-1, zeta=0.5, layers=1), IStar(1, zeta=0.5, layers=2)]
+        trainer = make_trainer(penalties, examples(32, 0), output_dir=out, **SAVING)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends.append([p.detach().clone() for p in trainer.model.parameters()])
+    kept = references_in(f"{out}/checkpoint-2")
+    assert set(kept) == {"reference_cov.safetensors", "reference_cov_2.safetensors"}  # the first has the name that a lone one has
+    assert not torch.equal(*kept.values()) and all(torch.equal(a, b) for a, b in zip(*ends))
+
+
+def resumed_reference(trainer, penalty, checkpoint):
+    "The first reference that the penalty is given when training resumes."
+    given, original = [], penalty.set_reference
+    penalty.set_reference = lambda cov: (given.append(cov.clone()), original(cov))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return given[0]
+
+
+def test_training_resumes_with_its_reference_from_any_folder():
+    out, away = tempfile.mkdtemp(), tempfile.mkdtemp()
+    make_trainer(IStar(-1, zeta=0.5), examples(32, 0), output_dir=out, **SAVING).train()
+    kept = shutil.copytree(f"{out}/checkpoint-2", f"{away}/kept")
+    penalty = IStar(-1, zeta=0.5)
+    found = resumed_reference(make_trainer(penalty, examples(32, 0), output_dir=tempfile.mkdtemp(), **SAVING), penalty, kept)
+    assert torch.equal(found, references_in(kept)["reference_cov.safetensors"])
+
+
+def test_the_callback_resumes_under_the_plain_trainer():
+    out, ends = tempfile.mkdtemp(), []
+    for checkpoint in (None, f"{out}/checkpoint-2"):
+        penalty = IStar(-1, zeta=0.5)
+        trainer = make_trainer(None, examples(32, 0), kind=PlainInOrder, output_dir=out, **SAVING)
+        trainer.add_callback(ReferenceRefresh(penalty))
+        if checkpoint is None: trainer.train()
+        else: assert torch.equal(resumed_reference(trainer, penalty, checkpoint), references_in(checkpoint)["reference_cov.safetensors"])
+
+
+def test_a_search_has_references_in_the_checkpoints_of_its_trials():
+    trainer = make_trainer(IStar(-1, zeta=0.5), examples(32, 0), **SAVING | dict(num_train_epochs=1))
+    out = Path(trainer.args.output_dir)
+    trainer._get_output_dir = lambda trial: str(out / "run-3")  # as in the third trial
+    trainer.train()
+    assert not list(out.glob("checkpoint-*")) and references_in(out / "run-3" / "checkpoint-2")
+
+
+def test_a_rank_that_saves_for_its_node_writes_the_reference(tmp_path):
+    callback = ReferenceRefresh(IStar(-1, reference_cov=torch.eye(4)))
+    state = types.SimpleNamespace(is_world_process_zero=False, global_step=2)
+    (tmp_path / "checkpoint-2").mkdir()
+    for saves in (False, True):
+        callback.on_save(types.SimpleNamespace(should_save=saves, output_dir=str(tmp_path)), state, None)
+        assert len(references_in(tmp_path / "checkpoint-2")) == saves
+
+
+def _resume_on_rank(rank, world, have):
+    "The reference after a resume inside an epoch, where the first `have` ranks find one in their checkpoint."
+    model, batches = model_and_batches()
+    callback = ReferenceRefresh(IStar(-1), progress=False)
+    args = TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to="none")
+    callback.resumed, callback.checkpoint = True, Path(tempfile.mkdtemp())
+    if rank < have: safetensors.torch.save_file({"reference_cov": torch.eye(16)}, callback.checkpoint / "reference_cov.safetensors")
+    loader = torch.utils.data.DataLoader([{k: v[i] for k, v in b.items()} for b in batches for i in range(4)], 4)
+    callback.on_epoch_begin(args, types.SimpleNamespace(epoch=0.5, global_step=2), None, model=model, train_dataloader=loader)
+    return callback.penalty.reference_cov
+
+
+def test_ranks_take_a_kept_reference_together_or_not_at_all():
+    for kept in on_ranks(_resume_on_rank, 2): assert torch.equal(kept, torch.eye(16))
+    one, two = on_ranks(_resume_on_rank, 1)
+    assert torch.equal(one, two) and not torch.equal(one, torch.eye(16))
+
+
+@pytest.mark.parametrize("device, forked", [("cpu", ([], "cuda")), ("cuda:1", ([1], "cuda")), ("xpu:1", ([1], "xpu")), ("mps", ([0], "mps"))])
+def test_random_states_of_the_device_are_kept(device, forked, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices, device_type="cuda": (asked.append((devices, device_type)), contextlib.nullcontext())[1])
+    with same_draws(torch.device(device)): pass
+    assert asked == [forked]
+
+
 def test_measuring_leaves_all_random_states_as_they_were():
     drawn = []
     def collate(rows):
@@ -441,7 +533,7 @@ def test_isotropy_log():
 def _isotropy_on_rank(rank, world):
     batches = [{k: torch.stack([e[k] for e in ragged(4, seed)]) for k in ("input_ids", "attention_mask")} for seed in range(4)]
     found = []
-    for sample in (batches, batches[:1]):  # shared out; too few to share out
+    for sample in (batches, batches[:1], torch.utils.data.DataLoader(batches, None)):  # shared out; too few to share out; a loader, which is read whole
         for limit in (None, 40):
             record = IsotropyLog(sample, limit)
             trainer = make_trainer(None, examples(8, 0))
@@ -452,8 +544,8 @@ def _isotropy_on_rank(rank, world):
 
 def test_isotropy_log_counts_a_sample_once_on_all_ranks():
     one = _isotropy_on_rank(0, 1)
-    for (whole, limited, few, few_limited) in on_ranks(_isotropy_on_rank):
-        for ours, theirs in ((whole, one[0]), (few, one[2]), (few_limited, one[3])):
+    for (whole, limited, few, few_limited, loaded, loaded_limited) in on_ranks(_isotropy_on_rank):
+        for ours, theirs in ((whole, one[0]), (few, one[2]), (few_limited, one[3]), (loaded, one[0]), (loaded_limited, one[5])):
             assert ours[0] == theirs[0] and ours[1] == pytest.approx(theirs[1], rel=1e-4)
         assert limited[0] == 40
 
@@ -500,6 +592,7 @@ def test_groups_by_length_read_fewer_tokens_and_name_what_they_refuse():
     mask = torch.ones(8, 12, dtype=torch.long)
     mask[:6, 3:] = 0
     split_by_length(model, 4)
+    read.clear()
     with torch.no_grad(): states = model(torch.ones(8, 12, dtype=torch.long), attention_mask=mask).last_hidden_state
     assert sum(read) == 6 * 3 + 2 * 12 and states.shape == (8, 12, 16) and states[:6, 3:].abs().max() == 0
     left = mask.flip(1)  # padding on the left is right as well, though nothing is saved
@@ -529,6 +622,7 @@ def test_a_copy_of_a_model_in_groups_computes_with_its_own_weights():
     read, plain = [], model.bert.embeddings.forward
     model.bert.embeddings.forward = lambda input_ids=None, **kw: (read.append(len(input_ids)), plain(input_ids=input_ids, **kw))[1]
     split_by_length(model, 2)  # in place of the three groups, not around them
+    read.clear()
     torch.testing.assert_close(model(**batch).logits, want, rtol=1e-4, atol=1e-5)
     assert sorted(read) == [3, 4]
 
@@ -551,3 +645,62 @@ def test_groups_by_length_refuse_an_encoder_with_a_decoder():
     five = T5ForConditionalGeneration(T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0))
     with pytest.raises(ValueError, match="model: a T5"): split_by_length(five, 2)
     with pytest.raises(ValueError, match="groups: 2.5"): split_by_length(grouped_bert()[0], 2.5)
+
+
+def test_one_group_gives_the_forward_back():
+    model, batch = grouped_bert()
+    split_by_length(split_by_length(model, 3), 1)
+    assert not {"forward", "_replicate_for_data_parallel"} & set(vars(model.bert)) and model.bert.forward.__func__ is BertModel.forward
+    model.bert.forward = wrapper = lambda *a, **kw: BertModel.forward(model.bert, *a, **kw)  # of somebody else
+    wrapper.__signature__ = inspect.signature(BertModel.forward)
+    wrapper.__signature__ = wrapper.__signature__.replace(parameters=list(wrapper.__signature__.parameters.values())[1:])
+    split_by_length(split_by_length(model, 3), 1)
+    assert model.bert.forward is wrapper
+
+
+@pytest.mark.parametrize("kind", ["ConvBert", "MobileBert", "Nystromformer", "Funnel", "FNet"])
+def test_groups_by_length_refuse_an_encoder_that_reads_padding(kind):
+    import transformers
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, max_position_embeddings=24)
+    if kind == "Funnel": sizes = dict(d_model=32, n_head=2, d_head=16, d_inner=48, block_sizes=[1, 1])
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(vocab_size=60, pad_token_id=0, **sizes))
+    with pytest.raises(ValueError, match="model: .*leave its batches whole"): split_by_length(model, 4)
+    assert model.training and "forward" not in vars(model)
+    assert split_by_length(model, 1) is model
+
+
+def test_checking_the_encoder_leaves_no_trace():
+    model, batch = grouped_bert()
+    model.train(); model.bert.encoder.layer[0].eval()
+    model(**batch, labels=torch.zeros(7, dtype=torch.long)).loss.backward()
+    seen = lambda: ([m.training for m in model.modules()], torch.get_rng_state().tolist(), random.getstate(), [p.grad.tolist() for p in model.parameters()], model.state_dict().keys())
+    before = seen()
+    split_by_length(model, 3)
+    assert seen() == before
+
+
+def test_groups_by_length_give_tuples_when_asked():
+    model, batch = grouped_bert()
+    asked = dict(output_hidden_states=True, return_dict=False)
+    want = model(**batch, **asked), model.bert(**batch, **asked)
+    split_by_length(model, 3)
+    found = model(**batch, **asked), model.bert(**batch, **asked)
+    model.config.return_dict = False
+    found += model(**batch, output_hidden_states=True), model.bert(**batch, output_hidden_states=True)
+    mask = batch["attention_mask"].bool()
+    for ours, theirs in zip(found, want * 2):
+        assert type(ours) is tuple and len(ours) == len(theirs)
+        torch.testing.assert_close(ours[0][mask] if ours[0].dim() == 3 else ours[0], theirs[0][mask] if ours[0].dim() == 3 else theirs[0], rtol=1e-4, atol=1e-5)
+        for a, b in zip(ours[-1], theirs[-1]): torch.testing.assert_close(a[mask], b[mask], rtol=1e-4, atol=1e-5)
+
+
+def test_a_replica_of_data_parallel_computes_with_its_own_weights():
+    model, batch = grouped_bert()
+    split_by_length(model, 3)
+    replica = copy.deepcopy(model).bert._replicate_for_data_parallel()  # torch gives it copies of the weights next
+    assert type(replica) is BertModel and replica.forward.body is replica and model.bert.forward.body is model.bert
+    replica.embeddings = copy.deepcopy(model.bert.embeddings)
+    with torch.no_grad():
+        for p in replica.embeddings.parameters(): p.zero_()
+    assert replica(**batch, output_hidden_states=True).hidden_states[0].abs().max() == 0 < model.bert(**batch).last_hidden_state.abs().max()

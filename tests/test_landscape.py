@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from isoreg.corpus import TextBatches, sample_losses
-from isoreg.landscape import (RINGS, Direction, Surface, directional_curvature, direction, displaced, expected_curvature, grid, loss_line,
+from isoreg.landscape import (RINGS, Surface, directional_curvature, direction, displaced, expected_curvature, grid, loss_line,
                               loss_surface, plane_hessian, plot, same_bits, subset)
 from isoreg.notebook import execute
 from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer

@@ -9,14 +9,16 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 from papermill import inspect_notebook
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMaskedLM, AutoTokenizer, T5Config, T5EncoderModel
 
 import isoreg.measure as measure
 from isoreg.finetune import scores_source
 from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
 from isoreg.landscape import direction, subset
 from isoreg.measure import (
-    FisherConfig, LandscapeConfig, as_surface, collect_measurements, load_corpus, load_language_model, measure_fisher, measure_landscape, measurement_schema)
+    FisherConfig, GeometryConfig, LandscapeConfig, as_surface, collect_measurements, load_body, load_corpus, load_language_model, measure_fisher, measure_landscape,
+    measurement_schema)
 from isoreg.notebook import run_notebook_path
 from isoreg.toy import toy_model_path
 
@@ -116,6 +118,22 @@ def test_a_changed_estimate_makes_another_landscape(tmp_path, fisher_run):
     path.write_text(json.dumps(first))
     second = measure_landscape(config, tmp_path / "run")
     assert second["moved"] != first["moved"] and second["losses"] == measure_landscape(config, tmp_path / "fresh")["losses"] != first["losses"]
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_the_encoder_of_an_encoder_decoder_model_alone_is_measured(tmp_path, says):
+    torch.manual_seed(0)
+    encoder = T5EncoderModel(T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)).eval()
+    encoder.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(toy_model_path()).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"is_encoder_decoder": says}))
+    body, _, notes = load_body(GeometryConfig(model=str(tmp_path)))
+    ids = torch.arange(10).reshape(2, 5)
+    with torch.no_grad(): assert torch.equal(body(ids).last_hidden_state, encoder(ids).last_hidden_state)
+    assert notes == ["hidden states of the encoder"]
+    file = tmp_path / "model.safetensors"
+    save_file({k: v.clone() for k, v in load_file(file).items() if ".block.1." not in k}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights \(encoder\.block\.1\."): load_body(GeometryConfig(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize("model, loss, own", [("toy-gpt2", "mlm", "clm"), ("toy-t5", "clm", "seq2seq")])

@@ -16,7 +16,7 @@ from isoreg.cli import app
 from isoreg.dropout import dropout_sites
 from isoreg.finetune import RunConfig, RunRecord, command, model_card, pack, record_schema, run, sentence_vectors, unpack
 from isoreg.measure import FisherConfig, GeometryConfig, LandscapeConfig, measure_fisher, measure_geometry, measure_landscape, measurement_schema
-from isoreg.tasks import encode, get_task, load_metric, load_task
+from isoreg.tasks import encode, load_metric, load_task
 from isoreg.toy import toy_model_path
 
 RESULTS = Path(__file__).parents[1] / "nbs" / "results"

@@ -341,7 +341,7 @@ def test_missing_partners_and_failed_runs_are_named():
     assert r.n == 6 and r.incomplete == ["seed 9: no run of base", "seed 6: I-STAR λ=1 failed", "seed 7: base failed"] and r.failed == 2
     whole = sum(0.7 - 0.6 - 0.001 * s for s in range(6))
     assert r.least == pytest.approx((whole + (0.527 - 0.606) + (0.7 - 0.7)) / 8) and r.most == pytest.approx((whole + (0.7 - 0.606) + (0.7 - 0.527)) / 8)
-    assert r.verdict == "higher" and r.runs == 9 and r.runs_baseline == 8
+    assert r.verdict == "higher" and [s for s, *_ in r.records] == [s for s, *_ in r.records_baseline] == list(range(6))   # what is linked is what the mean is of
     text = to_markdown(compare(df))
     assert "seed 9: no run of base; seed 6: I-STAR λ=1 failed" in text and "if failed runs count" in text
 
@@ -360,6 +360,9 @@ def test_arms_of_other_data_or_another_machine_say_so():
     for data, cpu, differ in (("one", "A", []), ("two", "A", ["data"]), ("one", "B", ["hardware"]), ("two", "B", ["hardware", "data"])):
         assert compare(load(base + runs(PLUS, data=data, cpu=cpu))).differ[0] == differ
     assert compare(load(base + runs(PLUS, data="one", cpu="A") + [failed(PLUS, 3), record(NONE, 3, 0.6, **about("one", "A"))])).differ[0] == []
+    on = lambda method, cpus: [record(method, s, 0.6 + 0.01 * s, **about("one", cpu)) for s, cpu in enumerate(cpus)]
+    assert compare(load(on(NONE, "AB") + on(PLUS, "BA"))).differ[0] == ["hardware"]       # the same machines, no pair on one of them
+    assert compare(load(on(NONE, "AABB") + on(PLUS, "AA"))).differ[0] == []               # every pair on one machine
 
 
 def test_the_majority_rate_bounds_the_metric_alone():
@@ -380,8 +383,15 @@ def test_pairs_need_one_run_a_seed_and_the_same_setting():
     with pytest.raises(ValueError, match="baseline: no run is 'Base'; methods are base"): compare(uneven, "Base")
 
 
+def test_runs_with_and_without_groups_by_length_are_not_pooled():
+    runs = [record(m, s, 0.6 + 0.01 * s + 0.1 * (g > 1), settings={"length_groups": g}) for m in (NONE, PLUS) for s in range(3) for g in (1, 4)]
+    assert list(summarise(load(runs)).n) == [3] * 4 and list(compare(load(runs)).n) == [3, 3]
+    apart = [record(NONE, s, 0.6, task=t, settings={"length_groups": g}) for s in range(3) for t, g in (("rte", 1), ("mrpc", 4))]
+    assert "length_groups" not in summarise(load(apart))       # one form a task: nothing to tell apart
+
+
 def test_collapsed_runs_stand_beside_the_difference():
-    df = load([record(NONE, s, 0.6 + 0.01 * s) for s in range(3)] + [record(MINUS, s, 0.527, collapsed=True) for s in range(3)])
+    df = load([record(NONE, s, 0.6 + 0.01 * s) for s in range(4)] + [record(MINUS, s, 0.527, collapsed=True) for s in range(3)])
     assert "3 of 3; baseline 0 of 3" in to_markdown(compare(df))
 
 
@@ -567,6 +577,14 @@ def test_rank_correlation_finds_order_and_no_order():
     with pytest.raises(ValueError, match="df: no seed has three settings"): rank_correlation(arms(none=[0.6], plus=[0.7]))
 
 
+def test_rank_correlation_compares_the_same_settings_in_all_seeds():
+    runs = strengths(5, lambda iso, s: 0.9 - iso if s < 3 else iso)
+    few = [r for r in runs if r["config"]["seed"] < 3 or abs(r["config"].get("lam") or 0) < 5]        # two seeds lack two of the seven strengths
+    c = rank_correlation(load(few), resamples=99)
+    assert (c["seeds"], c["settings"], c["left_out"]) == (3, 7, 2) and c["mean"] == pytest.approx(-1)
+    assert rank_correlation(load(runs), resamples=99)["left_out"] == 0
+
+
 def test_tradeoff_shows_every_run():
     runs = strengths(3, lambda iso, s: 0.8 - 0.3 * iso + 0.01 * s) + strengths(3, lambda iso, s: 0.8, task="mrpc")
     runs[0] |= {"collapsed": True}
@@ -613,6 +631,23 @@ def test_forest_fills_only_differences():
     marks = {line.get_markerfacecolor() for line in fig.axes[0].lines if line.get_marker() in ("o", "s")}
     assert marks == {"#D55E00", "white"} and any("lower" in t.get_text() for t in fig.axes[0].texts)
     matplotlib.pyplot.close(fig)
+
+
+def test_forest_puts_rows_below_their_heads():
+    table = compare(arms(none=[0.6, 0.61], plus=[0.7, 0.72], minus=[0.5, 0.52]))
+    fig = plot_forest(pd.concat([table, table.iloc[:1]]), heads=["one", "one", "two"])
+    ticks, heads = fig.axes[0].get_yticks(), {t.get_text(): t.get_position()[1] for t in fig.axes[0].texts}
+    assert list(ticks) == [-1, -2, -4] and (heads["one"], heads["two"]) == (0, -3)
+    matplotlib.pyplot.close(fig)
+    with pytest.raises(ValueError, match="heads: 1 for 2 rows"): plot_forest(table, heads=["one"])
+
+
+def test_a_strength_has_its_colour_whatever_else_is_drawn():
+    few, many = (plot_tradeoff(load([r for r in strengths(2, lambda iso, s: 0.8) if abs(r["config"].get("lam") or 0) <= top])) for top in (1, 5))
+    colour = lambda fig: {c.get_label(): c.lines[0].get_color() for c in fig.axes[0].containers}
+    one, all_ = colour(few), colour(many)
+    assert set(one) < set(all_) and all(one[k] == all_[k] for k in one) and len(set(all_.values())) == len(all_) == 7
+    for fig in (few, many): matplotlib.pyplot.close(fig)
 
 
 def test_a_report_in_one_call(tmp_path):

@@ -2,7 +2,6 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import nbclient
@@ -17,7 +16,7 @@ from isoreg.tasks import load_metric, load_task
 ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"
 TABLES = sorted((NBS / "tables").glob("*.ipynb"))
-RECORDS = [json.loads(line) for line in (NBS / "results" / "runs.jsonl").read_text().splitlines()]
+RECORDS, FIRST = ([json.loads(line) for line in (NBS / "results" / f"{name}.jsonl").read_text().splitlines()] for name in ("runs", "istar_first"))
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 
 
@@ -31,7 +30,7 @@ def shown(notebook):
     return texts
 
 
-@pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*TABLES, NBS / "index.ipynb"], ids=lambda p: p.stem)
 def test_stored_page_is_what_the_records_give(path):
     stored = nbformat.read(path, 4)
     fresh = nbformat.read(path, 4)
@@ -74,6 +73,15 @@ def test_every_record_is_of_a_shipped_grid(as_it_ran):
     assert not [r["key"] for r in RECORDS if r["key"] not in keys]
 
 
+def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_ran):
+    "MRPC was read without groups at first: a grid has the same runs with them."
+    from isoreg.sweep import expand, load_grid
+    runs = expand(load_grid(NBS / "grids" / "small-istar.yaml")).runs
+    bare = lambda config: {k: v for k, v in RunConfig.from_dict(config).to_dict().items() if k != "length_groups"}
+    keys, planned = {run.key for run in runs}, [bare(run.config) for run in runs]
+    for r in FIRST: assert bare(r["config"]) in planned and (r["key"] in keys) == (r["config"]["task"] == "cola"), r["key"]
+
+
 @pytest.mark.parametrize("kind", ["fisher", "geometry"])
 def test_the_measurements_are_those_of_their_grid(kind):
     from isoreg.sweep import expand, load_grid
@@ -81,8 +89,19 @@ def test_the_measurements_are_those_of_their_grid(kind):
     assert sorted(stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / f"small-{kind}.yaml")).runs)
 
 
+def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkeypatch):
+    "The stored runs took a Fisher estimate by --set; their keys are of its path."
+    from isoreg.sweep import expand, load_grid
+    stored = [json.loads(line) for line in (NBS / "results" / "landscape.jsonl").read_text().splitlines()]
+    (place,) = {r["config"]["fisher"] for r in stored} - {None}
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / "record.json").write_text(json.dumps({"tensor_scores": {"a": 1.0}}))
+    monkeypatch.chdir(tmp_path)
+    assert sorted(r["key"] for r in stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / "small-landscape.yaml"), overrides={"fisher": place}).runs)
+
+
 def test_keys_follow_from_the_configurations(as_it_ran):
-    for r in RECORDS: assert RunConfig.from_dict(r["config"]).key == r["key"]
+    for r in RECORDS + FIRST: assert RunConfig.from_dict(r["config"]).key == r["key"]
 
 
 def test_metrics_follow_from_the_kept_predictions(as_it_ran):

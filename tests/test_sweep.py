@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from isoreg.cli import app
 from isoreg.finetune import RunConfig
 from isoreg.sweep import (
-    Folder, Gpus, Kernel, Run, _Board, _ray_run, _receive, expand, find_gpus, gpu_need, gpu_share, grid_path, is_disk_full, load_grid, plan_jobs, publish, run_one, set_aside,
+    Folder, Gpus, Kernel, Run, _Board, _ray_run, _receive, expand, find_gpus, gpu_need, gpu_share, grid_path, is_disk_full, load_grid, plan_jobs, restore, run_one, set_aside,
     status, sweep, sweep_on_ray, time_left)
 
 ROOT = Path(__file__).parents[1]
@@ -194,6 +194,23 @@ def test_shipped_grids_are_valid_and_count_what_they_say(path, tmp_path, monkeyp
     said = re.search(r"(\d[\d ]*) runs", "".join(line for line in text.splitlines() if line.startswith("#")))
     assert int(said[1].replace(" ", "")) == len(plan.runs) == plan.combinations and not plan.notes
     assert grid_path(path.stem).samefile(path)
+
+
+def test_grids_share_their_cells_and_only_padding_is_without_groups(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plans = {name: expand(load_grid(f"small-{name}"), overrides={"data_dir": str(tmp_path)}).runs for name in ("ablations", "search", "istar", "guided", "paucity")}
+    shared = {r.key for r in plans["ablations"]} & {r.key for r in plans["istar"]}
+    assert sorted((r.config["task"], r.config["seed"]) for r in plans["istar"] if r.key in shared) == [(t, s) for t in ("cola", "mrpc") for s in range(3)]
+    for name, runs in plans.items():
+        whole = [r for r in runs if r.config["length_groups"] == 1 and r.config["task"] != "cola"]
+        assert {r.block for r in whole} == ({"padding", "ungrouped"} if name == "ablations" else set()) and all(r.config["length_groups"] == 1 for r in runs if r.config["task"] == "cola")
+    of = lambda block: [r.config for r in plans["ablations"] if r.block == block and r.config["task"] == "mrpc"]
+    padded = of("padding")
+    for regularizer in ("none", "istar"):  # each has its partners of the same seed, apart from the padding and the segment ids
+        partners = [c for c in of("ungrouped") if c["regularizer"] == regularizer]
+        assert sorted(c["seed"] for c in partners) == [0, 1, 2] and len(padded) == 6
+        but = {"padding", "segment_ids", "seed"} | ({"regularizer", "lam", "zeta"} if regularizer == "none" else set())
+        for c in padded: assert all(c[k] == partners[0][k] for k in c if k not in but)
 
 
 # Who does what, and what a death leaves
@@ -385,6 +402,49 @@ def test_truncated_and_foreign_records_are_set_aside(tmp_path):
     assert sorted(logged(tmp_path, "start").count(k) for k in good) == [1, 2, 2, 2]
 
 
+def test_a_surface_of_other_scores_is_not_done(tmp_path, monkeypatch):
+    "The key of a surface is of the path of its Fisher scores; what is in the file is told by the digest in the record."
+    from isoreg.finetune import scores_source
+    from isoreg.measure import LandscapeConfig
+    from isoreg.sweep import _State
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "f").mkdir()
+    write = lambda value: (tmp_path / "f" / "record.json").write_text(json.dumps({"tensor_scores": {"a": value}}))
+    write(1.0)
+    config = LandscapeConfig(subset="top", fisher="f")
+    path = grid(tmp_path / "g.yaml", "notebook: landscape\nfixed: {subset: top, fisher: f}\naxes: {direction_seed: [0, 1]}\n")
+    plan, folder = expand(load_grid(path)), Folder(tmp_path / "out")
+    run = plan.runs[0]
+    assert run.key == config.key
+    old = {"key": run.key, "status": "done", "config": run.config}  # younger records say what the file held
+    record, file = old | {"fisher_sha256": scores_source("f")["sha256"]}, folder.out / run.key / "record.json"
+    (tmp_path / "all.jsonl").write_text(json.dumps(record) + "\n")
+    file.parent.mkdir(parents=True)
+    stands = lambda: (folder.record(run) is not None, run.key in status(folder.out)["done"], restore(tmp_path / "all.jsonl", plan, tmp_path / "new", dry_run=True) == {run.key})
+    for planned in (False, True):
+        if planned: _State(plan, folder, {}, [], 1)
+        file.write_text(json.dumps(record))
+        write(1.0)
+        assert stands() == (True, True, True) and set_aside(folder, run) is None
+        write(2.0)
+        assert stands() == (False, False, False)
+        assert status(folder.out)["missing"] == ([r.key for r in plan.runs] if planned else None)
+        file.write_text(json.dumps(old))
+        assert stands()[:2] == (True, True)
+        file.write_text(json.dumps(old | {"fisher_sha256": None}))
+        assert stands()[:2] == (True, True)
+    file.write_text(json.dumps(record | {"config": {k: v for k, v in run.config.items() if k != "hessian"}}))  # older settings, filled in by the class
+    assert folder.record(run) is None and "0 done, 2 to do" in invoke("sweep", path, "--dry-run", "--out", folder.out).output
+    write(1.0)
+    assert folder.record(run) is not None and "1 done, 1 to do" in invoke("sweep", path, "--dry-run", "--out", folder.out).output
+    write(2.0)
+    assert set_aside(folder, run).name == "record.aside-1.json"
+    file.write_text(json.dumps(record))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # the file is not found from here: the record stands
+    assert stands() == (True, True, True)
+
+
 def test_publish_can_be_cut_anywhere(tmp_path):
     path, folder = stub(tmp_path), Folder(tmp_path / "out")
     run = expand(load_grid(path)).runs[0]
@@ -403,6 +463,18 @@ def test_publish_can_be_cut_anywhere(tmp_path):
 
 
 # Failures
+
+
+def test_a_failure_is_told_in_the_same_words_by_both_commands():
+    from nbclient.exceptions import DeadKernelError
+    from papermill import PapermillExecutionError
+    from isoreg.sweep import _failure_words
+    assert _failure_words(PapermillExecutionError(1, 1, "", "ValueError", " no \n", ["\x1b[31mTraceback\x1b[0m", "ValueError: no"])) == ("ValueError: no", "Traceback\nValueError: no")
+    died = "KernelDied: the kernel died: killed, or out of memory"
+    assert _failure_words(DeadKernelError("Kernel died")) == (died, "") and _failure_words(DeadKernelError("Kernel died"), lambda: "last words") == (died, "last words")
+    try: raise OSError("no room")
+    except OSError as error: message, trace = _failure_words(error)
+    assert message == "OSError: no room" and trace.startswith("Traceback") and "raise OSError" in trace
 
 
 def test_failed_run_is_tried_twice_reported_and_taken_up_on_demand(tmp_path):
@@ -696,7 +768,6 @@ def test_isoreg_run_leaves_a_claimed_run_alone(tmp_path):
 def test_stored_records_count_as_done(tmp_path):
     "Records go from folders to a file and back, and the sweep finds nothing to do."
     from isoreg.finetune import RunConfig, RunRecord, collect, run
-    from isoreg.sweep import Folder, expand, load_grid, restore
     grid = tmp_path / "g.yaml"
     grid.write_text("fixed: {task: toy-cola, regularizer: none, max_train: 32, max_eval: 20, epochs: 1}\naxes: {seed: [0, 1]}\n")
     plan = expand(load_grid(grid))
