@@ -258,10 +258,11 @@ def _data_text(g: pd.DataFrame) -> str:
 # %% ../nbs/10_report.ipynb #92248bc8
 def _protocol_text(df: pd.DataFrame) -> str:
     names = {"epochs": "epochs", "lr": "learning rate", "batch_size": "batch", "accumulation": "accumulation", "max_length": "tokens at most",
-             "split_protocol": "split", "length_groups": "groups by length"}
+             "split_protocol": "split"}
     values = {n: list(dict.fromkeys(f"{v:g}" if isinstance(v, (int, float)) else str(v) for v in df[c].dropna())) for c, n in names.items()}
     recipes = ", ".join(f"{p} ({', '.join(dict.fromkeys(g.recipe.dropna().astype(str))) or 'no recipe'})" for p, g in df.groupby("protocol"))
-    return f"{recipes}; " + ", ".join(f"{n} {' or '.join(v)}" for n, v in values.items() if v and (n, v) != ("groups by length", ["1"]))
+    grouped = {int(n): ", ".join(dict.fromkeys(g.task)) for n, g in df.groupby("length_groups") if n > 1} if "length_groups" in df else {}
+    return f"{recipes}; " + ", ".join([*(f"{n} {' or '.join(v)}" for n, v in values.items() if v), *(f"each batch of {tasks} read in {n} groups of similar length" for n, tasks in grouped.items())])
 
 
 def provenance(
