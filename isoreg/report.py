@@ -814,7 +814,7 @@ def _panels(df: pd.DataFrame, without: Sequence[str] = (), legend: bool = False,
         ax.set_title(", ".join(_setting(v) if c == "task" else f"{c} {_setting(v)}" for c, v in zip(by, names)), fontsize=10)
     return fig, [(ax, g) for ax, (_, g) in zip(axes.flat, groups)]
 
-
+# %% ../nbs/10_report.ipynb #4c02d9e1
 _OWN = {"base": "black", "cosreg": "#009E73", "guided": "#D55E00", "gaussian": "#56B4E9", "constant-mean": "#0072B2", "reversed": "#CC79A7", "type-only": "#E69F00"}
 
 
@@ -1003,8 +1003,7 @@ def plot_forest(
     lines = len(table) + len(titles)
     several = table.baseline.nunique() > 1
     fig, ax = _pyplot().subplots(figsize=(11 if several else 8.5, 0.9 + 0.3 * lines), layout="constrained")
-    for i, r in zip(place, table.to_dict("records")):
-        r = pd.Series(r)
+    for i, r in zip(place, table.itertuples()):
         shown = str(r.verdict).startswith(("higher", "lower"))
         colour = "black" if not shown else "#0072B2" if r.difference > 0 else "#D55E00"
         reach = [[r.difference - r.low], [r.high - r.difference]] if r.low == r.low else None
