@@ -1355,10 +1355,11 @@ class _State:
 
 
 def _progress(folder: Folder, key: str) -> dict:
-    "What the run says of itself: of a sweep, or of `isoreg run`."
-    for place in (folder.part(key), folder.out / key):
-        with contextlib.suppress(OSError, ValueError): return json.loads((place / "progress.json").read_text())
-    return {}
+    "What the run said last of itself, whoever began it: a sweep or `isoreg run`."
+    said = []
+    for path in (folder.part(key) / "progress.json", folder.out / key / "progress.json"):
+        with contextlib.suppress(OSError, ValueError): said.append((path.stat().st_mtime_ns, json.loads(path.read_text())))
+    return max(said, key=lambda at: at[0], default=(0, {}))[1]
 
 # %% ../nbs/09_sweep.ipynb #324e75e6
 def _grids(folder: Folder) -> dict[str, dict]:

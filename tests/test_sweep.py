@@ -402,6 +402,20 @@ def test_truncated_and_foreign_records_are_set_aside(tmp_path):
     assert sorted(logged(tmp_path, "start").count(k) for k in good) == [1, 2, 2, 2]
 
 
+def test_what_a_killed_attempt_said_does_not_hide_the_next_one(tmp_path):
+    folder, key = Folder(tmp_path), "mine"
+    says = {"part": folder.part(key), "own": folder.out / key}  # of a sweep, of isoreg run
+    for place in says.values(): place.mkdir(parents=True)
+    for last in ("own", "part"):
+        for stamp, name in enumerate(sorted(says, key=lambda n: n == last)):
+            (says[name] / "progress.json").write_text(json.dumps({"stage": name}))
+            os.utime(says[name] / "progress.json", (stamp + 1, stamp + 1))
+        with folder.lock(key, "busy"):
+            assert status(tmp_path)["running"] == [{"key": key, "stage": last}]
+    (says["part"] / "progress.json").write_text("{")  # killed while it wrote
+    with folder.lock(key, "busy"): assert status(tmp_path)["running"] == [{"key": key, "stage": "own"}]
+
+
 def test_a_surface_of_other_scores_is_not_done(tmp_path, monkeypatch):
     "The key of a surface is of the path of its Fisher scores; what is in the file is told by the digest in the record."
     from isoreg.finetune import scores_source
