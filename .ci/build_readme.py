@@ -21,7 +21,7 @@ def fenced(text: str, language: str) -> str:
 def output_text(output: dict) -> str:
     data = output.get("data", {})
     if "text/markdown" in data:
-        return "".join(data["text/markdown"]).strip()
+        return relink("".join(data["text/markdown"]).strip())
     if output["output_type"] == "error":
         raise SystemExit("index.ipynb holds a failed cell: " + output["ename"])
     if any(kind.startswith("image/") for kind in data):
@@ -68,6 +68,8 @@ def readme(notebook: Path) -> str:
     parts = [cell_text(cell) for cell in json.loads(notebook.read_text())["cells"]]
     if "{{<" in "".join(parts):
         raise SystemExit("index.ipynb holds a Quarto shortcode, which README.md cannot show")
+    if "\\operatorname" in "".join(parts):
+        raise SystemExit("index.ipynb holds \\operatorname, which the repository's page refuses in formulas: use \\mathrm")
     return "\n\n".join([NOTE, *filter(None, parts)]) + "\n"
 
 

@@ -66,6 +66,12 @@ def test_importing_the_package_is_light():
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+def test_modules_come_when_they_are_asked_for():
+    code = "import isoreg; print(isoreg.moments.moments.__name__, 'istar' in dir(isoreg)); isoreg.isostar"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["moments", "True"] and "AttributeError: module 'isoreg' has no attribute 'isostar'" in done.stderr
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_every_import_is_declared(module):
     needed = {canonicalize_name(DISTRIBUTION.get(name, name)) for name in imported_packages(module)}

@@ -286,10 +286,16 @@ def test_readme_shows_tables_and_leaves_pictures_out(tmp_path):
     assert "\n| a |\n|---|\n| 1 |\n" in text and "Figure" not in text and "AAAA" not in text
 
 
-def test_readme_refuses_what_it_cannot_show(tmp_path):
-    write_notebook(tmp_path / "index.ipynb", [("markdown", "{{< embed tables/main.ipynb#tbl-main >}}")])
-    with pytest.raises(SystemExit, match="shortcode"):
+@pytest.mark.parametrize("text, said", [("{{< embed tables/main.ipynb#tbl-main >}}", "shortcode"), (r"$\operatorname{tr}S$", "mathrm")])
+def test_readme_refuses_what_it_cannot_show(tmp_path, text, said):
+    write_notebook(tmp_path / "index.ipynb", [("markdown", text)])
+    with pytest.raises(SystemExit, match=said):
         build_readme.readme(tmp_path / "index.ipynb")
+
+
+def test_readme_links_of_a_computed_text_are_seen_from_above(tmp_path):
+    write_notebook(tmp_path / "index.ipynb", [("code", "#| echo: false\nMarkdown(text)", "see [the table](tables/main.ipynb)")])
+    assert "see [the table](nbs/tables/main.ipynb)" in build_readme.readme(tmp_path / "index.ipynb")
 
 
 def test_readme_of_the_repository_is_up_to_date():
