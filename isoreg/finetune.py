@@ -764,7 +764,7 @@ def collect(
     folder: str | Path,  # of runs, searched for record.json
     path: str | Path,  # JSON lines file; its lines are kept unless the same run is found again
 ) -> list[dict]:
-    "Gather finished records into a JSON lines file, sorted by key, written atomically; the records. `ValueError` if there is no such folder."
+    "Gather finished records into a JSON lines file, the seeds of a setting side by side, written atomically; the records. `ValueError` if there is no such folder."
     path = Path(path)
     if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}")
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
@@ -773,8 +773,11 @@ def collect(
         try: found.append(RunRecord.load(file).to_dict() | {"loss": []})
         except ValueError as error: warnings.warn(f"left out: {error}")
     records = {r["key"]: r for r in lines + [r for r in found if r["status"] == "done"]}
-    write_atomically(path, "".join(json.dumps(records[k]) + "\n" for k in sorted(records)))
-    return [records[k] for k in sorted(records)]
+    config = lambda r: r.get("config") or {}
+    setting = lambda r: (r["key"].rsplit("-seed", 1)[0], json.dumps({k: v for k, v in config(r).items() if k != "seed"}, sort_keys=True), config(r).get("seed", 0), r["key"])
+    records = sorted(records.values(), key=setting)
+    write_atomically(path, "".join(json.dumps(r) + "\n" for r in records))
+    return records
 
 # %% ../nbs/08_finetune.ipynb #abbce12c
 def command(

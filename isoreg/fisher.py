@@ -39,7 +39,7 @@ def squared_norms(
 ) -> Tensor:
     "Squared Frobenius norm of each sample's weight gradient, (batch,)."
     (_, t, o), i = g.shape, x.shape[-1]
-    if t * (o + i) < o * i: return (_products(g) * _products(x)).sum((1, 2), dtype=_wide(g))
+    if t * (o + i) < o * i: return (_products(g) * _products(x)).sum((1, 2), dtype=_wide(g)).clamp(min=0)  # gradients that cancel leave rounding
     return torch.stack([torch.mm(a.T, b).square().sum(dtype=_wide(g)) for a, b in zip(g, x)])
 
 

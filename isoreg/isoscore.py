@@ -73,6 +73,9 @@ def check_cov(
             raise ValueError(f"{name}: not symmetric (entries differ by up to {float(worst.max()):.3g}); pass (cov + cov.T) / 2 if that is meant")
         if bool((cov.diagonal(dim1=-2, dim2=-1) < 0).any()):
             raise ValueError(f"{name}: has a negative variance on its diagonal; pass a covariance")
+        variances = cov.diagonal(dim1=-2, dim2=-1) / scale[..., None].clamp(min=torch.finfo(cov.dtype).tiny)
+        if bool(((cov / scale[..., None, None].clamp(min=torch.finfo(cov.dtype).tiny)).square() > 1.05 * variances[..., None] * variances[..., None, :] + 1e-3).any()):
+            raise ValueError(f"{name}: has a covariance larger than its two variances allow; pass a covariance")
     return cov
 
 # %% ../nbs/01_isoscore.ipynb #7a05b4c0
@@ -264,8 +267,10 @@ def isoscore(
                 inv = invariants(x, keep, order)
             (t2, f), count, trace = _corrected(inv, correction), inv.count, inv.trace
     score = _closed_form(t2, f, x.shape[-1])
-    constant = _constant(x, keep, count, trace) if trace is not None else bool((t2 <= 0).any())
-    if correction and trace is not None and not constant and bool((count >= need).all()): _check_evenness(inv, f, *x.shape[-2:], x.dtype)
+    if trace is None: constant = _check_sequences(x, keep, t2, f, bool((count >= need).all()))
+    else:
+        constant = _constant(x, keep, count, trace)
+        if correction and not constant and bool((count >= need).all()): _check_evenness(inv, f, *x.shape[-2:], x.dtype)
     if constant or bool((count < need).any()) or not bool(torch.isfinite(score).all()): _explain(x, keep, count, need, unit, constant)
     return _like(score, points, x.dtype)
 
@@ -303,6 +308,16 @@ def _by_sequence(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     own, sPs = (X @ X.mT).square().sum((-2, -1)), (X @ s[..., None]).square().sum((-2, -1))
     single = torch.stack([own, sPs, p**2, p * s2, s2**2], -1).sum(-2)
     return _sequence_estimates(_SequenceSums(_powers(n), torch.stack(all_, -1), single))
+
+
+def _check_sequences(x: Tensor, mask: Tensor | None, t2: Tensor, f: Tensor, enough: bool) -> bool:
+    "Whether the tokens of a set of sequences are all equal; `ValueError` where there are too few sequences for an estimate that is positive."
+    rows, valid = x.flatten(-3, -2), None if mask is None else mask.flatten(-2)
+    tokens = torch.tensor(rows.shape[-2], device=x.device) if valid is None else valid.sum(-1)
+    constant = _constant(rows, valid, tokens, tokens * t2.detach().clamp(min=0).sqrt())
+    if enough and not constant and bool(((t2 <= 0) | (f <= 0)).any()):
+        raise ValueError("points: too few sequences, or too unequal ones: the estimates of (tr Sigma)^2 and tr(Sigma^2) are not both positive; add sequences")
+    return constant
 
 
 def _sequences(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -376,7 +391,7 @@ def isoscore_with_error(
 ) -> IsoScoreEstimate:
     """Bias-corrected IsoScore of one cloud with its standard error, without resampling (5 rows or more; no gradient).
 
-    "gaussian": the closed form from the covariance; "ustat": a jackknife over rows, or over groups of sequences.
+    "gaussian": the closed form from the covariance; "ustat": a jackknife over rows, or over groups of sequences, where it errs on the large side.
     Raises `ValueError` as `isoscore`.
     """
     if correction is None: raise ValueError("correction: None has no standard error; use 'ustat' or 'gaussian'")
@@ -474,7 +489,7 @@ class _SequenceStream(_SequenceMeans):
         self._without(-1)
         t2, f = _sequence_estimates(_SequenceSums(self.left, self.all, self.single))
         scores, groups = _closed_form(t2, f, self.G.shape[-1]), len(t2) - 1
-        if not bool((torch.isfinite(scores) & (t2 > 0)).all()):
+        if not bool((torch.isfinite(scores) & (t2 > 0) & (f > 0)).all()):
             raise ValueError("points: without one group of sequences no score is left: too few sequences, zero variance or NaN; add sequences or check the points")
         left = scores[:-1]
         return IsoScoreEstimate(float(scores[-1]), float(((groups - 1) / groups * (left - left.mean()).square().sum()).sqrt()), self.sequences)
@@ -551,7 +566,7 @@ def isoscore_star(
 ):
     """`IsoScore*` of each cloud, of shape (...); differentiable in `points` (Rudman and Eickhoff 2024, Algorithm 1, closed form).
 
-    Raises `ValueError` for zeta outside [0, 1], a reference of the wrong size or not symmetric, too few points, NaN, zero variance.
+    Raises `ValueError` for zeta outside [0, 1], a reference of the wrong size or not symmetric, too few points, NaN, and zero variance where the reference has no weight.
     """
     check_zeta(zeta)
     if convention not in CONVENTIONS: raise ValueError(f"convention: {convention!r} is unknown; use 'released' or 'text'")

@@ -82,7 +82,7 @@ class IStar(_Referenced):
 
     Over all ranks of a running process group it is the penalty of the whole batch, gradient included. `parts` holds the
     last call's weighted term (`istar`) and score (`isoscore`), detached, for the log. `given` tells whether the reference came with the penalty: the
-    trainer then leaves it as it is.
+    trainer then leaves it as it is. Hidden states beyond 1e8 (float32) overflow in the gradient; `isoscore` rescales, the penalty does not.
     """
 
     def __init__(
@@ -282,7 +282,9 @@ def measure_isotropy(
     "IsoScore of the tokens of `batches`: `union` over layers 1..L, `layers` for each of them, `embeddings`, and `points`, the vectors counted. A layer without variance scores NaN."
     m = token_moments(model, batches, max_points, padding=padding, progress=progress)
     union = pool(Moments(*(None if f is None else f[1:] for f in m)))
-    score = lambda m: (lambda t, f: _closed_form(t * t, f, m.m2.shape[-1]))(*_TraceAndSquare.apply(m.m2))
+    def score(m):
+        t, f = _TraceAndSquare.apply(m.m2)
+        return _closed_form(t * t, f, m.m2.shape[-1]).masked_fill(_collapsed(m), torch.nan)  # merged batches of equal rows have a little rounding for a covariance
     each = score(m).tolist()
     return {"union": float(score(union)), "layers": each[1:], "embeddings": each[0], "points": int(union.count)}
 

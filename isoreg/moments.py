@@ -39,12 +39,14 @@ BLOCK_DIMS = 192  # width of a block column of the triangle, on the CPU
 
 
 def _shift(x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    "Mean of the first valid rows of x (n, d); no synchronisation with the device."
-    if mask is None: return x[:SHIFT_ROWS].to(dtype).mean(0)
-    rows = (mask.int().argmax() + torch.arange(SHIFT_ROWS, device=x.device)).clamp(max=len(x) - 1)
+    "Mean of valid rows from all over x (n, d), as far as they are hit; no synchronisation with the device."
+    n = len(x)
+    rows = torch.arange(min(n, SHIFT_ROWS), device=x.device)
+    if n > SHIFT_ROWS: rows = (rows * (0.6180339887 * n)).long() % n  # steps of the golden section: no multiple of a sequence's length
+    if mask is None: return x[rows].to(dtype).mean(0)
+    rows = torch.cat([mask.int().argmax()[None], rows])  # the first valid one, lest none is hit
     valid = mask[rows]
-    head = x[rows].to(dtype).masked_fill(~valid[:, None], 0)
-    return head.sum(0) / valid.sum().clamp(min=1)
+    return x[rows].to(dtype).masked_fill(~valid[:, None], 0).sum(0) / valid.sum().clamp(min=1)
 
 
 def _chunk_rows(x: Tensor, dtype: torch.dtype) -> int:
@@ -195,7 +197,7 @@ def moments(
 ) -> Moments:
     """Moments of each cloud in `points`, in one pass without a centred copy; differentiable, one product backward.
 
-    Memory beside the input: the result and a buffer of 1.5 MiB (64 MiB on an accelerator).
+    Memory beside the input: the result and a buffer of 1.5 MiB (64 MiB on an accelerator). The gradient comes back in the input's dtype: scale the loss with float16.
     Raises `ValueError` for a wrong shape, mask or order.
     """
     if order not in (2, 4): raise ValueError(f"order: {order!r} is not 2 or 4; 4 adds the sums of the U-statistic")

@@ -310,6 +310,7 @@ def sign_flip(
     NaN without pairs. `ValueError` for a difference that is not finite."""
     d = np.asarray(differences, dtype=float)
     if not np.isfinite(d).all(): raise ValueError("differences: not all are finite; leave incomplete pairs out, and say so")
+    d = np.where(abs(d) <= _ROUNDING, 0.0, d)
     if len(d) < 2: return (1.0, "exact, 2 sign patterns") if len(d) else (float("nan"), "no pair")
     exact, scale = len(d) <= EXACT or 2 ** len(d) <= resamples, max(abs(d).max(), 1e-300)
     mean = lambda x, axis: np.round(np.mean(x / scale, axis=axis), 10)  # sums that are equal but for rounding count as equal
@@ -477,11 +478,10 @@ def _verdict(row: dict, alpha: float) -> str:
     if row["unequal"] == 0: return f"equal in all {n} pairs" if n > 1 else "equal in the only pair"
     if row["reachable"] > alpha:
         odd = f" ({row['unequal']} of them unequal)" if row["unequal"] < n else ""
-        alone = f"{row['seeds_table']} seeds would"
-        if row["seeds_table"] > row["seeds_alone"]: alone += f" in this table, {row['seeds_alone']} alone"
+        takes = f"{row['seeds_table']} seeds" + (f" in this table, {row['seeds_alone']} alone" if row["seeds_table"] > row["seeds_alone"] else "")
         least = smallest_p(row["unequal"])
         after = f" ({_p_text(row['reachable'])} in this table)" if row["reachable"] > least else ""
-        return f"cannot tell: {n} pair{'s' * (n > 1)}{odd} reach{'es' * (n == 1)} p ≥ {_p_text(least)}{after}; {alone}"
+        return f"cannot tell: with {n} pair{'s' * (n > 1)}{odd} p is at least {_p_text(least)}{after}; it takes {takes}"
     if not row["p_holm"] <= alpha: return "no difference shown"
     word = "higher" if row["difference"] > 0 else "lower"
     doubtful = row["failed"] and not (row["least"] > 0 if word == "higher" else row["most"] < 0)
@@ -574,7 +574,7 @@ def _render(cell, form: str, base: str) -> str:
     together = len({r[1] for r in records}) == 1 and lines == list(range(lines[0], lines[0] + len(lines))) and lines[0] > 0
     if together or len(records) == 1: return _link(text, _href(base, records[0][1], lines[0], lines[-1]), title, form)
     each = ", ".join(_link(str(seed), _href(base, file, line, line), key, form) for seed, file, line, key in records)
-    return f"{text} ({each})"
+    return f"{text} (seeds {each})"
 
 # %% ../nbs/10_report.ipynb #5bed86e2
 def _pm(mean: float, sd: float, digits: int) -> str:
@@ -859,6 +859,7 @@ def plot_tradeoff(
     """The score against the isotropy after training, one panel for each task and setting: runs small, means large with standard deviations.
 
     A cross marks a run that answers with one class only; failed runs are counted in the panel, and so are those whose isotropy is not defined.
+    The p of each title is of its panel alone, not corrected for the others.
     `ValueError` if no finished run has an isotropy."""
     if not df.isoscore_after[df.status == "done"].notna().any(): raise _NotRecorded("df: no finished run has isoscore_after; there is nothing to draw")
     styles = _styles(df)

@@ -187,6 +187,34 @@ def test_ustat_equals_sums_over_distinct_rows(n, d):
     assert isoscore(x, correction="ustat") == pytest.approx((trace2 / square - 1) / (d - 1), rel=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_by_sequence_refuses_what_has_no_variance_and_says_so(dtype):
+    torch.manual_seed(0)
+    for scale in 10.0 ** torch.arange(-3, 4):
+        same = (scale * torch.randn(8, dtype=dtype)).expand(6, 4, 8)
+        for score in (isoscore, isoscore_with_error):
+            with pytest.raises(ValueError, match="all rows of a cloud are equal"): score(same, correction="ustat", unit="sequence")
+
+
+def test_by_sequence_refuses_estimates_that_are_not_positive():
+    "Five sequences of unequal length whose tokens are all alike: the estimate of tr(Sigma^2) is negative now and then."
+    torch.manual_seed(0)
+    refused, scores = 0, []
+    for _ in range(40):
+        mask = torch.arange(8) < torch.randint(1, 9, (5, 1))
+        try: scores.append(float(isoscore(torch.randn(5, 1, 200).expand(5, 8, 200), mask, "ustat", unit="sequence")))
+        except ValueError as e:
+            assert "add sequences" in str(e)
+            refused += 1
+    assert refused and len(scores) > 10 and min(scores) > 0
+
+
+def test_a_matrix_that_is_no_covariance_is_refused():
+    isoscore_from_cov(torch.tensor([[1.0, 0.999], [0.999, 1.0]]) * 1e20)
+    for scale in (1e-20, 1.0, 1e20):
+        with pytest.raises(ValueError, match="larger than its two variances allow"): isoscore_from_cov(torch.tensor([[1.0, 2.0], [2.0, 1.0]]) * scale)
+
+
 def test_by_sequence_equals_sums_over_distinct_sequences():
     from itertools import permutations
     rng = np.random.default_rng(1)

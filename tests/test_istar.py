@@ -155,6 +155,24 @@ def test_numpy_integers_are_layers():
     torch.testing.assert_close(reference_covariance(model, batches, layers=np.int64(1), progress=False), want)
 
 
+class OneFlatLayer(torch.nn.Module):
+    "Three layers; the vectors of the second are all equal, far from the origin."
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(48))
+
+    def forward(self, x, **kwargs): return types.SimpleNamespace(hidden_states=(x, x * self.w, self.w.expand_as(x) * 3, x + 1))
+
+
+def test_a_layer_without_variance_has_no_score_however_many_batches():
+    "The merged mean of equal rows is off by its last digit, which is no variance."
+    for seed in range(10):
+        torch.manual_seed(seed)
+        found = measure_isotropy(OneFlatLayer(), [{"x": torch.randn(n, 5, 48)} for n in torch.randint(1, 9, (8,)).tolist()])
+        assert np.isnan(found["layers"]).tolist() == [False, True, False] and 0 < found["union"] < 1 and 0 < found["embeddings"] < 1
+
+
 def test_all_inputs_reach_the_model_but_labels():
     from transformers import ViTConfig, ViTForImageClassification
     model, (batch, *_) = model_and_batches()

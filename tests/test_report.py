@@ -199,6 +199,7 @@ def test_many_pairs_are_sampled_and_it_is_said():
     p, how = sign_flip(d)
     assert how == "99999 random sign patterns" and p == pytest.approx(stats.ttest_1samp(d, 0).pvalue, rel=0.15) and sign_flip(d) == (p, how)
     with pytest.raises(ValueError, match="differences: "): sign_flip([0.1, float("nan")])
+    assert sign_flip([1e-17] * 5)[0] == 1  # equal but for rounding, as compare says too
     assert sign_flip([])[1] == "no pair" and sign_flip([0.3])[0] == 1
 
 
@@ -311,7 +312,7 @@ def test_what_a_seed_adds_to_both_arms_changes_nothing(rows):
 
 
 @pytest.mark.parametrize("n, effect, verdict", [
-    (5, 0.1, "cannot tell: 5 pairs reach p ≥ 0.0625; 6 seeds would"), (6, 0.1, "higher"), (6, -0.1, "lower"), (1, 0.1, "cannot tell: 1 pair reaches p ≥ 1.000; 6 seeds would"),
+    (5, 0.1, "cannot tell: with 5 pairs p is at least 0.0625; it takes 6 seeds"), (6, 0.1, "higher"), (6, -0.1, "lower"), (1, 0.1, "cannot tell: with 1 pair p is at least 1.000; it takes 6 seeds"),
     (8, 0.0, "equal in all 8 pairs")])
 def test_verdicts(n, effect, verdict):
     base = np.random.default_rng(n).normal(0.6, 0.02, n)
@@ -322,14 +323,14 @@ def test_the_mixed_signs_of_eight_seeds_are_no_difference():
     base = np.full(8, 0.6)
     assert compare(arms(none=base, plus=base + 0.01 * np.array([1, -1, 1, -1, 1, 1, -1, 1]))).verdict[0] == "no difference shown"
     odd = compare(arms(none=base, plus=base + 0.01 * np.array([0, 0, 0, 0, 1, 1, 1, 1]))).iloc[0]
-    assert odd.verdict == "cannot tell: 8 pairs (4 of them unequal) reach p ≥ 0.125; 6 seeds would" and odd.p == 0.125
+    assert odd.verdict == "cannot tell: with 8 pairs (4 of them unequal) p is at least 0.125; it takes 6 seeds" and odd.p == 0.125
 
 
 def test_holm_over_the_table_raises_the_seeds():
     base = np.random.default_rng(0).normal(0.6, 0.02, 6)
     c = compare(arms(none=base, minus=base + 0.1, plus=base - 0.1))
     assert list(c.p) == [2 / 64] * 2 and list(c.p_holm) == [4 / 64] * 2
-    assert set(c.verdict) == {"cannot tell: 6 pairs reach p ≥ 0.031 (0.0625 in this table); 7 seeds would in this table, 6 alone"}
+    assert set(c.verdict) == {"cannot tell: with 6 pairs p is at least 0.031 (0.0625 in this table); it takes 7 seeds in this table, 6 alone"}
     seven = np.random.default_rng(0).normal(0.6, 0.02, 7)
     assert list(compare(arms(none=seven, minus=seven + 0.1, plus=seven - 0.1)).verdict) == ["higher", "lower"]
 
@@ -460,7 +461,7 @@ def test_scattered_records_have_one_link_a_seed(tmp_path):
         (tmp_path / f"a run {s}" / "record.json").write_text(json.dumps(record(NONE, s, 0.6)))
     text = to_markdown(summarise(load(tmp_path)))
     found = links(text)
-    assert len(found) == 2 and all("a%20run%20" in href and href.endswith("/record.json") for href, _ in found) and "([0](" in text and ", [1](" in text
+    assert len(found) == 2 and all("a%20run%20" in href and href.endswith("/record.json") for href, _ in found) and "(seeds [0](" in text and ", [1](" in text
 
 
 def test_no_table_without_origin():
