@@ -773,8 +773,9 @@ def collect(
         try: found.append(RunRecord.load(file).to_dict() | {"loss": []})
         except ValueError as error: warnings.warn(f"left out: {error}")
     records = {r["key"]: r for r in lines + [r for r in found if r["status"] == "done"]}
-    config = lambda r: r.get("config") or {}
-    setting = lambda r: (r["key"].rsplit("-seed", 1)[0], json.dumps({k: v for k, v in config(r).items() if k != "seed"}, sort_keys=True), config(r).get("seed", 0), r["key"])
+    usual, config = RunConfig().to_dict(), lambda r: r.get("config") or {}
+    changed = lambda r: json.dumps({k: v for k, v in config(r).items() if k != "seed" and v != usual.get(k)}, sort_keys=True)
+    setting = lambda r: (r["key"].rsplit("-seed", 1)[0], changed(r), config(r).get("seed", 0), r["key"])
     records = sorted(records.values(), key=setting)
     write_atomically(path, "".join(json.dumps(r) + "\n" for r in records))
     return records
