@@ -178,6 +178,7 @@ def _trained(progress_file: Path) -> bool:
 # %% ../nbs/11_cli.ipynb #b5c10cdd
 def _show(record, folder: Path):
     table = Table(title=record.key, show_header=False, title_justify="left")
+    table.add_column(); table.add_column(overflow="fold")  # a path can be copied
     before, after = record.isoscore["before"]["union"], record.isoscore["after"]["union"]
     number = lambda x: "undefined" if x is None else f"{x:.4f}"
     said = "" if record.value is not None else "  [red]the metric is no finite number[/red]"
@@ -395,7 +396,9 @@ def _from_parquet(path: Path, column: str | None):
     if len(lists) > 1: raise ValueError(f"array: the file holds {', '.join(lists)}; choose one with --array")
     if lists: return _from_lists(table[lists[0]].to_pylist(), lists[0])
     numbers = [f.name for f in fields if types.is_floating(f.type)] or [f.name for f in fields if types.is_integer(f.type)]
-    if numbers: return table.select(numbers).to_pandas().to_numpy(dtype="float64")  # whole numbers beside floating ones are ids, labels or counts
+    if numbers:  # whole numbers beside floating ones are ids, labels or counts
+        warnings.warn(f"array: {len(numbers)} columns are read as dimensions: {', '.join(numbers[:8])}{', ...' * (len(numbers) > 8)}; leave out of the file what is none")
+        return table.select(numbers).to_pandas().to_numpy(dtype="float64")
     held = ", ".join(f"{f.name} ({f.type})" for f in fields[:20])
     raise ValueError(f"array: no column of numbers or of lists of numbers in {held or 'the empty file'}; score text with --model on a text file")
 
@@ -512,7 +515,12 @@ def score_command(
 ):
     "IsoScore, plain and bias-corrected with its standard error, and the spectrum."
     try:
-        if model is None: result = score_points(read_points(file, array))
+        if model is None:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", UserWarning)
+                points = read_points(file, array)
+            for w in caught: _errors.print(_plain(str(w.message)))
+            result = score_points(points)
         elif array is not None: raise ValueError("array: does not apply to a text file; leave --array out, or --model")
         else: result = score_model(model, _lines(file, max_lines))
     except (ValueError, OSError) as error: _fail(str(error), 2)

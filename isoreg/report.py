@@ -1075,8 +1075,9 @@ def write_report(
     """Write summary, comparisons and failures as .md, .html, .tex and .csv, and the figures that the records allow as .png and .pdf.
 
     Links in the tables are as seen from the folder. What an earlier report left there under these names goes.
-    `ValueError` as `load` and `compare` raise it."""
+    `ValueError` for a file in the folder's place, and as `load` and `compare` raise it."""
     df, folder, made = source if isinstance(source, pd.DataFrame) else load(source), Path(folder), []
+    if folder.is_file(): raise ValueError(f"folder: {str(folder)!r} is a file; give a folder")
     folder.mkdir(parents=True, exist_ok=True)
     df = df.assign(file=[os.path.relpath(f, folder).replace(os.sep, "/") if f else "" for f in df.file])
     tables = {"summary": summarise(df, by)}

@@ -212,6 +212,7 @@ def test_score_of_files(tmp_path):
         assert result.exit_code == 0, result.stderr
         values = json.loads(result.stdout)
         assert values["isoscore"] == pytest.approx(exact, rel=1e-9) and values["points"] == 80 and values["standard_error"] > 0
+        if arguments[0].startswith("w"): assert "12 columns are read as dimensions: c0, c1" in result.stderr and "id" not in result.stderr.split(": ")[2].split(";")[0].split(", ")
     assert invoke("score", tmp_path / "x.npz").exit_code == 2  # two arrays: which?
     np.save(tmp_path / "objects.npy", np.array([{"a": 1}], dtype=object))
     assert invoke("score", tmp_path / "objects.npy").exit_code == 2  # a pickle is not opened

@@ -666,6 +666,8 @@ def test_a_report_in_one_call(tmp_path):
             (folder / "record.json").write_text(json.dumps(record(m, s, 0.6 + 0.01 * s + (m is PLUS) * 0.1)))
     (runs / "bad").mkdir()
     (runs / "bad" / "failed.json").write_text(json.dumps(failed(MINUS, 0)))
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ValueError, match="folder: .*taken' is a file"): write_report(runs, tmp_path / "taken")
     made = write_report(runs, tmp_path / "report")
     names = {p.name for p in made}
     assert {f"{n}.{s}" for n in ("summary", "comparisons", "failures") for s in ("md", "html", "tex", "csv")} | {f"{n}.{s}" for n in ("tradeoff", "layers", "forest") for s in ("png", "pdf")} == names
