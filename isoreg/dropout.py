@@ -18,6 +18,7 @@ import random
 import re
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from .files import write_atomically
-from .fisher import FisherEstimate
+from .fisher import FisherEstimate, load_scores
 
 # %% ../nbs/06_dropout.ipynb #99efcac6
 SCHEDULED = ("embedding", "attention_probs", "attention_output", "ffn_inner", "ffn_output", "residual", "other")
@@ -218,6 +219,8 @@ def _still(model: nn.Module):
 
 def _body(model: nn.Module) -> nn.Module:
     "The model inside DistributedDataParallel or torch.compile."
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: {model!r:.80} is a {type(model).__name__}, no torch module; load it first, for example with AutoModel.from_pretrained")
     while True:
         inner = getattr(model, "_orig_mod", None) or (model.module if isinstance(getattr(model, "module", None), nn.Module) else None)
         if inner is None: return model
@@ -473,15 +476,38 @@ def _complain(model: nn.Module, probe: _Probe, how: Callable):
     how(f"model: applies dropout at rates that cannot be set: {paths}; {_where(model)}")
 
 # %% ../nbs/06_dropout.ipynb #b558947b
+def _read_scores(scores):
+    "Scores or an estimate as they are; of a path, what lies there."
+    if not isinstance(scores, (str, Path)): return scores
+    return FisherEstimate.load(scores) if (Path(scores) / "fisher.json").is_file() else load_scores(scores)
+
 def _check_scores(scores) -> dict[str, float]:
     "Plain numbers by parameter name."
     if isinstance(scores, FisherEstimate): scores = scores.scores()
-    if not isinstance(scores, Mapping) or not scores: raise ValueError("scores: need a mapping from parameter names to mean squared gradients, not empty")
+    if not isinstance(scores, Mapping) or not scores:
+        raise ValueError("scores: need a mapping from parameter names to mean squared gradients, not empty, a FisherEstimate, or the path of either")
     for name, v in scores.items():
         if isinstance(v, bool) or not isinstance(v, (int, float, np.number)):
             raise ValueError(f"scores: {name!r} has a {type(v).__name__}; need the mean over the tensor's scalars as a number. FisherEstimate.mean() holds the "
                              "sum over a tensor, or its diagonal: pass the estimate itself, or its .scores()")
     return dict(scores)
+
+def _fit(names: Sequence[str], wanted: Sequence[str], prefix: str | None = None) -> Callable[[str], str]:
+    "How names of scores become names of the tensors: without the prefix of their base model, and with the path of a module around this encoder."
+    parts = next(iter(wanted), "").split(".")
+    around = [a for a in ("".join(f"{q}." for q in parts[:i]) for i in range(len(parts))) if all(t.startswith(a) for t in wanted)]
+    prefixes = dict.fromkeys(["", *(n.split(".")[0] + "." for n in names)]) if prefix is None else [prefix and prefix + "."]
+    renamings = [lambda n, a=a, q=q: a + n.removeprefix(q) for a in around for q in prefixes]
+    return max(renamings, key=lambda rename: len(set(map(rename, names)) & set(wanted)))
+
+def _check_layers(model: nn.Module, sites: Sequence[Site], scores, prefix: str | None = None):
+    "`ValueError` if the scores name a layer beyond those of the model."
+    numbered = lambda n: {(n[: m.start()], m[0]) for m in re.finditer(r"(^|\.)\d+(?=\.|$)", n)}
+    names, wanted, base = list(_check_scores(scores)), [t for s in sites if s.kind != "classifier" for t in s.tensors], _base_prefix(model)
+    own = {layer for n, _ in model.named_parameters(remove_duplicate=False) for layer in numbered(n.removeprefix(base))}
+    stacks = {stack for t in wanted for stack, _ in numbered(t)}
+    beyond = [stack + i for n in map(_fit(names, wanted, prefix), names) for stack, i in sorted(numbered(n)) if stack in stacks and (stack, i) not in own]
+    if beyond: raise ValueError(f"scores: name {beyond[0]!r}, a layer that the model does not have; take the scores of the same model")
 
 # %% ../nbs/06_dropout.ipynb #786cd6c1
 #| code-fold: true
@@ -490,30 +516,35 @@ AGGREGATES = ("mean_of_means", "mean", "sum")
 
 def site_scores(
     sites: nn.Module | Sequence[Site],  # a model, or what dropout_sites gave (with its grouping)
-    scores: Mapping[str, float] | FisherEstimate,  # parameter name -> mean squared gradient of the tensor's scalars, of any head; or the estimate
+    scores: Mapping[str, float] | FisherEstimate | str | Path,  # parameter name -> mean squared gradient of its scalars, of any head; the estimate; a path
     aggregate: str = "mean_of_means",  # "mean_of_means" (as released), "mean" (over scalars) or "sum"
     *,
-    prefix: str | None = None,  # of the base model in the names of the scores; None: what the model says, or the first part of a name that makes them fit
+    prefix: str | None = None,  # of the base model in the names of the scores; None: the first part of a name that makes them fit, if it takes one
 ) -> dict[str, float]:  # site -> score, in the order of the sites, without the classifier's
-    """Scores of the sites from those of their tensors; of a `FisherEstimate` its `.scores()` are taken.
+    """Scores of the sites from those of their tensors; of a `FisherEstimate` its `.scores()` are taken, and of a path what `load_scores` reads.
 
-    `ValueError` for a tensor without a score (parameters that were frozen during the estimate have none), a score that is a tensor, NaN or negative, and a
-    site without tensors.
+    `ValueError` for a tensor without a score (parameters that were frozen during the estimate have none), a score that is a tensor, NaN or negative, a
+    site without tensors, and scores of another model: an estimate whose tensors have other sizes (embeddings may have grown), or, where the model is given,
+    names of layers that it does not have.
     """
     if aggregate not in AGGREGATES: raise ValueError(f"aggregate: {aggregate!r} is unknown; use one of {', '.join(AGGREGATES)}")
-    scores = _check_scores(scores)
-    if isinstance(sites, nn.Module):
-        prefix = getattr(_body(sites), "base_model_prefix", "") if prefix is None else prefix
-        sites = dropout_sites(sites)
+    model, scores = sites, _read_scores(scores)
+    numbers_of, scores = scores.numel if isinstance(scores, FisherEstimate) else {}, _check_scores(scores)
+    if isinstance(model, nn.Module):
+        sites = dropout_sites(model)
+        _check_layers(_body(model), sites, scores, prefix)
     sites = [s for s in sites if s.kind != "classifier"]
     wanted = dict.fromkeys(t for s in sites for t in s.tensors)
-    fits = lambda q: sum(f"{q}.{t}".lstrip(".") in scores for t in wanted)
-    if prefix is None: prefix = max(dict.fromkeys(["", *(n.split(".")[0] for n in scores)]), key=fits)
-    local = {n.removeprefix(prefix + ".") if prefix else n: v for n, v in scores.items()}
+    rename = _fit(list(scores), list(wanted), prefix)
+    local = {rename(n): v for n, v in scores.items()}
     missing = [t for t in wanted if t not in local]
     if missing:
         raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have none, for example {missing[0]!r}; take the scores of the same model "
-                         "(parameters that were frozen during the estimate are left out of it), or pass prefix=")
+                         "(parameters that were frozen during the estimate are left out of it); where the encoder is a part of the model, such as model.enc, "
+                         "give that part in place of the model")
+    sizes = {t: m for s in sites if s.kind != "embedding" for t, m in zip(s.tensors, s.sizes)}
+    for t, m in ((rename(n), m) for n, m in numbers_of.items()):
+        if sizes.get(t, m) != m: raise ValueError(f"scores: {t!r} has {m} scalars in the estimate, {sizes[t]} in the model; take the scores of the same model")
     bad = [t for t in wanted if not (math.isfinite(local[t]) and local[t] >= 0)]
     if bad: raise ValueError(f"scores: {bad[0]!r} has {local[bad[0]]}; a mean squared gradient is finite and not negative")
     empty = [s.name for s in sites if not s.tensors]
@@ -536,6 +567,7 @@ def guided_schedule(
     shape: str | Callable[[float], float] = "linear",  # "linear", or a function of the rank u in [0, 1] to a share in [0, 1]
 ) -> dict[str, float]:  # site -> p, in the order of the scores
     "Rates by rank: the lowest score gets p_max (Sharma et al. 2024, equations 9 and 10). One site alone gets p_max. `ValueError` for NaN scores and bad rates."
+    if not isinstance(scores, Mapping): raise ValueError(f"scores: a {type(scores).__name__} is no mapping from sites to scores; pass what site_scores gave")
     p_max, p_min = _check_rate(p_max, "p_max"), _check_rate(p_min, "p_min")
     if p_min > p_max: raise ValueError(f"p_min: {p_min} is above p_max {p_max}; less information gets the higher rate")
     if not scores: raise ValueError("scores: no site; pass what site_scores gave")
@@ -573,16 +605,18 @@ CONTROLS = ("constant-mean", "reversed", "shuffled", "type-only")
 def control_schedule(
     kind: str,  # "constant-mean", "reversed", "shuffled" or "type-only"
     schedule: Mapping[str, float],  # site -> p
-    sites: nn.Module | Sequence[Site] | None = None,  # for "type-only": the model or its sites, which know the kinds
+    sites: nn.Module | Sequence[Site] | None = None,  # the model or its sites, which know the kinds: for "type-only", and to tell the head from the rest
     seed: int = 0,  # for "shuffled"; the same on every machine and Python version
-) -> dict[str, float]:  # site -> p, in the order of the schedule
-    """A control for a guided schedule, of the same mean rate.
+) -> dict[str, float]:  # site -> p, in the order of the schedule, without the head's
+    """A control for a guided schedule, of the same mean rate. The head's dropout (without `sites`: what is named classifier) is left out.
 
     `reversed` gives the site of the i-th highest rate the i-th lowest; `shuffled` permutes the rates over all sites. `ValueError` for an unknown kind, bad
-    rates, a seed that is no integer, or a schedule of another model.
+    rates, a seed that is no integer, a schedule of the head alone, or one of another model.
     """
     if kind not in CONTROLS: raise ValueError(f"kind: {kind!r} is unknown; use one of {', '.join(CONTROLS)}")
-    rates = _check_schedule(schedule)
+    kind_of = {} if sites is None else {s.name: s.kind for s in (dropout_sites(sites) if isinstance(sites, nn.Module) else sites)}
+    rates = {n: p for n, p in _check_schedule(schedule).items() if kind_of.get(n, n.split(".")[0]) != "classifier"}
+    if not rates: raise ValueError("schedule: names the head's dropout only; a control is of the other sites (pass sites= if these are no head's)")
     names, values = list(rates), list(rates.values())
     if kind == "constant-mean": return dict.fromkeys(names, math.fsum(values) / len(values))
     if kind == "reversed":
@@ -595,13 +629,13 @@ def control_schedule(
         keys = [draw.random() for _ in names]  # the one stream that Python promises to keep
         return dict(zip(names, [values[i] for i in sorted(range(len(names)), key=keys.__getitem__)]))
     if sites is None: raise ValueError("sites: type-only needs the model or its sites, to know the kind of each name")
-    kind_of = {s.name: s.kind for s in (dropout_sites(sites) if isinstance(sites, nn.Module) else sites)}
     _check_names(rates, kind_of, complete=False)
     group = lambda k: [rates[n] for n in names if kind_of[n] == k]
     return {n: math.fsum(group(kind_of[n])) / len(group(kind_of[n])) for n in names}
 
 # %% ../nbs/06_dropout.ipynb #a4f1d9ca
 def _check_schedule(schedule) -> dict[str, float]:
+    if isinstance(schedule, Mapping) and isinstance(schedule.get("rates"), Mapping): schedule = schedule["rates"]  # an Applied
     if not isinstance(schedule, Mapping) or not schedule: raise ValueError(f"schedule: {schedule!r} is no mapping from sites to rates; see guided_schedule")
     return {str(name): _check_rate(p, f"schedule[{name!r}]") for name, p in schedule.items()}
 
@@ -621,22 +655,36 @@ def _check_names(rates: Mapping[str, float], kinds: Mapping[str, str], complete:
 CONFIG_KEY = "dropout_schedule"  # the attribute of the model's configuration: {"kind": ..., "rates": {site: p}, ...}
 LOADABLE = ("rates", "gaussian", "gaussian-released", "mixout")  # what load_dropout puts on again
 
+_CHANGES = weakref.WeakValueDictionary()  # number -> what can be undone, in the order of the changes
+
 class Applied(dict):
     """What was done to a model, ready for JSON; `undo()` takes it back, and so does leaving `with`.
 
-    Changes that overlap must be undone last first. A copy is a plain dict.
+    Changes of one model are undone last first; leaving `with` undoes the later ones too. A copy is a plain dict.
     """
-    def __init__(self, description: Mapping, undo: Sequence[Callable] = ()):
+    def __init__(self, description: Mapping, undo: Sequence[Callable] = (), model: nn.Module | None = None):
         super().__init__(description)
-        self._undo = list(undo)
+        self._undo, self._model, self._number = list(undo), model, max(_CHANGES, default=0) + 1
+        if model is not None: _CHANGES[self._number] = self
+
+    def _later(self) -> list["Applied"]:
+        "Later changes of the same modules that someone still holds, the last first."
+        mine = set() if self._model is None else set(self._model.modules())
+        return [c for n, c in sorted(_CHANGES.items(), reverse=True) if n > self._number and c._undo and not mine.isdisjoint(c._model.modules())]
 
     def undo(self):
-        "Put the model back as it was; a second call does nothing."
-        while self._undo: self._undo.pop()()
+        "Put the model back as it was; a second call does nothing. `RuntimeError`, and nothing changes, if a later change is not undone yet."
+        if not self._undo: return
+        later = self._later()
+        if later: raise RuntimeError(f"undo: a later change of this model ({later[0].get('how', 'of rates')}) lies on top; undo the later one first")
+        steps, self._undo = self._undo, []
+        while steps: steps.pop()()
 
     def __enter__(self): return self
 
-    def __exit__(self, *error): self.undo()
+    def __exit__(self, *error):
+        for change in self._later() if self._undo else (): change.undo()
+        self.undo()
 
     def __reduce__(self): return dict, (dict(self),)
 
@@ -655,6 +703,7 @@ def _remember(model: nn.Module, handles: Sequence[str]) -> Callable:
 def _plain(note):
     return dict(note) if isinstance(note, Mapping) else note
 
+# %% ../nbs/06_dropout.ipynb #7496f491
 class _Hook:
     "A regulariser that works by hooks; `about` is what the configuration says of it: its kind and what it needs to be put on again."
     about: dict
@@ -678,7 +727,6 @@ def _write_note(model: nn.Module, sites: Sequence[Site], rates: Mapping[str, flo
     old = {n: p for n, p in _read_note(config)["rates"].items() if now.get(n, p) == p}
     setattr(config, CONFIG_KEY, _installed(model) | {"rates": {**old, **rates}})
 
-# %% ../nbs/06_dropout.ipynb #7496f491
 def _verify(model: nn.Module, probe: _Probe, sites: Sequence[Site], rates: Mapping[str, float], batch) -> int:
     "Run once and compare each dropout call with the rate of its site; the number of calls. `RuntimeError` names the site that is not applied."
     by_handle = {s.handles[0]: s for s in sites}
@@ -751,7 +799,7 @@ def set_dropout(
     except BaseException:
         undo()
         raise
-    return Applied(_describe(sites, rates) | {"calls": calls}, [undo])
+    return Applied(_describe(sites, rates) | {"calls": calls}, [undo], body)
 
 def _raise(message: str): raise RuntimeError(message)
 
@@ -805,7 +853,7 @@ def load_dropout(
     except BaseException:
         done.undo()
         raise
-    return Applied({**done, **more, "kind": kind}, [done.undo, more.undo])
+    return Applied({**done, **more, "kind": kind}, [done.undo, more.undo], body)
 
 # %% ../nbs/06_dropout.ipynb #da1e7fc4
 FORMAT = "isoreg-dropout-schedule-1"
@@ -813,12 +861,13 @@ FORMAT = "isoreg-dropout-schedule-1"
 
 def save_schedule(
     path: str | Path,  # JSON file; written whole or not at all
-    schedule: Mapping[str, float],  # site -> p
+    schedule: Mapping[str, float],  # site -> p, or what apply_dropout gave
     *,
     model: nn.Module | None = None,  # whose type is noted
     **notes,  # anything else for JSON: scores, seed, aggregate, ...
 ) -> Path:
-    "Write a schedule to a JSON file. `ValueError` for a bad schedule or notes that JSON cannot hold."
+    "Write a schedule to a JSON file. `ValueError` for a path that is none, a bad schedule, or notes that JSON cannot hold."
+    if not isinstance(path, (str, os.PathLike)): raise ValueError(f"path: a {type(path).__name__} is no path; write save_schedule(path, schedule)")
     path, config = Path(path), getattr(_body(model), "config", None) if model is not None else None
     content = {"format": FORMAT, "model_type": getattr(config, "model_type", None), "rates": _check_schedule(schedule), "notes": notes}
     try: text = json.dumps(content, indent=1, allow_nan=False) + "\n"
@@ -933,7 +982,7 @@ def gaussian_dropout(
         Applied({}, undo).undo()
         raise
     _compile_anew()
-    return Applied(_describe(sites, rates) | {"calls": calls, "released": released}, undo)
+    return Applied(_describe(sites, rates) | {"calls": calls, "released": released}, undo, body)
 
 # %% ../nbs/06_dropout.ipynb #22169ac1
 def mix_weights(
@@ -1016,7 +1065,7 @@ def mixout(
     sites = _sites_or_none(body, batch)
     _write_note(body, sites, {s.name: s.p for s in sites if s.kind != "classifier"})
     _compile_anew()
-    return Applied(_describe(sites, rates) | about, undo)
+    return Applied(_describe(sites, rates) | about, undo, body)
 
 def _sites_or_none(model: nn.Module, batch) -> list[Site]:
     try: return dropout_sites(model, batch=batch)
@@ -1024,13 +1073,17 @@ def _sites_or_none(model: nn.Module, batch) -> list[Site]:
 
 # %% ../nbs/06_dropout.ipynb #964603b8
 class DropoutSchedule(TrainerCallback):
-    "Sets the rate of named sites before each step of a Trainer, and restores them after training. `ValueError` for an unknown site or a rate outside [0, 1)."
+    """Sets the rate of named sites before each step of a Trainer, and restores them after training.
+
+    `ValueError` for rates that are no function, an unknown site or a rate outside [0, 1).
+    """
 
     def __init__(
         self,
         rates: Callable[[float], Mapping[str, float]],  # progress in [0, 1] -> {site: p}; sites that are left out keep their rate
         batch=None,  # as for dropout_sites
     ):
+        if not callable(rates): raise ValueError(f"rates: a {type(rates).__name__} is no function of the progress; for rates that stay use set_dropout")
         self.rates, self.batch, self.applied, self.sites = rates, batch, None, None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -1051,10 +1104,10 @@ HOWS = ("standard", "constant", "guided", *CONTROLS, "gaussian", "gaussian-relea
 
 def apply_dropout(
     model: nn.Module,  # with its pretrained weights, before training
-    how: str | Path | Mapping[str, float] = "standard",  # a name of HOWS, a schedule, or the path of a schedule file
+    how: str | Path | Mapping[str, float] = "standard",  # a name of HOWS, a schedule, the path of a schedule file, or what apply_dropout gave
     *,
     p: float | None = None,  # "constant", "gaussian": the rate of every site (None: the model's own); "mixout": its probability (None: 0.7)
-    scores: Mapping[str, float] | FisherEstimate | None = None,  # guided and its controls: parameter name -> mean squared gradient, or the estimate
+    scores: Mapping[str, float] | FisherEstimate | str | Path | None = None,  # guided and its controls: as for site_scores
     schedule: Mapping[str, float] | str | Path | None = None,  # guided and its controls: a finished schedule in place of scores
     seed: int = 0,  # of "shuffled"
     p_max: float = 0.1,  # guided: rate of the least informative site
@@ -1071,7 +1124,7 @@ def apply_dropout(
     """
     body = _body(model)
     how, schedule = _read_how(how, schedule)
-    _check_arguments(how, p, scores, schedule)
+    _check_arguments(how, p, scores, schedule, p_max=p_max, p_min=p_min, shape=shape, aggregate=aggregate, grouping=grouping)
     if how == "standard":
         sites = _sites_or_none(body, batch)
         return Applied(_head(body, how) | _describe(sites, {}) | {"notes": ["the model's own rates, untouched" if sites else "the model has no dropout"]})
@@ -1082,7 +1135,9 @@ def apply_dropout(
     if how == "constant": rates = {s.name: _check_rate(p, "p") for s in sites if s.kind != "classifier"}
     else:
         if schedule is None:
-            by_site = site_scores(sites, scores, aggregate, prefix=getattr(body, "base_model_prefix", None))
+            scores = _read_scores(scores)
+            _check_layers(body, sites, scores)
+            by_site = site_scores(sites, scores, aggregate)
             schedule = guided_schedule(by_site, p_max, p_min, shape)
             extra = {"scores": by_site, "aggregate": aggregate, "grouping": grouping, "p_max": p_max, "p_min": p_min}
         rates = control_schedule(how, schedule, sites, seed) if how in CONTROLS else schedule
@@ -1100,13 +1155,16 @@ def _read_how(how, schedule):
     near = difflib.get_close_matches(str(how), HOWS, 1)
     raise ValueError(f"how: {how!r} is unknown; " + (f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(HOWS)}, a schedule, or a JSON file"))
 
-def _check_arguments(how, p, scores, schedule):
+def _check_arguments(how, p, scores, schedule, **of_scores):
     if how == "constant" and p is None: raise ValueError("p: constant needs a rate")
     if p is not None and how not in ("constant", "gaussian", "gaussian-released", "mixout"):
         raise ValueError(f"p: has no meaning for {how}; " + ("use constant to change all rates" if how == "standard" else "use p_max and p_min"))
     if how in ("guided", *CONTROLS):
         if (scores is None) == (schedule is None): raise ValueError(f"scores: {how} needs either the scores of the tensors or a schedule")
     elif scores is not None or (schedule is not None and how != "schedule"): raise ValueError(f"scores, schedule: have no meaning for {how}")
+    for name, value in of_scores.items():
+        if scores is None and value != inspect.signature(apply_dropout).parameters[name].default:
+            raise ValueError(f"{name}: {value!r} has no meaning for {how if schedule is None else 'a finished schedule'}; it is for one made from scores")
 
 def _head(model: nn.Module, how: str) -> dict:
     config = getattr(model, "config", None)
@@ -1117,4 +1175,4 @@ def _titled(model: nn.Module, how: str, done: Applied, **extra) -> Applied:
     notes = [f"mean rate {done['mean']:.4f} over {sites} sites" + (f", {done['calls']} calls checked" if done.get("calls") else "")]
     if how == "gaussian-released": notes.append("noise is on at evaluation too, standard deviation p/(1-p)")
     if done.get("not_called"): notes.append(f"{len(done['not_called'])} linear maps are not run as modules and are not mixed")
-    return Applied(_head(model, how) | dict(done) | extra | {"notes": notes}, [done.undo])
+    return Applied(_head(model, how) | dict(done) | extra | {"notes": notes}, [done.undo], model)

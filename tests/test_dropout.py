@@ -20,7 +20,7 @@ from torch import nn
 from isoreg.dropout import (
     AGGREGATES, CONTROLS, HOWS, Applied, DropoutSchedule, Site, apply_dropout, control_schedule, dropout, dropout_sites, gaussian_dropout, guided_schedule, load_dropout,
     load_schedule, mix_weights, mixout, released_schedule, save_schedule, set_dropout, site_scores)
-from isoreg.fisher import empirical_fisher
+from isoreg.fisher import FisherEstimate, empirical_fisher
 
 BERT = dict(vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32)
 SMALL = {  # name: (config class, model class, settings, attention implementations, Counter of kinds)
@@ -316,6 +316,42 @@ def test_undo_and_context_manager_put_everything_back(name):
     assert rates(model) == before and not hasattr(model.config, "dropout_schedule")
 
 
+@pytest.mark.parametrize("first,second", [("guided", "constant"), ("constant", "gaussian"), ("mixout", "guided"), ("gaussian", "mixout")])
+def test_undo_out_of_order_is_refused_and_puts_nothing_back(first, second):
+    model = make()
+    before, config = rates(model), model.config.to_dict()
+    below = apply_dropout(model, first, **arguments(first, model))
+    middle, note = rates(model), dict(model.config.dropout_schedule)
+    top = apply_dropout(model, second, **arguments(second, model))
+    now, noted = rates(model), dict(model.config.dropout_schedule)
+    other = make()
+    elsewhere = apply_dropout(other, "constant", p=0.4)  # a change of another model lies on nothing here
+    with pytest.raises(RuntimeError, match=f"{second}.*undo the later one first"): below.undo()
+    assert rates(model) == now and model.config.dropout_schedule == noted
+    top.undo()
+    assert rates(model) == middle and model.config.dropout_schedule == note
+    below.undo(); top.undo(); below.undo()
+    assert rates(model) == before and model.config.to_dict() == config and not any(m._forward_pre_hooks for m in model.modules())
+    elsewhere.undo()
+    assert rates(other) == before
+
+
+def test_undo_out_of_order_between_a_model_and_its_parts_and_on_leaving_with():
+    model = make()
+    before, config = rates(model), model.config.to_dict()
+    below, top = apply_dropout(model, "constant", p=0.2), apply_dropout(model.bert, "constant", p=0.3)
+    with pytest.raises(RuntimeError, match="later one first"): below.undo()
+    top.undo(); below.undo()
+    with apply_dropout(model, "constant", p=0.2): held = set_dropout(model, {"embeddings": 0.3}, partial=True)
+    assert rates(model) == before and model.config.to_dict() == config
+    held.undo()
+    assert rates(model) == before and model.config.to_dict() == config
+    below = set_dropout(model, {"embeddings": 0.3}, partial=True)
+    set_dropout(model, {"embeddings": 0.4}, partial=True)  # that nobody can take back goes with the one below
+    below.undo()
+    assert rates(model) == before and model.config.to_dict() == config
+
+
 def test_a_failed_check_names_the_site_and_leaves_the_model_alone():
     class Floored(nn.Dropout):
         def forward(self, x): return F.dropout(x, max(self.p, 0.05), self.training)
@@ -490,6 +526,7 @@ def test_schedule_files(tmp_path):
     with pytest.raises(ValueError, match="missing.json"): load_schedule(tmp_path / "missing.json")
     with pytest.raises(ValueError, match="is no rate"): save_schedule(tmp_path / "x.json", {"a": 1.5})
     with pytest.raises(ValueError, match="notes"): save_schedule(tmp_path / "x.json", {"a": 0.5}, model=None, x=torch.ones(1))
+    with pytest.raises(ValueError, match=r"path: a dict is no path; write save_schedule\(path, schedule\)"): save_schedule({"a": 0.5}, tmp_path / "x.json")
     assert not (tmp_path / "x.json").exists()
 
 
@@ -539,6 +576,66 @@ def test_scores_of_an_estimate(level):
         with pytest.raises(ValueError, match=r"scores: .* has a Tensor.*\.scores\(\)"): call(make(num_hidden_layers=1), estimate.mean())
 
 
+def estimate_of(model, value=1.0):
+    return FisherEstimate({n: torch.tensor(value * q.numel() * (1 + i)) for i, (n, q) in enumerate(model.named_parameters())}, 1, "tensor", "mlm",
+                          numel={n: q.numel() for n, q in model.named_parameters()})
+
+
+def test_scores_of_another_model_are_refused():
+    model, deep, wide = make(), make(head="ForMaskedLM", num_hidden_layers=4), make(head="ForMaskedLM", hidden_size=32)
+    before = rates(model)
+    for call in (site_scores, lambda m, s: apply_dropout(m, "guided", scores=s), lambda m, s: apply_dropout(m, "shuffled", scores=s)):
+        for scores in (scores_of(deep), estimate_of(deep)):
+            with pytest.raises(ValueError, match=r"scores: name 'encoder.layer.2', a layer that the model does not have"): call(model, scores)
+        with pytest.raises(ValueError, match=r"'encoder.layer.0.attention.self.query.weight' has 1024 scalars in the estimate, 256 in the model"): call(model, estimate_of(wide))
+        with pytest.raises(ValueError, match="tensors have none"): call(deep, scores_of(model))
+    assert rates(model) == before
+    some = [s for s in dropout_sites(model) if "layer.1" not in s.name]
+    assert len(site_scores(some, estimate_of(model))) == len(some) - 1  # part of the sites, scores of all
+    grown = make()
+    grown.resize_token_embeddings(120)
+    assert site_scores(grown, estimate_of(model)) == site_scores(model, estimate_of(model))
+
+
+class Wrap(nn.Module):
+    def __init__(self, enc): super().__init__(); self.enc = enc; self.cls = nn.Linear(16, 2)
+    def forward(self, input_ids): return self.cls(self.enc(input_ids=input_ids)[0][:, 0])
+
+
+@pytest.mark.parametrize("name,head", [("bert", "ForMaskedLM"), ("distilbert", "ForMaskedLM"), ("llama", "ForCausalLM"), ("t5", "ForConditionalGeneration")])
+def test_scores_fit_an_encoder_inside_another_module(name, head):
+    scores = scores_of(make(name, head=head))
+    inner = make(name, head="EncoderModel" if name == "t5" else "Model")
+    plain = apply_dropout(inner, "guided", scores=scores)
+    plain.undo()
+    wrapped = apply_dropout(Wrap(inner), "guided", scores=scores, batch={"input_ids": IDS})
+    assert list(wrapped["rates"].values()) == list(plain["rates"].values()) == list(rates(inner).values())
+    assert [n.removeprefix("enc.") for n in wrapped["rates"]] == list(plain["rates"])
+
+
+def test_the_remedy_for_scores_that_do_not_fit_a_wrapper_works():
+    scores, inner = scores_of(make(head="ForMaskedLM")), make(head="Model")
+
+    class Pair(Wrap):
+        def __init__(self): super().__init__(inner); self.first = nn.Sequential(nn.Embedding(99, 16), nn.Dropout(0.1))
+        def forward(self, input_ids): return self.cls(self.enc(inputs_embeds=self.first(input_ids))[0][:, 0])
+    with pytest.raises(ValueError, match="such as model.enc, give that part") as error: apply_dropout(Pair(), "guided", scores=scores, batch={"input_ids": IDS})
+    assert "prefix" not in str(error.value)
+    assert apply_dropout(Pair().enc, "guided", scores=scores)["mean"] == pytest.approx(0.05)
+    assert site_scores(make(), {f"a.b.{n}": v for n, v in scores.items()}, prefix="a.b.bert") == site_scores(make(), scores)
+
+
+def test_scores_from_a_path(tmp_path):
+    estimate, model = estimate_of(make()), make()
+    estimate.save(tmp_path / "estimate")
+    (tmp_path / "sc.json").write_text(json.dumps(estimate.scores()))
+    want = apply_dropout(make(), "guided", scores=estimate)
+    for path in (tmp_path / "estimate", str(tmp_path / "sc.json")):
+        assert apply_dropout(make(), "guided", scores=path) == want and site_scores(model, path) == want["scores"]
+    with pytest.raises(ValueError, match="scalars in the estimate"): site_scores(make(hidden_size=32), tmp_path / "estimate")
+    with pytest.raises(ValueError, match="scores: .*none.json"): apply_dropout(model, "guided", scores=tmp_path / "none.json")
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0, 0.9), st.floats(0, 0.9))
 def test_guided_schedule_is_equation_10(values, a, b):
     p_min, p_max = sorted((a, b))
@@ -565,6 +662,7 @@ def test_shapes():
     with pytest.raises(ValueError, match="p_min: 0.2 is above"): guided_schedule(scores, 0.1, 0.2)
     with pytest.raises(ValueError, match="site 'b' has nan"): guided_schedule(scores | {"b": float("nan")})
     with pytest.raises(ValueError, match="no site"): guided_schedule({})
+    with pytest.raises(ValueError, match="a FisherEstimate is no mapping.*site_scores"): guided_schedule(estimate_of(make()))
 
 
 def test_the_released_schedule_is_the_authors_arithmetic():
@@ -871,7 +969,44 @@ def test_schedules_and_files_in_place_of_a_name(tmp_path):
     assert apply_dropout(make(), {**plan, "classifier": 0.3})["rates"]["classifier"] == 0.3  # by name it can be set
 
 
+@pytest.mark.parametrize("how", ["guided", *CONTROLS])
+@pytest.mark.parametrize("name", ["bert", "deberta"])
+def test_a_control_from_a_file_is_the_control_from_scores(name, how, tmp_path):
+    scores = scores_of(make(name))
+    guided = apply_dropout(make(name), "guided", scores=scores, p_max=0.2, p_min=0.02)
+    model = make(name)
+    want, sites = apply_dropout(make(name), how, scores=scores, p_max=0.2, p_min=0.02, seed=3), dropout_sites(model)
+    head = {s.name: s.p for s in sites if s.kind == "classifier"}
+    for schedule in (save_schedule(tmp_path / "rates.json", guided["rates"]), save_schedule(tmp_path / "applied.json", guided), guided, dict(guided)):
+        done = apply_dropout(model, how, schedule=schedule, seed=3)
+        assert done["rates"] == want["rates"] == rates(model) and done["mean"] == want["mean"]
+        assert {n: p for n, p in done["rates"].items() if n in head} == head  # untouched
+        done.undo()
+    if how in CONTROLS:
+        bare = {n: p for n, p in guided["rates"].items() if n not in head}
+        assert control_schedule(how, guided, model, 3) == control_schedule(how, bare, sites, 3) == {n: p for n, p in want["rates"].items() if n not in head}
+        if how != "type-only": assert control_schedule(how, guided["rates"], seed=3) == control_schedule(how, bare, seed=3)
+
+
+def test_a_control_knows_the_head_by_kind_and_refuses_it_alone():
+    vgg = [Site(n, "other", 0.5, (), (), (), 1, "") for n in ("classifier.2", "classifier.5")]  # named so, but no head of a pretrained model
+    assert control_schedule("reversed", {"classifier.2": 0.1, "classifier.5": 0.3}, vgg) == {"classifier.2": 0.3, "classifier.5": 0.1}
+    with pytest.raises(ValueError, match="head's dropout only.*pass sites="): control_schedule("reversed", {"classifier.2": 0.1, "classifier.5": 0.3})
+
+
+def test_what_was_applied_is_a_schedule(tmp_path):
+    done = apply_dropout(make(), "constant", p=0.3)
+    path = save_schedule(tmp_path / "s.json", done)
+    (tmp_path / "plain.json").write_text(json.dumps(done))
+    assert load_schedule(path) == load_schedule(tmp_path / "plain.json") == done["rates"]
+    for how in (done, dict(done), path): assert apply_dropout(make(), how)["rates"] == done["rates"]
+    assert set_dropout(make(), done)["rates"] == done["rates"]
+
+
 @pytest.mark.parametrize("how,kwargs,message", [
+    ("constant", {"p": 0.1, "p_max": 0.5}, "p_max: 0.5 has no meaning for constant"), ("gaussian", {"p_min": 0.01}, "p_min: 0.01 has no meaning"),
+    ("guided", {"schedule": {"embeddings": 0.1}, "p_max": 0.5}, "p_max: 0.5 has no meaning for a finished schedule"),
+    ("standard", {"shape": math.cos}, "shape: .* for standard"), ("mixout", {"aggregate": "sum"}, "aggregate: 'sum'"),
     ("giuded", {}, "did you mean 'guided'"), (3, {}, "how: 3"), ("guided", {}, "either the scores"),
     ("guided", {"p": 0.1, "scores": {"a": 1.0}}, "p_max and p_min"),
     ("standard", {"p": 0.1}, "use constant"), ("constant", {}, "needs a rate"), ("gaussian", {"scores": {"a": 1.0}}, "no meaning"),
@@ -883,6 +1018,12 @@ def test_bad_calls_change_nothing(how, kwargs, message):
     before, config = rates(model), model.config.to_dict()
     with pytest.raises(ValueError, match=message): apply_dropout(model, how, **kwargs)
     assert rates(model) == before and model.config.to_dict() == config
+
+
+def test_what_is_no_model_or_no_function_is_refused_at_once():
+    for call in (dropout_sites, gaussian_dropout, mixout, apply_dropout, load_dropout, lambda m: set_dropout(m, {"a": 0.1})):
+        with pytest.raises(ValueError, match="model: 'bert-base-uncased' is a str, no torch module; load it first"): call("bert-base-uncased")
+    with pytest.raises(ValueError, match="rates: a dict is no function of the progress"): DropoutSchedule({"embeddings": 0.1})
 
 
 def test_applied_is_a_plain_dict_for_the_world():
