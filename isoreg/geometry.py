@@ -13,18 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .moments import Moments, _tensor, check_points, full_precision, merge, moments
+from .moments import Moments, _of_tensors, check_points, full_precision, merge, moments
 
 # %% ../nbs/02_geometry.ipynb #37aed510
 ROWS = 2048  # rows that are converted to float64 at a time
-_WHOLE = {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def _rows(points, mask, least: int) -> Tensor:
     "The rows that count, (n, d), in float32 or better; whole numbers in float64."
-    x = _tensor(points)
-    if x.dtype in _WHOLE: x = x.double()
-    x, keep = check_points(x, mask)
+    x, keep = check_points(points, mask)
     if x.ndim != 2: raise ValueError(f"points: one cloud (n, d) wanted, got shape {tuple(x.shape)}; measure the clouds one by one")
     x = x.detach() if keep is None else x.detach()[keep]
     if x.device.type == "mps": x = x.cpu()  # has no float64
@@ -287,7 +284,8 @@ def two_nn(
     r = nearest_two(c.x)
     mu = (r[:, 1] / r[:, 0])[r[:, 0] > 0].sort().values
     kept = int(len(mu) * (1 - discard))
-    if kept < 2: raise ValueError(f"points: {len(mu)} of {c.n} have a ratio of distances; need more different points")
+    if kept < 2:
+        raise ValueError(f"points: {len(mu)} of {c.n} have no duplicate, which the ratio of distances needs, and {kept} are not discarded; need more different points")
     t, y = mu[:kept].log(), -torch.log1p(-torch.arange(1, kept + 1, dtype=torch.float64, device=mu.device) / len(mu))
     finite = y.isfinite()  # the last is infinite when nothing is discarded
     if not bool(t[finite].any()): raise ValueError("points: the two nearest neighbours are equally far from every point, as in a grid; no dimension follows")
@@ -333,7 +331,7 @@ def mean_activation(
     "Mean of each dimension, (d,), summed in float64; a tensor or array, as given, of float32 or better. `ValueError` for no point, NaN or infinite values."
     c = _cloud(points, mask, 1)
     mean = (c.moments.mean * c.scale).to(c.x.dtype)
-    return mean if isinstance(points, (Tensor, _Cloud)) else mean.numpy()
+    return mean if isinstance(points, _Cloud) or _of_tensors(points) else mean.numpy()
 
 # %% ../nbs/02_geometry.ipynb #68169a03
 #| code-fold: true
@@ -368,7 +366,7 @@ def geometry(
     c, out = _cloud(points, mask, 3), {}
     for name, measure in _MEASURES.items():
         try: out[name] = measure(c)
-        except ValueError:
-            if undefined == "raise": raise
+        except ValueError as error:
+            if undefined == "raise": raise ValueError(f"{error}; or pass undefined='nan', which gives NaN for {name}") from None
             out[name] = math.nan
     return {"points": c.n, "dims": c.d} | out | {"dimensions": outlier_dimensions(c)}

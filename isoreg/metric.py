@@ -53,7 +53,10 @@ def _read(states: dict, fields: list[str]) -> _Seen:
 def _seen(x: Tensor, keep: Tensor | None, order: int) -> _Seen:
     "The cloud of the rows of x (n, d)."
     m = moments(x, keep, order)
-    scale = _power_of_two(m.m2.diagonal().double().sum(), m.count)
+    trace = m.m2.diagonal().double().sum()
+    if not bool(torch.isfinite(trace)):
+        raise ValueError("points: hold NaN, infinite values or values too large to be squared; mask or rescale them (none of this batch was added)")
+    scale = _power_of_two(trace, m.count)
     if scale != 1:  # out of the range of float32: the sums of the rows times a power of two, divided by that in float64
         m = moments(x.to(torch.promote_types(x.dtype, torch.float32)) * scale.to(x.device), keep, order)
         m = Moments(m.count, *(None if f is None else f.double() / scale**k for k, f in enumerate(m[1:], 1)))
@@ -137,7 +140,7 @@ class IsoScore(_CheckedStates):
         points: Tensor,  # (..., n, d); all leading dimensions together are one cloud
         mask: Tensor | None = None,  # (..., n), true or 1 where a point counts
     ) -> None:
-        "Add a batch of points. `ValueError` for a wrong shape or mask."
+        "Add a batch of points. `ValueError` for a wrong shape or mask, and for NaN or infinite values; the batch is then left out."
         x, keep = check_points(points, mask)
         if x.shape[-1] != self.num_dims: raise ValueError(f"points: last dimension is {x.shape[-1]}, the metric was built for num_dims={self.num_dims}")
         with torch.no_grad(): self._add(_seen(x.flatten(0, -2), None if keep is None else keep.flatten(), 4 if "m4" in self._fields else 2))

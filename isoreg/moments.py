@@ -6,6 +6,7 @@ __all__ = ['SHIFT_ROWS', 'CHUNK_BYTES', 'BLOCK_DIMS', 'Moments', 'full_precision
 
 # %% ../nbs/00_moments.ipynb #52672719
 import contextlib
+import warnings
 from typing import NamedTuple, Sequence
 
 import numpy as np
@@ -161,37 +162,72 @@ def full_precision(
         if not places: torch.set_float32_matmul_precision(before)
 
 # %% ../nbs/00_moments.ipynb #4968c872
-def _tensor(x) -> Tensor:
-    "A tensor as it is; an array, a data frame or nested lists as one."
-    if hasattr(x, "__array__") and not isinstance(x, (Tensor, np.ndarray)): x = np.require(x, requirements="W")  # PyTorch warns of what it may not write
-    return torch.as_tensor(x)
+_WHOLE = {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
-def check_points(
-    points,  # (..., n, d) tensor or array
-    mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts
-) -> tuple[Tensor, Tensor | None]:
-    "Points as a floating tensor and the mask as a boolean tensor of shape (..., n); `ValueError` that names the remedy."
-    points = _tensor(points)
-    if points.ndim < 2:
-        raise ValueError(f"points: need shape (..., n_points, n_dims), got {tuple(points.shape)}; add the missing axis")
-    if not points.is_floating_point():
-        raise ValueError(f"points: need floating values, got {points.dtype}; convert with .float()")
-    if 0 in points.shape:
-        raise ValueError(f"points: shape {tuple(points.shape)} holds no value; pass at least one cloud, one row and one column")
-    if mask is None: return points, None
-    mask = _tensor(mask).to(points.device)
+def _of_tensors(x) -> bool:
+    "Whether x is a tensor or a list of tensors."
+    return isinstance(x, Tensor) or isinstance(x, (list, tuple)) and len(x) > 0 and all(isinstance(v, Tensor) for v in x)
+
+
+def _tensor(x, name: str) -> Tensor:
+    "A tensor as it is, a list of equal tensors stacked; an array, a data frame or nested lists as one, copied only where PyTorch cannot read their memory."
+    if isinstance(x, Tensor): return x
+    if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
+        raise ValueError(f"{name}: a masked array, whose mask would be lost; pass its .data, and with points the rows that count as mask, ~points.mask.any(-1)")
+    given = type(x).__name__
+    try:
+        if _of_tensors(x): return torch.stack(list(x))
+        x = np.asarray(x)
+        dtype = np.dtype(np.float64) if x.dtype.kind == "f" and x.dtype.itemsize > 8 else x.dtype.newbyteorder("=")
+        if x.dtype != dtype or any(s < 0 or s % max(1, x.itemsize) for s in x.strides): x = x.astype(dtype, order="C")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing here writes to it
+            return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: this {given} is no array of numbers; pass one array or tensor with rows of equal length "
+                         "(the numeric columns of a data frame, np.stack of a column of vectors)") from error
+
+
+def _floating(x, name: str) -> Tensor:
+    "The same in floating point; whole numbers in float64."
+    x = _tensor(x, name)
+    if x.dtype in _WHOLE: return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
+    if not x.is_floating_point(): raise ValueError(f"{name}: need floating values, got {x.dtype}; convert with .float(), in NumPy with .astype(float)")
+    return x
+
+# %% ../nbs/00_moments.ipynb #4a35877f
+def _check_mask(mask: Tensor, points: Tensor) -> Tensor:
+    "The mask as booleans."
     want = points.shape[:-1]
-    if mask.ndim == 0 or mask.ndim > len(want) or mask.shape != want[len(want) - mask.ndim :]:
+    if mask.ndim == 0: raise ValueError(f"mask: {mask.item()!r} is one value; pass {tuple(want)} or its last dimensions, and what comes after the mask by name")
+    if mask.ndim > len(want) or mask.shape != want[len(want) - mask.ndim :]:
         raise ValueError(
             f"mask: shape {tuple(mask.shape)} does not fit points of shape {tuple(points.shape)}; "
             f"pass {tuple(want)} or its last dimensions, true where a row counts"
         )
-    return points, (mask != 0).expand(want)
+    if mask.dtype == torch.bool: return mask
+    other = (mask != 0) & (mask != 1)
+    if bool(other.any()): raise ValueError(f"mask: holds {mask[other][0].item():g}; pass true or 1 where a row counts, else 0 (an additive mask is mask == 0)")
+    return mask != 0
 
-# %% ../nbs/00_moments.ipynb #4a35877f
+
+def check_points(
+    points,  # (..., n, d) tensor or array
+    mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts, false or 0 elsewhere
+) -> tuple[Tensor, Tensor | None]:
+    "Points as a floating tensor (whole numbers in float64) and the mask as a boolean tensor of shape (..., n); `ValueError` that names the remedy."
+    points = _floating(points, "points")
+    if points.ndim < 2:
+        raise ValueError(f"points: need shape (..., n_points, n_dims), got {tuple(points.shape)}; add the missing axis")
+    if 0 in points.shape:
+        raise ValueError(f"points: shape {tuple(points.shape)} holds no value; pass at least one cloud, one row and one column")
+    if mask is None: return points, None
+    return points, _check_mask(_tensor(mask, "mask"), points).to(points.device).expand(points.shape[:-1])
+
+
 def moments(
-    points,  # (..., n, d) tensor or array; float16 and bfloat16 are summed in float32
+    points,  # (..., n, d) tensor or array; float16 and bfloat16 are summed in float32, whole numbers in float64
     mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts; a masked row may hold anything, even NaN
     order: int = 2,  # 2, or 4 for m3 and m4 too
 ) -> Moments:

@@ -15,6 +15,7 @@ from pathlib import Path
 import datasets
 import evaluate
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, Features, Value
 from scipy import stats
@@ -27,20 +28,48 @@ __all__ = ['TASKS', 'PROTOCOLS', 'Task', 'get_task', 'normalize_answer', 'squad_
            'encode_squad_eval', 'squad_predictions', 'find_tasks']
 
 # %% ../nbs/07_tasks.ipynb #80e8a5ea
+_METRICS = {"classification": ("accuracy", "f1", "matthews_correlation", "pearson", "spearman"), "regression": ("pearson", "spearman"),
+            "qa": ("f1", "exact_match")}
+
 @dataclass(frozen=True)
 class Task:
-    "One task: columns, labels, metrics and sources."
+    """One task: columns, labels, metrics and sources. `ValueError` for a record that cannot be loaded or scored.
+
+    The functions of this module take the record itself. After `TASKS[task.name] = task` a task of your own is known by name in this process, to `RunConfig`
+    too."""
     name: str                                       # as in TASKS
     kind: str                                       # "classification", "regression" or "qa"
     text_columns: tuple[str, ...]                   # one column, or two for pairs
     label_names: tuple[str, ...]                    # in the order of the label integers; empty for regression and qa
     metric: str                                     # the primary metric, a key of what load_metric(...).compute returns
     metrics: tuple[str, ...]                        # all of them
-    hub: tuple[str, str | None] | None              # (path, configuration) for datasets.load_dataset; None for the toy tasks
-    folder: str | None                              # below the data folder: glue/cola; None for the toy tasks
+    hub: tuple[str, str | None] | None              # (path, configuration) for datasets.load_dataset; None where the hub does not have it
+    folder: str | None                              # below the data folder: glue/cola; None where the hub alone has it
     eval_splits: tuple[str, ...] = ("validation",)  # splits to evaluate on, the default first
     papers: tuple[str, ...] = ()                    # "istar", "guided-dropout"
     official_rows: tuple[tuple[str, int], ...] = () # rows of each official split
+
+    def __post_init__(self):
+        if self.kind not in _METRICS: raise ValueError(f"kind: {self.kind!r} is unknown; use one of {', '.join(_METRICS)}")
+        for name in ("text_columns", "label_names", "metrics", "eval_splits", "papers"):
+            value = getattr(self, name)
+            if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+                raise ValueError(f"{name}: {value!r} is no tuple of names; pass one, such as ({value if isinstance(value, str) else 'name'!r},)")
+            object.__setattr__(self, name, tuple(value))
+        if len(self.text_columns) not in (1, 2): raise ValueError(f"text_columns: {self.text_columns}; name one column, or two for pairs")
+        if self.kind != "classification" and self.label_names: raise ValueError(f"label_names: {self.label_names}, but {self.kind} has none; pass ()")
+        if self.kind == "classification" and len(set(self.label_names)) != max(2, len(self.label_names)):
+            raise ValueError(f"label_names: {self.label_names}; name two different labels or more, in the order of their integers")
+        if not self.eval_splits: raise ValueError("eval_splits: are empty; name one, such as ('validation',)")
+        unknown = [m for m in self.metrics if m not in _METRICS[self.kind]]
+        if unknown: raise ValueError(f"metrics: {unknown[0]!r} is unknown for {self.kind}; it has {', '.join(_METRICS[self.kind])}")
+        if self.metric not in self.metrics: raise ValueError(f"metric: {self.metric!r} is not in metrics={self.metrics}; name one of them")
+        if self.kind == "classification" and "f1" in self.metrics and len(self.label_names) > 2:
+            raise ValueError(f"metrics: 'f1' is that of label 1 of two, but there are {len(self.label_names)} labels; use accuracy")
+        if self.hub is not None and (isinstance(self.hub, str) or len(self.hub) != 2):
+            raise ValueError(f"hub: {self.hub!r} is no pair (path, configuration); pass one, with None where there is no configuration")
+        if self.hub is None and self.folder is None and self.name not in TOY_TASKS:
+            raise ValueError("hub, folder: both are None; name the folder below data_dir that holds the splits, such as 'polarity', or the hub's data set")
 
     @property
     def num_labels(self) -> int:
@@ -192,6 +221,7 @@ def _missing(task, data_dir, split, argument):
     message = f"{argument}={split!r} of {task.name}: no file {task.folder}/{split}.parquet in data_dir={str(data_dir)!r}."
     if near: message += f" Beside it: {', '.join(near)}, not the official split; ask for it with {argument}={near[0]!r}."
     elif there: message += f" The folder has: {', '.join(there)}."
+    if task.hub is None: return MissingSplit(message)
     call = f"datasets.load_dataset({', '.join(repr(x) for x in task.hub if x)}, split={base!r})"
     return MissingSplit(f"{message} The official split: {call}.to_parquet(<that file>), or data_dir=None to read the hub.")
 
@@ -201,28 +231,50 @@ def _read(task, data_dir, split, argument):
         if split not in ("train", "validation"): raise ValueError(f"{argument}={split!r}: {task.name} has 'train' and 'validation' only")
         return toy_task(task.name, split), "toy"
     if data_dir is not None:
+        if task.folder is None: raise ValueError(f"data_dir={str(data_dir)!r}, but {task.name} has folder=None; give it a folder, or use data_dir=None")
         path = Path(data_dir) / task.folder / f"{split}.parquet"
         if not path.is_file(): raise _missing(task, data_dir, split, argument)
         return Dataset(pq.read_table(path)), f"{task.folder}/{split}.parquet"
     if re.search("_(part|rebuilt)$", split): raise ValueError(f"{argument}={split!r} exists in data folders only; give data_dir")
+    if task.hub is None: raise ValueError(f"data_dir=None, but {task.name} has hub=None; give the data_dir that holds {task.folder}/{split}.parquet")
     path, config = task.hub
     return datasets.load_dataset(path, config, split=split), f"hub:{path}" + (f"/{config}" if config else "")
 
 # %% ../nbs/07_tasks.ipynb #7620bccf
+def _require(dataset, columns, source):
+    absent = [c for c in columns if c not in dataset.column_names]
+    if absent: raise ValueError(f"{source} has no column {', '.join(absent)}; it has {dataset.column_names}")
+
+def _refuse_gaps(rows, columns, source):
+    for c in columns:
+        n = rows[c].null_count if isinstance(rows, pa.Table) else rows[c].count(None)
+        if n: raise ValueError(f"{source}: {n} rows of column {c} are None; drop or fill them")
+
+def _label_numbers(values, task):
+    "Labels with names of `label_names` as their integers."
+    numbers = {name: i for i, name in enumerate(task.label_names)}
+    return [numbers.get(v, v) for v in values]
+
 def _clean(dataset, task, split, argument):
     "The task's columns with its types; labels checked."
-    absent = [c for c in task.columns if c not in dataset.column_names]
-    if absent: raise ValueError(f"{argument}={split!r} of {task.name} has no column {', '.join(absent)}; it has {dataset.column_names}")
-    features = _features(task)
-    dataset = Dataset(dataset.data.table.select(task.columns).cast(features.arrow_schema))     # no copy on disk, no progress bar
-    if len(dataset) == 0: raise ValueError(f"{argument}={split!r} of {task.name} has no rows")
+    source = f"{argument}={split!r} of {task.name}"
+    _require(dataset, task.columns, source)
+    table, schema = dataset.data.table.select(task.columns), _features(task).arrow_schema
+    _refuse_gaps(table, [c for c in task.columns if c != "label"], source)
+    try:
+        if task.kind == "classification" and not pa.types.is_integer(table["label"].type):
+            table = table.set_column(len(task.text_columns), "label", pa.array(_label_numbers(table["label"].to_pylist(), task)))
+        dataset = Dataset(table.cast(schema))               # no copy on disk, no progress bar
+    except (pa.ArrowException, TypeError) as error:
+        how = f"; labels are the integers 0 to {task.num_labels - 1} or the names {task.label_names}" if task.kind == "classification" else ""
+        raise ValueError(f"{source}: {error}{how}") from error
+    if len(dataset) == 0: raise ValueError(f"{source} has no rows")
     if task.kind == "qa": return dataset
-    labels = np.asarray(dataset.with_format("numpy")["label"])
-    if task.kind == "regression": bad = ~np.isfinite(labels) | (labels < 0)
-    else: bad = (labels < 0) | (labels >= task.num_labels)
+    labels = dataset.data.table["label"].to_numpy()         # a missing label is NaN
+    bad = ~np.isfinite(labels) | (labels < 0) | (labels >= (np.inf if task.kind == "regression" else task.num_labels))
     if bad.any():
-        raise ValueError(f"{argument}={split!r} of {task.name}: {bad.sum()} of {len(labels)} rows have no valid label, such as "
-                         f"{labels[bad][0]}; unlabelled splits (GLUE's test) can be neither trained nor evaluated on")
+        raise ValueError(f"{source}: {bad.sum()} of {len(labels)} rows have no valid label, such as {dataset[int(bad.argmax())]['label']}; "
+                         "unlabelled splits (GLUE's test) can be neither trained nor evaluated on")
     return dataset
 
 def rows_fingerprint(
@@ -307,8 +359,8 @@ def load_task(
 ) -> TaskData:  # the rows, with their origin, fingerprint and notes
     """The rows of `task` to train and to evaluate on.
 
-    With `train_fraction=1` and no `max_train` the official train part keeps its order. Raises `ValueError` for arguments out of range, unlabelled
-    rows, and (as `MissingSplit`) for a split that `data_dir` does not hold."""
+    Labels may be integers or names of `label_names`. With `train_fraction=1` and no `max_train` the official train part keeps its order. Raises `ValueError`
+    for arguments out of range, missing columns, rows without text or a label, and (as `MissingSplit`) for a split that `data_dir` does not hold."""
     task = get_task(task)
     _check(split_protocol, train_fraction, max_train, max_eval, data_dir)
     asked = {"train_split": train_split, "eval_split": eval_split or task.eval_splits[0]}
@@ -330,21 +382,27 @@ def load_task(
                     rows_fingerprint(train, evaluation, columns=counted), notes, _majority(task, evaluation))
 
 # %% ../nbs/07_tasks.ipynb #05c34669
+def _check_tokenizer(tokenizer):
+    if not callable(tokenizer): raise ValueError(f"tokenizer: {tokenizer!r} is no tokenizer; pass AutoTokenizer.from_pretrained({str(tokenizer)!r})")
+
 def encode(
-    dataset: Dataset,  # rows of the task
+    dataset: Dataset,  # rows of the task, with or without labels
     task: str | Task,  # the task or its name; classification or regression
     tokenizer,  # a Hugging Face tokenizer
     max_length: int = 128,  # tokens a row at most; the tokenizer's own limit counts too
-) -> Dataset:  # input_ids, attention_mask, token_type_ids if the tokenizer has them, labels, length
-    "The rows as token ids, truncated, not padded; `length` is the number of tokens. Raises `ValueError` for qa."
+) -> Dataset:  # input_ids, attention_mask, token_type_ids if the tokenizer has them, labels if the rows have them, length
+    "The rows as token ids, truncated, not padded; `length` is the number of tokens. `ValueError` for qa, a missing column or text, and what is no tokenizer."
     task = get_task(task)
     if task.kind == "qa": raise ValueError(f"task={task.name!r} has spans for labels; use encode_squad_train and encode_squad_eval")
+    _check_tokenizer(tokenizer)
+    _require(dataset, task.text_columns, "dataset")
     out, limit = collections.defaultdict(list), min(max_length, tokenizer.model_max_length)
     for start in range(0, len(dataset), 1000):
         rows = dataset[start:start + 1000]
+        _refuse_gaps(rows, task.text_columns, f"dataset from row {start}")
         batch = tokenizer(*[rows[c] for c in task.text_columns], truncation=True, max_length=limit)
         for key, values in batch.items(): out[key] += values
-        out["labels"] += rows["label"]
+        if "label" in rows: out["labels"] += _label_numbers(rows["label"], task)
     out["length"] = [len(ids) for ids in out["input_ids"]]
     return Dataset.from_dict(dict(out))
 
@@ -352,6 +410,7 @@ def encode(
 #| code-fold: true
 #| code-summary: "encode_squad_train and encode_squad_eval"
 def _windows(examples, tokenizer, max_length, stride):
+    _check_tokenizer(tokenizer)
     limit = min(max_length, tokenizer.model_max_length)
     return tokenizer([q.strip() for q in examples["question"]], list(examples["context"]), truncation="only_second", max_length=limit,
                      stride=min(stride, limit // 3), return_overflowing_tokens=True, return_offsets_mapping=True)
@@ -455,13 +514,14 @@ def find_tasks(
     _check("official", 1.0, None, None, data_dir)
     rows = []
     for task in TASKS.values():
-        toy = task.hub is None
-        files = [] if toy or data_dir is None else _own_splits(task, data_dir)
-        missing = [] if toy or data_dir is None else [s for s in ("train", *task.eval_splits) if s not in files]
+        local = data_dir is not None and task.folder is not None
+        files = _own_splits(task, data_dir) if local else []
+        missing = [s for s in ("train", *task.eval_splits) if s not in files] if local else []
         other = [f for f in files if re.search("_(part|rebuilt)$", f)]
         found = [f for f in files if f not in other]
-        where = "toy" if toy else f"hub: {'/'.join(x for x in task.hub if x)}" if data_dir is None else "; ".join(filter(None, (
-            ", ".join(found), f"missing: {', '.join(missing)}" if missing else "", f"not official: {', '.join(other)}" if other else "")))
+        where = "toy" if task.name in TOY_TASKS else "; ".join(filter(None, (
+            ", ".join(found), f"missing: {', '.join(missing)}" if missing else "", f"not official: {', '.join(other)}" if other else ""))) if local else \
+            f"hub: {'/'.join(x for x in task.hub if x)}" if task.hub else f"folder: {task.folder}"
         rows.append({"task": task.name, "papers": ", ".join(task.papers), "metric": task.metric, "where": where.strip(),
                      "files": files, "missing": missing})
     return rows

@@ -9,6 +9,7 @@ import functools
 import inspect
 import numbers
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
 from .files import write_atomically
-from .istar import eval_mode, measure_isotropy, reference_covariance, same_draws
+from .istar import _asking, _states, check_max_points, eval_mode, measure_isotropy, reference_covariance, same_draws
 from .moments import full_precision, world_size
 
 # %% ../nbs/03a_trainer.ipynb #20fd9225
@@ -33,12 +34,18 @@ def honours_num_items(
 ) -> bool:
     "Whether the model's loss really depends on `num_items_in_batch`. Leaves mode and random state as they were."
     body = getattr(model, "module", model)
-    with eval_mode(body): one, two = (body(**inputs, num_items_in_batch=num_items * k)["loss"] for k in (1, 2))
-    return not torch.equal(one, two)
+    with eval_mode(body): one, two = (body(**inputs, num_items_in_batch=num_items * k) for k in (1, 2))
+    return not torch.equal(*(out["loss"] if isinstance(out, dict) else out[0] for out in (one, two)))
 
 # %% ../nbs/03a_trainer.ipynb #e7dd48f9
 class _References:
     "Tells each reference of a Trainer which file of a checkpoint is its own."
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(_References):
+            raise TypeError(f"{cls.__name__}: the mixin comes after the Trainer, which would not see it; write class {cls.__name__}(PenaltyMixin, Trainer)")
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         "The Trainer's; references are read from the checkpoint that it resumes from."
@@ -61,8 +68,9 @@ class _References:
 class PenaltyMixin(_References):
     """Adds penalties to the training loss of a transformers Trainer: `class MyTrainer(PenaltyMixin, Trainer)`.
 
-    A penalty is a module called as `penalty(hidden_states, attention_mask)` that returns a weighted scalar and keeps
-    its named `parts`. Each part, and `task_loss`, is logged beside `loss`. Evaluation is untouched.
+    A penalty is a module called as `penalty(hidden_states, attention_mask)` that returns a weighted scalar and may keep
+    named `parts`. Each part, and `task_loss`, is logged beside `loss`. Evaluation is untouched. Of an encoder with a decoder the
+    encoder's states count. `ValueError` for what is no such penalty and for a model that gives no hidden states.
     """
 
     def __init__(
@@ -71,9 +79,9 @@ class PenaltyMixin(_References):
         penalty: nn.Module | Sequence[nn.Module] | None = None,  # one penalty or several
         **kwargs,  # of the Trainer
     ):
+        self.penalties = _penalties(penalty)
         super().__init__(*args, **kwargs)
-        self.penalties = [] if penalty is None else [penalty] if isinstance(penalty, nn.Module) else list(penalty)
-        self._part_sums, self._part_calls, self._verified = Counter(), 0, False
+        self._part_sums, self._part_calls, self._verified, self._padding_told = Counter(), 0, False, False
         for p in self.penalties:
             p.to(self.args.device)
             if getattr(p, "needs_reference", False) and not any(getattr(c, "penalty", None) is p for c in self.callback_handler.callbacks):
@@ -84,17 +92,16 @@ class PenaltyMixin(_References):
         if not model.training: return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self._verify_normalisation(model, inputs, num_items_in_batch)
         if not self.penalties: return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = super().compute_loss(model, {**inputs, "output_hidden_states": True}, True, num_items_in_batch)
-        states = outputs.get("hidden_states") if hasattr(outputs, "get") else None
-        if states is None: raise ValueError("model: returned no hidden_states; it must accept output_hidden_states=True")
-        penalty = sum(p(states, inputs.get("attention_mask")) for p in self.penalties).to(loss.device)
+        body = getattr(model, "module", model)
+        self._padding_told = self._padding_told or _warn_of_padding(self.penalties, body, inputs)
+        loss, outputs = super().compute_loss(model, {**inputs, **_asking(body)}, True, num_items_in_batch)
+        states = _states(outputs)
+        penalty = sum(_scalar(p, p(states, inputs.get("attention_mask"))) for p in self.penalties).to(loss.device)
         steps = 1 if self._trainer_divides(num_items_in_batch) else getattr(
             self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
         self._part_calls += 1
         self._part_sums["task_loss"] += loss.detach().mean() * steps
-        for i, p in enumerate(self.penalties):  # a second penalty of the same kind is logged as istar_2, isoscore_2
-            earlier = sum(type(q) is type(p) for q in self.penalties[:i])
-            self._part_sums.update({name + (f"_{earlier + 1}" if earlier else ""): value for name, value in p.parts.items()})
+        self._part_sums.update(_parts(self.penalties))
         loss = loss + penalty / steps
         return (loss, outputs) if return_outputs else loss
 
@@ -123,6 +130,45 @@ class PenaltyTrainer(PenaltyMixin, Trainer):
     "The transformers Trainer with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
 
 
+def _penalties(penalty) -> list[nn.Module]:
+    "What was given as one penalty or several, as a list; `ValueError` unless each is a module."
+    given = list(penalty) if isinstance(penalty, (list, tuple, nn.ModuleList)) else [] if penalty is None else [penalty]
+    for p in given:
+        if not isinstance(p, nn.Module): raise ValueError(f"penalty: {p!r} is no torch module; pass one, such as IStar(lam=-0.1), or a list of them")
+        if getattr(p, "needs_reference", False) and not hasattr(p, "set_reference"):
+            raise ValueError(f"penalty: a {type(p).__name__} has needs_reference, but no set_reference(reference_cov) that takes it; add one")
+    return given
+
+
+def _scalar(p: nn.Module, term) -> Tensor:
+    "A penalty's term, if it is one number."
+    if isinstance(term, Tensor) and term.numel() == 1: return term.reshape(())
+    got = f"a tensor {tuple(term.shape)}" if isinstance(term, Tensor) else f"a {type(term).__name__}"
+    raise ValueError(f"penalty: a {type(p).__name__} returned {got}; it must return a scalar tensor, its weighted term")
+
+
+def _parts(penalties: list[nn.Module]) -> dict[str, Tensor]:
+    "The parts of all penalties; the second of one name is called istar_2, and so on."
+    calls, named = Counter(), {}
+    for p in penalties:
+        for name, value in getattr(p, "parts", {}).items():
+            if name in ("loss", "task_loss", "grad_norm", "learning_rate", "epoch"):
+                raise ValueError(f"penalty: a {type(p).__name__} has a part {name!r}, which the Trainer logs itself; rename it")
+            calls[name] += 1
+            named[name if calls[name] == 1 else f"{name}_{calls[name]}"] = value
+    return named
+
+
+def _warn_of_padding(penalties: list[nn.Module], body: nn.Module, inputs) -> bool:
+    "Whether a batch without a mask holds padding, which is said."
+    ids, pad = inputs.get("input_ids"), getattr(getattr(body, "config", None), "pad_token_id", None)
+    if pad is None or not isinstance(ids, Tensor) or inputs.get("attention_mask") is not None: return False
+    if all(getattr(p, "padding", False) for p in penalties) or not bool((ids == pad).any()): return False
+    warnings.warn(f"attention_mask: the batches have none, but their input_ids hold padding ({pad}), which the penalty counts; "
+                  "let the collator give a mask, or padding=True if that is meant")
+    return True
+
+
 def _means(sums: Counter, calls: int, device: torch.device) -> dict[str, float]:
     "Means over the ranks and the micro-batches since the last log; the sums were left on the device until now."
     total = torch.stack([torch.as_tensor(v, device=device).detach().float() for v in sums.values()])
@@ -140,22 +186,25 @@ class ReferenceRefresh(TrainerCallback):
 
     def __init__(
         self,
-        penalty: nn.Module,  # an IStar
+        penalty: nn.Module,  # an IStar, or another with `needs_reference` and `set_reference`
         max_points: int = 250_000,  # token vectors over all layers and ranks
         every_epoch: bool = True,  # False: only before training
         seed: int | None = None,  # of the draw; None takes the training seed
         progress: bool | None = None,  # show a progress bar; None does as the Trainer does
         place: int = 1,  # of the penalty among those with a reference: it numbers the file
     ):
+        check_max_points(max_points)
         self.penalty, self.max_points, self.every_epoch, self.seed, self.progress, self.place = penalty, max_points, every_epoch, seed, progress, place
         self.resumed, self.folder, self.checkpoint = False, None, None  # what is written to and resumed from; None: as the output folder has it
 
     def on_train_begin(self, args, state, control, **kwargs): self.resumed = state.global_step > 0
 
     def on_save(self, args, state, control, **kwargs):
-        folder, reference = self._folder(args, state), self.penalty.reference_cov
-        if not args.should_save or not folder.is_dir() or not self.penalty.needs_reference or reference is None: return
+        folder, reference = self._folder(args, state), getattr(self.penalty, "reference_cov", None)
+        if not args.should_save or not folder.is_dir() or not self._needed() or reference is None: return
         write_atomically(folder / self._name(), safetensors.torch.save({"reference_cov": reference.cpu().contiguous()}))
+
+    def _needed(self) -> bool: return getattr(self.penalty, "needs_reference", False)
 
     def _name(self) -> str: return f"reference_cov{f'_{self.place}' if self.place > 1 else ''}.safetensors"
 
@@ -163,18 +212,19 @@ class ReferenceRefresh(TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
         resumed, self.resumed = self.resumed, False
-        if not self.penalty.needs_reference or (self.penalty.reference_cov is not None and not self.every_epoch): return
+        p = self.penalty
+        if not self._needed() or (getattr(p, "reference_cov", None) is not None and not self.every_epoch): return
         if resumed and (not self.every_epoch or (state.epoch or 0) % 1):
             file = (self.checkpoint or self._folder(args, state)) / self._name()
             if _on_all_ranks(file.exists(), args.device):
-                self.penalty.set_reference(safetensors.torch.load_file(file)["reference_cov"].to(args.device))
+                p.set_reference(safetensors.torch.load_file(file)["reference_cov"].to(args.device))
                 return
         seed = (args.seed if self.seed is None else self.seed) * 1009 + int(state.epoch or 0)
         with same_draws(args.device), _autocast(args):
             reference = reference_covariance(
-                model, own_batches(train_dataloader, args.per_device_train_batch_size, seed), self.max_points, self.penalty.layers,
-                padding=self.penalty.padding, embeddings=self.penalty.embeddings, progress=not args.disable_tqdm if self.progress is None else self.progress)
-        self.penalty.set_reference(reference.to(args.device))
+                model, own_batches(train_dataloader, args.per_device_train_batch_size, seed), self.max_points, getattr(p, "layers", "union"),
+                padding=getattr(p, "padding", False), embeddings=getattr(p, "embeddings", False), progress=not args.disable_tqdm if self.progress is None else self.progress)
+        p.set_reference(reference.to(args.device))
 
 # %% ../nbs/03a_trainer.ipynb #1b8828b8
 def _on_all_ranks(
@@ -218,6 +268,7 @@ class IsotropyLog(TrainerCallback):
         batches: Iterable[dict],  # model inputs: a list of collated batches, or a loader that gives the same ones each time
         max_points: int | None = 250_000,  # token vectors over all layers; None takes all
     ):
+        check_max_points(max_points)
         self.batches, self.max_points, self.history = batches, max_points, []
 
     def _measure(self, args, state, model):

@@ -288,6 +288,8 @@ def test_masks():
     assert geometry(torch.from_numpy(bad), torch.from_numpy(keep).int())["points"] == keep.sum()
     np.testing.assert_allclose(mean_activation(bad, keep), x[keep].mean(0), rtol=1e-12)
     with pytest.raises(ValueError, match="mask: shape"): average_cosine(x, keep[:50])
+    with pytest.raises(ValueError, match="mask: 0.3 is one value; .*by name"): variance_explained(x, 0.3)
+    with pytest.raises(ValueError, match="mask: holds -10000"): rankme(x, np.where(keep, 0, -1e4))
     with pytest.raises(ValueError, match="rows count"): rankme(x, np.arange(120) < 1)
 
 
@@ -379,7 +381,8 @@ def test_what_has_no_value_says_so():
     with pytest.raises(ValueError, match="different points"): two_nn(same)
     with pytest.raises(ValueError, match="grid"): two_nn(np.eye(8))
     with pytest.raises(ValueError, match="need 3 or more"): two_nn(np.eye(2))
-    with pytest.raises(ValueError, match="zero variance"): geometry(same)
+    with pytest.raises(ValueError, match="zero variance.*undefined='nan'.*isoscore"): geometry(same)
+    with pytest.raises(ValueError, match="0 of 12 have no duplicate.*undefined='nan'.*two_nn"): geometry(np.concatenate([cloud(6, 3)] * 2))
     found = geometry(same, undefined="nan")
     assert math.isnan(found["isoscore"]) and math.isnan(found["two_nn"]) and found["average_cosine"] == pytest.approx(1) and found["rankme"] == pytest.approx(1, abs=1e-4)
     assert math.isnan(geometry(np.random.rand(9, 1), undefined="nan")["isoscore"])

@@ -352,9 +352,17 @@ x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0,
     (lambda: isoscore_from_cov(torch.zeros(3, 3)), ["cov", "zero variance"]),
     (lambda: isoscore_from_cov(torch.randn(5, 3)), ["cov", "(5, 3)", "points"]),
     (lambda: isoscore_from_cov(torch.ones(1, 1)), ["cov", "one dimension"]),
-    (lambda: participation_ratio(torch.eye(3).long()), ["cov", "int64"]),
+    (lambda: participation_ratio(torch.eye(3) > 0), ["cov", "torch.bool", ".astype(float)"]),
+    (lambda: participation_ratio("cov.npy"), ["cov", "str"]),
+    (lambda: isoscore_star(x53, 0.2, torch.eye(3)), ["zeta", "Tensor of shape (3, 3)"]),
+    (lambda: isoscore_star(x53, 0.2, np.eye(3)), ["zeta", "ndarray of shape (3, 3)"]),
+    (lambda: isoscore(x53, torch.tensor([0.0, 0, 0, -1e4, -1e4])), ["mask", "-10000", "mask == 0"]),
+    (lambda: isoscore(np.ma.masked_greater(np.eye(5, 3), 0.5)), ["points", "masked array"]),
     (lambda: isoscore_with_error(x53, correction=None), ["correction", "None"]),
     (lambda: isoscore_with_error(torch.randn(4, 3)), ["points", "at least 5"]),
+    (lambda: isoscore_with_error(torch.randn(3, 3)), ["points", "3 rows", "at least 5"]),
+    (lambda: isoscore_with_error(x53, [1, 1, 0, 0, 0]), ["points", "2 rows", "at least 5"]),
+    (lambda: isoscore_with_error(torch.randn(3, 4, 3), unit="sequence"), ["points", "3 sequences", "at least 6"]),
     (lambda: isoscore_with_error(torch.randn(8, 4, 3), unit="sequence", groups=1), ["groups", "1"]),
     (lambda: isoscore_with_error(torch.randn(6, 4, 3), unit="sequence", groups=2), ["points", "add sequences"]),
     (lambda: isoscore(torch.zeros(0, 5, 4)), ["points", "(0, 5, 4)"]),
@@ -379,6 +387,8 @@ x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0,
     (lambda: IsoScore(1), ["num_dims", "1"]),
     (lambda: IsoScore(3, zeta=0.5), ["zeta", "reference_cov"]),
     (lambda: IsoScore(3).update(torch.randn(4, 5)), ["points", "5", "num_dims=3"]),
+    (lambda: IsoScore(3).update(nan), ["points", "NaN", "mask", "none of this batch"]),
+    (lambda: IsoScore(3).update(torch.full((4, 3), 1e30).cumsum(0).double() ** 6), ["points", "squared", "rescale"]),
     (lambda: IsoScore(3).compute(), ["points", "0 seen"]),
     (lambda: IsoScore(3).update(torch.tensor(1.0)), ["points", "()"]),
     (lambda: IsoScore(3).update(torch.zeros(0, 5, 3)), ["points", "(0, 5, 3)"]),
@@ -492,6 +502,34 @@ def test_data_frames_and_numpy_integers():
     metric = IsoScore(np.int64(6))
     metric.update(torch.from_numpy(x))
     assert float(metric.compute()) == pytest.approx(isoscore(x))
+
+
+def test_whole_numbers_and_lists_of_tensors():
+    x = np.random.default_rng(0).integers(0, 50, size=(40, 6))
+    assert isoscore(x) == isoscore(x.astype(float)) == isoscore(torch.from_numpy(x)) and isoscore_with_error(x) == isoscore_with_error(x.astype(float))
+    assert isoscore_star(x, np.eye(6, dtype=int), 0.2) == isoscore_star(x.astype(float), np.eye(6), 0.2)
+    layers = list(torch.randn(3, 40, 6))
+    scores = isoscore(layers)
+    assert isinstance(scores, torch.Tensor) and torch.equal(scores, isoscore(torch.stack(layers)))
+
+
+def test_a_corrected_score_of_few_points_may_leave_the_interval():
+    estimates = [isoscore_with_error(torch.randn(n, 16, generator=torch.Generator().manual_seed(0))) for n in (5, 8)]
+    assert [(round(e.score, 1), round(e.stderr, 1)) for e in estimates] == [(1.8, 2.9), (1.5, 0.3)]  # as the docstring says
+
+
+def test_a_reference_does_not_share_the_memory_of_an_array():
+    reference = np.eye(16)
+    metric = IsoScore(16, reference_cov=reference, zeta=0.2)
+    metric.reference_cov.mul_(3)
+    assert (reference == np.eye(16)).all()
+
+
+def test_a_batch_with_nan_is_left_out_of_the_metric():
+    x = torch.randn(60, 16)
+    metric = seen(x)
+    with pytest.raises(ValueError, match="NaN"): metric.update(x.masked_fill(torch.eye(60, 16) > 0, torch.nan))
+    assert metric.compute() == seen(x).compute()
 
 
 def _metric_on_rank(rank, world):

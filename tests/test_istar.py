@@ -6,6 +6,7 @@ import random
 import shutil
 import tempfile
 import types
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,11 @@ import pytest
 import safetensors.torch
 import torch
 from ranks import on_ranks
-from transformers import BertConfig, BertForSequenceClassification, BertModel, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments, default_data_collator
+from transformers import BartConfig, BartForConditionalGeneration, BatchEncoding, BertConfig, BertForSequenceClassification, BertModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments, default_data_collator
 
 from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, same_draws, token_moments
-from isoreg.trainer import IsotropyLog, PenaltyTrainer, ReferenceRefresh, split_by_length
+from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, ReferenceRefresh, split_by_length
 
 CONFIG = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16)
 
@@ -194,6 +195,69 @@ class EmbeddingsAlone(torch.nn.Linear):
     def forward(self, input_ids, **kwargs): return types.SimpleNamespace(hidden_states=(torch.randn(*input_ids.shape, 4),))
 
 
+class OwnHead(torch.nn.Module):
+    "A head of one's own on an encoder, as many write it: a dictionary comes out."
+
+    def __init__(self, labelled=False):
+        super().__init__()
+        self.encoder, self.labelled = model_and_batches()[0], labelled
+        self.head = torch.nn.Linear(16, 2)
+
+    def forward(self, input_ids, attention_mask=None, labels=None, output_hidden_states=False):
+        output = self.encoder(input_ids, attention_mask, output_hidden_states=output_hidden_states)
+        logits = self.head(output.last_hidden_state[:, 0])
+        loss = torch.nn.functional.cross_entropy(logits, labels) if self.labelled or labels is not None else None
+        return {"loss": loss, "logits": logits, "hidden_states": output.hidden_states}
+
+
+class Closed(OwnHead):
+    def forward(self, input_ids, attention_mask=None, labels=None): return super().forward(input_ids, attention_mask, labels)
+
+
+class Mute(OwnHead):
+    def forward(self, input_ids, labels=None, **kwargs): return {k: v for k, v in super().forward(input_ids, labels=labels).items() if k != "hidden_states"}
+
+
+def test_a_wrapper_that_gives_a_dictionary_is_measured_as_its_encoder():
+    wrapper, (_, batches) = OwnHead(), model_and_batches()
+    found = measure_isotropy(wrapper, batches)
+    assert found == measure_isotropy(wrapper.encoder, batches)
+    wrapper.encoder.config.return_dict = False
+    assert found == measure_isotropy(wrapper.encoder, batches)
+
+
+def of_two_stacks(kind):
+    torch.manual_seed(0)
+    if kind == "t5": return T5ForConditionalGeneration(T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0, dropout_rate=0.0))
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, dropout=0.0)
+    return BartForConditionalGeneration(BartConfig(vocab_size=60, d_model=16, encoder_layers=2, decoder_layers=1, max_position_embeddings=16, **heads))
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_of_encoder_and_decoder_the_encoder_counts(kind):
+    model, batches = of_two_stacks(kind).eval(), [b | {"labels": b["input_ids"]} for b in model_and_batches()[1]]
+    with torch.no_grad(): hidden = [model(**b, output_hidden_states=True).encoder_hidden_states for b in batches]
+    rows = torch.cat([h[b["attention_mask"].bool()] for states, b in zip(hidden, batches) for h in states[1:]])
+    torch.testing.assert_close(reference_covariance(model, batches, progress=False), torch.cov(rows.T))
+    assert measure_isotropy(model, batches)["points"] == len(rows)
+
+
+def test_a_mask_is_read_once_for_all_layers(monkeypatch):
+    "The check of the mask costs no look at the device of its own: a right one is asked for nothing."
+    states, mask = states_and_mask()
+    looks, plain = [], torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda self: (looks.append(1), plain(self))[1])
+    for penalty in (IStar(1, zeta=0), IStar(1, correction="ustat"), CosReg(1)):
+        looks.clear()
+        penalty(states, mask)
+        assert len(looks) == 1
+    torch.testing.assert_close(IStar(1, zeta=0, padding=True)(states, 5 * mask), IStar(1, zeta=0)(states))  # a mask that is not read
+
+
+def test_a_penalty_shows_its_settings():
+    assert repr(IStar(-0.1, 0.3, layers=2)) == "IStar(lam=-0.1, zeta=0.3, layers=2, correction=None)" and repr(CosReg(2)) == "CosReg(lam=2, layer=-1)"
+
+
 def unread(allowed=0):
     "Batches of which no more than `allowed` may be read."
     for i, batch in enumerate(model_and_batches()[1]):
@@ -223,6 +287,14 @@ def unread(allowed=0):
     (lambda: IStar(1, zeta=0)(None), ["hidden_states", "output_hidden_states"]),
     (lambda: IStar(1, zeta=0)(torch.randn(3, 6, 8)), ["hidden_states", "tuple"]),
     (lambda: IStar(1, zeta=0)(states_and_mask()[0], torch.ones(3, 5)), ["attention_mask", "(3, 5)"]),
+    (lambda: IStar(1, zeta=0)(types.SimpleNamespace(hidden_states=states_and_mask()[0])), ["hidden_states", "SimpleNamespace"]),
+    (lambda: IStar(1, zeta=0)(tuple(h.numpy() for h in states_and_mask()[0])), ["hidden_states", "tuple of ndarray"]),
+    (lambda: IStar(1, zeta=0)(states_and_mask()[0], [[1] * 6] * 3), ["attention_mask", "list", "tensor"]),
+    (lambda: IStar(1, zeta=0)(states_and_mask()[0], (1 - states_and_mask()[1]) * -1e9), ["attention_mask", "holds -1e+09", "mask == 0"]),
+    (lambda: IStar(1, correction="ustat", layers=2)(states_and_mask()[0], states_and_mask()[1] * 2), ["attention_mask", "holds 2"]),
+    (lambda: CosReg(1)(states_and_mask()[0], (1 - states_and_mask()[1]) * -1e9), ["attention_mask", "holds -1e+09"]),
+    (lambda: token_moments(model_and_batches()[0], [b | {"attention_mask": 3 * b["attention_mask"]} for b in model_and_batches()[1]]), ["attention_mask", "holds 3"]),
+    (lambda: IStar(1, correction="ustat", reference_cov=torch.eye(8)), ["reference_cov", "'ustat'"]),
     (lambda: CosReg(1, layer="last"), ["layer", "last"]),
     (lambda: IStar(1, 0.0)(states_and_mask()[0][:1]), ["hidden_states", "embeddings"]),
     (lambda: IStar(1, 0.0, layers="mean")(states_and_mask()[0][:1]), ["hidden_states", "embeddings"]),
@@ -233,6 +305,18 @@ def unread(allowed=0):
     (lambda: token_moments(EmbeddingsAlone(4, 4), model_and_batches()[1]), ["model", "embeddings"]),
     (lambda: token_moments(model_and_batches()[0], iter([])), ["batches"]),
     (lambda: token_moments(model_and_batches()[0], [], max_points=1), ["max_points", "1"]),
+    (lambda: measure_isotropy(model_and_batches()[0], unread(), max_points="all"), ["max_points", "'all'", "None"]),
+    (lambda: IsotropyLog([], "all"), ["max_points", "'all'"]),
+    (lambda: measure_isotropy("bert-base", unread()), ["model", "'bert-base'", "from_pretrained"]),
+    (lambda: measure_isotropy(model_and_batches()[0], model_and_batches()[1][0]), ["batches", "[batch]"]),
+    (lambda: measure_isotropy(model_and_batches()[0], BatchEncoding(model_and_batches()[1][0])), ["batches", "[batch]"]),
+    (lambda: measure_isotropy(model_and_batches()[0], ["a text"]), ["batches", "str", "collator"]),
+    (lambda: measure_isotropy(model_and_batches()[0], [(torch.ones(2, 3).long(),)]), ["batches", "tuple of Tensor", "collator"]),
+    (lambda: measure_isotropy(model_and_batches()[0], [{"input_ids": [1, 2], "label": 1}]), ["batches", "one row", "collator"]),
+    (lambda: measure_isotropy(model_and_batches()[0], examples(3, 0)), ["batches", "one row", "collator"]),
+    (lambda: measure_isotropy(OwnHead(labelled=True), model_and_batches()[1]), ["model", "OwnHead", "without labels", "encoder", "ustat"]),
+    (lambda: measure_isotropy(Closed(), model_and_batches()[1]), ["model", "Closed", "output_hidden_states"]),
+    (lambda: measure_isotropy(Mute(), model_and_batches()[1]), ["model", "no hidden_states"]),
     (lambda: measure_isotropy(thick(), model_and_batches()[1], max_points=2), ["max_points", "2", "3 layers"]),
     (lambda: reference_covariance(thick(), model_and_batches()[1], max_points=2, progress=False), ["max_points", "2", "3 layers"]),
 ])
@@ -536,6 +620,106 @@ def test_two_penalties_of_one_kind_are_logged_apart():
     entry = next(e for e in trainer.state.log_history if "loss" in e)
     assert entry["istar"] == pytest.approx(-(1 - entry["isoscore"]), abs=1e-3) and entry["istar_2"] == pytest.approx(1 - entry["isoscore_2"], abs=1e-3)
     assert entry["loss"] == pytest.approx(entry["task_loss"] + entry["istar"] + entry["istar_2"], abs=1e-3)
+
+
+class Mean(torch.nn.Module):
+    "The least a penalty can be, but for the name of its part."
+
+    def __init__(self, *names, shape=()):
+        super().__init__()
+        self.names, self.shape = names, shape
+
+    def forward(self, hidden_states, attention_mask=None):
+        value = hidden_states[-1].tanh().mean()
+        if self.names: self.parts = dict.fromkeys(self.names, value.detach() * 0 + 0.5)
+        return value.expand(self.shape) if self.shape else value
+
+
+class Other(Mean): pass
+
+
+class Reads(Mean):
+    "A penalty that reads a reference, and has no more than that takes."
+    needs_reference = True
+    def set_reference(self, reference_cov): self.seen = getattr(self, "seen", []) + [reference_cov]
+
+
+class NoSetter(Mean): needs_reference = True
+
+
+def test_parts_are_numbered_by_name():
+    trainer = make_trainer(torch.nn.ModuleList([Mean("part", "first"), Mean(), Other("part")]), examples(8, 0))
+    trainer.train()
+    entry = next(e for e in trainer.state.log_history if "loss" in e)
+    assert entry["part"] == entry["part_2"] == entry["first"] == 0.5 and "first_2" not in entry
+
+
+def test_a_penalty_that_reads_a_reference_needs_no_more_than_the_guide_says():
+    penalty = Reads()
+    trainer = make_trainer(penalty, examples(16, 0), **SAVING)
+    trainer.train()
+    assert len(penalty.seen) == 2 and penalty.seen[0].shape == (16, 16) and not references_in(Path(trainer.args.output_dir) / "checkpoint-2")
+
+
+@pytest.mark.parametrize("penalty, words", [
+    (IStar, ["IStar"]), (-0.1, ["-0.1"]), ("istar", ["'istar'"]), ({"lam": 1}, ["lam"]), ([IStar(1), None], ["None"]), (lambda h, m: h[-1].mean(), ["lambda"]),
+    (NoSetter(), ["NoSetter", "set_reference"]), (Mean("loss"), ["Mean", "'loss'"]), (Mean("task_loss"), ["'task_loss'"]), (Mean(shape=(4,)), ["Mean", "(4,)", "scalar"]),
+])
+def test_what_is_no_penalty_is_named(penalty, words):
+    with pytest.raises(ValueError, match="^penalty: ") as error: make_trainer(penalty, examples(8, 0)).train()
+    for word in words: assert word in str(error.value)
+
+
+def test_the_mixin_comes_before_the_trainer():
+    with pytest.raises(TypeError, match=r"class Late\(PenaltyMixin, Trainer\)"): type("Late", (Trainer, PenaltyMixin), {})
+
+
+class InTwoStacks(PenaltyMixin, Seq2SeqTrainer): pass
+
+
+def one_step(kind=TrainingArguments):
+    return kind(tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=1, report_to="none", use_cpu=True, save_strategy="no", logging_steps=1, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_of_encoder_and_decoder_the_encoder_is_trained(kind):
+    model, rows = of_two_stacks(kind), [r | {"labels": r["input_ids"]} for r in ragged(4, 0)]
+    batch, penalties = default_data_collator(rows), [IStar(-1), IStar(1, zeta=0), CosReg(1)]
+    with torch.no_grad(): states = model(**batch, output_hidden_states=True).encoder_hidden_states
+    InTwoStacks(model, one_step(Seq2SeqTrainingArguments), train_dataset=rows, penalty=penalties).train()
+    for p in penalties[1:]:
+        found = p.parts
+        p(states, batch["attention_mask"])
+        for name in found: torch.testing.assert_close(found[name], p.parts[name], rtol=1e-4, atol=1e-5)
+    assert penalties[0].reference_cov.shape == (16, 16)
+
+
+@pytest.mark.parametrize("model", [OwnHead, Closed, Mute, lambda: OwnHead(labelled=True)])
+def test_a_wrapper_trains_or_is_told_why_not(model):
+    rows = ragged(8, 0)
+    trainer = lambda penalty: PenaltyTrainer(model(), one_step(), train_dataset=rows, penalty=penalty)
+    for penalty, fails in ((IStar(-1), model is not OwnHead), (IStar(-1, correction="ustat"), model in (Closed, Mute))):
+        with pytest.raises(ValueError, match="^model: ") if fails else contextlib.nullcontext(): trainer(penalty).train()
+
+
+def test_a_model_that_is_told_to_give_tuples_trains_the_same():
+    ends = []
+    for told in (True, False):
+        trainer = make_trainer(IStar(-1), examples(8, 0), batch_size=2, accumulation=4)
+        trainer.model.config.return_dict = told
+        ends.append(gradients(trainer))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("penalty, pad, told", [(IStar(1, zeta=0), 0, 1), (IStar(1, zeta=0), 60, 0), (CosReg(1, padding=True), 0, 0)])
+def test_padding_without_a_mask_is_said_once(penalty, pad, told):
+    rows = [{"input_ids": r["input_ids"] * r["attention_mask"], "labels": r["labels"]} for r in ragged(16, 0)]
+    trainer = make_trainer(penalty, rows, steps=2)
+    trainer.model.config.pad_token_id = pad
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert sum("attention_mask" in str(w.message) for w in caught) == told
 
 
 def test_isotropy_log():

@@ -2,15 +2,17 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from ranks import on_ranks
 
 from isoreg.isoscore import isoscore_from_cov
-from isoreg.moments import Moments, all_reduce, merge, moments, pool
+from isoreg.moments import Moments, all_reduce, check_points, merge, moments, pool
 
 
 def by_definition(x):
@@ -166,11 +168,27 @@ def test_all_reduce_is_one_cloud_and_so_is_its_gradient():
 
 @pytest.mark.parametrize("call, words", [
     (lambda: moments(torch.randn(5)), ["points", "(5,)", "add"]),
-    (lambda: moments(torch.arange(6).view(2, 3)), ["points", "int64", ".float()"]),
+    (lambda: moments(torch.ones(2, 3) > 0), ["points", "torch.bool", ".float()", ".astype(float)"]),
+    (lambda: moments(np.ones((2, 3)) * 1j), ["points", "complex", ".astype(float)"]),
     (lambda: moments(torch.randn(0, 3)), ["points", "(0, 3)"]),
     (lambda: moments(torch.zeros(0, 5, 4)), ["points", "(0, 5, 4)", "cloud"]),
     (lambda: moments(torch.randn(4, 3), torch.ones(3)), ["mask", "(3,)", "(4, 3)"]),
     (lambda: moments(torch.randn(2, 4, 3), torch.ones(2)), ["mask", "(2,)", "(2, 4)"]),
+    (lambda: moments(torch.randn(4, 3), 0), ["mask", "0 is one value", "(4,)", "by name"]),
+    (lambda: moments(torch.randn(4, 3), torch.tensor([0.0, 0, -1e4, -1e4])), ["mask", "-10000", "mask == 0"]),  # additive: 0 is what counts
+    (lambda: moments(torch.randn(4, 3), torch.tensor([0, 0, -torch.inf, -torch.inf])), ["mask", "-inf", "mask == 0"]),
+    (lambda: moments(torch.randn(4, 3), np.array([0.2, 0.5, 0.9, 1])), ["mask", "0.2", "true or 1"]),
+    (lambda: moments(torch.randn(4, 3), torch.tensor([1, 1, 2, 0])), ["mask", "2", "true or 1"]),
+    (lambda: moments(torch.randn(4, 3), torch.tensor([1, torch.nan, 1, 0])), ["mask", "nan"]),
+    (lambda: moments(np.ma.masked_greater(np.eye(4), 0.5)), ["points", "masked array", "mask.any(-1)"]),
+    (lambda: moments(pd.DataFrame(np.eye(4)).assign(text="a")), ["points", "DataFrame", "numeric columns"]),
+    (lambda: moments(pd.Series(list(np.eye(4)))), ["points", "Series", "np.stack"]),
+    (lambda: moments(np.eye(4).astype(object)), ["points", "ndarray", "numbers"]),
+    (lambda: moments([[1.0, 2.0], [3.0]]), ["points", "list", "equal length"]),
+    (lambda: moments([torch.randn(3, 2), torch.randn(4, 2)]), ["points", "list", "equal length"]),
+    (lambda: moments("points.npy"), ["points", "str"]),
+    (lambda: moments(None), ["points", "NoneType"]),
+    (lambda: moments(torch.randn(4, 3), "all"), ["mask", "str"]),
     (lambda: moments(torch.randn(4, 3), order=3), ["order", "3"]),
     (lambda: moments(torch.randn(1, 3)).cov(), ["count", "1"]),
     (lambda: merge([]), ["parts"]),
@@ -185,7 +203,57 @@ def test_bad_input_is_named(call, words):
 def test_numpy_and_integer_masks():
     x = np.random.default_rng(0).normal(size=(10, 4))
     assert isinstance(moments(x, np.array([1] * 9 + [0])), Moments)
-    assert moments(x, np.array([1] * 9 + [0])).count == 9
+    for dtype in (bool, np.int64, np.uint8, np.float32): assert moments(x, np.array([1] * 9 + [0]).astype(dtype)).count == 9
+    assert moments(x, [True] * 9 + [False]).count == 9
+
+
+def _mapped(x, folder):
+    np.save(folder / "x.npy", x)
+    return np.load(folder / "x.npy", mmap_mode="r")
+
+
+def _read_only(x, _):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def _field(x, _):
+    table = np.zeros(len(x), dtype=[("x", "f8", x.shape[1:]), ("label", "u1")])
+    table["x"] = x
+    return table["x"]
+
+
+@pytest.mark.parametrize("make", [
+    lambda x, _: torch.from_numpy(x), lambda x, _: list(torch.from_numpy(x)), lambda x, _: tuple(x), lambda x, _: x.tolist(), lambda x, _: x[::-1].copy()[::-1],
+    lambda x, _: x[:, ::-1].copy()[:, ::-1], lambda x, _: x.astype(">f8"), lambda x, _: x.astype(np.longdouble), lambda x, _: np.ma.array(x),
+    lambda x, _: pd.DataFrame(x), _mapped, _read_only, _field])
+def test_whatever_holds_the_same_numbers_gives_the_same(make, tmp_path):
+    x = np.random.default_rng(0).normal(size=(30, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        m = moments(make(x, tmp_path))
+    for ours, exact in zip(m[1:3], moments(torch.from_numpy(x))[1:]): torch.testing.assert_close(ours, exact, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["i8", ">i4", "u2", "i1"])
+def test_whole_numbers_are_summed_in_float64(dtype):
+    x = np.random.default_rng(0).integers(0, 100, size=(30, 4))
+    for given in (x.astype(dtype), torch.from_numpy(x.astype(np.dtype(dtype).newbyteorder("=")))):
+        for ours, exact in zip(moments(given)[1:3], moments(x.astype(float))[1:]): assert torch.equal(ours, exact)
+
+
+def test_a_list_of_tensors_is_stacked_with_its_gradient():
+    layers = [torch.randn(9, 4, requires_grad=True) for _ in range(3)]
+    m = moments(layers, torch.arange(9) < 7)
+    assert m.count.tolist() == [7] * 3
+    m.m2.sum().backward()
+    assert all(h.grad.abs().sum() > 0 and not h.grad[7:].any() for h in layers)
+
+
+def test_a_mapped_file_is_not_read_into_memory(tmp_path):
+    x = _mapped(np.random.default_rng(0).normal(size=(30, 4)), tmp_path)
+    assert check_points(x)[0].data_ptr() == x.ctypes.data
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -11,7 +11,7 @@ from datasets import Dataset
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
-from isoreg.tasks import (TASKS, MissingSplit, encode, encode_squad_eval, encode_squad_train, find_tasks, get_task, load_metric,
+from isoreg.tasks import (TASKS, MissingSplit, Task, _METRICS, _SCORES, encode, encode_squad_eval, encode_squad_train, find_tasks, get_task, load_metric,
                           load_task, normalize_answer, rows_fingerprint, split_rows, squad_predictions, squad_scores)
 from isoreg.toy import toy_tokenizer
 
@@ -49,6 +49,34 @@ def test_every_metric_is_named_and_every_primary_is_computed():
 def test_unknown_task_names_the_nearest():
     with pytest.raises(ValueError, match="mrpc"):
         get_task("mrcp")
+
+
+OWN = dict(name="polarity", kind="classification", text_columns=("text",), label_names=("negative", "positive"), metric="accuracy",
+           metrics=("accuracy", "f1"), hub=None, folder="polarity")
+TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(kind="classify"), "kind: 'classify' .*classification, regression, qa"), (dict(metric="acc"), "metric: 'acc' is not in metrics"),
+    (dict(metric="acc", metrics=("acc",)), "metrics: 'acc' is unknown .*accuracy"), (dict(metrics="accuracy"), r"metrics: 'accuracy' .*\('accuracy',\)"),
+    (dict(text_columns="text"), r"text_columns: 'text' .*\('text',\)"), (dict(label_names="ab"), "label_names: 'ab'"),
+    (dict(eval_splits="validation"), "eval_splits: 'validation'"), (dict(eval_splits=()), "eval_splits: are empty"), (dict(text_columns=()), r"text_columns: \(\)"),
+    (dict(text_columns=(1,)), "text_columns: .*tuple of names"), (dict(label_names=()), "label_names: .*two different"),
+    (dict(label_names=("a", "a", "b")), "label_names: .*two different"), (dict(label_names=("a", "b", "c")), "metrics: 'f1' .*3 labels"),
+    (dict(kind="regression", metric="pearson", metrics=("pearson",)), "label_names: .*regression has none"), (dict(hub="a/b"), "hub: 'a/b'"),
+    (dict(folder=None), "hub, folder: both are None")])
+def test_a_record_that_cannot_work_is_refused(change, message):
+    with pytest.raises(ValueError, match=message): Task(**OWN | change)
+
+
+def test_a_record_of_lists_is_one_of_tuples():
+    assert Task(**OWN | dict(text_columns=["text"], metrics=["accuracy", "f1"])) == Task(**OWN)
+    Task(**OWN | dict(label_names=("a", "b", "c"), metrics=("accuracy",)))
+    Task(**OWN | dict(folder=None, hub=("your-name/polarity", None)))
+
+
+def test_the_metrics_that_a_record_may_name_are_those_that_are_computed():
+    assert set(_METRICS["classification"]) | set(_METRICS["regression"]) == set(_SCORES)
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------------------
@@ -229,6 +257,40 @@ def test_hub_and_folder_give_the_same_columns_and_fingerprint(tmp_path, monkeypa
     assert a.sources == {"train": "hub:nyu-mll/glue/rte", "validation": "hub:nyu-mll/glue/rte"}
 
 
+def own(tmp_path, **columns):
+    write(tmp_path, "polarity/train.parquet", [{"text": t, "label": i % 2} for i, t in enumerate(TEXTS)])
+    Dataset.from_dict(columns).to_parquet(tmp_path / "polarity/validation.parquet")
+    return load_task(Task(**OWN), tmp_path).evaluation["label"][:]
+
+
+@pytest.mark.parametrize("labels", [[0, 1], ["negative", "positive"], ["0", "1"], [0.0, 1.0], [False, True]])
+def test_labels_are_integers_or_names(tmp_path, labels):
+    assert own(tmp_path, text=TEXTS, label=labels * 3) == [0, 1] * 3
+
+
+@pytest.mark.parametrize("columns, message", [
+    (dict(text=TEXTS, label=["positive", "neg"] * 3), "'neg'.*labels are the integers 0 to 1 or the names .*'negative', 'positive'"),
+    (dict(text=TEXTS, label=["pos", "neg"] * 3), "labels are the integers"), (dict(text=TEXTS, label=[0.5, 1] * 3), "labels are the integers"),
+    (dict(text=TEXTS, label=[None, 1] * 3), "3 of 6 rows have no valid label, such as None"),
+    (dict(text=TEXTS, label=[None, "positive"] * 3), "3 of 6 rows have no valid label, such as None"),
+    (dict(text=TEXTS, label=[0, 2] * 3), "3 of 6 rows have no valid label, such as 2"),
+    (dict(text=[None] + TEXTS[1:], label=[0, 1] * 3), "1 rows of column text are None"), (dict(txt=TEXTS, label=[0, 1] * 3), "no column text; it has")])
+def test_rows_without_text_or_label_are_refused(tmp_path, columns, message):
+    with pytest.raises(ValueError, match=f"eval_split='validation' of polarity.*{message}"): own(tmp_path, **columns)
+
+
+def test_a_task_of_ones_own_says_where_its_rows_are_wanted(tmp_path, monkeypatch):
+    own(tmp_path, text=TEXTS, label=[0, 1] * 3)
+    with pytest.raises(ValueError, match="hub=None; give the data_dir that holds polarity/train.parquet"): load_task(Task(**OWN))
+    with pytest.raises(MissingSplit, match="polarity/dev.parquet.*train, validation.$"): load_task(Task(**OWN), tmp_path, eval_split="dev")
+    with pytest.raises(ValueError, match="folder=None"): load_task(Task(**OWN | dict(folder=None, hub=("a/b", None))), tmp_path)
+    monkeypatch.setitem(TASKS, "polarity", Task(**OWN))
+    monkeypatch.setitem(TASKS, "far", Task(**OWN | dict(name="far", folder=None, hub=("a/b", None))))
+    found = lambda *folder: {r["task"]: r["where"] for r in find_tasks(*folder) if r["task"] in ("polarity", "far")}
+    assert load_task("polarity", tmp_path).majority == 0.5
+    assert found() == {"polarity": "folder: polarity", "far": "hub: a/b"} and found(tmp_path) == {"polarity": "train, validation", "far": "hub: a/b"}
+
+
 def test_unlabelled_rows_are_refused(tmp_path):
     write(tmp_path, "glue/rte/train.parquet", rte_rows(4))
     write(tmp_path, "glue/rte/test.parquet", [r | {"label": -1} for r in rte_rows(4)])
@@ -260,6 +322,19 @@ def test_encode_keeps_segments_labels_and_lengths():
         assert f["input_ids"][1] == tokenizer(r["sentence1"])["input_ids"][1]
     with pytest.raises(ValueError, match="encode_squad_train"):
         encode(rows, "squad", tokenizer)
+
+
+def test_encode_for_prediction_and_what_it_refuses():
+    tokenizer, task, rows = toy_tokenizer(), Task(**OWN), Dataset.from_dict({"text": TEXTS})
+    labelled = encode(Dataset.from_dict({"text": TEXTS, "label": ["negative", "positive"] * 3}), task, tokenizer)
+    assert labelled["labels"][:] == [0, 1] * 3 and labelled.remove_columns("labels").to_dict() == encode(rows, task, tokenizer).to_dict()
+    gap = Dataset.from_dict({"text": [None, *TEXTS]})
+    assert len(encode(gap.select(range(1, 7)), task, tokenizer)) == 6
+    for call, message in ((lambda: encode(gap, task, tokenizer), "dataset .*1 rows of column text are None"),
+                          (lambda: encode(rows, "toy-cola", tokenizer), r"dataset has no column sentence; it has \['text'\]"),
+                          (lambda: encode(rows, task, "some/name"), "tokenizer: 'some/name' .*from_pretrained"),
+                          (lambda: encode_squad_eval(rows, "some/name"), "tokenizer: 'some/name'")):
+        with pytest.raises(ValueError, match=message): call()
 
 
 @given(st.integers(0, 10**6), st.integers(12, 40), st.integers(0, 12))
