@@ -212,6 +212,7 @@ def _validate_dropout(c: "RunConfig"):
 
 # %% ../nbs/08_finetune.ipynb #cc5eaf66
 _TYPES = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "None": (type(None),)}
+_GIVE = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 def _typed(f: dataclasses.Field, value):
@@ -219,8 +220,10 @@ def _typed(f: dataclasses.Field, value):
     names = (f.type if isinstance(f.type, str) else f.type.__name__ if isinstance(f.type, type) else str(f.type)).replace(" ", "").split("|")
     if value == "" and "None" in names: return None
     if isinstance(value, np.generic): value = value.item()
+    if "str" in names and isinstance(value, (int, float)) and not isinstance(value, bool) and not {"int", "float"} & set(names): value = str(value)
     ok = isinstance(value, tuple(t for n in names for t in _TYPES[n])) and (not isinstance(value, bool) or "bool" in names)
-    if not ok: raise ValueError(f"{f.name}: {value!r} is not {' or '.join(n for n in names if n != 'None')}")
+    kinds = [n for n in names if n != "None"]
+    if not ok: raise ValueError(f"{f.name}: {value!r} is not {' or '.join(kinds)}; give {' or '.join(_GIVE[n] for n in kinds)}")
     return float(value) if "float" in names and value is not None else value
 
 
@@ -429,8 +432,9 @@ def load_model(
     config: RunConfig,  # task, model and seed count
 ) -> tuple[nn.Module, object, list[str]]:  # model, tokenizer, notes
     "The pretrained encoder with a fresh head for the task, in float32; the head is drawn with the seed of the run."
-    task, source = get_task(config.task), _source(config)
-    tokenizer, notes = AutoTokenizer.from_pretrained(source), []
+    task, source = get_task(config.task), _source(config.model)
+    try: tokenizer, notes = AutoTokenizer.from_pretrained(source), []
+    except OSError as error: raise _not_there(config.model, error) from None
     set_seed(config.seed)
     if task.kind == "qa": model, info = AutoModelForQuestionAnswering.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     else:
@@ -445,10 +449,18 @@ def load_model(
     return model, tokenizer, notes
 
 
-def _source(config) -> str:
-    "Where from_pretrained finds the model."
-    if config.model == "toy-bert": return str(toy_model_path())
-    return str(Path(config.model).expanduser()) if Path(config.model).expanduser().is_dir() else config.model
+def _source(model: str) -> str:
+    "Where from_pretrained finds the model. `ValueError` for a path that is no folder and can be no name on the hub, before the hub is asked."
+    if model == "toy-bert": return str(toy_model_path())
+    folder = Path(model).expanduser()
+    if folder.is_dir(): return str(folder)
+    if model.count("/") > 1 or model.startswith("models/"):
+        raise ValueError(f"model: no folder {model!r} here, and a name on the hub is owner/name; give the folder from its root, or start where it lies")
+    return model
+
+
+def _not_there(model: str, error: OSError) -> ValueError:
+    return ValueError(f"model: {model!r} is no folder of a checkpoint, and the hub does not give it ({str(error).splitlines()[0]})")
 
 
 def _redraw_pooler(model: nn.Module, info: dict) -> list[str]:
@@ -567,7 +579,7 @@ def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenize
 def _own_scores(config: RunConfig, data: TaskData, tokenizer, most: int = 1000) -> tuple[dict, list[str]]:
     "Tensor scores from the checkpoint's masked-language-model head on the task's training texts."
     advice = "give --scores, a file that the notebook runs/fisher wrote for this model"
-    try: model, info = AutoModelForMaskedLM.from_pretrained(_source(config), dtype=torch.float32, output_loading_info=True)
+    try: model, info = AutoModelForMaskedLM.from_pretrained(_source(config.model), dtype=torch.float32, output_loading_info=True)
     except (ValueError, OSError) as error: raise ValueError(f"scores: {config.model!r} has no masked-language-model form ({str(error).splitlines()[0]}); {advice}") from None
     if info["missing_keys"]: raise ValueError(f"scores: {config.model!r} has no pretrained masked-language-model head; {advice}, or train a head with runs/mlm_head")
     columns = ["context"] if data.task.kind == "qa" else list(data.task.text_columns)
@@ -651,7 +663,7 @@ def run(
 
 # %% ../nbs/08_finetune.ipynb #e6cb0d78
 def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int, model_folder: str | Path | None) -> RunRecord:
-    begun = time.perf_counter()
+    begun, _ = time.perf_counter(), _source(config.model)  # a folder that is not there is told before the data is read
     record = RunRecord(config.key, config.to_dict(), started=datetime.now(timezone.utc).isoformat(timespec="seconds"))
     with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("default")

@@ -10,6 +10,7 @@ import json
 import os
 import warnings
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from numbers import Integral
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from .corpus import TextBatches, check_loss, head_input, predicted_positions, sample_losses
+from .corpus import TextBatches, check_head, check_loss, decoder_inputs, head_input, predicted_positions, sample_losses
 from .files import write_atomically
 from .istar import eval_mode
 
@@ -150,6 +151,12 @@ class _Adding:
         return self.sums
 
 # %% ../nbs/04_fisher.ipynb #d6139c84
+def _looks_up(module: nn.Module, x: Tensor, output: Tensor) -> bool:
+    "False for an embedding that reads another row than its input says: the positions of BART are given the text, and count its places."
+    if not isinstance(module, nn.Embedding) or type(module).forward is nn.Embedding.forward: return True
+    return output.shape[:-1] == x.shape and not x.is_floating_point() and int(x.max()) < len(module.weight) and torch.equal(output.detach(), F.embedding(x, module.weight.detach()))
+
+
 class _Watching(_Adding):
     "Sees each use of a module in the forward pass."
 
@@ -174,7 +181,7 @@ class _Watching(_Adding):
             return
         sizes = self._split(module, x[..., None] if _kind(module) == "embedding" else x)
         own = [(id(p), p) for p in module.parameters(recurse=False) if id(p) in self.names]
-        if sizes is None or not isinstance(output, Tensor):
+        if sizes is None or not isinstance(output, Tensor) or not _looks_up(module, x, output):
             self.refused |= {self.names[k] for k, _ in own}
             return
         leaf = output if output.requires_grad else output.detach().requires_grad_()
@@ -410,17 +417,17 @@ class _Stored:
     @classmethod
     def load(
         cls,
-        folder: str | Path,  # of save
+        folder: str | Path,  # of save, or the fisher.json in it
     ) -> "FisherEstimate":
         "Read an estimate. `ValueError` if the folder holds none."
-        path = Path(folder) / "fisher.json"
+        path = Path(folder) if Path(folder).is_file() else Path(folder) / "fisher.json"
         if not path.is_file(): raise ValueError(f"folder: {str(folder)!r} holds no fisher.json; give a folder that FisherEstimate.save wrote")
         try:
             about = json.loads(path.read_text())
             sums = load_file(path.parent / about.pop("tensors"))
             about.pop("unit"), about.pop("schema")
             return cls(sums={n: sums[n] for n in about["numel"] if n in sums}, **about)
-        except (json.JSONDecodeError, KeyError, TypeError, OSError, SafetensorError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
             raise ValueError(f"folder: {str(folder)!r} holds no complete estimate ({error}); compute it again") from None
 
 # %% ../nbs/04_fisher.ipynb #ef6a14b1
@@ -502,7 +509,7 @@ def _single_positions(model: nn.Module, batch: dict, loss: str) -> Iterable[dict
     row, column, _ = predicted_positions(batch, loss)
     labels = batch["labels"]
     if loss == "clm": raise ValueError("sample: 'position' is for mlm and seq2seq; a causal model predicts all positions in one pass")
-    if loss == "seq2seq": batch = {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)} | batch
+    if loss == "seq2seq": batch = {"decoder_input_ids": decoder_inputs(model, labels)} | batch
     for r, c in zip(row.split(_size(batch)), column.split(_size(batch))):
         one = torch.full_like(labels[r], -100)
         at = torch.arange(len(r), device=r.device)
@@ -524,8 +531,31 @@ def _check_finite(sums: dict, number: int):
     if bad: raise ValueError(f"model: the squared gradient of {bad} is not finite after batch {number}; weights or losses hold NaN or infinity, or precision is too low")
 
 
-def _check(level, reduction, sample, precision, loss):
+def _loss_for(model, batches, loss: str | Callable | None) -> str | Callable:
+    "The loss, by default the one that the batches were made for; `ValueError` if it does not fit them or the model."
+    made = batches.loss if isinstance(batches, TextBatches) else None
+    if loss is None: loss = made or ("seq2seq" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else "mlm")
     check_loss(loss)
+    if callable(loss): return loss
+    if made and loss != made: raise ValueError(f"loss: {loss!r}, but the batches were made for {made!r}; leave it out or rebuild the batches")
+    check_head(model, loss)
+    return loss
+
+
+def _check_batches(batches):
+    "`ValueError` for what cannot be a row of batches."
+    if isinstance(batches, (Mapping, str, Tensor)) or not isinstance(batches, Iterable):
+        raise ValueError(f"batches: is a {type(batches).__name__}; give TextBatches or an iterable of dicts of tensors, for a single batch [batch]")
+
+
+def _to(batch, device, number: int) -> dict:
+    "A batch on the device of the model."
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batches: batch {number} is a {type(batch).__name__}; give TextBatches or an iterable of dicts of tensors, samples first")
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+def _check(level, reduction, sample, precision, loss):
     for name, value, known in (("level", level, ("tensor", "diagonal")), ("reduction", reduction, ("mean", "sum")),
                                ("sample", sample, ("sequence", "position")), ("precision", precision, ("fp32", "bf16"))):
         if value not in known: raise ValueError(f"{name}: {value!r} is unknown; use {' or '.join(known)}")
@@ -553,7 +583,7 @@ def empirical_fisher(
     model: nn.Module,  # evaluated in eval mode; parameters that require no gradient are left out
     batches: Iterable[dict],  # TextBatches, or any iterable of dicts of tensors, samples first
     level: str = "tensor",  # "tensor": squared norms; "diagonal": every scalar
-    loss: str | Callable = "mlm",  # "mlm", "clm", "seq2seq", or a function (model, batch) -> (batch,) losses
+    loss: str | Callable | None = None,  # "mlm", "clm", "seq2seq", or a function (model, batch) -> (batch,) losses; None: what TextBatches or the model is for
     reduction: str = "mean",  # over the predicted tokens of a sample, as released; "sum" is its log-likelihood
     sample: str = "sequence",  # "position": every predicted token is a sample of its own
     precision: str = "fp32",  # "bf16" for autocast; sums stay in float32 or wider
@@ -564,12 +594,14 @@ def empirical_fisher(
 ) -> FisherEstimate:
     """Empirical Fisher of a model: sums over samples of the squared gradient of each sample's loss.
 
-    Exact per sample, also for shared and tied weights, on any device. Sharma et al. 2024, equation (3). `ValueError` for unknown settings, batches without
-    a sample, and a checkpoint of another estimate.
+    Exact per sample, also for shared and tied weights, on any device. Sharma et al. 2024, equation (3). Without `loss` it is that of `TextBatches`; of other
+    batches "mlm", or "seq2seq" for an encoder-decoder. `ValueError` for unknown settings, a loss that the batches or the model were not made for, a model
+    without a language-model head, batches that are no dicts of tensors or hold no sample, and a checkpoint of another estimate.
     """
+    _check_batches(batches)
+    loss = _loss_for(model, batches, loss)
     _check(level, reduction, sample, precision, loss)
     if isinstance(every, bool) or not isinstance(every, Integral) or every < 1: raise ValueError(f"every: {every!r}; need a whole number of batches, at least 1")
-    if isinstance(batches, (dict, str)) or not isinstance(batches, Iterable): raise ValueError(f"batches: is a {type(batches).__name__}; give TextBatches or an iterable of dicts of tensors")
     described = batches.describe() if isinstance(batches, TextBatches) else corpus or {}
     if checkpoint is not None and not described: raise ValueError("corpus: a checkpoint of batches that do not describe themselves needs corpus={...}, to be told from others")
     with eval_mode(model):
@@ -579,7 +611,7 @@ def empirical_fisher(
             start, wide = estimate.batches_done, torch.float32 if squares.device.type == "mps" else torch.float64
             sums = {n: s.to(squares.device) for n, s in estimate.sums.items()}
             for number, batch in enumerate(_from(batches, start), start + 1):
-                batch = {k: v.to(squares.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+                batch = _to(batch, squares.device, number)
                 for part in _samples(model, batch, loss, sample):
                     for n, s in squares(part).items(): sums[n] = sums[n].add_(s) if n in sums else s.to(wide if level == "tensor" else s.dtype)
                     estimate.n_samples += _size(part)
@@ -602,16 +634,17 @@ def _from(batches, start: int) -> Iterable[dict]:
 
 # %% ../nbs/04_fisher.ipynb #1bbe2503
 def load_scores(
-    path: str | Path,  # folder of FisherEstimate.save, a record.json of the Fisher notebook, or a JSON file {parameter name: score}
+    path: str | Path,  # folder of FisherEstimate.save or its fisher.json, a record.json of the Fisher notebook, or a JSON file {parameter name: score}
 ) -> dict[str, float]:
     "Tensor scores (mean squared gradient of a tensor's scalars) from a file. `ValueError` for a file without them."
     path = Path(path)
-    if path.is_dir() and (path / "fisher.json").is_file(): return FisherEstimate.load(path).scores()
-    file = path / "record.json" if path.is_dir() else path
+    file = next((path / n for n in ("fisher.json", "record.json") if (path / n).is_file()), path)
     try: content = json.loads(file.read_text())
     except (OSError, ValueError) as error: raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error}); give what the notebook runs/fisher wrote") from None
+    if isinstance(content, dict) and {"tensors", "numel"} <= content.keys(): return FisherEstimate.load(file).scores()
     scores = content.get("tensor_scores", content) if isinstance(content, dict) else None
-    if not scores or not all(isinstance(v, (int, float)) for v in scores.values()): raise ValueError(f"scores: {str(path)!r} holds no tensor scores; give what the notebook runs/fisher wrote")
+    if not scores or not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in scores.values()):
+        raise ValueError(f"scores: {str(path)!r} holds no tensor scores; give what the notebook runs/fisher wrote")
     return {n: float(v) for n, v in scores.items()}
 
 # %% ../nbs/04_fisher.ipynb #8cab9906

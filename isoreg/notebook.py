@@ -9,21 +9,30 @@ import dataclasses
 import json
 import threading
 from pathlib import Path
-from typing import Callable
+from types import SimpleNamespace
+from typing import Callable, Sequence
 
 import isoreg
 
 # %% ../nbs/08a_notebook.ipynb #ba9a08c6
 def check_parameters(
     namespace: dict,  # globals() of the notebook
-    config_class: type,  # dataclass whose fields are the allowed parameters
-    extra: list[str] = (),  # further parameters that the notebook reads itself
+    config_class: type | None = None,  # dataclass whose fields are the allowed parameters; None: extra holds all of them
+    extra: Sequence[str] = (),  # further parameters that the notebook reads itself; a number for one that is annotated as text becomes text
 ) -> dict:
-    "The notebook's parameters as a dict for the configuration; an injected name that it does not know is passed on, to be refused."
-    fields = [f.name for f in dataclasses.fields(config_class)]
+    """The notebook's parameters as a dict for the configuration; an injected name that it does not know is passed on, to be refused.
+
+    `ValueError` for an extra parameter of another type than its annotation, and without a configuration for an unknown name.
+    """
+    from isoreg.finetune import _typed
+    fields = [f.name for f in dataclasses.fields(config_class)] if config_class else []
     injected = [name for cell in namespace.get("In", []) if cell.lstrip().startswith("# Parameters") for name in _assigned(cell)]
-    wanted = [n for n in fields if n in namespace] + [n for n in injected if n not in fields and n not in extra]
-    return {n: namespace[n] for n in wanted}
+    unknown = [n for n in injected if n not in fields and n not in extra]
+    if unknown and not config_class: raise ValueError(f"{unknown[0]}: unknown parameter; known are {', '.join(extra)}")
+    annotations = namespace.get("__annotations__", {})
+    for n in extra:
+        if n in annotations: namespace[n] = _typed(SimpleNamespace(name=n, type=annotations[n]), namespace[n])
+    return {n: namespace[n] for n in [n for n in fields if n in namespace] + unknown}
 
 
 def _assigned(cell: str) -> list[str]:

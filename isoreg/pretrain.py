@@ -30,9 +30,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 from .corpus import TextBatches, head_input, load_texts, predicted_logits
 from .files import write_atomically
 from .finetune import (
-    SMALL, ProgressFile, _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _put, _typed, _versions, resolve_precision)
+    SMALL, ProgressFile, _fingerprint, _git_commit, _hardware, _not_there, _Parameters, _peak_memory_mib, _plain, _put, _source, _typed, _versions, resolve_precision)
 from .istar import eval_mode
-from .toy import toy_corpus, toy_model_path, toy_tokenizer
+from .toy import toy_corpus, toy_tokenizer
 
 # %% ../nbs/08b_pretrain.ipynb #a70f4bea
 def log_frequencies(
@@ -118,14 +118,8 @@ def start_head(
 def source_of(
     model: str,  # "toy-bert", a folder, or a name on the hub
 ) -> str:
-    "What `from_pretrained` takes."
-    if model == "toy-bert": return str(toy_model_path())
-    folder = Path(model).expanduser()
-    return str(folder) if folder.is_dir() else model
-
-
-def _not_there(model: str, error: OSError) -> ValueError:
-    return ValueError(f"model: {model!r} is no folder of a checkpoint, and the hub does not give it ({str(error).splitlines()[0]})")
+    "What `from_pretrained` takes. `ValueError` for the path of a folder that is not there."
+    return _source(model)
 
 
 def with_mlm_head(

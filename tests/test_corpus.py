@@ -2,8 +2,10 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fisher import LOSS, MODELS, batch_of, model_of, one_loss
@@ -148,3 +150,14 @@ def test_lines_end_at_line_feeds_alone_and_marks_are_no_text(tmp_path):
 def test_bad_sizes_and_seeds_are_named(wrong, message):
     with pytest.raises(ValueError, match=message): TextBatches(TEXTS, tokenizer(), **wrong)
     assert len(TextBatches(TEXTS, tokenizer(), batch_size=np.int64(30), seed=np.int64(2))) == 2
+
+
+def test_what_is_no_text_is_named():
+    t, table = tokenizer(), pd.DataFrame({"text": TEXTS})
+    for texts, words in (([*TEXTS, None], "texts: number 60 .* NoneType; leave out"), (pd.Series([*TEXTS, float("nan")]), "texts: number 60 .* float; leave out"),
+                         (Dataset.from_pandas(table), r"texts: number 0 .* dict; give the column .* data\['text'\]"), (table, "texts: is a DataFrame; give a list of texts"),
+                         ({"text": TEXTS}, "texts: is a dict"), (None, "texts: is a NoneType"), ([b"a dog sleeps."], "texts: number 0 .* bytes")):
+        with pytest.raises(ValueError, match=words): TextBatches(texts, t)
+    for texts in (table["text"], Dataset.from_pandas(table)["text"], np.array(TEXTS), iter(TEXTS)): assert rows(TextBatches(texts, t)) == rows(TextBatches(TEXTS, t))
+    with pytest.raises(ValueError, match="tokenizer: is a list; the texts come first"): TextBatches(t, TEXTS)
+    with pytest.raises(ValueError, match="tokenizer: is a str; .*AutoTokenizer.from_pretrained"): TextBatches(TEXTS, "bert-base-uncased")

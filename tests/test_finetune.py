@@ -14,6 +14,8 @@ from transformers import (
 from isoreg.files import _UMASK
 from isoreg.finetune import RECIPES, RunConfig, RunRecord, collect, load_model, model_card, run, training_arguments, unpack, write_atomically
 from isoreg.isoscore import isoscore, isoscore_star
+from isoreg.measure import FisherConfig, GeometryConfig
+from isoreg.notebook import check_parameters
 from isoreg.report import load
 from isoreg.tasks import load_task
 from isoreg.toy import toy_tokenizer
@@ -54,6 +56,11 @@ DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
     (dict(length_groups=4, padding=True), ["length_groups", "padding"]),
     (dict(length_groups=4, task="squad", model="bert-base-uncased"), ["length_groups", "4", "squad", "use 1"]),
     (dict(lamm=1), ["lamm", "unknown", "lam"]),
+    (dict(lam="high"), ["lam: 'high' is not float; give a number"]),
+    (dict(padding=1), ["padding: 1 is not bool; give true or false"]),
+    (dict(seed="0"), ["seed: '0' is not int; give a whole number"]),
+    (dict(model=True), ["model: True is not str; give text"]),
+    (dict(layers=1.5), ["layers: 1.5 is not str or int; give text or a whole number"]),
 ])
 def test_bad_configuration_is_named(values, words):
     with pytest.raises(ValueError) as error: RunConfig.from_dict(values)
@@ -314,3 +321,38 @@ def test_missing_split_is_named_before_training():
     for word in ("train", "train_part", "qqp"): assert word in str(error.value)
     stamped = load_task("qqp", DATA, train_split="train_part", eval_split="validation_part", max_train=10, max_eval=10)
     assert any("not the official split" in n for n in stamped.notes)
+
+
+def test_numbers_for_settings_that_are_text():
+    "papermill makes numbers of what looks like one."
+    assert (GeometryConfig(layers=-1).layers, FisherConfig(shares=50).shares, FisherConfig(shares=0.5).percentages) == ("-1", "50", [0.5])
+    assert GeometryConfig(layers=-1).key == GeometryConfig(layers="-1").key and RunConfig(layers=2).layers == 2
+    with pytest.raises(ValueError, match="data_dir: no folder '5'"): RunConfig(task="cola", data_dir=5)
+
+
+@pytest.mark.parametrize("value, message", [("no", "save_model: 'no' is not bool; give true or false"), (1, "save_model: 1 is not bool"), (True, None)])
+def test_further_parameters_of_a_notebook_have_their_type(value, message):
+    given = {"lam": 2.0, "out": 5, "save_model": value, "__annotations__": {"lam": float, "out": str, "save_model": bool}}
+    if message is None: assert check_parameters(given, RunConfig, ["out", "save_model"]) == {"lam": 2.0} and given["out"] == "5" and given["save_model"] is True
+    else:
+        with pytest.raises(ValueError, match=message): check_parameters(given, RunConfig, ["out", "save_model"])
+
+
+@pytest.mark.parametrize("model", ["models/nix", "runs/a/model", "models/deep/nix"])
+def test_a_folder_that_is_not_there_is_told_before_anything_is_read(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("isoreg.finetune.load_task", lambda *a: pytest.fail("the data were read"))
+    config = RunConfig(model=model)                                      # a record from elsewhere can be read
+    for call in (run, load_model):
+        with pytest.raises(ValueError, match=f"model: no folder '{model}' here, and a name on the hub is owner/name"): call(config)
+
+
+def test_a_name_that_the_hub_does_not_give_is_told(monkeypatch):
+    asked = []
+    def nothing(name):
+        asked.append(name)
+        raise OSError("not a local folder\nand much more")
+    monkeypatch.setattr("isoreg.finetune.AutoTokenizer.from_pretrained", nothing)
+    for name in ("google/bert_uncased_L-2", "bert-base-uncased"):
+        with pytest.raises(ValueError, match=f"model: '{name}' is no folder of a checkpoint, and the hub does not give it .not a local folder.$"): load_model(RunConfig(model=name))
+    assert asked == ["google/bert_uncased_L-2", "bert-base-uncased"]

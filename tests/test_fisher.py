@@ -14,12 +14,12 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
-    AlbertConfig, AlbertForMaskedLM, AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, DistilBertConfig, DistilBertForMaskedLM, ElectraConfig,
+    AlbertConfig, AlbertForMaskedLM, AutoModelForMaskedLM, AutoTokenizer, BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM, BertForSequenceClassification, DistilBertConfig, DistilBertForMaskedLM, ElectraConfig,
     ElectraForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM, MPNetConfig, MPNetForMaskedLM,
-    RobertaConfig, RobertaForMaskedLM, T5Config, T5ForConditionalGeneration)
+    RobertaConfig, RobertaForMaskedLM, T5Config, T5ForConditionalGeneration, T5Model)
 
 from isoreg.corpus import TextBatches
-from isoreg.fisher import FisherEstimate, agreement, empirical_fisher, sum_over_ranks
+from isoreg.fisher import FisherEstimate, agreement, empirical_fisher, load_scores, sum_over_ranks
 from isoreg.toy import toy_corpus, toy_model_path
 
 V, H = 50, 16
@@ -112,6 +112,20 @@ def test_equals_a_loop_over_samples(name, level):
     agree(ours, by_loop(model, batches, loss))
     assert ours.n_samples == 7
     assert not ours.by_function
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.func")
+@pytest.mark.parametrize("loss", ["mlm", "seq2seq"])
+def test_positions_that_are_given_the_text(loss):
+    "BART counts places itself, so its position tables have other rows than the tape would see; it may also fill in masks."
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(BartConfig(
+        vocab_size=V, d_model=H, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
+        max_position_embeddings=60, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2, init_std=0.3)).double().eval()
+    batches = [batch_of(loss), batch_of(loss, (7, 11), seed=3)]
+    ours = empirical_fisher(model, batches, loss=loss)
+    agree(ours, by_loop(model, batches, loss))
+    assert set(ours.by_function) == {"model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"}
 
 
 @pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "t5"])
@@ -445,3 +459,61 @@ def test_memory_stays_below_twice_a_training_step(tmp_path):
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_checkpoints_need_a_whole_number_of_batches(every):
     with pytest.raises(ValueError, match=f"every: {every}"): empirical_fisher(model_of("bert"), [batch_of("mlm")], every=every)
+
+
+def tokenizer_of(name: str):
+    tokenizer = AutoTokenizer.from_pretrained(toy_model_path())
+    if name == "t5":
+        tokenizer.eos_token = "[SEP]"
+        tokenizer.add_tokens([f"<extra_id_{i}>" for i in range(10)], special_tokens=True)
+    return tokenizer
+
+
+def causal_model(): return GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=H, n_layer=1, n_head=2, n_positions=64))
+def two_part_model(): return T5ForConditionalGeneration(T5Config(vocab_size=300, d_model=H, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0))
+
+
+@pytest.mark.parametrize("name, loss, make", [("gpt2", "clm", causal_model), ("t5", "seq2seq", two_part_model)])
+def test_the_loss_is_that_of_the_batches(name, loss, make):
+    model, batches = make(), TextBatches(toy_corpus(12), tokenizer_of(name), loss=loss)
+    ours = empirical_fisher(model, batches)
+    assert ours.loss == loss and ours.sums == empirical_fisher(model, batches, loss=loss).sums == empirical_fisher(model, list(batches), loss=loss).sums
+    with pytest.raises(ValueError, match=f"loss: 'mlm', but the batches were made for '{loss}'; leave it out or rebuild"): empirical_fisher(model, batches, loss="mlm")
+    with pytest.raises(ValueError, match="loss: 'clm', but the batches were made for 'mlm'"): empirical_fisher(causal_model(), corpus_of(12), loss="clm")
+
+
+def test_loss_and_model_must_fit():
+    text = TextBatches(toy_corpus(12), tokenizer_of("t5"), loss="seq2seq")
+    assert empirical_fisher(two_part_model(), list(text)).loss == "seq2seq"
+    for batches, loss in ((corpus_of(12), None), (corpus_of(12), "mlm"), (list(text), "clm")):
+        with pytest.raises(ValueError, match=r"loss: '(mlm|clm)', but T5ForConditionalGeneration is an encoder-decoder; use 'seq2seq'"): empirical_fisher(two_part_model(), batches, loss=loss)
+    with pytest.raises(ValueError, match="loss: 'seq2seq', but BertForMaskedLM is no encoder-decoder"): empirical_fisher(toy_model(), text)
+    for sample in ("sequence", "position"):
+        with pytest.raises(ValueError, match="model: T5Model has no language-model head; load it by AutoModelForSeq2SeqLM"): empirical_fisher(T5Model(two_part_model().config), text, sample=sample)
+    for model, batches in ((toy_model().bert, corpus_of(12)), (causal_model().transformer, corpus_of(12, loss="clm"))):
+        with pytest.raises(ValueError, match="model: .* gives no logits; it needs a language-model head, .*AutoModelForMaskedLM"): empirical_fisher(model, batches)
+
+
+def test_what_is_no_row_of_batches_is_named():
+    model, whole = toy_model(), list(corpus_of(8))
+    rows = [{k: v[0] for k, v in b.items()} for b in whole]
+    for batches, words in ((whole[0], "batches: is a dict; give TextBatches or an iterable of dicts"), (tokenizer_of("bert")(["a dog"], return_tensors="pt"), r"batches: is a BatchEncoding; .*\[batch\]"),
+                           (None, "batches: is a NoneType"), (whole[0]["input_ids"], "batches: is a Tensor"), ([tuple(b.values()) for b in whole], "batches: batch 1 is a tuple; give TextBatches"),
+                           (rows, r"batch: its labels are of shape \(\d+,\); need a tensor .samples, length., as TextBatches"), ([{k: v.tolist() for k, v in r.items()} for r in rows], "batch: its labels are a list"),
+                           ([{"text": "a dog sleeps."}], "batch: has no labels, .* it has text; TextBatches makes")):
+        with pytest.raises(ValueError, match=words): empirical_fisher(model, batches)
+
+
+def test_the_file_that_was_saved_is_read(tmp_path):
+    estimate = empirical_fisher(toy_model(), corpus_of(8))
+    file = estimate.save(tmp_path / "fish")
+    assert file.name == "fisher.json" and FisherEstimate.load(file).sums == estimate.sums
+    assert load_scores(file) == load_scores(str(file.parent)) == estimate.scores()
+    plain = tmp_path / "fisher.json"                                     # scores of one's own, under that name
+    plain.write_text('{"a": 1, "b": 0.5}')
+    assert load_scores(plain) == {"a": 1.0, "b": 0.5}
+    for text in ('{"a": true}', '{"a": "1"}', "{}", "[1]"):
+        plain.write_text(text)
+        with pytest.raises(ValueError, match="holds no tensor scores"): load_scores(plain)
+    for wrong in (plain, next(file.parent.glob("*.safetensors"))):
+        with pytest.raises(ValueError, match="holds no complete estimate"): FisherEstimate.load(wrong)

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import papermill
 import pytest
@@ -260,7 +261,7 @@ def test_bad_models_and_texts_are_named_before_training(tmp_path):
     empty.write_text("\n \n")
     for values, words in [
         (dict(model=str(gpt2)), ["model", "gpt2", "without a masked-language-model"]), (dict(model=str(other)), ["tokenizer", "mask token"]), (dict(corpus=str(empty)), ["source", "no text"]),
-        (dict(corpus=str(tmp_path / "none.txt")), ["source", "none.txt"]), (dict(heldout="toy"), ["corpus", "held out"]), (dict(model="no/such-model-anywhere"), ["model", "no/such-model-anywhere"]),
+        (dict(model="models/nix"), ["model: no folder 'models/nix' here", "owner/name"]), (dict(corpus=str(tmp_path / "none.txt")), ["source", "none.txt"]), (dict(heldout="toy"), ["corpus", "held out"]), (dict(model="no/such-model-anywhere"), ["model", "no/such-model-anywhere"]),
     ]:
         with pytest.raises(ValueError) as error: pretrain(PretrainConfig(limit=20, steps=1, **values), out)
         for word in words: assert word in str(error.value), (values, str(error.value))
@@ -310,3 +311,28 @@ def test_a_real_encoder_starts_near_the_baseline():
     model, notes = with_mlm_head(str(source), corpus)
     assert any("identity" in n for n in notes)
     assert abs(heldout_loss(model, held)["loss"] - unigram_loss(corpus, held)["loss"]) < 0.6
+
+
+def toy_notebook(values: dict):
+    "The cells of pretrain_toy in this process, with the parameters as papermill puts them."
+    space, injected = {"In": []}, "# Parameters\n" + "".join(f"{k} = {v!r}\n" for k, v in values.items())
+    for cell in json.loads(run_notebook_path("pretrain_toy").read_text())["cells"]:
+        if cell["cell_type"] != "code": continue
+        for source in ("".join(cell["source"]), *([injected] if "parameters" in cell["metadata"].get("tags", []) else [])):
+            space["In"].append(source)
+            exec(source, space)
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"stpes": 4}, "stpes: unknown parameter; known are steps, batch_size"), ({"steps": "two"}, "steps: 'two' is not int; give a whole number"), ({"lr": True}, "lr: True is not float; give a number")])
+def test_the_toy_notebook_refuses_wrong_parameters(wrong, message, tmp_path):
+    with pytest.raises(ValueError, match=message): toy_notebook(wrong | {"out": str(tmp_path / "model")})
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_toy_notebook_knows_its_parameters_and_ends_after_one_small_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plt.switch_backend("agg")
+    defaults = {k: ast.literal_eval(v["default"]) for k, v in papermill.inspect_notebook(str(run_notebook_path("pretrain_toy"))).items()}
+    toy_notebook(defaults | dict(steps=1, batch_size=2, texts=10, out=5))
+    assert (tmp_path / "5" / "model.safetensors").is_file()
