@@ -178,7 +178,6 @@ def _trained(progress_file: Path) -> bool:
 # %% ../nbs/11_cli.ipynb #b5c10cdd
 def _show(record, folder: Path):
     table = Table(title=record.key, show_header=False, title_justify="left")
-    table.add_column(); table.add_column(overflow="fold")  # a path can be copied
     before, after = record.isoscore["before"]["union"], record.isoscore["after"]["union"]
     number = lambda x: "undefined" if x is None else f"{x:.4f}"
     said = "" if record.value is not None else "  [red]the metric is no finite number[/red]"
@@ -188,10 +187,9 @@ def _show(record, folder: Path):
     table.add_row("IsoScore, union", f"{number(before)} -> {number(after)}")
     table.add_row("training", f"{record.train_seconds:.0f} s, {record.hardware['gpu'] or record.hardware['cpu']}, {record.hardware['precision']}")
     for note in record.data["notes"] + record.model["notes"] + record.dropout.get("notes", []): table.add_row("note", _plain(note))
-    table.add_row("record", str(folder / "record.json"))
-    table.add_row("notebook", str(folder / "notebook.ipynb"))
-    if (folder / "model").is_dir(): table.add_row("model", str(folder / "model"))
     _console.print(table)
+    for name in ("record.json", "notebook.ipynb", "model"):  # whole, to be copied
+        if (folder / name).exists(): _console.print(_plain(str(folder / name)), soft_wrap=True, highlight=False)
 
 # %% ../nbs/11_cli.ipynb #cd897762
 class _SweepCommand(TyperCommand):

@@ -45,7 +45,7 @@ from .istar import CosReg, IStar, check_lam, eval_mode
 from .isoscore import CONVENTIONS, CORRECTIONS, check_zeta
 from .tasks import (
     PROTOCOLS, TASKS, TaskData, encode, encode_squad_eval, encode_squad_train, get_task, load_metric, load_task, squad_predictions)
-from .toy import toy_model_path
+from .toy import TOY_TASKS, toy_model_path
 from .trainer import IsotropyLog, PenaltyTrainer, ReferenceRefresh, split_by_length
 
 # %% ../nbs/08_finetune.ipynb #f9a6b585
@@ -252,7 +252,7 @@ def _settle(c: RunConfig):
     if c.regularizer != "cosreg": _put(c, cosreg_layer=-1)
     alone = c.regularizer != "istar" or c.correction is not None or c.zeta == (0 if c.convention == "released" else 1)
     if alone: _put(c, zeta=0.0, convention="released", reference_points=250_000)  # no reference covariance is read
-    if task.hub is None: _put(c, data_dir=None)  # toy tasks are generated
+    if task.name in TOY_TASKS: _put(c, data_dir=None)  # they are generated
     if c.eval_split == task.eval_splits[0]: _put(c, eval_split=None)
     if c.dropout not in GUIDED: _put(c, scores=None, p_max=0.1, p_min=0.0, aggregate="mean_of_means")
     if c.dropout not in RATED: _put(c, dropout_p=None)
@@ -829,7 +829,7 @@ def _load_it(record: RunRecord, c: RunConfig) -> list[str]:
 
 def _limits(record: RunRecord, c: RunConfig) -> list[str]:
     "What the model is for, and what it is not."
-    toy = get_task(c.task).hub is None
+    toy = c.task in TOY_TASKS
     where = {"embedded": "the toy model that isoreg carries", "hub": f"`{c.model}` on the hub"}.get(record.model.get("source"), f"the checkpoint `{Path(c.model).name}`")
     return [f"- Trained on {record.data['train_rows']} rows of {c.task}{' (a generated language)' if toy else ''}, from {where}; it answers this one question and nothing else.",
             "- One seed. Another seed gives another value, and on small tasks the spread is often larger than the effect of a regulariser.",

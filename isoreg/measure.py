@@ -25,13 +25,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from .corpus import LOSSES, TextBatches, load_texts, sample_losses
 from .dropout import dropout_sites, guided_schedule, site_scores
 from .files import record_files, write_atomically
-from .finetune import DIALECT, _config_schema, _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _typed, _versions, scores_source
+from .finetune import DIALECT, _config_schema, _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _source, _typed, _versions, scores_source
 from .fisher import FisherEstimate, agreement, empirical_fisher, load_scores, model_fingerprint
 from .geometry import geometry
 from .isoscore import isoscore
 from .istar import eval_mode
 from .landscape import NORMS, ONE_D, WHICH, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
-from .toy import toy_corpus, toy_model_path
+from .toy import toy_corpus
 
 # %% ../nbs/08c_measure.ipynb #30630e29
 #| code-fold: true
@@ -115,8 +115,7 @@ def _toy_model(kind: str) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]
 
 def _pretrained(config: TextConfig):
     "Where from_pretrained finds the model, and its configuration."
-    folder = toy_model_path() if config.model == "toy-bert" else Path(config.model).expanduser()
-    source = str(folder) if folder.is_dir() else config.model
+    source = _source(config.model)
     try: return source, AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]

@@ -67,7 +67,8 @@ def execute(
     finished = threading.Event()
     watcher = threading.Thread(target=_watch, args=(progress_file, finished, on_progress), daemon=True)
     if progress_file and on_progress: watcher.start()
-    try: papermill.execute_notebook(str(run_notebook_path(name)), str(output), parameters=parameters, progress_bar=False, kernel_name="python3")
+    try: papermill.execute_notebook(str(run_notebook_path(name)), str(output), parameters=parameters, progress_bar=False, kernel_name="python3",
+                                   extra_arguments=["--log-level=CRITICAL"])  # what fails is in the notebook
     finally:
         finished.set()
         if watcher.is_alive(): watcher.join()
