@@ -160,10 +160,10 @@ def _parts(penalties: list[nn.Module]) -> dict[str, Tensor]:
 
 
 def _warn_of_padding(penalties: list[nn.Module], body: nn.Module, inputs) -> bool:
-    "Whether a batch without a mask holds padding, which is said."
+    "Whether a batch without a mask was looked at, the first one; that it holds padding is said."
     ids, pad = inputs.get("input_ids"), getattr(getattr(body, "config", None), "pad_token_id", None)
     if pad is None or not isinstance(ids, Tensor) or inputs.get("attention_mask") is not None: return False
-    if all(getattr(p, "padding", False) for p in penalties) or not bool((ids == pad).any()): return False
+    if all(getattr(p, "padding", False) for p in penalties) or not bool((ids == pad).any()): return True
     warnings.warn(f"attention_mask: the batches have none, but their input_ids hold padding ({pad}), which the penalty counts; "
                   "let the collator give a mask, or padding=True if that is meant")
     return True
