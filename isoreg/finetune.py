@@ -663,7 +663,8 @@ def run(
 
 # %% ../nbs/08_finetune.ipynb #e6cb0d78
 def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int, model_folder: str | Path | None) -> RunRecord:
-    begun, _ = time.perf_counter(), _source(config.model)  # a folder that is not there is told before the data is read
+    begun = time.perf_counter()
+    _source(config.model)  # a folder that is not there is told before the data is read
     record = RunRecord(config.key, config.to_dict(), started=datetime.now(timezone.utc).isoformat(timespec="seconds"))
     with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("default")

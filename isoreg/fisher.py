@@ -503,7 +503,7 @@ def sum_over_ranks(
         whole.sums[n] = total.cpu()
     return replace(whole, sums={n: whole.sums[n] for n in estimate.sums})
 
-# %% ../nbs/04_fisher.ipynb #3bd7fd7f
+# %% ../nbs/04_fisher.ipynb #d7e7eafc
 def _single_positions(model: nn.Module, batch: dict, loss: str) -> Iterable[dict]:
     "The batch with every predicted position as a sample of its own."
     row, column, _ = predicted_positions(batch, loss)
@@ -530,7 +530,7 @@ def _check_finite(sums: dict, number: int):
     bad = next((n for n, s in sums.items() if not bool(torch.isfinite(s).all())), None)
     if bad: raise ValueError(f"model: the squared gradient of {bad} is not finite after batch {number}; weights or losses hold NaN or infinity, or precision is too low")
 
-
+# %% ../nbs/04_fisher.ipynb #c144b720
 def _loss_for(model, batches, loss: str | Callable | None) -> str | Callable:
     "The loss, by default the one that the batches were made for; `ValueError` if it does not fit them or the model."
     made = batches.loss if isinstance(batches, TextBatches) else None
@@ -562,7 +562,7 @@ def _check(level, reduction, sample, precision, loss):
     if callable(loss) and reduction != "mean": raise ValueError(f"reduction: {reduction!r} is for the named losses; a function decides for itself")
     if callable(loss) and sample == "position": raise ValueError("sample: 'position' needs a named loss; a function defines its own samples")
 
-
+# %% ../nbs/04_fisher.ipynb #2485f47f
 def _begin(model, level, loss, reduction, sample, precision, corpus, checkpoint) -> FisherEstimate:
     "An empty estimate, or the checkpoint of the same one."
     numel = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}

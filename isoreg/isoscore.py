@@ -67,8 +67,9 @@ def check_cov(
             raise ValueError(f"{name}: not symmetric (entries differ by up to {float(worst.max()):.3g}); pass (cov + cov.T) / 2 if that is meant")
         if bool((cov.diagonal(dim1=-2, dim2=-1) < 0).any()):
             raise ValueError(f"{name}: has a negative variance on its diagonal; pass a covariance")
-        variances = cov.diagonal(dim1=-2, dim2=-1) / scale[..., None].clamp(min=torch.finfo(cov.dtype).tiny)
-        if bool(((cov / scale[..., None, None].clamp(min=torch.finfo(cov.dtype).tiny)).square() > 1.05 * variances[..., None] * variances[..., None, :] + 1e-3).any()):
+        S = cov / scale[..., None, None].clamp(min=torch.finfo(cov.dtype).tiny)
+        v = S.diagonal(dim1=-2, dim2=-1)
+        if bool((S.square() > 1.05 * v[..., None] * v[..., None, :] + 1e-3).any()):
             raise ValueError(f"{name}: has a covariance larger than its two variances allow; pass a covariance")
     return cov
 

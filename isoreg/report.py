@@ -499,6 +499,7 @@ def compare(
     level: float = 0.95,  # of the t interval; the tests are at 1 - level
     *,
     of: str | None = None,  # one method, compared with each of the others in turn; takes the place of the baseline
+    least: int = 0,  # rows with fewer complete pairs are left out, and take no part in the correction
 ) -> pd.DataFrame:  # one row a method and setting
     """Differences to a baseline, paired by seed: t interval, exact sign-flip test, Holm's correction over the whole table, verdict.
 
@@ -507,7 +508,7 @@ def compare(
     incomplete (each missing or failed partner by name), failed, least, most, collapsed, collapsed_baseline,
     differ (settings in which the runs of a pair are not alike, hardware and data among them), verdict, records, records_baseline; from collapsed on of the
     complete pairs.
-    `ValueError` if no run has the baseline, or two runs of an arm share a seed."""
+    `ValueError` if no run has the baseline, no row has so many pairs, or two runs of an arm share a seed."""
     fixed, name = (baseline, "baseline") if of is None else (of, "of")
     if fixed not in set(df.method): raise ValueError(f"{name}: no run is {fixed!r}; methods are {', '.join(dict.fromkeys(df.method))}")
     by, values, rows = _by(df, by), _outcome(df, value), []
@@ -519,6 +520,8 @@ def compare(
         rows.append(dict(zip(by, names)) | dict(zip(("method", "baseline"), labels)) | {"metric": _metric(df, arm, value)}
                     | _pair(*arms, values, level, value == "value"))
     if not rows: raise ValueError(f"{name}: every run is {fixed!r}; there is nothing to compare it with")
+    rows = [r for r in rows if r["n"] >= least]
+    if not rows: raise ValueError(f"least: no comparison has {least} complete pairs; give a smaller number")
     p = np.array([r["p"] for r in rows])
     for i, (r, one) in enumerate(zip(rows, holm(p))):
         best = np.where(np.arange(len(p)) == i, smallest_p(r["unequal"]), p)

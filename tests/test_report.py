@@ -326,6 +326,15 @@ def test_the_mixed_signs_of_eight_seeds_are_no_difference():
     assert odd.verdict == "cannot tell: with 8 pairs (4 of them unequal) p is at least 0.125; it takes 6 seeds" and odd.p == 0.125
 
 
+def test_rows_of_too_few_pairs_take_no_part():
+    base = np.random.default_rng(0).normal(0.6, 0.02, 6)
+    df = arms(none=base, minus=base - 0.1, plus=base + 0.1)
+    few = df[~((df.method == "I-STAR λ=1") & (df.seed > 1))]
+    whole, most = compare(few), compare(few, least=3)
+    assert list(whole.n) == [6, 2] and list(most.n) == [6] and most.p_holm[0] == 2 / 64 < whole.p_holm[0] and most.seeds_table[0] == 6
+    with pytest.raises(ValueError, match="least: no comparison has 7 complete pairs"): compare(few, least=7)
+
+
 def test_holm_over_the_table_raises_the_seeds():
     base = np.random.default_rng(0).normal(0.6, 0.02, 6)
     c = compare(arms(none=base, minus=base + 0.1, plus=base - 0.1))
@@ -427,7 +436,8 @@ def test_the_front_page_shows_the_same_numbers():
         if c["recipe"] == "quick" and c["seed"] < 100 and c["train_fraction"] == 1 and c["model"].endswith("minilm-l6-h384"):
             runs.setdefault((c["task"], label(c, scores=False)), {})[c["seed"]] = r
     names = {"CoLA": "cola", "MRPC": "mrpc", "STS-B": "stsb", "RTE": "rte"}
-    assert len(rows) > 10 and set(head[1:]) >= {"CoLA (n = 6)", "MRPC (n = 3)"}
+    judged = {t for (t, m), arm in runs.items() if m != "base" and len(set(arm) & set(runs[t, "base"])) >= 3}
+    assert len(rows) > 10 and {names[h.split()[0]] for h in head[1:]} == judged
     for row in rows:
         for column in head[1:]:
             task, seeds = re.fullmatch(r"(\S+) \(n = (\d+)(?: to \d+)?\)", column).groups()
