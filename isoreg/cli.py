@@ -98,6 +98,8 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
     from isoreg.finetune import RunConfig, RunRecord
     try: config = RunConfig.from_dict(given)
     except ValueError as error: _fail(str(error), 2)
+    for name, value in given.items():  # what plays no part is put to one value; a split that is the task's own is no such thing
+        if name != "eval_split" and getattr(config, name) != value: _errors.print(_plain(f"note: {name} {value} plays no part in this run"))
     folder = out / config.key
     record = None if force else _finished(folder, config, RunRecord)
     if record is None:

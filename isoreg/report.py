@@ -2,9 +2,9 @@
 
 # %% auto #0
 __all__ = ['METHOD', 'PAPER_MODELS', 'EXACT', 'RESAMPLES', 'COLOURS', 'MARKS', 'label', 'load', 'provenance', 't_interval',
-           'sign_flip', 'holm', 'smallest_p', 'seeds_needed', 'summarise', 'compare', 'Cell', 'to_markdown', 'to_html',
-           'to_latex', 'published', 'three_columns', 'rank_correlation', 'plot_tradeoff', 'plot_layers',
-           'plot_fraction', 'plot_mean_activation', 'plot_forest', 'failures', 'write_report']
+           'sign_flip', 'holm', 'smallest_p', 'seeds_needed', 'summarise', 'compare', 'over_tasks', 'Cell',
+           'to_markdown', 'to_html', 'to_latex', 'published', 'three_columns', 'rank_correlation', 'plot_tradeoff',
+           'plot_layers', 'plot_fraction', 'plot_mean_activation', 'plot_forest', 'failures', 'write_report']
 
 # %% ../nbs/10_report.ipynb #9be5738b
 import ast
@@ -408,6 +408,7 @@ def summarise(
     Columns: task, the varying settings, method, metric, n (finished), failed, collapsed, mean, sd, low, high, median, worst (the lowest), majority,
     isoscore_before, isoscore_after and their layers' mean (with _sd and _n, the runs that have one: a run with an undefined layer has no mean over layers),
     seeds, keys, records. `ValueError` for an unknown column or value."""
+    df = df.reset_index(drop=True)  # of tables put together with pandas.concat, too
     by, values, rows = [*_by(df, by), "method"], _outcome(df, value), []
     for names, g in _ordered(df.groupby(by, dropna=False, sort=False)):
         x, done = values[g.index].dropna(), g[g.status == "done"]
@@ -424,7 +425,7 @@ def summarise(
     out.attrs = {"kind": "summary", "by": by, "level": level, "caption": provenance(df)}
     return out
 
-# %% ../nbs/10_report.ipynb #28910593
+# %% ../nbs/10_report.ipynb #4393dab3
 def _check_pairs(arm: pd.DataFrame, names: str):
     twice = arm[arm.seed.duplicated(keep=False)]
     if not len(twice): return
@@ -468,9 +469,9 @@ def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float
     return {"n": len(d), "mean": a[d.index].mean(), "mean_baseline": b[d.index].mean(), "difference": d.mean(), "sd": _spread(d), "low": low, "high": high,
             "p": p, "test": test, "unequal": int((d.abs() > _ROUNDING).sum()), "incomplete": [*lonely, *broken], "failed": len(broken),
             "least": least, "most": most, "collapsed": int(arm.collapsed.sum()), "collapsed_baseline": int(base.collapsed.sum()),
-            "differ": _differ(arm, base), "records": _records(arm), "records_baseline": _records(base)}
+            "differ": _differ(arm, base), "differences": tuple(d.tolist()), "records": _records(arm), "records_baseline": _records(base)}
 
-# %% ../nbs/10_report.ipynb #f0ed7482
+# %% ../nbs/10_report.ipynb #cd49a19e
 def _verdict(row: dict, alpha: float) -> str:
     "higher, lower, no difference shown, or cannot tell."
     n = row["n"]
@@ -478,7 +479,7 @@ def _verdict(row: dict, alpha: float) -> str:
     if row["unequal"] == 0: return f"equal in all {n} pairs" if n > 1 else "equal in the only pair"
     if row["reachable"] > alpha:
         odd = f" ({row['unequal']} of them unequal)" if row["unequal"] < n else ""
-        takes = f"{row['seeds_table']} seeds" + (f" in this table, {row['seeds_alone']} alone" if row["seeds_table"] > row["seeds_alone"] else "")
+        takes = f"{row['seeds_table']} pairs" + (f" in this table, {row['seeds_alone']} alone" if row["seeds_table"] > row["seeds_alone"] else "")
         least = smallest_p(row["unequal"])
         after = f" ({_p_text(row['reachable'])} in this table)" if row["reachable"] > least else ""
         return f"cannot tell: with {n} pair{'s' * (n > 1)}{odd} p is at least {_p_text(least)}{after}; it takes {takes}"
@@ -488,9 +489,22 @@ def _verdict(row: dict, alpha: float) -> str:
     return f"{word} in the complete pairs only" if doubtful else word
 
 
+def _judged(rows: list[dict], attrs: dict) -> pd.DataFrame:
+    "The table of these rows, with p after Holm's correction and verdicts."
+    p, alpha = np.array([r["p"] for r in rows]), 1 - attrs["level"]
+    for i, (r, one) in enumerate(zip(rows, holm(p))):
+        best = np.where(np.arange(len(p)) == i, smallest_p(r["unequal"]), p)
+        r |= {"p_holm": one, "reachable": holm(best)[i] if r["n"] else float("nan"), "seeds_alone": seeds_needed(1, alpha),
+              "seeds_table": seeds_needed(max(1, int((~np.isnan(p)).sum())), alpha)}
+        r["verdict"] = _verdict(r, alpha)
+    out = pd.DataFrame(rows)
+    out.attrs = attrs
+    return out
+
+
 def _p_text(p: float) -> str: return "" if p != p else "< 0.001" if p < 0.001 else "0.0625" if p == 0.0625 else f"{p:.3f}"
 
-# %% ../nbs/10_report.ipynb #1e4e2f8a
+# %% ../nbs/10_report.ipynb #610393c5
 def compare(
     df: pd.DataFrame,  # of load
     baseline: str = "base",  # method that the others are compared with, a value of the column method
@@ -506,11 +520,12 @@ def compare(
     Columns: task, settings, method, baseline, n (complete pairs), mean, mean_baseline, difference, sd, low, high, p, test, p_holm, unequal,
     reachable (the smallest p_holm that this row could have had beside the others), seeds_alone and seeds_table (seeds that could reach the level),
     incomplete (each missing or failed partner by name), failed, least, most, collapsed, collapsed_baseline,
-    differ (settings in which the runs of a pair are not alike, hardware and data among them), verdict, records, records_baseline; from collapsed on of the
-    complete pairs.
+    differ (settings in which the runs of a pair are not alike, hardware and data among them), differences (by seed), verdict, records, records_baseline;
+    from collapsed on of the complete pairs.
     `ValueError` if no run has the baseline, no row has so many pairs, or two runs of an arm share a seed."""
     fixed, name = (baseline, "baseline") if of is None else (of, "of")
     if fixed not in set(df.method): raise ValueError(f"{name}: no run is {fixed!r}; methods are {', '.join(dict.fromkeys(df.method))}")
+    df = df.reset_index(drop=True)
     by, values, rows = _by(df, by), _outcome(df, value), []
     for names, arm in _ordered(df.groupby([*by, "method"], dropna=False, sort=False)):
         if names[-1] == fixed: continue
@@ -522,15 +537,49 @@ def compare(
     if not rows: raise ValueError(f"{name}: every run is {fixed!r}; there is nothing to compare it with")
     rows = [r for r in rows if r["n"] >= least]
     if not rows: raise ValueError(f"least: no comparison has {least} complete pairs; give a smaller number")
-    p = np.array([r["p"] for r in rows])
-    for i, (r, one) in enumerate(zip(rows, holm(p))):
-        best = np.where(np.arange(len(p)) == i, smallest_p(r["unequal"]), p)
-        r |= {"p_holm": one, "reachable": holm(best)[i] if r["n"] else float("nan"), "seeds_alone": seeds_needed(1, 1 - level),
-              "seeds_table": seeds_needed(max(1, int((~np.isnan(p)).sum())), 1 - level)}
-        r["verdict"] = _verdict(r, 1 - level)
-    out = pd.DataFrame(rows)
-    out.attrs = {"kind": "comparison", "by": [*by, "method"], "level": level, "caption": provenance(df)}
-    return out
+    return _judged(rows, {"kind": "comparison", "by": [*by, "method"], "level": level, "caption": provenance(df)})
+
+# %% ../nbs/10_report.ipynb #03e71d87
+def _satterthwaite(each: list[np.ndarray], level: float) -> tuple[float, float]:
+    "Interval of the mean of the means of several samples; NaN where a sample has one value, or all are equal in each."
+    if len(each) == 1: return t_interval(each[0], level)
+    if min(map(len, each)) < 2: return float("nan"), float("nan")
+    a, freedom = np.array([d.var(ddof=1) / len(d) for d in each]), np.array([len(d) - 1 for d in each])
+    if a.sum() <= _ROUNDING ** 2: return float("nan"), float("nan")
+    low, high = stats.t.interval(level, a.sum() ** 2 / (a ** 2 / freedom).sum(), loc=np.mean([d.mean() for d in each]), scale=math.sqrt(a.sum()) / len(each))
+    return float(low), float(high)
+
+
+def _together(g: pd.DataFrame, level: float) -> dict:
+    "One row of compare from those of several tasks."
+    each = [np.array(d) for d in g.differences if len(d)]
+    flat = np.concatenate([d / len(d) for d in each]) / len(each)     # sums to the mean of the means
+    low, high = _satterthwaite(each, level)
+    p, test = sign_flip(flat)
+    sure = lambda c: float(g[c].fillna(g.difference).mean()) if g.failed.any() else float("nan")
+    difference = float(flat.sum())
+    return {"n": len(flat), "mean": g["mean"].mean(), "mean_baseline": g.mean_baseline.mean(), "difference": difference, "sd": float("nan"), "low": low, "high": high,
+            "p": p, "test": test, "unequal": int(g.unequal.sum()), "incomplete": [f"{r.task}, {x}" for r in g.itertuples() for x in r.incomplete], "failed": int(g.failed.sum()),
+            "least": sure("least"), "most": sure("most"), "collapsed": int(g.collapsed.sum()), "collapsed_baseline": int(g.collapsed_baseline.sum()),
+            "differ": list(dict.fromkeys(x for row in g.differ for x in row)), "differences": tuple(flat.tolist()), "tasks": len(each),
+            "agree": sum(bool(np.sign(d.mean()) == np.sign(difference)) for d in each), "records": (), "records_baseline": ()}
+
+
+def over_tasks(
+    table: pd.DataFrame,  # of compare
+) -> pd.DataFrame:  # one row a method and setting; task holds the names of its tasks
+    """The comparisons of each method over all its tasks together: the mean of the tasks' differences, its interval (Welch and Satterthwaite), one sign-flip
+    test over the pairs of all tasks, Holm's correction over these rows, and the verdict.
+
+    The columns of compare; n counts the pairs of all tasks, differences are weighted so that they sum to the mean. Besides, tasks (how many) and agree (those
+    whose difference has the sign of the mean). Rows without a pair take no part. `ValueError` for a table that is not compare's, or has no pair."""
+    if table.attrs.get("kind") != "comparison": raise ValueError("table: not one of compare, or changed since; pass what compare gives")
+    keys, level = [c for c in table.attrs["by"] if c != "task"], table.attrs["level"]
+    pairs = table[table.n > 0]
+    if not len(pairs): raise ValueError("table: no comparison has a complete pair")
+    rows = [{"task": " + ".join(g.task)} | dict(zip((*keys, "baseline"), names)) | {"metric": _known(g.metric, "mean of the tasks' metrics")} | _together(g, level)
+            for names, g in pairs.groupby([*keys, "baseline"], dropna=False, sort=False)]
+    return _judged(rows, table.attrs)
 
 # %% ../nbs/10_report.ipynb #2dcc7293
 @dataclass(frozen=True)
@@ -614,11 +663,12 @@ def _show_summary(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     shown = pd.DataFrame(rows)
     return shown.loc[:, [c for c in shown if (shown[c].astype(str) != "").any()]]
 
-# %% ../nbs/10_report.ipynb #1d8f53fb
+# %% ../nbs/10_report.ipynb #57d22754
 def _show_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     rows = []
     for r in table.to_dict("records"):
         row = {c: _setting(r[c]) for c in table.attrs["by"]} | {"against": r["baseline"], "pairs": str(r["n"])}
+        if "agree" in r: row["tasks of this sign"] = f"{r['agree']} of {r['tasks']}"
         row["mean"] = Cell(_pm(r["mean"], np.nan, digits), r["records"])
         row["baseline's mean"] = Cell(_pm(r["mean_baseline"], np.nan, digits), r["records_baseline"])
         row["difference"] = f"{r['difference']:+.{digits}f}" if r["n"] else ""
@@ -996,12 +1046,14 @@ def plot_mean_activation(
     fig.supylabel("mean activation" + (f", logarithmic beyond ±{usual:.1g}" if size.max() > 5 * usual > 0 else ""), fontsize=9)
     return fig
 
-# %% ../nbs/10_report.ipynb #0c33ee4d
+# %% ../nbs/10_report.ipynb #5390b71f
 def plot_forest(
     comparisons: pd.DataFrame,  # of compare; several can be put together with pandas.concat
     heads: Sequence[str] | None = None,  # one a row: rows with the same head stand together below it
 ):
-    """Every difference of a table with its t interval. Filled: called a difference; open: not. At the right the pairs, p after Holm, and the verdict."""
+    """Every difference of a table with its t interval. Filled: called a difference; open: not. At the right the pairs, p after Holm, and the verdict.
+
+    An interval much wider than the differences spread is cut at the border, where an arrow says so."""
     table = comparisons.reset_index(drop=True)
     place, titles = _places(len(table), heads)
     lines = len(table) + len(titles)
@@ -1020,9 +1072,23 @@ def plot_forest(
     for i, title in titles.items(): ax.text(0, -i, title, transform=ax.get_yaxis_transform(), va="center", fontsize=8, weight="bold")
     ax.axvline(0, color="grey", lw=0.8)
     ax.locator_params(axis="x", nbins=5)
+    _cut(ax, table, place)
     unit = table.metric.iloc[0].replace("_", " ") if table.metric.nunique() == 1 else "the metric of each task"
     ax.set(xlabel=("difference in " if several else f"difference to {_known(table.baseline)}, in ") + unit, ylim=(-lines + 0.4, 0.6))
     return fig
+
+
+def _cut(ax, table: pd.DataFrame, place: np.ndarray):
+    "Limits that a single wide interval does not stretch; arrows where one is cut."
+    known = table[table.low.notna()]
+    if not len(known): return
+    half = (known.high - known.low) / 2
+    room = max(np.ptp([0, *table.difference.dropna()]), 4 * half.median())
+    least, most = min(0, table.difference.min()) - room / 2, max(0, table.difference.max()) + room / 2
+    if known.low.min() < least or known.high.max() > most: ax.set_xlim(max(least, known.low.min() - room / 20), min(most, known.high.max() + room / 20))
+    for i, r in zip(place, table.itertuples()):
+        for end, border, mark in ((least - r.low, least, "<"), (r.high - most, most, ">")):
+            if end > 0: ax.plot(border, -i, mark, color="black", ms=5, clip_on=False)
 
 
 def _places(rows: int, heads: Sequence[str] | None) -> tuple[np.ndarray, dict[int, str]]:
@@ -1062,9 +1128,9 @@ def _save_figures(df: pd.DataFrame, tables: dict, folder: Path) -> list[Path]:
         _pyplot().close(fig)
     return made
 
-# %% ../nbs/10_report.ipynb #a148a8e8
+# %% ../nbs/10_report.ipynb #e1427acb
 _FILES = [f"{name}.{suffix}" for names, suffixes in (
-    (("summary", "comparisons", "failures"), ("md", "html", "tex", "csv")),
+    (("summary", "comparisons", "over_tasks", "failures"), ("md", "html", "tex", "csv")),
     (("tradeoff", "layers", "mean_activation", "intrinsic_dimension", "fraction", "forest"), ("png", "pdf"))) for name in names for suffix in suffixes]
 
 
@@ -1075,7 +1141,7 @@ def write_report(
     by: Sequence[str] | None = None,  # as for summarise and compare
     base: str = "",  # put before the links to records
 ) -> list[Path]:  # the files
-    """Write summary, comparisons and failures as .md, .html, .tex and .csv, and the figures that the records allow as .png and .pdf.
+    """Write summary, comparisons, those over tasks where there are several, and failures as .md, .html, .tex and .csv, and the figures that the records allow as .png and .pdf.
 
     Links in the tables are as seen from the folder. What an earlier report left there under these names goes.
     `ValueError` for a file in the folder's place, and as `load` and `compare` raise it."""
@@ -1085,6 +1151,7 @@ def write_report(
     df = df.assign(file=[os.path.relpath(f, folder).replace(os.sep, "/") if f else "" for f in df.file])
     tables = {"summary": summarise(df, by)}
     if baseline is not None and set(df.method) - {baseline}: tables["comparisons"] = compare(df, baseline, by)
+    if "comparisons" in tables and tables["comparisons"].query("n > 0").task.nunique() > 1: tables["over_tasks"] = over_tasks(tables["comparisons"])
     if (df.status == "failed").any(): tables["failures"] = failures(df)
     for name in _FILES: (folder / name).unlink(missing_ok=True)
     for name, table in tables.items():

@@ -54,6 +54,13 @@ def test_run_writes_record_and_notebook(done):
     assert sum("image/png" in o.get("data", {}) for c in notebook["cells"] for o in c.get("outputs", [])) == 2
 
 
+def test_options_that_play_no_part_are_named(done):
+    folder, _ = done
+    result = isoreg("run", *OPTIONS, "--lam", "0.5", "--seed", "3", "--data-dir", ".", "--p-max", "0.2", cwd=folder)
+    assert "already done" in result.stdout, "they do not make another run"
+    assert re.findall(r"note: (.+) plays no part", result.stderr) == ["data_dir .", "p_max 0.2"]
+
+
 def test_finished_run_is_found_under_another_recipe_with_its_settings(done):
     folder, _ = done
     record = RunRecord.load(folder / "runs" / RunConfig(**TINY, lam=0.5, seed=3).key)

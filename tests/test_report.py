@@ -1,5 +1,6 @@
 """Records to rows, statistics against scipy and brute force, verdicts, tables that equal the stored ones, published numbers with sources."""
 
+import ast
 import dataclasses
 import html.parser
 import itertools
@@ -20,7 +21,7 @@ from scipy import stats
 matplotlib.use("Agg")
 from isoreg import report
 from isoreg.report import (
-    compare, failures, holm, label, load, plot_forest, plot_fraction, plot_layers, plot_mean_activation, plot_tradeoff, provenance, published, rank_correlation,
+    compare, failures, holm, label, load, over_tasks, plot_forest, plot_fraction, plot_layers, plot_mean_activation, plot_tradeoff, provenance, published, rank_correlation,
     seeds_needed, sign_flip, smallest_p, summarise, t_interval, three_columns, to_html, to_latex, to_markdown, write_report)
 
 NBS = Path(__file__).parents[1] / "nbs"
@@ -312,7 +313,7 @@ def test_what_a_seed_adds_to_both_arms_changes_nothing(rows):
 
 
 @pytest.mark.parametrize("n, effect, verdict", [
-    (5, 0.1, "cannot tell: with 5 pairs p is at least 0.0625; it takes 6 seeds"), (6, 0.1, "higher"), (6, -0.1, "lower"), (1, 0.1, "cannot tell: with 1 pair p is at least 1.000; it takes 6 seeds"),
+    (5, 0.1, "cannot tell: with 5 pairs p is at least 0.0625; it takes 6 pairs"), (6, 0.1, "higher"), (6, -0.1, "lower"), (1, 0.1, "cannot tell: with 1 pair p is at least 1.000; it takes 6 pairs"),
     (8, 0.0, "equal in all 8 pairs")])
 def test_verdicts(n, effect, verdict):
     base = np.random.default_rng(n).normal(0.6, 0.02, n)
@@ -323,7 +324,7 @@ def test_the_mixed_signs_of_eight_seeds_are_no_difference():
     base = np.full(8, 0.6)
     assert compare(arms(none=base, plus=base + 0.01 * np.array([1, -1, 1, -1, 1, 1, -1, 1]))).verdict[0] == "no difference shown"
     odd = compare(arms(none=base, plus=base + 0.01 * np.array([0, 0, 0, 0, 1, 1, 1, 1]))).iloc[0]
-    assert odd.verdict == "cannot tell: with 8 pairs (4 of them unequal) p is at least 0.125; it takes 6 seeds" and odd.p == 0.125
+    assert odd.verdict == "cannot tell: with 8 pairs (4 of them unequal) p is at least 0.125; it takes 6 pairs" and odd.p == 0.125
 
 
 def test_rows_of_too_few_pairs_take_no_part():
@@ -335,11 +336,59 @@ def test_rows_of_too_few_pairs_take_no_part():
     with pytest.raises(ValueError, match="least: no comparison has 7 complete pairs"): compare(few, least=7)
 
 
+def on_tasks(**differences):
+    "Runs of a base and of I-STAR λ=1 whose differences these are, by task."
+    return load([r for task, d in differences.items() for s, x in enumerate(d) for r in (record(NONE, s, 0.5, task=task), record(PLUS, s, 0.5 + x, task=task))])
+
+
+numbers_of_seeds = st.lists(st.floats(-0.3, 0.3).map(lambda x: round(x, 3)), min_size=2, max_size=5).filter(lambda d: np.ptp(d) > 0)
+
+
+@given(numbers_of_seeds, numbers_of_seeds)
+@settings(max_examples=25, deadline=None)
+def test_two_tasks_together_are_welchs_interval_and_all_sign_patterns(one, two):
+    row = over_tasks(compare(on_tasks(cola=one, rte=two))).iloc[0]
+    welch = stats.ttest_ind(one, -np.array(two), equal_var=False).confidence_interval()
+    np.testing.assert_allclose([row.difference, row.low, row.high], [(np.mean(one) + np.mean(two)) / 2, welch.low / 2, welch.high / 2], atol=1e-9)
+    means = [np.mean(np.array(one) * f[: len(one)]) + np.mean(np.array(two) * f[len(one):]) for f in itertools.product((-1, 1), repeat=len(one) + len(two))]
+    assert np.isclose(row.p, np.mean(np.abs(means) >= abs(np.mean(one) + np.mean(two)) - 1e-9))
+    assert row.n == len(one) + len(two) and row.task == "cola + rte" and row.tasks == 2
+    back = over_tasks(compare(on_tasks(rte=two, cola=one))).iloc[0]
+    np.testing.assert_allclose([back.difference, back.low, back.high, back.p], [row.difference, row.low, row.high, row.p], atol=1e-9)
+
+
+def test_one_task_together_is_that_task():
+    table = compare(on_tasks(rte=[0.02, 0.01, 0.03, 0.015, 0.022, 0.008]))
+    one, both = table.iloc[0], over_tasks(table).iloc[0]
+    for c in ("task", "method", "baseline", "n", "mean", "mean_baseline", "p", "p_holm", "verdict", "collapsed", "failed"): assert both[c] == one[c], c
+    np.testing.assert_allclose([both.difference, both.low, both.high], [one.difference, one.low, one.high])
+
+
+def test_tasks_together_reach_what_each_alone_cannot():
+    table = compare(on_tasks(cola=[0.02, 0.01, 0.03], rte=[0.05, 0.01, 0.02], mrpc=[0.01, -0.02, -0.01]))
+    assert all(v.startswith("cannot tell") for v in table.verdict)
+    row = over_tasks(table).iloc[0]
+    assert row.verdict == "no difference shown" and (row.tasks, row.agree) == (3, 2), "nine pairs could tell; one task speaks against"
+    assert over_tasks(table[table.task != "mrpc"]).verdict[0] == "higher"
+    assert "2 of 3" in to_markdown(over_tasks(table)) and "cola + mrpc + rte" in to_markdown(over_tasks(table))
+
+
+def test_missing_and_failed_runs_of_a_task_are_named_over_tasks():
+    gone = [*(record(NONE, s, 0.5, task="cola") for s in range(3)), *(record(PLUS, s, 0.6, task="cola") for s in range(2)), failed(PLUS, 2, task="cola")]
+    table = compare(pd.concat([on_tasks(rte=[0.1, 0.11, 0.12]), load(gone)]))
+    row = over_tasks(table).iloc[0]
+    assert row.n == 5 and row.failed == 1 and row.incomplete == ["cola, seed 2: I-STAR λ=1 failed"]
+    assert row.least < row.difference <= row.most
+    assert over_tasks(compare(on_tasks(rte=[0.1, 0.1, 0.1]))).low.isna().all()
+    with pytest.raises(ValueError, match="table: not one of compare"): over_tasks(pd.DataFrame({"n": [1]}))
+    with pytest.raises(ValueError, match="table: no comparison has a complete pair"): over_tasks(table[table.n > 9])
+
+
 def test_holm_over_the_table_raises_the_seeds():
     base = np.random.default_rng(0).normal(0.6, 0.02, 6)
     c = compare(arms(none=base, minus=base + 0.1, plus=base - 0.1))
     assert list(c.p) == [2 / 64] * 2 and list(c.p_holm) == [4 / 64] * 2
-    assert set(c.verdict) == {"cannot tell: with 6 pairs p is at least 0.031 (0.0625 in this table); it takes 7 seeds in this table, 6 alone"}
+    assert set(c.verdict) == {"cannot tell: with 6 pairs p is at least 0.031 (0.0625 in this table); it takes 7 pairs in this table, 6 alone"}
     seven = np.random.default_rng(0).normal(0.6, 0.02, 7)
     assert list(compare(arms(none=seven, minus=seven + 0.1, plus=seven - 0.1)).verdict) == ["higher", "lower"]
 
@@ -686,6 +735,13 @@ def test_a_report_in_one_call(tmp_path):
     assert len(links(text)) == 5 and all((tmp_path / "report" / href).resolve().is_file() for href, _ in links(text))
     assert "out of memory" in (tmp_path / "report" / "failures.md").read_text()
     assert pd.read_csv(tmp_path / "report" / "summary.csv")["mean"].round(3).tolist()[1:] == [0.605, 0.705]
+
+
+def test_a_report_of_several_tasks_puts_them_together(tmp_path):
+    made = {p.name for p in write_report(on_tasks(cola=[0.02, 0.01], rte=[0.03, 0.01]), tmp_path)}
+    assert {f"over_tasks.{s}" for s in ("md", "html", "tex", "csv")} <= made
+    assert ast.literal_eval(pd.read_csv(tmp_path / "over_tasks.csv").differences[0]) == pytest.approx([0.005, 0.0025, 0.0075, 0.0025])
+    assert "over_tasks.md" not in {p.name for p in write_report(on_tasks(rte=[0.03, 0.01]), tmp_path)} and not (tmp_path / "over_tasks.md").exists()
 
 
 def test_when_every_run_failed_the_table_still_comes(tmp_path):
