@@ -425,7 +425,7 @@ def summarise(
     out.attrs = {"kind": "summary", "by": by, "level": level, "caption": provenance(df)}
     return out
 
-# %% ../nbs/10_report.ipynb #4393dab3
+# %% ../nbs/10_report.ipynb #49b2c3c8
 def _check_pairs(arm: pd.DataFrame, names: str):
     twice = arm[arm.seed.duplicated(keep=False)]
     if not len(twice): return
@@ -464,12 +464,12 @@ def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float
     d = (a - b).dropna()
     low, high = t_interval(d, level)
     p, test = sign_flip(d)
-    least, most = _bounds(a, b, arm.majority.mean() if metric else float("nan")) if broken else (float("nan"), float("nan"))
+    least, most = _bounds(a, b, pd.concat([arm.majority, base.majority]).mean() if metric else float("nan")) if broken else (float("nan"), float("nan"))
     arm, base = (g[g.seed.isin(d.index)] for g in (arm, base))   # the rest of the row is of the complete pairs, too
     return {"n": len(d), "mean": a[d.index].mean(), "mean_baseline": b[d.index].mean(), "difference": d.mean(), "sd": _spread(d), "low": low, "high": high,
             "p": p, "test": test, "unequal": int((d.abs() > _ROUNDING).sum()), "incomplete": [*lonely, *broken], "failed": len(broken),
             "least": least, "most": most, "collapsed": int(arm.collapsed.sum()), "collapsed_baseline": int(base.collapsed.sum()),
-            "differ": _differ(arm, base), "differences": tuple(d.tolist()), "records": _records(arm), "records_baseline": _records(base)}
+            "differ": _differ(arm, base), "differences": tuple(d.tolist()), "pair_seeds": tuple(d.index.tolist()), "records": _records(arm), "records_baseline": _records(base)}
 
 # %% ../nbs/10_report.ipynb #cd49a19e
 def _verdict(row: dict, alpha: float) -> str:
@@ -504,7 +504,7 @@ def _judged(rows: list[dict], attrs: dict) -> pd.DataFrame:
 
 def _p_text(p: float) -> str: return "" if p != p else "< 0.001" if p < 0.001 else "0.0625" if p == 0.0625 else f"{p:.3f}"
 
-# %% ../nbs/10_report.ipynb #610393c5
+# %% ../nbs/10_report.ipynb #f70ee281
 def compare(
     df: pd.DataFrame,  # of load
     baseline: str = "base",  # method that the others are compared with, a value of the column method
@@ -520,7 +520,7 @@ def compare(
     Columns: task, settings, method, baseline, n (complete pairs), mean, mean_baseline, difference, sd, low, high, p, test, p_holm, unequal,
     reachable (the smallest p_holm that this row could have had beside the others), seeds_alone and seeds_table (seeds that could reach the level),
     incomplete (each missing or failed partner by name), failed, least, most, collapsed, collapsed_baseline,
-    differ (settings in which the runs of a pair are not alike, hardware and data among them), differences (by seed), verdict, records, records_baseline;
+    differ (settings in which the runs of a pair are not alike, hardware and data among them), differences and pair_seeds (of the complete pairs), verdict, records, records_baseline;
     from collapsed on of the complete pairs.
     `ValueError` if no run has the baseline, no row has so many pairs, or two runs of an arm share a seed."""
     fixed, name = (baseline, "baseline") if of is None else (of, "of")
@@ -539,30 +539,33 @@ def compare(
     if not rows: raise ValueError(f"least: no comparison has {least} complete pairs; give a smaller number")
     return _judged(rows, {"kind": "comparison", "by": [*by, "method"], "level": level, "caption": provenance(df)})
 
-# %% ../nbs/10_report.ipynb #03e71d87
+# %% ../nbs/10_report.ipynb #843ef64f
 def _satterthwaite(each: list[np.ndarray], level: float) -> tuple[float, float]:
-    "Interval of the mean of the means of several samples; NaN where a sample has one value, or all are equal in each."
+    "Interval of the mean of the means of several samples; NaN where one has a single value, or equal ones."
     if len(each) == 1: return t_interval(each[0], level)
     if min(map(len, each)) < 2: return float("nan"), float("nan")
     a, freedom = np.array([d.var(ddof=1) / len(d) for d in each]), np.array([len(d) - 1 for d in each])
-    if a.sum() <= _ROUNDING ** 2: return float("nan"), float("nan")
+    if a.min() <= _ROUNDING ** 2: return float("nan"), float("nan")
     low, high = stats.t.interval(level, a.sum() ** 2 / (a ** 2 / freedom).sum(), loc=np.mean([d.mean() for d in each]), scale=math.sqrt(a.sum()) / len(each))
     return float(low), float(high)
 
 
 def _together(g: pd.DataFrame, level: float) -> dict:
-    "One row of compare from those of several tasks."
-    each = [np.array(d) for d in g.differences if len(d)]
+    "One row of compare from those of several tasks. A task without a pair has no part in the mean, but in what failed."
+    have = g[g.n > 0]
+    each = [np.array(d) for d in have.differences]
     flat = np.concatenate([d / len(d) for d in each]) / len(each)     # sums to the mean of the means
     low, high = _satterthwaite(each, level)
     p, test = sign_flip(flat)
-    sure = lambda c: float(g[c].fillna(g.difference).mean()) if g.failed.any() else float("nan")
-    difference = float(flat.sum())
-    return {"n": len(flat), "mean": g["mean"].mean(), "mean_baseline": g.mean_baseline.mean(), "difference": difference, "sd": float("nan"), "low": low, "high": high,
-            "p": p, "test": test, "unequal": int(g.unequal.sum()), "incomplete": [f"{r.task}, {x}" for r in g.itertuples() for x in r.incomplete], "failed": int(g.failed.sum()),
-            "least": sure("least"), "most": sure("most"), "collapsed": int(g.collapsed.sum()), "collapsed_baseline": int(g.collapsed_baseline.sum()),
-            "differ": list(dict.fromkeys(x for row in g.differ for x in row)), "differences": tuple(flat.tolist()), "tasks": len(each),
-            "agree": sum(bool(np.sign(d.mean()) == np.sign(difference)) for d in each), "records": (), "records_baseline": ()}
+    difference, failed = float(flat.sum()), int(g.failed.sum())
+    bound = lambda c: float(g[c].fillna(g.difference).mean()) if failed else float("nan")
+    return {"n": len(flat), "mean": have["mean"].mean(), "mean_baseline": have.mean_baseline.mean(), "difference": difference, "sd": float("nan"),
+            "low": low, "high": high, "p": p, "test": test, "p_seeds": sign_flip(pd.Series(flat).groupby(np.concatenate(list(have.pair_seeds))).sum())[0],
+            "unequal": int(have.unequal.sum()), "incomplete": [f"{r.task}, {x}" for r in g.itertuples() for x in r.incomplete], "failed": failed,
+            "least": bound("least"), "most": bound("most"), "collapsed": int(g.collapsed.sum()), "collapsed_baseline": int(g.collapsed_baseline.sum()),
+            "differ": list(dict.fromkeys(x for row in g.differ for x in row)), "differences": tuple((flat * len(flat)).tolist()),
+            "pair_seeds": tuple(np.concatenate(list(have.pair_seeds)).tolist()), "tasks": len(each),
+            "agree": sum(abs(d.mean()) > _ROUNDING and d.mean() * difference > 0 for d in each), "records": (), "records_baseline": ()}
 
 
 def over_tasks(
@@ -571,14 +574,19 @@ def over_tasks(
     """The comparisons of each method over all its tasks together: the mean of the tasks' differences, its interval (Welch and Satterthwaite), one sign-flip
     test over the pairs of all tasks, Holm's correction over these rows, and the verdict.
 
-    The columns of compare; n counts the pairs of all tasks, differences are weighted so that they sum to the mean. Besides, tasks (how many) and agree (those
-    whose difference has the sign of the mean). Rows without a pair take no part. `ValueError` for a table that is not compare's, or has no pair."""
-    if table.attrs.get("kind") != "comparison": raise ValueError("table: not one of compare, or changed since; pass what compare gives")
+    The columns of compare; n counts the pairs of all tasks, and differences are weighted so that their mean is the difference. Besides: tasks (how many),
+    agree (those whose difference has the sign of the mean) and p_seeds, of the test that flips all pairs of a seed at once. There is no interval where a
+    task has one pair or equal differences. A task without a pair has no part in the mean; its failed runs count in failed, least and most. A setting in
+    which tasks differ keeps them apart: give compare `by=[]` where each has settings of its own.
+    `ValueError` for a table that is not compare's, has a task twice, or has no pair."""
+    if table.attrs.get("kind") != "comparison" or "agree" in table: raise ValueError("table: not one of compare, or changed since; pass what compare gives")
     keys, level = [c for c in table.attrs["by"] if c != "task"], table.attrs["level"]
-    pairs = table[table.n > 0]
-    if not len(pairs): raise ValueError("table: no comparison has a complete pair")
-    rows = [{"task": " + ".join(g.task)} | dict(zip((*keys, "baseline"), names)) | {"metric": _known(g.metric, "mean of the tasks' metrics")} | _together(g, level)
-            for names, g in pairs.groupby([*keys, "baseline"], dropna=False, sort=False)]
+    groups = [(names, g) for names, g in table.groupby([*keys, "baseline"], dropna=False, sort=False) if g.n.any()]
+    if not groups: raise ValueError("table: no comparison has a complete pair")
+    for names, g in groups:
+        if g.task.duplicated().any(): raise ValueError(f"table: {g.task[g.task.duplicated()].iloc[0]} has two rows of {names[-2]}; pass each comparison once")
+    rows = [{"task": " + ".join(g.task[g.n > 0])} | dict(zip((*keys, "baseline"), names)) | {"metric": _known(g.metric, "mean of the tasks' metrics")}
+            | _together(g, level) for names, g in groups]
     return _judged(rows, table.attrs)
 
 # %% ../nbs/10_report.ipynb #2dcc7293
@@ -663,7 +671,7 @@ def _show_summary(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     shown = pd.DataFrame(rows)
     return shown.loc[:, [c for c in shown if (shown[c].astype(str) != "").any()]]
 
-# %% ../nbs/10_report.ipynb #57d22754
+# %% ../nbs/10_report.ipynb #9d21b28c
 def _show_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     rows = []
     for r in table.to_dict("records"):
@@ -673,6 +681,7 @@ def _show_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
         row["baseline's mean"] = Cell(_pm(r["mean_baseline"], np.nan, digits), r["records_baseline"])
         row["difference"] = f"{r['difference']:+.{digits}f}" if r["n"] else ""
         row[f"{100 * table.attrs['level']:g} % interval"] = _between(r["low"], r["high"], r["n"], digits, signed=True)
+        if "p_seeds" in r: row["p by seed"] = _p_text(r["p_seeds"])
         row |= {"p": _p_text(r["p"]), "p, Holm": _p_text(r["p_holm"]), "verdict": r["verdict"].split(":")[0]}
         row["if failed runs count"] = f"{r['least']:+.{digits}f} to {r['most']:+.{digits}f}" if r["failed"] else ""
         row["incomplete pairs"] = "; ".join(r["incomplete"])
@@ -1128,7 +1137,7 @@ def _save_figures(df: pd.DataFrame, tables: dict, folder: Path) -> list[Path]:
         _pyplot().close(fig)
     return made
 
-# %% ../nbs/10_report.ipynb #e1427acb
+# %% ../nbs/10_report.ipynb #4026f1be
 _FILES = [f"{name}.{suffix}" for names, suffixes in (
     (("summary", "comparisons", "over_tasks", "failures"), ("md", "html", "tex", "csv")),
     (("tradeoff", "layers", "mean_activation", "intrinsic_dimension", "fraction", "forest"), ("png", "pdf"))) for name in names for suffix in suffixes]
@@ -1141,7 +1150,7 @@ def write_report(
     by: Sequence[str] | None = None,  # as for summarise and compare
     base: str = "",  # put before the links to records
 ) -> list[Path]:  # the files
-    """Write summary, comparisons, those over tasks where there are several, and failures as .md, .html, .tex and .csv, and the figures that the records allow as .png and .pdf.
+    """Write summary, comparisons, over_tasks (where there are several) and failures as .md, .html, .tex and .csv, and the figures that the records allow as .png and .pdf.
 
     Links in the tables are as seen from the folder. What an earlier report left there under these names goes.
     `ValueError` for a file in the folder's place, and as `load` and `compare` raise it."""
@@ -1151,7 +1160,9 @@ def write_report(
     df = df.assign(file=[os.path.relpath(f, folder).replace(os.sep, "/") if f else "" for f in df.file])
     tables = {"summary": summarise(df, by)}
     if baseline is not None and set(df.method) - {baseline}: tables["comparisons"] = compare(df, baseline, by)
-    if "comparisons" in tables and tables["comparisons"].query("n > 0").task.nunique() > 1: tables["over_tasks"] = over_tasks(tables["comparisons"])
+    if "comparisons" in tables and (tables["comparisons"].n > 0).any():
+        together = over_tasks(tables["comparisons"])
+        if together.tasks.max() > 1: tables["over_tasks"] = together
     if (df.status == "failed").any(): tables["failures"] = failures(df)
     for name in _FILES: (folder / name).unlink(missing_ok=True)
     for name, table in tables.items():

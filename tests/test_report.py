@@ -353,6 +353,10 @@ def test_two_tasks_together_are_welchs_interval_and_all_sign_patterns(one, two):
     means = [np.mean(np.array(one) * f[: len(one)]) + np.mean(np.array(two) * f[len(one):]) for f in itertools.product((-1, 1), repeat=len(one) + len(two))]
     assert np.isclose(row.p, np.mean(np.abs(means) >= abs(np.mean(one) + np.mean(two)) - 1e-9))
     assert row.n == len(one) + len(two) and row.task == "cola + rte" and row.tasks == 2
+    np.testing.assert_allclose([row["mean"], row.mean_baseline, np.mean(row.differences)], [0.5 + row.difference, 0.5, row.difference], atol=1e-9)
+    seeds = max(len(one), len(two))
+    by_seed = sum(np.pad(np.array(d) / len(d), (0, seeds - len(d))) for d in (one, two))
+    assert np.isclose(row.p_seeds, np.mean([abs(by_seed @ f) >= abs(by_seed.sum()) - 1e-9 for f in itertools.product((-1, 1), repeat=seeds)]))
     back = over_tasks(compare(on_tasks(rte=two, cola=one))).iloc[0]
     np.testing.assert_allclose([back.difference, back.low, back.high, back.p], [row.difference, row.low, row.high, row.p], atol=1e-9)
 
@@ -360,7 +364,9 @@ def test_two_tasks_together_are_welchs_interval_and_all_sign_patterns(one, two):
 def test_one_task_together_is_that_task():
     table = compare(on_tasks(rte=[0.02, 0.01, 0.03, 0.015, 0.022, 0.008]))
     one, both = table.iloc[0], over_tasks(table).iloc[0]
-    for c in ("task", "method", "baseline", "n", "mean", "mean_baseline", "p", "p_holm", "verdict", "collapsed", "failed"): assert both[c] == one[c], c
+    for c in ("task", "method", "baseline", "n", "mean", "mean_baseline", "p", "p_holm", "verdict", "collapsed", "failed", "pair_seeds"): assert both[c] == one[c], c
+    np.testing.assert_allclose(both.differences, one.differences)
+    assert both.p_seeds == one.p
     np.testing.assert_allclose([both.difference, both.low, both.high], [one.difference, one.low, one.high])
 
 
@@ -378,10 +384,39 @@ def test_missing_and_failed_runs_of_a_task_are_named_over_tasks():
     table = compare(pd.concat([on_tasks(rte=[0.1, 0.11, 0.12]), load(gone)]))
     row = over_tasks(table).iloc[0]
     assert row.n == 5 and row.failed == 1 and row.incomplete == ["cola, seed 2: I-STAR λ=1 failed"]
-    assert row.least < row.difference <= row.most
-    assert over_tasks(compare(on_tasks(rte=[0.1, 0.1, 0.1]))).low.isna().all()
+    np.testing.assert_allclose([row.least, row.most], [(0.11 + table[table.task == "cola"][c].item()) / 2 for c in ("least", "most")])
     with pytest.raises(ValueError, match="table: not one of compare"): over_tasks(pd.DataFrame({"n": [1]}))
+    with pytest.raises(ValueError, match="table: not one of compare"): over_tasks(over_tasks(table))
+    with pytest.raises(ValueError, match="table: cola has two rows of I-STAR λ=1"): over_tasks(pd.concat([table, table]))
     with pytest.raises(ValueError, match="table: no comparison has a complete pair"): over_tasks(table[table.n > 9])
+
+
+def test_a_task_of_failed_runs_only_is_not_forgotten_over_tasks():
+    lost = [r for s in range(6) for r in (record(NONE, s, 0.6, task="cola"), failed(PLUS, s, task="cola"))]
+    row = over_tasks(compare(pd.concat([on_tasks(rte=[0.011, 0.012, 0.013, 0.014, 0.015, 0.016]), load(lost)]))).iloc[0]
+    assert (row.task, row.n, row.tasks, row.failed, len(row.incomplete)) == ("rte", 6, 1, 6, 6)
+    assert row.least < 0 < row.difference and row.verdict == "higher in the complete pairs only"
+
+
+@pytest.mark.parametrize("rte", [[0.1], [0.1, 0.1, 0.1]])
+def test_no_interval_over_tasks_where_one_has_no_spread(rte):
+    row = over_tasks(compare(on_tasks(cola=[0.02, 0.01, 0.03], rte=rte))).iloc[0]
+    assert math.isnan(row.low) and math.isnan(row.high) and np.isclose(row.difference, 0.06)
+
+
+def test_a_task_without_a_difference_agrees_with_none():
+    assert over_tasks(compare(on_tasks(cola=[0.1, -0.1, 0.05, -0.05], rte=[0.1, 0.2]))).agree[0] == 1
+
+
+def test_tasks_with_settings_of_their_own_are_put_together_without_them():
+    df = pd.concat([on_tasks(cola=[0.1, 0.2]), load([record(m, s, 0.5 + (m is PLUS) * 0.1, task="rte", settings={"epochs": 10}) for s in range(2) for m in (NONE, PLUS)])])
+    assert list(over_tasks(compare(df)).tasks) == [1, 1] and list(over_tasks(compare(df, by=[])).tasks) == [2]
+
+
+def test_one_method_against_several_over_tasks():
+    base = {t: [record(m, s, v + 0.01 * s * (m is PLUS), task=t) for s in range(3) for m, v in ((NONE, 0.5), (PLUS, 0.6), (MINUS, 0.4))] for t in ("cola", "rte")}
+    found = over_tasks(compare(load(base["cola"] + base["rte"]), of="I-STAR λ=1")).set_index("baseline")
+    assert list(found.n) == [6, 6] and np.allclose(found.difference[["base", "I-STAR λ=-1"]], [0.11, 0.21])
 
 
 def test_holm_over_the_table_raises_the_seeds():
@@ -486,9 +521,11 @@ def test_the_front_page_shows_the_same_numbers():
             runs.setdefault((c["task"], label(c, scores=False)), {})[c["seed"]] = r
     names = {"CoLA": "cola", "MRPC": "mrpc", "STS-B": "stsb", "RTE": "rte"}
     judged = {t for (t, m), arm in runs.items() if m != "base" and len(set(arm) & set(runs[t, "base"])) >= 3}
-    assert len(rows) > 10 and {names[h.split()[0]] for h in head[1:]} == judged
+    *columns, every = head[1:]
+    assert len(rows) > 10 and {names[h.split()[0]] for h in columns} == judged and every.startswith(f"all {len(columns)} tasks")
     for row in rows:
-        for column in head[1:]:
+        each = []
+        for column in columns:
             task, seeds = re.fullmatch(r"(\S+) \(n = (\d+)(?: to \d+)?\)", column).groups()
             base = runs[names[task], "base"]
             if row["method"].startswith("base"):
@@ -499,7 +536,14 @@ def test_the_front_page_shows_the_same_numbers():
                 a, b = (np.array([g[s]["value"] for s in both]) for g in (arm, base))
                 low, high = stats.ttest_rel(a, b).confidence_interval()
                 assert len(both) >= int(seeds) >= 3 and row[column] == f"{(a - b).mean():+.3f} [{low:+.3f}, {high:+.3f}]" + "†" * all(arm[s]["collapsed"] for s in both)
+                each.append(a - b)
             else: assert len(runs.get((names[task], row["method"]), {})) < 3
+        if not row["method"].startswith("base"): assert bool(row[every]) == (len(each) == len(columns))
+        if each and row[every]:
+            error, freedom = zip(*((d.var(ddof=1) / len(d), len(d) - 1) for d in each))
+            half = stats.t.ppf(0.975, sum(error) ** 2 / sum(e ** 2 / f for e, f in zip(error, freedom))) * math.sqrt(sum(error)) / len(each)
+            mean = np.mean([d.mean() for d in each])
+            assert row[every].rstrip("†") == f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
 
 
 def test_each_cell_leads_to_its_records(monkeypatch):
@@ -699,6 +743,17 @@ def test_forest_fills_only_differences():
     matplotlib.pyplot.close(fig)
 
 
+def test_forest_cuts_an_interval_that_would_hide_the_others():
+    base = np.full(4, 0.6)
+    wide, even = ({"none": base, "plus": base + d, "minus": base + 0.01 * np.array([1, 2, 1, 2])} for d in (np.array([0.3, -0.3, 0.1, -0.2]), 0.01 * np.array([2, 3, 2, 3])))
+    for runs, arrows in ((wide, {"<", ">"}), (even, set())):
+        table = compare(arms(**runs))
+        fig = plot_forest(pd.concat([table] + 2 * [table[table.method == "I-STAR λ=-1"]]))
+        assert {line.get_marker() for line in fig.axes[0].lines} & {"<", ">"} == arrows
+        assert (np.ptp(fig.axes[0].get_xlim()) < 0.3) and all(line.get_xdata()[0] >= fig.axes[0].get_xlim()[0] for line in fig.axes[0].lines if line.get_marker() in ("o", "s"))
+        matplotlib.pyplot.close(fig)
+
+
 def test_forest_puts_rows_below_their_heads():
     table = compare(arms(none=[0.6, 0.61], plus=[0.7, 0.72], minus=[0.5, 0.52]))
     fig = plot_forest(pd.concat([table, table.iloc[:1]]), heads=["one", "one", "two"])
@@ -740,7 +795,7 @@ def test_a_report_in_one_call(tmp_path):
 def test_a_report_of_several_tasks_puts_them_together(tmp_path):
     made = {p.name for p in write_report(on_tasks(cola=[0.02, 0.01], rte=[0.03, 0.01]), tmp_path)}
     assert {f"over_tasks.{s}" for s in ("md", "html", "tex", "csv")} <= made
-    assert ast.literal_eval(pd.read_csv(tmp_path / "over_tasks.csv").differences[0]) == pytest.approx([0.005, 0.0025, 0.0075, 0.0025])
+    assert ast.literal_eval(pd.read_csv(tmp_path / "over_tasks.csv").differences[0]) == pytest.approx([0.02, 0.01, 0.03, 0.01])
     assert "over_tasks.md" not in {p.name for p in write_report(on_tasks(rte=[0.03, 0.01]), tmp_path)} and not (tmp_path / "over_tasks.md").exists()
 
 
