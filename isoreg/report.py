@@ -2,9 +2,10 @@
 
 # %% auto #0
 __all__ = ['METHOD', 'PAPER_MODELS', 'EXACT', 'RESAMPLES', 'COLOURS', 'MARKS', 'label', 'load', 'provenance', 't_interval',
-           'sign_flip', 'holm', 'smallest_p', 'seeds_needed', 'summarise', 'compare', 'over_tasks', 'Cell',
-           'to_markdown', 'to_html', 'to_latex', 'published', 'three_columns', 'rank_correlation', 'plot_tradeoff',
-           'plot_layers', 'plot_fraction', 'plot_mean_activation', 'plot_forest', 'failures', 'write_report']
+           'sign_flip', 'holm', 'smallest_p', 'seeds_needed', 'summarise', 'clears_majority', 'compare', 'over_tasks',
+           'Cell', 'to_markdown', 'to_html', 'to_latex', 'published', 'three_columns', 'rank_correlation',
+           'plot_tradeoff', 'plot_layers', 'plot_fraction', 'plot_mean_activation', 'plot_forest', 'failures',
+           'write_report']
 
 # %% ../nbs/10_report.ipynb #9be5738b
 import ast
@@ -170,7 +171,7 @@ def _geometry(record: dict) -> dict:
                 f"mean_activation_{when}": _floats(g.get("mean_activation"))}
     return out
 
-# %% ../nbs/10_report.ipynb #25615358
+# %% ../nbs/10_report.ipynb #4d981832
 def _row(record: dict, file: str, line: int) -> dict:
     "The row of a record."
     part = functools.partial(_section, record)
@@ -183,7 +184,8 @@ def _row(record: dict, file: str, line: int) -> dict:
             "value": float(value) if finite and not error else float("nan"), "metrics": part("metrics"), "predictions": part("predictions"),
             "collapsed": bool(record.get("collapsed")), "majority": _float(data.get("majority"))}
     return row | _geometry(record) | {
-        "dropout_mean": part("dropout").get("mean"), "parameters": part("model").get("parameters"), "data": _data_kind(config, _notes(record, "data")), "fingerprint": part("data").get("fingerprint"),
+        "dropout_mean": part("dropout").get("mean"), "parameters": part("model").get("parameters"),
+        "data": _data_kind(config, _notes(record, "data")), "fingerprint": part("data").get("fingerprint"),
         "train_rows": data.get("train_rows"), "evaluation_rows": data.get("evaluation_rows"), "notes": notes, "seconds": record.get("total_seconds"),
         "train_seconds": record.get("train_seconds"), "memory_mib": record.get("peak_memory_mib"), "hardware": _hardware(part("hardware")),
         "commit": record.get("git_commit"), "started": text("started"), "attempts": _float(record.get("attempts")), "file": file, "line": line}
@@ -425,7 +427,46 @@ def summarise(
     out.attrs = {"kind": "summary", "by": by, "level": level, "caption": provenance(df)}
     return out
 
-# %% ../nbs/10_report.ipynb #49b2c3c8
+# %% ../nbs/10_report.ipynb #d0dda525
+_CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
+
+
+def _row_error(metric: str, mean: float, rows: float) -> float:
+    "Standard error that a score has because the rows are few; 0 if they are not known. A rate above 1 is one in per cent."
+    if not rows > 1: return 0.0
+    if metric in _CORRELATIONS: return 1 / math.sqrt(rows - 1)
+    top = 100 if mean > 1 else 1
+    return math.sqrt(mean * (top - mean) / rows)
+
+
+def clears_majority(
+    df: pd.DataFrame,  # of load
+    baseline: str = "base",  # the plain method, a value of the column method
+    by: Sequence[str] | None = None,  # as for summarise
+) -> pd.DataFrame:  # one row a task and setting
+    """Whether the runs of the baseline score above the best constant answer, so that the task can judge a method: by more than two standard errors.
+
+    Columns: task, the varying settings, metric, n, mean, majority, rows (of evaluation), error (of the mean: seeds and rows), clears.
+    Where a record does not say its rows, error is that of the seeds. Without a finished run `clears` is False. `ValueError` if no run has the baseline."""
+    plain = df[df.method == baseline].reset_index(drop=True)
+    if not len(plain): raise ValueError(f"baseline: no run is {baseline!r}; methods are {', '.join(dict.fromkeys(df.method))}")
+    by = _by(df, by)
+    table = summarise(plain, by)
+    sizes = {names: g.evaluation_rows.dropna().min() for names, g in plain.groupby([*by, "method"], dropna=False)}
+    table["rows"] = [sizes[names] for names in table[[*by, "method"]].itertuples(index=False, name=None)]
+    few = [_row_error(r.metric, r.mean, r.rows) for r in table[["metric", "mean", "rows"]].itertuples(index=False)]
+    table["error"] = np.sqrt(np.square(few) + table.sd.fillna(0) ** 2 / table.n.clip(lower=1))
+    table["clears"] = table["mean"] - table.majority > 2 * table.error
+    return table[[*by, "metric", "n", "mean", "majority", "rows", "error", "clears"]]
+
+
+def _stuck_text(able: pd.DataFrame, baseline: str) -> str:
+    "The tasks that cannot judge, in words; nothing if all can."
+    low = able[~able.clears]
+    named = [f"{r.task} ({r.mean:.3f} beside {r.majority:.3f}; two standard errors are {2 * r.error:.3f})" for r in low.itertuples()]
+    return f"Left out, since {baseline} does not clear the majority rate there: {'; '.join(named)}." if named else ""
+
+# %% ../nbs/10_report.ipynb #21c8f122
 def _check_pairs(arm: pd.DataFrame, names: str):
     twice = arm[arm.seed.duplicated(keep=False)]
     if not len(twice): return
@@ -469,7 +510,7 @@ def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float
     return {"n": len(d), "mean": a[d.index].mean(), "mean_baseline": b[d.index].mean(), "difference": d.mean(), "sd": _spread(d), "low": low, "high": high,
             "p": p, "test": test, "unequal": int((d.abs() > _ROUNDING).sum()), "incomplete": [*lonely, *broken], "failed": len(broken),
             "least": least, "most": most, "collapsed": int(arm.collapsed.sum()), "collapsed_baseline": int(base.collapsed.sum()),
-            "differ": _differ(arm, base), "differences": tuple(d.tolist()), "pair_seeds": tuple(d.index.tolist()), "records": _records(arm), "records_baseline": _records(base)}
+            "differ": _differ(arm, base), "differences": tuple(d.tolist()), "records": _records(arm), "records_baseline": _records(base)}
 
 # %% ../nbs/10_report.ipynb #cd49a19e
 def _verdict(row: dict, alpha: float) -> str:
@@ -504,7 +545,7 @@ def _judged(rows: list[dict], attrs: dict) -> pd.DataFrame:
 
 def _p_text(p: float) -> str: return "" if p != p else "< 0.001" if p < 0.001 else "0.0625" if p == 0.0625 else f"{p:.3f}"
 
-# %% ../nbs/10_report.ipynb #f70ee281
+# %% ../nbs/10_report.ipynb #58d8b2b2
 def compare(
     df: pd.DataFrame,  # of load
     baseline: str = "base",  # method that the others are compared with, a value of the column method
@@ -513,15 +554,15 @@ def compare(
     level: float = 0.95,  # of the t interval; the tests are at 1 - level
     *,
     of: str | None = None,  # one method, compared with each of the others in turn; takes the place of the baseline
-    least: int = 0,  # rows with fewer complete pairs are left out, and take no part in the correction
+    min_pairs: int = 0,  # rows with fewer complete pairs are left out, and take no part in the correction
 ) -> pd.DataFrame:  # one row a method and setting
     """Differences to a baseline, paired by seed: t interval, exact sign-flip test, Holm's correction over the whole table, verdict.
 
     Columns: task, settings, method, baseline, n (complete pairs), mean, mean_baseline, difference, sd, low, high, p, test, p_holm, unequal,
     reachable (the smallest p_holm that this row could have had beside the others), seeds_alone and seeds_table (seeds that could reach the level),
     incomplete (each missing or failed partner by name), failed, least, most, collapsed, collapsed_baseline,
-    differ (settings in which the runs of a pair are not alike, hardware and data among them), differences and pair_seeds (of the complete pairs), verdict, records, records_baseline;
-    from collapsed on of the complete pairs.
+    differ (settings in which the runs of a pair are not alike, hardware and data among them), differences (by seed), verdict, records and
+    records_baseline ((seed, file, line, key) of each run); from collapsed on of the complete pairs.
     `ValueError` if no run has the baseline, no row has so many pairs, or two runs of an arm share a seed."""
     fixed, name = (baseline, "baseline") if of is None else (of, "of")
     if fixed not in set(df.method): raise ValueError(f"{name}: no run is {fixed!r}; methods are {', '.join(dict.fromkeys(df.method))}")
@@ -535,11 +576,11 @@ def compare(
         rows.append(dict(zip(by, names)) | dict(zip(("method", "baseline"), labels)) | {"metric": _metric(df, arm, value)}
                     | _pair(*arms, values, level, value == "value"))
     if not rows: raise ValueError(f"{name}: every run is {fixed!r}; there is nothing to compare it with")
-    rows = [r for r in rows if r["n"] >= least]
-    if not rows: raise ValueError(f"least: no comparison has {least} complete pairs; give a smaller number")
+    rows = [r for r in rows if r["n"] >= min_pairs]
+    if not rows: raise ValueError(f"min_pairs: no comparison has {min_pairs} complete pairs; give a smaller number")
     return _judged(rows, {"kind": "comparison", "by": [*by, "method"], "level": level, "caption": provenance(df)})
 
-# %% ../nbs/10_report.ipynb #843ef64f
+# %% ../nbs/10_report.ipynb #fc0f5986
 def _satterthwaite(each: list[np.ndarray], level: float) -> tuple[float, float]:
     "Interval of the mean of the means of several samples; NaN where one has a single value, or equal ones."
     if len(each) == 1: return t_interval(each[0], level)
@@ -557,15 +598,16 @@ def _together(g: pd.DataFrame, level: float) -> dict:
     flat = np.concatenate([d / len(d) for d in each]) / len(each)     # sums to the mean of the means
     low, high = _satterthwaite(each, level)
     p, test = sign_flip(flat)
+    by_seed = pd.Series(flat).groupby([seed for pairs in have.records for seed, *_ in pairs]).sum()
     difference, failed = float(flat.sum()), int(g.failed.sum())
     bound = lambda c: float(g[c].fillna(g.difference).mean()) if failed else float("nan")
     return {"n": len(flat), "mean": have["mean"].mean(), "mean_baseline": have.mean_baseline.mean(), "difference": difference, "sd": float("nan"),
-            "low": low, "high": high, "p": p, "test": test, "p_seeds": sign_flip(pd.Series(flat).groupby(np.concatenate(list(have.pair_seeds))).sum())[0],
+            "low": low, "high": high, "p": p, "test": test, "p_seeds": sign_flip(by_seed)[0],
             "unequal": int(have.unequal.sum()), "incomplete": [f"{r.task}, {x}" for r in g.itertuples() for x in r.incomplete], "failed": failed,
             "least": bound("least"), "most": bound("most"), "collapsed": int(g.collapsed.sum()), "collapsed_baseline": int(g.collapsed_baseline.sum()),
             "differ": list(dict.fromkeys(x for row in g.differ for x in row)), "differences": tuple((flat * len(flat)).tolist()),
-            "pair_seeds": tuple(np.concatenate(list(have.pair_seeds)).tolist()), "tasks": len(each),
-            "agree": sum(abs(d.mean()) > _ROUNDING and d.mean() * difference > 0 for d in each), "records": (), "records_baseline": ()}
+            "tasks": len(each), "agree": sum(abs(d.mean()) > _ROUNDING and d.mean() * difference > 0 for d in each),
+            "records": (), "records_baseline": ()}
 
 
 def over_tasks(
@@ -799,7 +841,7 @@ def three_columns(
     out.attrs = {"kind": "three columns", "caption": f"Published: {sources}. " + (f"Measured: {provenance(used)}" if len(used) else "Measured: nothing yet.")}
     return out
 
-# %% ../nbs/10_report.ipynb #0f57b1ab
+# %% ../nbs/10_report.ipynb #80fb3d09
 def _pairs(values, kind: str) -> np.ndarray:
     r = stats.rankdata(values)
     a = r[:, None] - r[None, :]
@@ -844,8 +886,9 @@ def rank_correlation(
     if not each: raise ValueError("df: no seed has three settings that differ; a rank correlation needs them")
     low, high = np.clip(t_interval(each, level), -1, 1)
     p = (1 + np.sum(abs(null) >= abs(sum(each)) - 1e-9)) / (resamples + 1)
-    return {"kind": kind, "mean": float(np.mean(each)), "low": float(low), "high": float(high), "p": float(p),
-            "each": each, "seeds": len(each), "settings": whole.method.nunique(), "left_out": done.seed.nunique() - whole.seed.nunique(), "failed": int((df.status == "failed").sum()), "resamples": resamples}
+    return {"kind": kind, "mean": float(np.mean(each)), "low": float(low), "high": float(high), "p": float(p), "each": each, "seeds": len(each),
+            "settings": whole.method.nunique(), "left_out": done.seed.nunique() - whole.seed.nunique(),
+            "failed": int((df.status == "failed").sum()), "resamples": resamples}
 
 # %% ../nbs/10_report.ipynb #a6da6402
 COLOURS = ("black", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito; told apart by colour-blind readers
@@ -1055,7 +1098,7 @@ def plot_mean_activation(
     fig.supylabel("mean activation" + (f", logarithmic beyond ±{usual:.1g}" if size.max() > 5 * usual > 0 else ""), fontsize=9)
     return fig
 
-# %% ../nbs/10_report.ipynb #5390b71f
+# %% ../nbs/10_report.ipynb #6f526356
 def plot_forest(
     comparisons: pd.DataFrame,  # of compare; several can be put together with pandas.concat
     heads: Sequence[str] | None = None,  # one a row: rows with the same head stand together below it
@@ -1094,7 +1137,8 @@ def _cut(ax, table: pd.DataFrame, place: np.ndarray):
     half = (known.high - known.low) / 2
     room = max(np.ptp([0, *table.difference.dropna()]), 4 * half.median())
     least, most = min(0, table.difference.min()) - room / 2, max(0, table.difference.max()) + room / 2
-    if known.low.min() < least or known.high.max() > most: ax.set_xlim(max(least, known.low.min() - room / 20), min(most, known.high.max() + room / 20))
+    left, right = min(known.low.min(), table.difference.min()), max(known.high.max(), table.difference.max())
+    if left < least or right > most: ax.set_xlim(max(least, left - room / 20), min(most, right + room / 20))
     for i, r in zip(place, table.itertuples()):
         for end, border, mark in ((least - r.low, least, "<"), (r.high - most, most, ">")):
             if end > 0: ax.plot(border, -i, mark, color="black", ms=5, clip_on=False)
@@ -1137,10 +1181,21 @@ def _save_figures(df: pd.DataFrame, tables: dict, folder: Path) -> list[Path]:
         _pyplot().close(fig)
     return made
 
-# %% ../nbs/10_report.ipynb #4026f1be
+# %% ../nbs/10_report.ipynb #b398ac5d
 _FILES = [f"{name}.{suffix}" for names, suffixes in (
     (("summary", "comparisons", "over_tasks", "failures"), ("md", "html", "tex", "csv")),
     (("tradeoff", "layers", "mean_activation", "intrinsic_dimension", "fraction", "forest"), ("png", "pdf"))) for name in names for suffix in suffixes]
+
+
+def _over_judges(table: pd.DataFrame, df: pd.DataFrame, baseline: str, by: Sequence[str] | None) -> pd.DataFrame:
+    "The comparisons over the tasks that can judge; empty if no method has two of them."
+    able, keys = clears_majority(df, baseline, by), table.attrs["by"][:-1]
+    kept = table[~pd.MultiIndex.from_frame(table[keys]).isin(pd.MultiIndex.from_frame(able[~able.clears][keys])) & (table.n > 0)]
+    if not len(kept): return pd.DataFrame()
+    together = over_tasks(kept)
+    if together.tasks.max() < 2: return pd.DataFrame()
+    together.attrs = together.attrs | {"caption": " ".join(filter(None, (_stuck_text(able, baseline), together.attrs["caption"])))}
+    return together
 
 
 def write_report(
@@ -1150,8 +1205,10 @@ def write_report(
     by: Sequence[str] | None = None,  # as for summarise and compare
     base: str = "",  # put before the links to records
 ) -> list[Path]:  # the files
-    """Write summary, comparisons, over_tasks (where there are several) and failures as .md, .html, .tex and .csv, and the figures that the records allow as .png and .pdf.
+    """Write summary, comparisons, over_tasks (where there are several) and failures as .md, .html, .tex and .csv, and the figures that the records allow
+    as .png and .pdf.
 
+    A task whose baseline does not clear the majority rate takes no part in over_tasks, whose caption names it (see `clears_majority`).
     Links in the tables are as seen from the folder. What an earlier report left there under these names goes.
     `ValueError` for a file in the folder's place, and as `load` and `compare` raise it."""
     df, folder, made = source if isinstance(source, pd.DataFrame) else load(source), Path(folder), []
@@ -1160,9 +1217,7 @@ def write_report(
     df = df.assign(file=[os.path.relpath(f, folder).replace(os.sep, "/") if f else "" for f in df.file])
     tables = {"summary": summarise(df, by)}
     if baseline is not None and set(df.method) - {baseline}: tables["comparisons"] = compare(df, baseline, by)
-    if "comparisons" in tables and (tables["comparisons"].n > 0).any():
-        together = over_tasks(tables["comparisons"])
-        if together.tasks.max() > 1: tables["over_tasks"] = together
+    if "comparisons" in tables and len(together := _over_judges(tables["comparisons"], df, baseline, by)): tables["over_tasks"] = together
     if (df.status == "failed").any(): tables["failures"] = failures(df)
     for name in _FILES: (folder / name).unlink(missing_ok=True)
     for name, table in tables.items():

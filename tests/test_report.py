@@ -21,7 +21,7 @@ from scipy import stats
 matplotlib.use("Agg")
 from isoreg import report
 from isoreg.report import (
-    compare, failures, holm, label, load, over_tasks, plot_forest, plot_fraction, plot_layers, plot_mean_activation, plot_tradeoff, provenance, published, rank_correlation,
+    clears_majority, compare, failures, holm, label, load, over_tasks, plot_forest, plot_fraction, plot_layers, plot_mean_activation, plot_tradeoff, provenance, published, rank_correlation,
     seeds_needed, sign_flip, smallest_p, summarise, t_interval, three_columns, to_html, to_latex, to_markdown, write_report)
 
 NBS = Path(__file__).parents[1] / "nbs"
@@ -331,14 +331,14 @@ def test_rows_of_too_few_pairs_take_no_part():
     base = np.random.default_rng(0).normal(0.6, 0.02, 6)
     df = arms(none=base, minus=base - 0.1, plus=base + 0.1)
     few = df[~((df.method == "I-STAR λ=1") & (df.seed > 1))]
-    whole, most = compare(few), compare(few, least=3)
+    whole, most = compare(few), compare(few, min_pairs=3)
     assert list(whole.n) == [6, 2] and list(most.n) == [6] and most.p_holm[0] == 2 / 64 < whole.p_holm[0] and most.seeds_table[0] == 6
-    with pytest.raises(ValueError, match="least: no comparison has 7 complete pairs"): compare(few, least=7)
+    with pytest.raises(ValueError, match="min_pairs: no comparison has 7 complete pairs"): compare(few, min_pairs=7)
 
 
-def on_tasks(**differences):
+def on_tasks(base=0.5, **differences):
     "Runs of a base and of I-STAR λ=1 whose differences these are, by task."
-    return load([r for task, d in differences.items() for s, x in enumerate(d) for r in (record(NONE, s, 0.5, task=task), record(PLUS, s, 0.5 + x, task=task))])
+    return load([r for task, d in differences.items() for s, x in enumerate(d) for r in (record(NONE, s, base, task=task), record(PLUS, s, base + x, task=task))])
 
 
 numbers_of_seeds = st.lists(st.floats(-0.3, 0.3).map(lambda x: round(x, 3)), min_size=2, max_size=5).filter(lambda d: np.ptp(d) > 0)
@@ -364,7 +364,7 @@ def test_two_tasks_together_are_welchs_interval_and_all_sign_patterns(one, two):
 def test_one_task_together_is_that_task():
     table = compare(on_tasks(rte=[0.02, 0.01, 0.03, 0.015, 0.022, 0.008]))
     one, both = table.iloc[0], over_tasks(table).iloc[0]
-    for c in ("task", "method", "baseline", "n", "mean", "mean_baseline", "p", "p_holm", "verdict", "collapsed", "failed", "pair_seeds"): assert both[c] == one[c], c
+    for c in ("task", "method", "baseline", "n", "mean", "mean_baseline", "p", "p_holm", "verdict", "collapsed", "failed"): assert both[c] == one[c], c
     np.testing.assert_allclose(both.differences, one.differences)
     assert both.p_seeds == one.p
     np.testing.assert_allclose([both.difference, both.low, both.high], [one.difference, one.low, one.high])
@@ -655,6 +655,43 @@ def test_another_metric_than_the_published_one_is_said():
     assert str(three_columns(df, published(paper="I-STAR", table="Table 1", model="BERT", task="rte"), {"Base": "base"})["corrected"][0]) == "60.00 (n=1, f1)"
 
 
+# ---- tasks that can judge
+
+
+def plain(values, task="rte", rows=277, metric="accuracy", majority=0.527):
+    data = {"majority": majority, "notes": [], "train_rows": 2490} | ({"evaluation_rows": rows} if rows else {})
+    return [record(NONE, s, v, task=task, metric=metric, data=data) for s, v in enumerate(values)]
+
+
+@pytest.mark.parametrize("metric, of", [("pearson", lambda x, y: np.corrcoef(x, y)[0, 1]), ("matthews_correlation", lambda x, y: np.corrcoef(x > 0.5, y > 0)[0, 1])])
+def test_the_error_of_a_correlation_is_that_of_answers_without_knowledge(metric, of):
+    rng = np.random.default_rng(0)
+    chance = [of(rng.normal(size=120), rng.normal(size=120)) for _ in range(4000)]
+    row = clears_majority(load(plain([0.1], rows=120, metric=metric, majority=0.0))).iloc[0]
+    assert row.error == pytest.approx(np.std(chance), rel=0.05) and not row.clears
+
+
+def test_the_error_of_a_rate_is_binomial_with_the_spread_of_the_seeds():
+    values = [0.60, 0.62, 0.61]
+    row = clears_majority(load(plain(values))).iloc[0]
+    assert row.error == pytest.approx(math.hypot(stats.binom(277, 0.61).std() / 277, stats.sem(values)))
+    percent = clears_majority(load(plain([61.0], rows=277, metric="f1", majority=0.0))).iloc[0]
+    assert percent.error == pytest.approx(100 * stats.binom(277, 0.61).std() / 277) and percent.clears
+
+
+def test_a_base_near_the_majority_cannot_judge_however_many_seeds():
+    assert not clears_majority(load(plain([0.58] * 50))).clears[0] and clears_majority(load(plain([0.58] * 50, rows=2770))).clears[0]
+    assert clears_majority(load(plain([0.8, 0.79]) + plain([0.53], task="mrpc"))).set_index("task").clears.to_dict() == {"mrpc": False, "rte": True}
+    assert clears_majority(load(plain([0.53, 0.531], rows=None))).clears[0], "without the rows only the seeds speak"
+    assert not clears_majority(load([failed(NONE, 0)])).clears[0]
+    with pytest.raises(ValueError, match="baseline: no run is 'best'; methods are base"): clears_majority(load(plain([0.6])), "best")
+
+
+def test_settings_are_judged_apart():
+    few = [record(NONE, 0, 0.53, settings={"train_fraction": 0.1}), record(NONE, 0, 0.7)]
+    assert clears_majority(load(few))[["train_fraction", "clears"]].values.tolist() == [[0.1, False], [1.0, True]]
+
+
 # ---- rank correlation and figures
 
 
@@ -793,10 +830,20 @@ def test_a_report_in_one_call(tmp_path):
 
 
 def test_a_report_of_several_tasks_puts_them_together(tmp_path):
-    made = {p.name for p in write_report(on_tasks(cola=[0.02, 0.01], rte=[0.03, 0.01]), tmp_path)}
+    made = {p.name for p in write_report(on_tasks(0.7, cola=[0.02, 0.01], rte=[0.03, 0.01]), tmp_path)}
     assert {f"over_tasks.{s}" for s in ("md", "html", "tex", "csv")} <= made
     assert ast.literal_eval(pd.read_csv(tmp_path / "over_tasks.csv").differences[0]) == pytest.approx([0.02, 0.01, 0.03, 0.01])
-    assert "over_tasks.md" not in {p.name for p in write_report(on_tasks(rte=[0.03, 0.01]), tmp_path)} and not (tmp_path / "over_tasks.md").exists()
+    assert "over_tasks.md" not in {p.name for p in write_report(on_tasks(0.7, rte=[0.03, 0.01]), tmp_path)} and not (tmp_path / "over_tasks.md").exists()
+
+
+def test_a_task_that_cannot_judge_is_named_and_left_out_of_the_whole(tmp_path):
+    able, idle = on_tasks(0.7, cola=[0.02, 0.01], rte=[0.03, 0.01]), on_tasks(0.53, mrpc=[0.02, 0.03])
+    write_report(pd.concat([able, idle]), tmp_path)
+    text = (tmp_path / "over_tasks.md").read_text(encoding="utf-8")
+    assert "cola + rte |" in text and "Left out, since base does not clear the majority rate there: mrpc (0.530 beside 0.527; two standard errors are 0.060)" in text
+    assert "mrpc" in (tmp_path / "comparisons.md").read_text(encoding="utf-8") and "Left out" not in (tmp_path / "comparisons.md").read_text(encoding="utf-8")
+    write_report(pd.concat([on_tasks(0.7, cola=[0.02, 0.01]), idle]), tmp_path)
+    assert not (tmp_path / "over_tasks.md").exists()
 
 
 def test_when_every_run_failed_the_table_still_comes(tmp_path):
