@@ -15,7 +15,7 @@ KNOWN_KEYS = {
     "project": "type output-dir render resources",
     "execute": "enabled echo warning",
     "format": "html",
-    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css smooth-scroll",
+    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css smooth-scroll include-after-body",
     "format.html.theme": "light dark",
     "website": "title description site-url repo-url repo-branch repo-actions search page-navigation favicon "
     "sidebar navbar page-footer",
@@ -139,6 +139,10 @@ def check_config(root: Path, config: dict) -> list[str]:
         wrong.append(f"_quarto.yml: {page.relative_to(root)} is in the sidebar but not published")
     if site.get("favicon") and not (root / site["favicon"]).exists():
         wrong.append(f"_quarto.yml: the favicon {site['favicon']} does not exist")
+    for name in ("css", "include-after-body"):
+        file = (config.get("format", {}).get("html") or {}).get(name)
+        if file and not (root / file).exists():
+            wrong.append(f"_quarto.yml: the file {file} of {name} does not exist")
     for command in config.get("ipynb-filters", []):
         if not shutil.which(command.split()[0]):
             wrong.append(f"_quarto.yml: the filter {command} is not on PATH")

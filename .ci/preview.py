@@ -3,7 +3,7 @@
     python .ci/preview.py _preview
 
 It is not the site: Quarto's layout, search and navigation are missing. What is the same is what goes in (the filtered
-notebooks, the captions, the cross-references, styles.css) and how equations are made (pandoc, MathML)."""
+notebooks, the captions, the cross-references, styles.css, _records.html) and how equations are made (pandoc, MathML)."""
 
 import argparse, html, os, re, shutil, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ table {{ border-collapse: collapse; font-size: .9rem }} summary {{ cursor: point
 </style></head><body>
 <p class="note">A preview without Quarto. <a href="{up}index.html">Start</a></p>
 <details><summary>Pages</summary><nav>{nav}</nav></details>
-<header><h1>{title}</h1><p>{description}</p></header><main>{body}</main></body></html>
+<header><h1>{title}</h1><p>{description}</p></header><main>{body}</main>{after}</body></html>
 """
 
 
@@ -152,7 +152,8 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
         for path in root.glob(glob):
             (out / path.relative_to(root)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, out / path.relative_to(root))
-    written = []
+    written, after = [], config["format"]["html"].get("include-after-body", "")
+    after = (root / after).read_text() if after else ""
     api = re.compile(r'href="https?://[^"/]+/\w+/(nbs/[\w/.-]+\.html)')
     def write(target: str, title: str, description: str, content: str):
         folder, up = os.path.dirname(target), "../" * target.count("/")
@@ -160,7 +161,7 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
         content = api.sub(lambda m: f'href="{up}{m[1]}', links(content, pages, folder))
         (out / target).parent.mkdir(parents=True, exist_ok=True)
         (out / target).write_text(PAGE.format(title=html.escape(title), description=html.escape(description), up=up, nav=nav, body=content,
-                                            lang=config.get("lang", "en"), icon=up + icon if icon else "data:,"))
+                                            lang=config.get("lang", "en"), after=after, icon=up + icon if icon else "data:,"))
         written.append(out / target)
     for path, done in zip(notebooks, filtered):
         if done.returncode:

@@ -607,7 +607,7 @@ def _together(g: pd.DataFrame, level: float) -> dict:
             "least": bound("least"), "most": bound("most"), "collapsed": int(g.collapsed.sum()), "collapsed_baseline": int(g.collapsed_baseline.sum()),
             "differ": list(dict.fromkeys(x for row in g.differ for x in row)), "differences": tuple((flat * len(flat)).tolist()),
             "tasks": len(each), "agree": sum(abs(d.mean()) > _ROUNDING and d.mean() * difference > 0 for d in each),
-            "records": (), "records_baseline": ()}
+            "records": tuple(r for x in have.records for r in x), "records_baseline": tuple(r for x in have.records_baseline for r in x)}
 
 
 def over_tasks(
@@ -662,20 +662,27 @@ def _link(text: str, href: str, title: str, form: str) -> str:
     return f'[{text}]({href} "{title}")'
 
 # %% ../nbs/10_report.ipynb #dc904757
-def _href(base: str, file: str, first: int, last: int) -> str:
+def _href(base: str, file: str, lines: Sequence[int]) -> str:
+    "A file, and its lines from 1 on as ranges; a line 0 is the whole file."
     path = os.path.relpath(file).replace(os.sep, "/") if os.path.isabs(file) else file
-    return base + urllib.parse.quote(path) + (f"#L{first}" + (f"-L{last}" if last > first else "") if first else "")
+    starts = [n for n in lines if n and n - 1 not in lines]
+    ends = [n for n in lines if n and n + 1 not in lines]
+    spans = [f"L{a}" + (f"-L{b}" if b > a else "") for a, b in zip(starts, ends)]
+    return base + urllib.parse.quote(path) + ("#" + ",".join(spans) if spans else "")
 
 
 def _render(cell, form: str, base: str) -> str:
-    "A cell with its links: one where the records are neighbouring lines, else one for each seed."
+    "A cell with its links: one where the records lie in one file, as neighbours or of several runs a seed; else one for each seed."
     text = _escape(str(cell), form)
     records = [r for r in getattr(cell, "records", ()) if r[1]]
     if not records: return text
-    lines, title = sorted(r[2] for r in records), records[0][3] + (f" and {len(records) - 1} more" if len(records) > 1 else "")
-    together = len({r[1] for r in records}) == 1 and lines == list(range(lines[0], lines[0] + len(lines))) and lines[0] > 0
-    if together or len(records) == 1: return _link(text, _href(base, records[0][1], lines[0], lines[-1]), title, form)
-    each = ", ".join(_link(str(seed), _href(base, file, line, line), key, form) for seed, file, line, key in records)
+    lines, each_seed = sorted({r[2] for r in records}), len({r[0] for r in records}) == len(records)
+    neighbours = lines == list(range(lines[0], lines[0] + len(records)))
+    if len({r[1] for r in records}) == 1 and (neighbours or not each_seed):
+        title = records[0][3] + (f" and {len(records) - 1} more" if len(records) > 1 else "")
+        return _link(text, _href(base, records[0][1], lines), title, form)
+    if not each_seed: return text
+    each = ", ".join(_link(str(seed), _href(base, file, [line]), key, form) for seed, file, line, key in records)
     return f"{text} (seeds {each})"
 
 # %% ../nbs/10_report.ipynb #5bed86e2
@@ -721,7 +728,7 @@ def _show_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
         if "agree" in r: row["tasks of this sign"] = f"{r['agree']} of {r['tasks']}"
         row["mean"] = Cell(_pm(r["mean"], np.nan, digits), r["records"])
         row["baseline's mean"] = Cell(_pm(r["mean_baseline"], np.nan, digits), r["records_baseline"])
-        row["difference"] = f"{r['difference']:+.{digits}f}" if r["n"] else ""
+        row["difference"] = Cell(f"{r['difference']:+.{digits}f}", (*r["records"], *r["records_baseline"])) if r["n"] else ""
         row[f"{100 * table.attrs['level']:g} % interval"] = _between(r["low"], r["high"], r["n"], digits, signed=True)
         if "p_seeds" in r: row["p by seed"] = _p_text(r["p_seeds"])
         row |= {"p": _p_text(r["p"]), "p, Holm": _p_text(r["p_holm"]), "verdict": r["verdict"].split(":")[0]}

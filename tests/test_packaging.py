@@ -147,7 +147,7 @@ def test_the_source_distribution_holds_what_the_site_and_the_tests_need(tmp_path
     by_itself = {"README.md", "LICENSE", "pyproject.toml", "MANIFEST.in"}
     missing = {n for n in names - set(filelist.files) - by_itself if not n.startswith(("isoreg/", ".github/", ".git"))}
     assert not missing, "\n".join(sorted(missing))
-    for name in ("styles.css", "CHANGELOG.md", "nbs/images/favicon.svg", "nbs/results/record.schema.json", "nbs/images/fig-claims.png"):
+    for name in ("styles.css", "_records.html", "CHANGELOG.md", "nbs/images/favicon.svg", "nbs/results/record.schema.json", "nbs/images/fig-claims.png"):
         assert name in filelist.files
 
 

@@ -2,6 +2,7 @@
 import functools
 import http.server
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -139,6 +140,34 @@ def test_links_between_pages_lead_somewhere(name, opened, folder):
         assert there.exists(), f"{link} leads nowhere"
         if anchor and there.suffix == ".html":
             assert re.search(rf'\bid="{re.escape(anchor)}"', there.read_text()), f"{link}: no such place on the page"
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize("kind", ["one method", "a difference over tasks"])
+def test_a_number_shows_the_runs_behind_it(kind, width, opened, folder):
+    page, said = opened("nbs/tables/guided-main.html", width=width)
+    links = page.locator("main a[href*='runs.jsonl#L']").all()
+    link = links[0] if kind == "one method" else max(links, key=lambda a: a.get_attribute("href").count(","))
+    number, spans = link.inner_text(), link.get_attribute("href").split("#")[1].split(",")
+    stored = (folder / "nbs/results/runs.jsonl").read_text().split("\n")
+    spans = [[int(n) for n in re.findall(r"L(\d+)", span)] for span in spans]
+    runs = [json.loads(line) for span in spans for line in stored[span[0] - 1 : span[-1]]]
+    assert len({r["config"]["task"] for r in runs}) == len({r["config"]["dropout"] for r in runs}) + 1 if kind != "one method" else len(spans) == 1
+    link.click()
+    dialog = page.locator("dialog[open]")
+    dialog.wait_for()
+    assert f"{len(runs)} runs behind “{number}”" in dialog.inner_text()
+    head = dialog.locator("th").all_inner_texts()
+    shown = [dict(zip(head, row.split("\t"))) for row in dialog.locator("tbody").inner_text().splitlines()]
+    assert [(row["run"], int(row["seed"])) for row in shown] == [(r["key"], r["config"]["seed"]) for r in runs]
+    assert [float(row["score" if "score" in row else runs[0]["metric"].replace("_", " ")]) for row in shown] == pytest.approx([r["value"] for r in runs], rel=1e-3)
+    if kind != "one method": assert [(row["task"], row["dropout"]) for row in shown] == [(r["config"]["task"], r["config"]["dropout"]) for r in runs]
+    dialog.locator("summary").first.click()
+    assert json.loads(dialog.locator("pre").first.inner_text()) == runs[0]
+    assert page.evaluate("document.querySelector('dialog').getBoundingClientRect().right <= innerWidth") and "#L" not in page.url
+    page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
+    assert not said
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -549,13 +549,48 @@ def test_the_front_page_shows_the_same_numbers():
 def test_each_cell_leads_to_its_records(monkeypatch):
     monkeypatch.chdir(NBS)
     df = load("results/istar_first.jsonl")
-    found = links(to_markdown(summarise(df))) + links(to_markdown(compare(df)))
+    means = ["against", "pairs", "mean", "baseline's mean"]
+    found = links(to_markdown(summarise(df))) + links(to_markdown(compare(df), columns=means))
     assert len(found) == 6 + 8
     for href, title in found:
         path, first, last = re.fullmatch(r"(.+)#L(\d+)-L(\d+)", href).groups()
         keys = [json.loads(line)["key"] for line in Path(path).read_text().splitlines()[int(first) - 1 : int(last)]]
         assert len(keys) == 3 and title == f"{keys[0]} and 2 more"
     assert "(https://host/blob/main/nbs/results/istar_first.jsonl#L1-L3" in to_markdown(summarise(df), base="https://host/blob/main/nbs/")
+
+
+def linked(href):
+    "The records of a link with ranges of lines."
+    path, lines = href.split("#")
+    spans = [[int(n) for n in re.fullmatch(r"L(\d+)(?:-L(\d+))?", span).groups(default="0")] for span in lines.split(",")]
+    stored = Path(path).read_text().splitlines()
+    return [json.loads(line) for first, last in spans for line in stored[first - 1 : last or first]]
+
+
+def test_a_difference_leads_to_the_runs_of_both_arms(monkeypatch):
+    monkeypatch.chdir(NBS)
+    df = load("results/runs.jsonl")
+    df = df[df.dropout.isin(["standard", "guided"]) & df.regularizer.isin(["none"]) & df.task.isin(["mrpc", "stsb"])]
+    each = compare(df)
+    for table in (each, over_tasks(each)):
+        found = links(to_markdown(table, columns=["task", "difference"]))
+        assert len(found) == len(table)
+        for (href, title), row in zip(found, table.itertuples()):
+            runs = linked(href)
+            assert len(runs) == 2 * row.n and len({r["key"] for r in runs}) == len(runs) and title.endswith(f" and {len(runs) - 1} more")
+            assert {r["config"]["task"] for r in runs} == set(row.task.split(" + "))
+            mean = {(t, d): np.mean([r["value"] for r in runs if (r["config"]["task"], r["config"]["dropout"]) == (t, d)])
+                    for t in row.task.split(" + ") for d in ("standard", "guided")}
+            assert np.mean([mean[t, "guided"] - mean[t, "standard"] for t in row.task.split(" + ")]) == pytest.approx(row.difference)
+
+
+def test_a_difference_of_runs_in_folders_has_no_link_and_its_means_have(tmp_path):
+    for s in (0, 1):
+        for name, given, value in (("none", NONE, 0.6), ("istar", PLUS, 0.7)):
+            (tmp_path / f"{name}{s}").mkdir()
+            (tmp_path / f"{name}{s}" / "record.json").write_text(json.dumps(record(given, s, value)))
+    table = compare(load(tmp_path))
+    assert len(table) == 1 and not links(to_markdown(table, columns=["difference"])) and len(links(to_markdown(table))) == 4
 
 
 def test_scattered_records_have_one_link_a_seed(tmp_path):
