@@ -140,9 +140,10 @@ def check_config(root: Path, config: dict) -> list[str]:
     if site.get("favicon") and not (root / site["favicon"]).exists():
         wrong.append(f"_quarto.yml: the favicon {site['favicon']} does not exist")
     for name in ("css", "include-after-body"):
-        file = (config.get("format", {}).get("html") or {}).get(name)
-        if file and not (root / file).exists():
-            wrong.append(f"_quarto.yml: the file {file} of {name} does not exist")
+        given = (config.get("format", {}).get("html") or {}).get(name) or []
+        for file in [given] if isinstance(given, str) else given:
+            if not (root / file).exists():
+                wrong.append(f"_quarto.yml: the file {file} of {name} does not exist")
     for command in config.get("ipynb-filters", []):
         if not shutil.which(command.split()[0]):
             wrong.append(f"_quarto.yml: the filter {command} is not on PATH")

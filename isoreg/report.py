@@ -348,12 +348,17 @@ def seeds_needed(
     if tests < 1 or not 0 < alpha < 1: raise ValueError(f"tests, alpha: {tests}, {alpha}; need 1 or more comparisons and a level in (0, 1)")
     return math.ceil(math.log2(2 * tests / alpha) - 1e-12)
 
-# %% ../nbs/10_report.ipynb #c50aba6d
+# %% ../nbs/10_report.ipynb #6144e7a6
+def _varies(values: pd.Series) -> bool:
+    "Whether there are two values; none at all (None, NaN) is one of them."
+    return values.map(lambda v: None if v is None or v != v else str(v)).nunique(dropna=False) > 1
+
+
 def _varying(df: pd.DataFrame) -> list[str]:
     "Settings that vary, apart from the seed, what makes the method, and where files lie."
     known = [c for c in _defaults() if c in df.columns and c not in (*METHOD, "seed", "task", "model", "data_dir", "recipe", "length_groups")]
-    found = [c for c in ("model_name", *known, "protocol") if df[c].astype(str).nunique() > 1]
-    grouped = "length_groups" in df and (df.groupby("task").length_groups.nunique() > 1).any()   # from task to task it tells no runs apart
+    found = [c for c in ("model_name", *known, "protocol") if _varies(df[c])]
+    grouped = "length_groups" in df and df.groupby("task").length_groups.agg(_varies).any()   # from task to task it tells no runs apart
     return found + ["length_groups"] * bool(grouped)
 
 
@@ -427,7 +432,7 @@ def summarise(
     out.attrs = {"kind": "summary", "by": by, "level": level, "caption": provenance(df)}
     return out
 
-# %% ../nbs/10_report.ipynb #d0dda525
+# %% ../nbs/10_report.ipynb #5687ee81
 _CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
 
 
@@ -447,31 +452,31 @@ def clears_majority(
     """Whether the runs of the baseline score above the best constant answer, so that the task can judge a method: by more than two standard errors.
 
     Columns: task, the varying settings, metric, n, mean, majority, rows (of evaluation), error (of the mean: seeds and rows), clears.
-    Where a record does not say its rows, error is that of the seeds. Without a finished run `clears` is False. `ValueError` if no run has the baseline."""
+    Where a record does not say its rows, error is that of the seeds. Without a finished run `clears` is False; where no majority is recorded there is
+    nothing to clear, and it is True. `ValueError` if no run has the baseline."""
     plain = df[df.method == baseline].reset_index(drop=True)
     if not len(plain): raise ValueError(f"baseline: no run is {baseline!r}; methods are {', '.join(dict.fromkeys(df.method))}")
     by = _by(df, by)
     table = summarise(plain, by)
-    sizes = {names: g.evaluation_rows.dropna().min() for names, g in plain.groupby([*by, "method"], dropna=False)}
-    table["rows"] = [sizes[names] for names in table[[*by, "method"]].itertuples(index=False, name=None)]
+    table["rows"] = [g.evaluation_rows.min() for _, g in _ordered(plain.groupby([*by, "method"], dropna=False, sort=False))]  # the order of summarise
     few = [_row_error(r.metric, r.mean, r.rows) for r in table[["metric", "mean", "rows"]].itertuples(index=False)]
     table["error"] = np.sqrt(np.square(few) + table.sd.fillna(0) ** 2 / table.n.clip(lower=1))
-    table["clears"] = table["mean"] - table.majority > 2 * table.error
+    table["clears"] = (table.n > 0) & ~(table["mean"] - table.majority <= 2 * table.error)
     return table[[*by, "metric", "n", "mean", "majority", "rows", "error", "clears"]]
 
 
 def _stuck_text(able: pd.DataFrame, baseline: str) -> str:
     "The tasks that cannot judge, in words; nothing if all can."
     low = able[~able.clears]
-    named = [f"{r.task} ({r.mean:.3f} beside {r.majority:.3f}; two standard errors are {2 * r.error:.3f})" for r in low.itertuples()]
+    named = [f"{r.task} ({r.mean:.3f} beside {r.majority:.3f}; two standard errors are {2 * r.error:.3f})" if r.n else f"{r.task} (no finished run)" for r in low.itertuples()]
     return f"Left out, since {baseline} does not clear the majority rate there: {'; '.join(named)}." if named else ""
 
-# %% ../nbs/10_report.ipynb #21c8f122
+# %% ../nbs/10_report.ipynb #4347030e
 def _check_pairs(arm: pd.DataFrame, names: str):
     twice = arm[arm.seed.duplicated(keep=False)]
     if not len(twice): return
     same = twice[twice.seed == twice.seed.iloc[0]]
-    differ = [c for c in _defaults() if c in same and c != "seed" and same[c].astype(str).nunique() > 1]
+    differ = [c for c in _defaults() if c in same and c != "seed" and _varies(same[c])]
     raise ValueError(f"by: {len(same)} runs of {names} have seed {same.seed.iloc[0]}; they differ in {', '.join(differ) or 'nothing but the key'}: "
                      "add that to by, or choose runs")
 
@@ -813,7 +818,7 @@ def published(
         if not len(out): raise ValueError(f"{name}: {wanted!r} has no published number here; known are {', '.join(known)}")
     return out.reset_index(drop=True)
 
-# %% ../nbs/10_report.ipynb #ea6a9507
+# %% ../nbs/10_report.ipynb #ce5835e2
 def _measured(df: pd.DataFrame, protocol: str, task: str, method: str, row: dict, digits: int):
     "The cell of one protocol, in the unit of the published number."
     g = df[(df.protocol == protocol) & (df.task == task) & (df.method == method)]
@@ -823,7 +828,8 @@ def _measured(df: pd.DataFrame, protocol: str, task: str, method: str, row: dict
     s, times = s.iloc[0], 100 if row["unit"] == "percent" and task != "squad" else 1
     more = [f"n={s.n}"] + [f"{s[c]} {w}" for c, w in (("failed", "failed"), ("collapsed", "one class only")) if s[c]]
     if isinstance(row.get("metric"), str) and s.metric not in (row["metric"], "unknown"): more.append(s.metric)
-    return Cell(f"{_pm(times * s['mean'], times * s['sd'], digits) or 'no finished run'} ({', '.join(more)})", s.records)
+    reach = f" [{times * s.low:.{digits}f}, {times * s.high:.{digits}f}]" if s.low == s.low else ""
+    return Cell(f"{_pm(times * s['mean'], times * s['sd'], digits) or 'no finished run'}{reach} ({', '.join(more)})", s.records)
 
 
 def three_columns(
@@ -832,7 +838,8 @@ def three_columns(
     methods: dict[str, str],  # the paper's name of a method -> ours, as in the column method
     digits: int = 2,  # in the unit of the paper
 ) -> pd.DataFrame:  # task, method, statistic, published, as released, corrected, read, source
-    """Published numbers beside the runs of either protocol, in the paper's unit; a cell without runs says "not run".
+    """Published numbers beside the runs of either protocol, in the paper's unit: mean, standard deviation, 95 % t interval, n; a cell without runs says
+    "not run".
 
     `ValueError` if a cell's runs have more than one setting, or a published number has no task."""
     wanted, rows = numbers[numbers.method.isin(list(methods))], []

@@ -142,32 +142,72 @@ def test_links_between_pages_lead_somewhere(name, opened, folder):
             assert re.search(rf'\bid="{re.escape(anchor)}"', there.read_text()), f"{link}: no such place on the page"
 
 
+RUNS = "main a[href*='runs.jsonl#L']"
+
+
 @pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("kind", ["one method", "a difference over tasks"])
 def test_a_number_shows_the_runs_behind_it(kind, width, opened, folder):
     page, said = opened("nbs/tables/guided-main.html", width=width)
-    links = page.locator("main a[href*='runs.jsonl#L']").all()
+    links = page.locator(RUNS).all()
     link = links[0] if kind == "one method" else max(links, key=lambda a: a.get_attribute("href").count(","))
     number, spans = link.inner_text(), link.get_attribute("href").split("#")[1].split(",")
     stored = (folder / "nbs/results/runs.jsonl").read_text().split("\n")
     spans = [[int(n) for n in re.findall(r"L(\d+)", span)] for span in spans]
     runs = [json.loads(line) for span in spans for line in stored[span[0] - 1 : span[-1]]]
-    assert len({r["config"]["task"] for r in runs}) == len({r["config"]["dropout"] for r in runs}) + 1 if kind != "one method" else len(spans) == 1
+    tasks, arms = ({r["config"][name] for r in runs} for name in ("task", "dropout"))
+    assert (len(tasks), len(arms)) == (1, 1) if kind == "one method" else len(tasks) > 1 and len(arms) == 2
     link.click()
     dialog = page.locator("dialog[open]")
     dialog.wait_for()
-    assert f"{len(runs)} runs behind “{number}”" in dialog.inner_text()
+    assert f"{len(runs)} runs behind “{number}”" in dialog.inner_text() and "regularizer none" in dialog.inner_text()
     head = dialog.locator("th").all_inner_texts()
     shown = [dict(zip(head, row.split("\t"))) for row in dialog.locator("tbody").inner_text().splitlines()]
     assert [(row["run"], int(row["seed"])) for row in shown] == [(r["key"], r["config"]["seed"]) for r in runs]
     assert [float(row["score" if "score" in row else runs[0]["metric"].replace("_", " ")]) for row in shown] == pytest.approx([r["value"] for r in runs], rel=1e-3)
-    if kind != "one method": assert [(row["task"], row["dropout"]) for row in shown] == [(r["config"]["task"], r["config"]["dropout"]) for r in runs]
+    if kind != "one method":
+        of = lambda r: (r["config"]["task"], r["config"]["dropout"], str(r["config"].get("length_groups", "–")))    # which the first records do not have
+        assert [(row["task"], row["dropout"], row["length groups"]) for row in shown] == [of(r) for r in runs]
     dialog.locator("summary").first.click()
     assert json.loads(dialog.locator("pre").first.inner_text()) == runs[0]
     assert page.evaluate("document.querySelector('dialog').getBoundingClientRect().right <= innerWidth") and "#L" not in page.url
-    page.keyboard.press("Escape")
-    dialog.wait_for(state="detached")
     assert not said
+
+
+@pytest.mark.parametrize("way", ["Escape", "Close", "backdrop"])
+def test_the_runs_behind_a_number_open_and_close_by_keyboard_and_pointer(way, opened):
+    page, said = opened("nbs/tables/guided-main.html", scheme="dark")
+    link, dialog = page.locator(RUNS).first, page.locator("dialog[open]")
+    link.focus()
+    page.keyboard.press("Enter")
+    dialog.wait_for()
+    assert page.evaluate("document.activeElement.textContent") == "Close"
+    box = dialog.bounding_box()
+    page.mouse.click(box["x"] + 4, box["y"] + box["height"] / 2)       # within it, beside the text
+    page.mouse.move(box["x"] + 60, box["y"] + 100)
+    page.mouse.down()
+    page.mouse.move(5, 5)
+    page.mouse.up()                                                    # a selection that ends beyond its edge
+    assert dialog.is_visible()
+    colours = "name => { const s = getComputedStyle(document.querySelector(name)); return [s.color, s.backgroundColor]; }"
+    assert page.evaluate(colours, "dialog") == page.evaluate(colours, "body")
+    if way == "Escape": page.keyboard.press("Escape")
+    elif way == "Close": dialog.get_by_role("button", name="Close").click()
+    else: page.mouse.click(5, 5)
+    page.wait_for_function("!document.querySelector('dialog')")
+    assert page.evaluate("document.activeElement.getAttribute('href')") == link.get_attribute("href") and not said
+
+
+def test_a_number_opens_its_file_where_its_runs_cannot_be_shown(opened):
+    other = lambda route: route.fulfill(body="{}\n" * 1000)      # the records of another day
+    for answer in (other, lambda route: route.abort()):
+        page, _ = opened("nbs/tables/guided-main.html")
+        page.route("**/runs.jsonl", lambda route: answer(route) if route.request.resource_type == "fetch" else route.continue_())
+        with page.expect_download() as file: page.locator(RUNS).first.click()      # a server that knows the type shows it
+        assert "/nbs/results/runs.jsonl#L" in file.value.url and not page.locator("dialog").count()
+    page, _ = opened("nbs/tables/guided-main.html")
+    with page.context.expect_page() as new: page.locator(RUNS).first.click(modifiers=["ControlOrMeta"])
+    assert new.value and not page.locator("dialog").count()
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -678,7 +678,8 @@ def test_three_columns_keep_protocols_apart():
     runs = [record(m, s, v + more + 0.01 * s, settings={"recipe": r}) for m, v in ((NONE, 0.6), (MINUS, 0.7)) for r, more in (("istar-released", 0), ("istar-paper", 0.1)) for s in (0, 1)]
     numbers = published(paper="I-STAR", table="Table 1", model="BERT", task="rte")
     t = three_columns(load(runs), numbers, {"Base": "base", "I-STAR": "I-STAR λ=-1"})
-    assert [str(c) for c in t["as released"]] == ["60.50 ± 0.71 (n=2)", "70.50 ± 0.71 (n=2)"] and [str(c) for c in t["corrected"]] == ["70.50 ± 0.71 (n=2)", "80.50 ± 0.71 (n=2)"]
+    around = lambda m: f"{m:.2f} ± 0.71 [{m - 6.35:.2f}, {m + 6.35:.2f}] (n=2)"     # t of one degree of freedom is 12.706
+    assert [str(c) for c in t["as released"]] == [around(60.5), around(70.5)] and [str(c) for c in t["corrected"]] == [around(70.5), around(80.5)]
     assert list(t.published) == ["62.24 ± 0.48 (BERT, mean of 5)", "62.53 ± 0.70 (BERT, mean of 5)"] and numbers.source[0] in t.attrs["caption"]
     assert [str(c) for c in three_columns(load(runs), published(paper="I-STAR", task="squad"), {"Base": "base"})["corrected"]] == ["not run"]
     mixed = load([*runs, record(NONE, 0, 0.9, settings={"recipe": "istar-paper", "lr": 1e-5})])
@@ -725,6 +726,29 @@ def test_a_base_near_the_majority_cannot_judge_however_many_seeds():
 def test_settings_are_judged_apart():
     few = [record(NONE, 0, 0.53, settings={"train_fraction": 0.1}), record(NONE, 0, 0.7)]
     assert clears_majority(load(few))[["train_fraction", "clears"]].values.tolist() == [[0.1, False], [1.0, True]]
+
+
+def test_a_task_without_a_majority_has_nothing_to_clear():
+    (run,) = plain([0.01])
+    del run["data"]["majority"]
+    assert clears_majority(load([run])).clears[0]
+
+
+@pytest.mark.parametrize("name, value", [("max_train", 100), ("eval_split", "test"), ("clip", 2.0)])
+def test_none_and_a_value_are_two_settings(name, value, tmp_path):
+    "None is a value: neither pooled with the other runs nor paired with them, in tables and in the report."
+    of = lambda given, task, base, gain: [record(m, s, v + 0.01 * s, task=task, settings={name: given}) for s in range(3) for m, v in ((NONE, base), (MINUS, base + gain))]
+    df = load([run for given, base in ((None, 0.8), (value, 0.7)) for task in ("rte", "mrpc") for run in of(given, task, base, 0.05)])
+    table = summarise(df)
+    assert len(table) == 8 and set(table.n) == {3} and sorted(set(table["mean"].round(6))) == [0.71, 0.76, 0.81, 0.86]
+    assert compare(df).difference.tolist() == pytest.approx([0.05] * 4)
+    able = clears_majority(df)
+    assert dict(zip(able["mean"].round(6), able.clears)) == {0.81: True, 0.71: True} and able.rows.tolist() == [277] * 4
+    made = pd.read_csv(next(p for p in write_report(df, tmp_path) if p.name == "over_tasks.csv"))
+    assert made.n.tolist() == [6, 6] and made.difference.tolist() == pytest.approx([0.05] * 2)
+    low = load([run for given, base in ((None, 0.53), (value, 0.7)) for task in ("rte", "mrpc") for run in of(given, task, base, 0.05)])
+    made = pd.read_csv(next(p for p in write_report(low, tmp_path) if p.name == "over_tasks.csv"))
+    assert made["mean"].tolist() == pytest.approx([0.76])      # the tasks with None cannot judge
 
 
 # ---- rank correlation and figures
