@@ -904,7 +904,7 @@ def rank_correlation(
             "settings": whole.method.nunique(), "left_out": done.seed.nunique() - whole.seed.nunique(),
             "failed": int((df.status == "failed").sum()), "resamples": resamples}
 
-# %% ../nbs/10_report.ipynb #a6da6402
+# %% ../nbs/10_report.ipynb #090fb2e2
 COLOURS = ("black", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito; told apart by colour-blind readers
 MARKS = "soD^vP*"
 
@@ -925,7 +925,7 @@ def _panels(df: pd.DataFrame, without: Sequence[str] = (), legend: bool = False,
     "A figure with one panel for each task and varying setting, and (axes, runs) of each; with room for a legend beside them."
     by = [c for c in _by(df, None) if c not in without]
     groups = list(df.groupby(by, dropna=False, sort=False))
-    columns = min(3, len(groups))
+    columns = min(3, len(groups)) if len(groups) != 4 else 2
     lines = math.ceil(len(groups) / columns)
     fig, axes = _pyplot().subplots(lines, columns, figsize=(max(4.6, width * columns) + 1.8 * legend, height * lines), layout="constrained", squeeze=False)
     for ax in axes.flat[len(groups):]: ax.set_visible(False)
