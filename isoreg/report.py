@@ -828,7 +828,7 @@ def _measured(df: pd.DataFrame, protocol: str, task: str, method: str, row: dict
     s, times = s.iloc[0], 100 if row["unit"] == "percent" and task != "squad" else 1
     more = [f"n={s.n}"] + [f"{s[c]} {w}" for c, w in (("failed", "failed"), ("collapsed", "one class only")) if s[c]]
     if isinstance(row.get("metric"), str) and s.metric not in (row["metric"], "unknown"): more.append(s.metric)
-    reach = f" [{times * s.low:.{digits}f}, {times * s.high:.{digits}f}]" if s.low == s.low else ""
+    reach = f" [{times * s.low:.{digits}f}, {times * s.high:.{digits}f}]" if s.low == s.low else " [all equal]" if s.n > 1 else ""
     return Cell(f"{_pm(times * s['mean'], times * s['sd'], digits) or 'no finished run'}{reach} ({', '.join(more)})", s.records)
 
 
