@@ -684,7 +684,7 @@ def _render(cell, form: str, base: str) -> str:
     lines, each_seed = sorted({r[2] for r in records}), len({r[0] for r in records}) == len(records)
     neighbours = lines == list(range(lines[0], lines[0] + len(records)))
     if len({r[1] for r in records}) == 1 and (neighbours or not each_seed):
-        title = records[0][3] + (f" and {len(records) - 1} more" if len(records) > 1 else "")
+        title = min(records, key=lambda r: r[2])[3] + (f" and {len(records) - 1} more" if len(records) > 1 else "")
         return _link(text, _href(base, records[0][1], lines), title, form)
     if not each_seed: return text
     each = ", ".join(_link(str(seed), _href(base, file, [line]), key, form) for seed, file, line, key in records)

@@ -536,7 +536,9 @@ def test_the_front_page_shows_the_same_numbers():
             task, seeds = re.fullmatch(r"(\S+) \(n = (\d+)(?: to \d+)?\)", column).groups()
             base = runs[names[task], "base"]
             if row["method"].startswith("base"):
-                assert row[column] == f"{np.mean([r['value'] for r in base.values()]):.3f}" and len(base) >= int(seeds)
+                scores = [r["value"] for r in base.values()]
+                low, high = stats.ttest_1samp(scores, 0).confidence_interval()
+                assert row[column] == f"{np.mean(scores):.3f} [{low:.3f}, {high:.3f}]" and len(base) >= int(seeds)
             elif row[column]:
                 arm = runs[names[task], row["method"]]
                 both = sorted(set(arm) & set(base))

@@ -49,7 +49,8 @@ def test_no_cell_without_its_seeds_and_interval(path):
         for row in rows[2:]:
             cells = dict(zip(head, row))
             if count: assert re.match(r"\d+", cells[count]), cells
-            if reach: assert cells[reach], cells
+            if reach: assert cells[reach] and "nan" not in cells[reach], cells
+            assert all("[" in cell for name, cell in cells.items() if "(n = " in name and cell), cells
             for name, cell in cells.items():      # a mean with its seeds in one cell; published numbers have what their papers give
                 if re.search(r"±|\(n ?=", cell) and not (count and reach) and not name.startswith(("published", "verdict")):
                     over_samples = re.search(r"± \S+ \((?:\d+|six) (?:samples|directions)\)", cell)      # no runs
