@@ -462,7 +462,9 @@ def clears_majority(
     few = [_row_error(r.metric, r.mean, r.rows) for r in table[["metric", "mean", "rows"]].itertuples(index=False)]
     table["error"] = np.sqrt(np.square(few) + table.sd.fillna(0) ** 2 / table.n.clip(lower=1))
     table["clears"] = (table.n > 0) & ~(table["mean"] - table.majority <= 2 * table.error)
-    return table[[*by, "metric", "n", "mean", "majority", "rows", "error", "clears"]]
+    out = table[[*by, "metric", "n", "mean", "majority", "rows", "error", "clears"]]
+    out.attrs = {"kind": "judges", "by": by, "caption": provenance(plain)}
+    return out
 
 
 def _stuck_text(able: pd.DataFrame, baseline: str) -> str:
@@ -747,11 +749,18 @@ def _show_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     return shown.loc[:, [c for c in shown if (shown[c].astype(str) != "").any()]]
 
 
+def _show_judges(table: pd.DataFrame, digits: int) -> pd.DataFrame:
+    return pd.DataFrame([{c: _setting(r[c]) for c in table.attrs["by"]} | {
+        "metric": r["metric"].replace("_", " "), "seeds": f"{r['n']}", "baseline's mean": _pm(r["mean"], np.nan, digits) or "no finished run",
+        "best constant answer": _pm(r["majority"], np.nan, digits) or "not known", "two standard errors": _pm(2 * r["error"], np.nan, digits),
+        "can judge": "yes" if r["clears"] else "no"} for r in table.to_dict("records")])
+
+
 def _shown(table: pd.DataFrame, caption: str | None, digits: int, columns: Sequence[str] | None, form: str, base: str) -> tuple[pd.DataFrame, str]:
     "The rendered cells and the caption."
     caption = caption if caption is not None else table.attrs.get("caption", "")
     if not caption.strip(): raise ValueError("caption: the table has no line of origin; pass provenance(df), or say where its numbers come from")
-    show = {"summary": _show_summary, "comparison": _show_comparison}.get(table.attrs.get("kind"))
+    show = {"summary": _show_summary, "comparison": _show_comparison, "judges": _show_judges}.get(table.attrs.get("kind"))
     shown = show(table, digits) if show else table
     if show is _show_comparison: caption = " ".join([*dict.fromkeys(f"{v[0].upper()}{v[1:]}." for v in table.verdict if ":" in v), caption])
     for c in columns or ():
@@ -761,7 +770,7 @@ def _shown(table: pd.DataFrame, caption: str | None, digits: int, columns: Seque
 
 # %% ../nbs/10_report.ipynb #cfe1e0e2
 def to_markdown(
-    table: pd.DataFrame,  # of summarise, compare or three_columns, or any other
+    table: pd.DataFrame,  # of summarise, compare, over_tasks, clears_majority or three_columns, or any other
     caption: str | None = None,  # line of origin; None: the table's own
     digits: int = 3,  # of the metric
     columns: Sequence[str] | None = None,  # shown ones, by their heads; None: all that hold anything
@@ -925,8 +934,8 @@ def _panels(df: pd.DataFrame, without: Sequence[str] = (), legend: bool = False,
     "A figure with one panel for each task and varying setting, and (axes, runs) of each; with room for a legend beside them."
     by = [c for c in _by(df, None) if c not in without]
     groups = list(df.groupby(by, dropna=False, sort=False))
-    columns = min(3, len(groups)) if len(groups) != 4 else 2
-    lines = math.ceil(len(groups) / columns)
+    lines = math.ceil(len(groups) / 3)
+    columns = math.ceil(len(groups) / lines)
     fig, axes = _pyplot().subplots(lines, columns, figsize=(max(4.6, width * columns) + 1.8 * legend, height * lines), layout="constrained", squeeze=False)
     for ax in axes.flat[len(groups):]: ax.set_visible(False)
     for ax, (names, _) in zip(axes.flat, groups):

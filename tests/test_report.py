@@ -743,6 +743,13 @@ def test_a_task_without_a_majority_has_nothing_to_clear():
     assert clears_majority(load([run])).clears[0]
 
 
+def test_what_can_judge_is_a_table_with_its_origin():
+    text = to_markdown(clears_majority(load(plain([0.60, 0.62]) + plain([0.3, 0.4], task="cola", rows=1043, metric="matthews_correlation", majority=0.0) + [failed(NONE, 0, task="mrpc")])))
+    rows = {cells[0]: cells for line in text.splitlines() if line.startswith("|") for cells in [[c.strip() for c in line.strip("|").split("|")]]}
+    assert rows["rte"][1:] == ["accuracy", "2", "0.610", "0.527", "0.062", "yes"] and rows["cola"][3:] == ["0.350", "0.000", "0.118", "yes"]
+    assert rows["mrpc"][2:4] == ["0", "no finished run"] and rows["mrpc"][-1] == "no" and "Model bert-base-cased" in text
+
+
 @pytest.mark.parametrize("name, value", [("max_train", 100), ("eval_split", "test"), ("clip", 2.0)])
 def test_none_and_a_value_are_two_settings(name, value, tmp_path):
     "None is a value: neither pooled with the other runs nor paired with them, in tables and in the report."
