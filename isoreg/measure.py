@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from scipy import stats
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
 from .corpus import LOSSES, TextBatches, load_texts, sample_losses
 from .dropout import dropout_sites, guided_schedule, site_scores
 from .files import record_files, write_atomically
-from .finetune import DIALECT, _config_schema, _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _source, _typed, _versions, scores_source
+from .finetune import DIALECT, _config_schema, _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _source, _typed, _versions, load_tokenizer, missing_weights, scores_source
 from .fisher import FisherEstimate, agreement, empirical_fisher, load_scores, model_fingerprint
 from .geometry import geometry
 from .isoscore import isoscore
@@ -103,7 +103,7 @@ def load_language_model(
     if loss == "clm" and _looks_ahead(model.eval()):
         raise ValueError(f"model: {config.model!r} sees the tokens on the right, so its causal loss is no likelihood; use loss mlm")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.eval().to(device), AutoTokenizer.from_pretrained(source), loss, []
+    return model.eval().to(device), load_tokenizer(config.model), loss, []
 
 
 def _toy_model(kind: str) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:
@@ -280,14 +280,14 @@ def _finished(folder: Path, config: TextConfig) -> dict | None:
 
 def _fisher_sha256(config: "LandscapeConfig") -> str | None:
     "Digest of the file of scores, where one is named."
-    return scores_source(config.fisher)["sha256"] if config.fisher is not None else None
+    return scores_source(config.fisher)["sha256"][:16] if config.fisher is not None else None
 
 
 def _fisher_changed(record: dict) -> bool:
     "Whether the file of scores behind a surface is there and has been changed since. Older records do not say what was in it."
     path, sha256 = record["config"].get("fisher"), record.get("fisher_sha256")
     if path is None or sha256 is None: return False
-    try: return scores_source(path)["sha256"] != sha256
+    try: return scores_source(path)["sha256"][:16] != sha256
     except ValueError: return False  # not found from here
 
 # %% ../nbs/08c_measure.ipynb #43668f5a
@@ -415,7 +415,7 @@ def load_body(
     if config.model in ("toy-gpt2", "toy-t5"): model, tokenizer, notes = _toy_model(config.model.removeprefix("toy-"))
     else:
         source, _ = _pretrained(config)
-        model, tokenizer, notes = _read_body(source, config.model), AutoTokenizer.from_pretrained(source), []
+        model, tokenizer, notes = _read_body(source, config.model), load_tokenizer(config.model), []
     model = getattr(model, "base_model", model)
     if _has_decoder(model): model, notes = model.get_encoder(), notes + ["hidden states of the encoder"]
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, notes
@@ -429,9 +429,7 @@ def _has_decoder(model: nn.Module) -> bool:
 def _read_body(source: str, name: str) -> nn.Module:
     "The model without a head. `ValueError` where weights are missing that the hidden states pass through: not the pooler's, nor those of a decoder beside an encoder."
     model, info = AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-    body, named = model.get_encoder() if _has_decoder(model) else model, dict(model.named_parameters(remove_duplicate=False))
-    own = {id(p) for p in body.parameters()}
-    missing = sorted(k for k in info["missing_keys"] if "pooler" not in k and (k not in named or id(named[k]) in own))
+    missing = missing_weights(model, model.get_encoder() if _has_decoder(model) else model, info["missing_keys"])
     if missing: raise ValueError(f"model: {name!r} lacks weights ({', '.join(missing[:2])}); give a complete checkpoint")
     return model
 

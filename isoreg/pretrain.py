@@ -30,7 +30,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 from .corpus import TextBatches, head_input, load_texts, predicted_logits
 from .files import write_atomically
 from .finetune import (
-    SMALL, ProgressFile, _fingerprint, _git_commit, _hardware, _not_there, _Parameters, _peak_memory_mib, _plain, _put, _source, _typed, _versions, resolve_precision)
+    SMALL, ProgressFile, _fingerprint, _git_commit, _hardware, _not_there, _Parameters, _peak_memory_mib, _plain, _put, _source, _typed, _versions, load_tokenizer, resolve_precision)
 from .istar import eval_mode
 from .toy import toy_corpus, toy_tokenizer
 
@@ -352,7 +352,8 @@ def _batches(config: PretrainConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
 def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase:
     "The checkpoint's tokenizer; `ValueError` if it is not there or the model cannot read samples of this length."
     source = source_of(config.model)
-    try: tokenizer, model = AutoTokenizer.from_pretrained(source), AutoConfig.from_pretrained(source)
+    tokenizer = load_tokenizer(config.model)
+    try: model = AutoConfig.from_pretrained(source)
     except OSError as error: raise _not_there(config.model, error) from None
     places = getattr(model, "max_position_embeddings", None) or math.inf
     if min(config.max_length, tokenizer.model_max_length) > places:

@@ -60,6 +60,13 @@ def _fields() -> dict[str, tuple]:
 def _defaults() -> dict: return {name: default for name, (default, _) in _fields().items()}
 
 
+@functools.cache
+def _earlier() -> dict:
+    "Settings younger than the first records, with the value that every run had before."
+    tree = ast.parse(Path(importlib.util.find_spec("isoreg.finetune").origin).read_text(encoding="utf-8"))
+    return next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "EARLIER")
+
+
 def _misfit(config: dict) -> str | None:
     "The first setting that a run cannot have had, in words."
     for name, (_, types) in _fields().items():
@@ -175,7 +182,7 @@ def _geometry(record: dict) -> dict:
 def _row(record: dict, file: str, line: int) -> dict:
     "The row of a record."
     part = functools.partial(_section, record)
-    config, data, text = _defaults() | record["config"], part("data"), lambda name: record.get(name) if isinstance(record.get(name), str) else ""
+    config, data, text = _defaults() | _earlier() | record["config"], part("data"), lambda name: record.get(name) if isinstance(record.get(name), str) else ""
     value, notes = record.get("value"), [n for p in ("data", "model", "dropout") for n in _notes(record, p)]
     finite = isinstance(value, (int, float)) and math.isfinite(value)
     error = record.get("error") or (None if finite else "the metric is no finite number")

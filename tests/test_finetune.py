@@ -138,7 +138,7 @@ def test_keys_of_the_stored_records_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert len(lines) == 18
     for record in map(json.loads, lines):
-        config = RunConfig(**record["config"])
+        config = RunConfig.from_record(record["config"])
         assert config.key == record["key"] and config.to_dict().items() >= record["config"].items()
 
 
@@ -153,7 +153,7 @@ def test_recipes_fill_and_can_be_overridden():
     arguments = training_arguments(RunConfig(recipe="mosbach"), "unused", 1000, "classification")
     assert arguments.get_warmup_steps(1000) == 100 and arguments.lr_scheduler_type == "linear" and arguments.max_grad_norm == 1.0
     assert RunConfig(recipe="guided-released").split_protocol == "joined" and RunConfig().split_protocol == "official"
-    assert RunConfig().lam == -0.1 and RunConfig(recipe="quick").lam == -1.0 and RunConfig(regularizer="cosreg").lam == 1.0
+    assert RunConfig().lam == -0.1 and RunConfig(recipe="quick").lam == -0.1 and RunConfig(regularizer="cosreg").lam == 1.0
 
 
 @pytest.fixture(scope="module")
