@@ -6,8 +6,8 @@ __all__ = ['app', 'run_command', 'sweep_command', 'status_command', 'read_points
 
 # %% ../nbs/11_cli.ipynb #5d321039
 import contextlib
-import itertools
 import json
+import random
 import re
 import warnings
 from pathlib import Path
@@ -414,10 +414,10 @@ def _from_lists(rows: list, column: str):
 def spectrum(
     points,  # (n, d) array or tensor
 ) -> dict:
-    "Share of the variance on the first principal axes, and how many axes hold 50, 90 and 99 per cent of it."
+    "Share of the variance on the first principal axes, and how many axes hold 50, 90 and 99 per cent; in float64."
     import torch
-    x = torch.as_tensor(points)
-    x = (x - x.mean(0)).double()
+    x = torch.as_tensor(points).double()  # before the mean, which half precision rounds
+    x = x - x.mean(0)
     return _spectrum(x @ x.T if len(x) < x.shape[1] else x.T @ x, len(x))
 
 
@@ -499,7 +499,7 @@ def _stream(encoder, batch: dict, groups: int = 20, size: int = 32) -> list:
             for chosen in (group == g).nonzero()[:, 0].split(size):
                 inputs = {k: v[chosen] for k, v in batch.items()}
                 with torch.no_grad(): states = encoder(**inputs, output_hidden_states=True).hidden_states
-                streams = streams or [_SequenceStream(int(group[-1]) + 1, h.shape[-1], h.device) for h in states]
+                streams = streams or [_SequenceStream(int(group.max()) + 1, h.shape[-1], h.device) for h in states]
                 for stream, h in zip(streams, states): (stream.second if again else stream.first)(g, h, inputs["attention_mask"].bool())
             if again: [stream.close(g) for stream in streams]
     return streams
@@ -510,7 +510,8 @@ def score_command(
     file: Annotated[Path, typer.Argument(help="Vectors (.npy, .npz, .safetensors, .parquet), or a text file, one text a line, with --model.")],
     model: Annotated[Optional[str], _option("Score the layers of this model on the text file: toy-bert, a folder or a name on the hub.")] = None,
     array: Annotated[Optional[str], _option("Name of the array or column in the file.")] = None,
-    max_lines: Annotated[int, typer.Option(min=1, help="Lines of the text file at most.")] = 500,
+    max_lines: Annotated[int, typer.Option(min=1, help="Lines of the text file at most, drawn at random.")] = 500,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draw of lines.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ):
     "IsoScore, plain and bias-corrected with its standard error, and the spectrum."
@@ -522,20 +523,30 @@ def score_command(
             for w in caught: _errors.print(_plain(str(w.message)))
             result = score_points(points)
         elif array is not None: raise ValueError("array: does not apply to a text file; leave --array out, or --model")
-        else: result = score_model(model, _lines(file, max_lines))
+        else:
+            lines, texts = _lines(file, max_lines, seed)
+            drawn = {"texts": texts, "seed": seed if texts > len(lines) else None}
+            result = [row | drawn for row in score_model(model, lines)]
     except (ValueError, OSError) as error: _fail(str(error), 2)
     if as_json: print(json.dumps(result, indent=1))
     else: _show_layers(result) if model else _show_points(result)
 
-
-def _lines(file: Path, most: int) -> list[str]:
-    "The first lines with text."
+# %% ../nbs/11_cli.ipynb #90d6b35e
+def _lines(file: Path, most: int, seed: int) -> tuple[list[str], int]:
+    "Lines with text, all or so many drawn at random, and how many the file has; no more than these are held."
     if not file.is_file(): raise ValueError(f"file: no file {str(file)!r}")
+    rng, drawn, total = random.Random(seed), [], 0
     with file.open(encoding="utf-8-sig") as f:
-        try: return list(itertools.islice((line.rstrip("\n") for line in f if line.strip()), most))
-        except UnicodeDecodeError: raise ValueError(f"file: {file.name} is no UTF-8 text; convert it, for example with iconv -f latin1 -t utf-8, or leave --model out for vectors") from None
+        try:
+            for total, line in enumerate(filter(str.strip, f), 1):
+                at = len(drawn) if total <= most else rng.randrange(total)
+                if at < most: drawn[at : at + 1] = [line.rstrip("\n")]
+        except UnicodeDecodeError:
+            raise ValueError(f"file: {file.name} is no UTF-8 text; convert it, for example with "
+                             "iconv -f latin1 -t utf-8, or leave --model out for vectors") from None
+    return drawn, total
 
-
+# %% ../nbs/11_cli.ipynb #2e7f58ab
 def _show_points(r: dict):
     table = Table(show_header=False, title=f"{r['points']} points, {r['dims']} dimensions", title_justify="left")
     table.add_row("IsoScore", f"{r['isoscore']:.4f}")
@@ -548,7 +559,9 @@ def _show_points(r: dict):
 
 
 def _show_layers(rows: list[dict]):
-    table = Table(title=f"{rows[0]['tokens']} tokens of {rows[0]['sequences']} texts", title_justify="left")
+    first = rows[0]
+    texts = "texts" if first["seed"] is None else f"of {first['texts']} texts, drawn with seed {first['seed']}"
+    table = Table(title=f"{first['tokens']} tokens of {first['sequences']} {texts}", title_justify="left")
     for name in ("layer", "IsoScore", "corrected, by sequence", "axes for 50, 90, 99 %", "first axis"): table.add_column(name, justify="right")
     for r in rows:
         table.add_row(str(r["layer"]), f"{r['isoscore']:.4f}", f"{r['corrected']:.4f} ± {r['standard_error']:.4f}",

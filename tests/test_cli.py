@@ -100,6 +100,7 @@ def test_finished_run_is_not_repeated_and_a_damaged_record_is(done):
     (["score", "nowhere.npy"], ["nowhere.npy"]),
     (["score", __file__, "--model", "toy-bert", "--max-lines", -1], ["--max-lines"]),
     (["score", __file__, "--model", "toy-bert", "--max-lines", 0], ["--max-lines"]),
+    (["score", __file__, "--model", "toy-bert", "--seed", -1], ["--seed"]),
     (["score", __file__, "--model", "toy-bert", "--array", "x"], ["array", "--model"]),
     (["tasks", "--data-dir", "nowhere"], ["nowhere"]),
 ])
@@ -294,7 +295,18 @@ def test_text_in_another_encoding(tmp_path):
     (tmp_path / "latin.txt").write_bytes("\n".join(lines).encode("latin1"))
     _refused(tmp_path, "latin.txt", ["file", "latin.txt", "UTF-8"], "--model", "toy-bert")
     (tmp_path / "marked.txt").write_text("\n\n".join(lines), encoding="utf-8-sig")
-    assert _lines(tmp_path / "marked.txt", 100) == lines and _lines(tmp_path / "marked.txt", 3) == lines[:3]
+    assert _lines(tmp_path / "marked.txt", 100, 0) == (lines, 8)
+    drawn, texts = _lines(tmp_path / "marked.txt", 3, 0)
+    assert len(set(drawn)) == 3 and set(drawn) < set(lines) and texts == 8
+
+
+def test_lines_are_drawn_evenly(tmp_path):
+    (tmp_path / "t.txt").write_text("\n\n".join(map(str, range(10))))
+    drawn = [_lines(tmp_path / "t.txt", 4, seed) for seed in range(1000)]
+    assert drawn[7] == _lines(tmp_path / "t.txt", 4, 7) != drawn[8]
+    assert all(len(set(d)) == 4 and n == 10 for d, n in drawn)
+    times = np.bincount([int(line) for d, _ in drawn for line in d])
+    assert len(times) == 10 and abs(times - 400).max() < 5 * (1000 * 0.4 * 0.6) ** 0.5
 
 
 def test_spectrum_against_the_singular_values():
@@ -304,6 +316,19 @@ def test_spectrum_against_the_singular_values():
     assert spectrum(x)["share"] == pytest.approx(share[:10].tolist())
     assert spectrum(x)["axes_for"]["90%"] == int((share.cumsum() < 0.9).sum()) + 1
     assert score_points(torch.tensor(x))["effective_dims"] == pytest.approx(s.sum() ** 2 / (s**2).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [60, 500])
+def test_spectrum_of_half_precision_is_that_of_its_values(tmp_path, n, dtype):
+    "Far from the origin, where a mean in half precision is off, and with differences beyond the largest float16."
+    x = torch.randn(n, 200, generator=torch.Generator().manual_seed(0)) + 200
+    far = torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.1, -6e4, 6e4)
+    for points in (x.to(dtype), far.to(dtype)):
+        save_file({"x": points}, tmp_path / "x.safetensors")
+        result = invoke("score", tmp_path / "x.safetensors", "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["spectrum"] == spectrum(points.double()) == spectrum(points)
 
 
 def test_score_of_a_model_on_text(tmp_path):
@@ -385,6 +410,32 @@ def test_streamed_scores_of_a_model_equal_those_of_all_states(texts, count):
         assert (row["corrected"], row["standard_error"]) == pytest.approx((whole.score, whole.stderr), abs=1e-6)
         assert (row["tokens"], row["sequences"]) == (int(mask.sum()), count) and row["spectrum"]["axes_for"] == exact["axes_for"]
         assert row["spectrum"]["share"] == pytest.approx(exact["share"], abs=1e-6)
+
+
+@pytest.mark.parametrize("key", [len, str])
+def test_score_of_a_sorted_file_is_that_of_a_draw_from_it(tmp_path, key):
+    "By length, and by the first words: the first lines are unlike the rest."
+    from isoreg.toy import toy_corpus
+    lines = sorted(toy_corpus(1200, seed=3), key=key)
+    (tmp_path / "t.txt").write_text("\n".join(lines))
+    score = lambda *options: invoke("score", tmp_path / "t.txt", "--model", "toy-bert", "--max-lines", *options)
+    whole, drawn, other = (json.loads(score(*options, "--json").stdout) for options in
+                           ([1200], [200], [200, "--seed", 1]))
+    for a, b, c in zip(whole, drawn, other):
+        assert abs(b["corrected"] - a["corrected"]) < 3 * b["standard_error"] and b["corrected"] != c["corrected"]
+        assert 1 < b["standard_error"] / a["standard_error"] < 4     # a sixth of the texts: about 2.4
+    told = [(r[0]["texts"], r[0]["sequences"], r[0]["seed"]) for r in (whole, drawn, other)]
+    assert told == [(1200, 1200, None), (1200, 200, 0), (1200, 200, 1)]
+    assert "200 of 1200 texts, drawn with seed 1" in score(200, "--seed", 1).stdout
+    assert "of 1200 texts\n" in score(2000).stdout
+
+
+def test_error_of_a_model_does_not_depend_on_the_order_of_the_texts():
+    from isoreg.toy import toy_corpus
+    lines = toy_corpus(600, seed=3)
+    orders = [sorted(lines, key=key) for key in (len, str, lines.index)]
+    errors = [[r["standard_error"] for r in score_model("toy-bert", order)] for order in orders]
+    assert (np.max(errors, 0) < 2 * np.min(errors, 0)).all()
 
 
 def test_states_of_one_batch_are_held_at_most(texts, monkeypatch):

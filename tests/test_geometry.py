@@ -253,9 +253,10 @@ def test_isotropic_and_collapsed():
     assert geometry(line, undefined="nan")["isoscore"] == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize("n, mean", [(150, 0), (150, 30), (15, 30)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_precisions(dtype):
-    x = torch.from_numpy(cloud(150, 20, 3)).to(dtype)
+def test_precisions(dtype, n, mean):
+    x = torch.from_numpy(cloud(n, 20, 3) + mean).to(dtype)  # 30: far from the origin, where half precision is coarse
     a, b = geometry(x), geometry(x.double())
     for k in a:
         if k != "dimensions": assert a[k] == pytest.approx(b[k], rel=1e-9), k

@@ -11,7 +11,8 @@ from IsoScore.IsoScore import IsoScore as published, IsoScore_star as published_
 from ranks import on_ranks
 
 from isoreg.isoscore import (
-    IsoScore, _SequenceStream, gaussian_stderr, isoscore, isoscore_from_cov, isoscore_star, isoscore_with_error, participation_ratio)
+    IsoScore, _groups, _SequenceStream, gaussian_stderr, isoscore, isoscore_from_cov, isoscore_star,
+    isoscore_with_error, participation_ratio)
 
 pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 
@@ -263,6 +264,21 @@ def test_standard_error_by_sequence_sees_the_dependence():
     assert naive < 0.75 * scatter  # taking tokens for independent rows promises too much
 
 
+def test_standard_error_by_sequence_whatever_the_order():
+    "Sequences of growing scale along half of the axes: sorted by it, a group of neighbours would be unlike the others."
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 5, 8, generator=g, dtype=torch.float64)
+    x[..., :4] *= torch.linspace(0.2, 3, 400, dtype=torch.float64)[:, None, None]
+    draws = [x[torch.randint(400, (400,), generator=g)] for _ in range(200)]
+    right = float(torch.stack([isoscore(c, correction="ustat", unit="sequence") for c in draws]).std())
+    orders = torch.arange(400), torch.arange(399, -1, -1), torch.randperm(400, generator=g)
+    told = [isoscore_with_error(x[order], unit="sequence") for order in orders]
+    assert all(0.6 < e.stderr / right < 1.6 for e in told)
+    assert told[1].score == pytest.approx(told[0].score, rel=1e-9)
+    state = torch.get_rng_state()
+    assert isoscore_with_error(x, unit="sequence") == told[0] and torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("m, groups", [(24, 6), (23, 20), (9, 20)])
 def test_error_by_sequence_equals_leaving_out_each_group(m, groups, masked):
@@ -271,7 +287,8 @@ def test_error_by_sequence_equals_leaving_out_each_group(m, groups, masked):
     mask = torch.rand(m, 6, generator=g) < 0.6 if masked else torch.ones(m, 6, dtype=torch.bool)
     mask[:, 2] = True
     k = min(groups, m)
-    group = torch.arange(m) * k // m
+    group = _groups(m, groups)
+    assert group.unique().tolist() == list(range(k)) and max(group.bincount()) - min(group.bincount()) <= 1
     left = torch.stack([isoscore(x[group != i], mask[group != i], "ustat", unit="sequence") for i in range(k)])
     told = isoscore_with_error(x, mask if masked else None, unit="sequence", groups=groups)
     assert told.stderr == pytest.approx(float(((k - 1) / k * (left - left.mean()).square().sum()).sqrt()), rel=1e-9)
@@ -285,8 +302,8 @@ def test_sequences_can_stream_by_in_pieces_of_any_size():
     whole, held = isoscore_with_error(x, mask, unit="sequence", groups=4), []
     some = mask.any(-1)
     for times in (1, 3):
-        stream, sizes = _SequenceStream(4, 6, x.device), (torch.arange(39) * 4 // 39).bincount().tolist()
-        groups = [list(zip(a.split(times), b.split(times))) for a, b in zip(x[some].split(sizes), mask[some].split(sizes))]
+        stream, of = _SequenceStream(4, 6, x.device), [_groups(39, 4) == g for g in range(4)]
+        groups = [list(zip(x[some][i].split(times), mask[some][i].split(times))) for i in of]
         for g, pieces in enumerate(groups):
             for piece in pieces: stream.first(g, *piece)
         for g, pieces in enumerate(groups):
