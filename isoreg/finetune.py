@@ -2,9 +2,9 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'EARLIER', 'DROPOUT_SETTINGS', 'GUIDED', 'RATED', 'DIALECT', 'SMALL', 'Recipe', 'RunConfig',
-           'scores_source', 'resolve_precision', 'RunRecord', 'record_schema', 'pack', 'unpack', 'missing_weights',
-           'load_tokenizer', 'check_vocabulary', 'load_model', 'training_arguments', 'ProgressFile', 'run',
-           'sentence_vectors', 'collect', 'command', 'model_card', 'save_model']
+           'scores_source', 'resolve_precision', 'RunRecord', 'record_schema', 'pack', 'unpack', 'resample',
+           'missing_weights', 'load_tokenizer', 'check_vocabulary', 'load_model', 'training_arguments', 'ProgressFile',
+           'run', 'sentence_vectors', 'collect', 'command', 'model_card', 'save_model']
 
 # %% ../nbs/08_finetune.ipynb #3e185355
 import base64
@@ -46,7 +46,7 @@ from .geometry import two_nn
 from .istar import CosReg, IStar, check_lam, eval_mode, measure_isotropy
 from .isoscore import CONVENTIONS, CORRECTIONS, check_zeta
 from .tasks import (
-    PROTOCOLS, TASKS, TaskData, encode, encode_squad_eval, encode_squad_train, get_task, load_metric, load_task, squad_predictions)
+    PROTOCOLS, TASKS, Task, TaskData, encode, encode_squad_eval, encode_squad_train, get_task, load_metric, load_task, squad_predictions, squad_scores)
 from .toy import TOY_TASKS, toy_model_path
 from .trainer import PenaltyTrainer, ReferenceRefresh, split_by_length
 
@@ -347,6 +347,7 @@ class RunRecord:
     isoscore: dict = field(default_factory=dict)  # before, after: union, layers, embeddings, points of held-out tokens; IsoScore* with zeta = 0
     geometry: dict = field(default_factory=dict)  # after training, held-out texts: intrinsic_dimension of cls and mean vectors by hidden state, mean_activation of the last
     predictions: dict = field(default_factory=dict)  # of the evaluation rows, in their order; packed, see `unpack`
+    resampled: dict = field(default_factory=dict)  # primary metric on resamplings of the evaluation rows, the same rows for all runs of a task; packed, see `resample`
     loss: list | dict = field(default_factory=list)  # one dict per logged step; collected: columns of the steps
     collapsed: bool = False  # all predictions are one class
     train_seconds: float = 0.0  # wall time of training, evaluations included
@@ -423,7 +424,7 @@ def record_schema() -> dict:
     config = _config_schema(RunConfig, ["task", "model", "regularizer", "lam", "seed"])
     for name, form in _described(Recipe).items(): config["properties"][name] = form | config["properties"][name]
     fields["config"] |= config
-    fields["predictions"] |= {"properties": {"kind": {"enum": ["int16", "float32", "json"]}, "rows": {"type": "integer"}, "data": {"type": "string", "contentEncoding": "base64"}}}
+    for packed in ("predictions", "resampled"): fields[packed] |= {"properties": {"kind": {"enum": ["int16", "float32", "json"]}, "rows": {"type": "integer"}, "data": {"type": "string", "contentEncoding": "base64"}}}
     return {"$schema": DIALECT, "title": "isoreg run record", "type": "object", "properties": fields,
             "required": ["key", "config", "status", "metric", "value", "metrics", "isoscore", "data", "model", "hardware", "versions", "schema"], "additionalProperties": False}
 
@@ -446,6 +447,23 @@ def unpack(
     content = zlib.decompress(base64.b64decode(packed["data"]))
     if packed["kind"] == "json": return json.loads(content)
     return np.frombuffer(content, dtype=np.dtype(packed["kind"]).newbyteorder("<"))
+
+# %% ../nbs/08_finetune.ipynb #8d4d1236
+def resample(
+    task: Task,  # of the run
+    predictions,  # class numbers, real numbers or answers, a row each
+    references,  # labels, or {"id", "answers"} of each question
+    draws: int = 500,
+    seed: int = 0,  # of the draws: with the same number of rows the same rows are drawn
+) -> np.ndarray:  # (draws,)
+    "Return the primary metric on rows drawn with replacement (Efron 1979)."
+    rows = np.random.default_rng(seed).integers(len(predictions), size=(draws, len(predictions)))
+    if task.kind == "qa":
+        score = [squad_scores(p["prediction_text"], r["answers"]["text"])[("exact_match", "f1").index(task.metric)] for p, r in zip(predictions, references)]
+        return 100 * np.asarray(score)[rows].mean(1)
+    predictions, references, metric = np.asarray(predictions), np.asarray(references), load_metric(task)
+    return np.array([metric._compute(predictions[r], references[r])[task.metric] for r in rows])
+
 
 # %% ../nbs/08_finetune.ipynb #8907156e
 def _plain(x):
@@ -779,6 +797,9 @@ def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int, model_
         progress.write("done", steps, steps)
     _fill_record(record, config, data, trainer, caught)
     record.predictions, record.geometry = pack(scores.predictions), {"after": _geometry(trainer, sample)}
+    if math.isfinite(record.value):
+        references = [{"answers": a} for a in data.evaluation["answers"]] if data.task.kind == "qa" else data.evaluation["label"]
+        record.resampled = pack(resample(data.task, scores.predictions, references))
     record.total_seconds = time.perf_counter() - begun
     if model_folder is not None: save_model(model, tokenizer, record, model_folder)
     return record
