@@ -1,24 +1,32 @@
 """A run from configuration to record: what is refused, what is written, what must not depend on chance."""
 import dataclasses
+import inspect
 import json
 import os
+import shutil
 import stat
+import warnings
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings, strategies as st
 from transformers import (
     AlbertConfig, AlbertModel, BertConfig, BertModel, DistilBertConfig, DistilBertModel, GPT2Config, GPT2Model, RobertaConfig, RobertaModel)
 
 from isoreg.files import _UMASK
-from isoreg.finetune import RECIPES, RunConfig, RunRecord, collect, load_model, model_card, run, training_arguments, unpack, write_atomically
+from isoreg.finetune import (
+    PENALTIES, RECIPES, RunConfig, RunRecord, check_vocabulary, collect, load_model, model_card, resample, run, training_arguments, unpack, write_atomically)
 from isoreg.isoscore import isoscore, isoscore_star
-from isoreg.measure import FisherConfig, GeometryConfig
+from isoreg.measure import FisherConfig, GeometryConfig, load_body
 from isoreg.notebook import check_parameters
 from isoreg.report import load
-from isoreg.tasks import load_task
-from isoreg.toy import toy_tokenizer
+from isoreg.tasks import get_task, load_task
+from isoreg.toy import toy_model_path, toy_tokenizer
+from isoreg.trainer import PenaltyTrainer
 
 SMALL = dict(max_train=64, max_eval=40, epochs=1)
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
@@ -356,3 +364,150 @@ def test_a_name_that_the_hub_does_not_give_is_told(monkeypatch):
     for name in ("google/bert_uncased_L-2", "bert-base-uncased"):
         with pytest.raises(ValueError, match=f"model: '{name}' is no folder of a checkpoint, and the hub does not give it .not a local folder.$"): load_model(RunConfig(model=name))
     assert asked == ["google/bert_uncased_L-2", "bert-base-uncased"]
+
+
+def _toy_folder(folder: Path, change=lambda weights: weights, tokenizer=True) -> str:
+    "The embedded model as a checkpoint of its own, its weights changed."
+    shutil.copytree(toy_model_path(), folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    safetensors.torch.save_file(change(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    if not tokenizer:
+        for path in folder.iterdir():
+            if path.name not in ("config.json", "model.safetensors"): path.unlink()
+    return str(folder)
+
+
+@pytest.mark.parametrize("change, named", [
+    (lambda w: {k: v for k, v in w.items() if "layer.1." not in k}, "encoder.layer.1."),
+    (lambda w: {f"wrapped.{k}": v for k, v in w.items()}, "embeddings"),
+])
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, change, named):
+    model = _toy_folder(tmp_path / "model", change)
+    with pytest.raises(ValueError, match="lacks .* weights") as error: run(RunConfig(model=model, recipe="toy", **SMALL))
+    assert named in str(error.value) and "complete checkpoint" in str(error.value)
+
+
+def test_new_heads_and_poolers_are_named(tmp_path):
+    _, _, notes = load_model(RunConfig(model=_toy_folder(tmp_path / "model"), recipe="toy"))
+    assert any(n.startswith("bert.pooler.dense was absent") for n in notes) and any("classifier absent" in n for n in notes)
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
+    model = _toy_folder(tmp_path / "model", tokenizer=False)
+    with pytest.raises(ValueError, match="model: .* has no tokenizer"): run(RunConfig(model=model, recipe="toy", **SMALL))
+    with pytest.raises(ValueError, match="has no tokenizer"): load_body(GeometryConfig(model=model))
+
+
+def test_a_tokenizer_of_another_model_is_a_warning_in_the_record(tmp_path):
+    model, tokenizer, _ = load_model(RunConfig())
+    texts = load_task("toy-cola").train["sentence"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert check_vocabulary(tokenizer, model, texts) == []
+    with pytest.warns(UserWarning, match="unknown to the tokenizer"): check_vocabulary(tokenizer, model, ["Der Zug hält in Göttingen."])
+    model.resize_token_embeddings(len(tokenizer) * 2)
+    with pytest.warns(UserWarning, match="embedding rows"): check_vocabulary(tokenizer, model, texts)
+    model.save_pretrained(tmp_path / "wide"), tokenizer.save_pretrained(tmp_path / "wide")
+    record = run(RunConfig(model=str(tmp_path / "wide"), recipe="toy", **SMALL))
+    assert any("embedding rows" in w for w in record.warnings)
+
+
+def _padding_seen(monkeypatch, **settings) -> float:
+    "Share of padding in the batches that training really reads."
+    seen = []
+    plain = PenaltyTrainer.compute_loss
+
+    def look(self, model, inputs, *args, **named):
+        if model.training: seen.append(inputs["attention_mask"].clone())
+        return plain(self, model, inputs, *args, **named)
+
+    monkeypatch.setattr(PenaltyTrainer, "compute_loss", look)
+    run(RunConfig(**settings))
+    return 1 - sum(int(m.sum()) for m in seen) / sum(m.numel() for m in seen)
+
+
+def test_batches_are_random_unless_asked_otherwise(monkeypatch):
+    "The share of padding that training sees is that of random batches, counted here from the lengths alone."
+    data = dict(task="toy-rte", regularizer="none", max_train=640, max_eval=32, epochs=1)
+    random, sorted_, full = (_padding_seen(monkeypatch, **data, **more) for more in ({}, {"batches": "by-length"}, {"pad_to_max": True, "max_length": 40}))
+    train = load_task("toy-rte", max_train=640).train
+    lengths = torch.tensor([len(toy_tokenizer()(a, b)["input_ids"]) for a, b in zip(train["sentence1"], train["sentence2"])])
+    draws = [lengths[torch.randperm(640, generator=torch.Generator().manual_seed(k))].view(-1, 32) for k in range(50)]
+    expected = torch.tensor([1 - float(d.sum() / (32 * d.amax(1)).sum()) for d in draws])
+    assert abs(random - float(expected.mean())) < 4 * float(expected.std())
+    assert sorted_ < random / 2
+    assert full == pytest.approx(1 - float(lengths.sum()) / (640 * 40))
+
+
+@pytest.mark.skipif(not (DATA and MODELS), reason="needs ISOREG_DATA and ISOREG_MODELS")
+@pytest.mark.slow
+@pytest.mark.parametrize("task, share", [("cola", 0.51), ("mrpc", 0.34), ("rte", 0.61), ("stsb", 0.60)])
+def test_padding_of_real_batches_is_that_of_the_released_code(task, share, monkeypatch):
+    "One forward a batch of an epoch: the model is not needed, its batches are."
+    seen = []
+    monkeypatch.setattr(PenaltyTrainer, "training_step", lambda self, model, inputs, *args: seen.append(inputs["attention_mask"]) or torch.tensor(0.0))
+    run(RunConfig(task=task, data_dir=DATA, model=f"{MODELS}/minilm-l6-h384", recipe="istar-released", regularizer="none", epochs=1, max_eval=32))
+    assert 1 - sum(int(m.sum()) for m in seen) / sum(m.numel() for m in seen) == pytest.approx(share, abs=0.03)
+
+
+def test_released_recipes_reach_the_trainer():
+    for name in ("istar-released", "guided-released"):
+        assert training_arguments(RunConfig(recipe=name), "unused", 10, "classification").adam_epsilon == 1e-6
+    squad = RunConfig(task="squad", model="bert-base-cased", recipe="istar-released")
+    assert (squad.segment_ids, squad.pad_to_max, squad.max_length) == (True, True, 384)
+    sst2 = RunConfig(task="sst2", model="bert-base-cased", recipe="istar-released")
+    assert (sst2.segment_ids, sst2.pad_to_max) == (False, False)
+
+
+def test_resamplings_have_the_error_of_the_rows():
+    record = run(RunConfig(task="toy-rte", regularizer="none", max_train=320, max_eval=400, epochs=1))
+    draws = unpack(record.resampled)
+    assert len(draws) == 500 and draws.mean() == pytest.approx(record.value, abs=0.01)
+    assert draws.std() == pytest.approx((record.value * (1 - record.value) / 400) ** 0.5, rel=0.15)
+    answers = [{"id": str(i), "prediction_text": "a" if i % 2 else "b"} for i in range(200)]
+    asked = [{"id": str(i), "answers": {"text": ["a"]}} for i in range(200)]
+    assert resample(get_task("squad"), [a | {"prediction_text": a["prediction_text"] + "x"} for a in answers], asked).max() == 0
+    assert resample(get_task("squad"), [a | {"prediction_text": "a b" if i % 2 else "c"} for i, a in enumerate(answers)], [{"answers": {"text": ["b"]}}] * 200).mean() == pytest.approx(50, abs=1)
+
+
+def test_collected_loss_is_in_columns(tmp_path):
+    record = run(RunConfig(**SMALL, lam=-0.1))
+    record.save(tmp_path / "one")
+    kept = collect(tmp_path, tmp_path / "all.jsonl")[0]
+    assert kept["loss"]["step"] == [e["step"] for e in record.loss] and kept["loss"]["istar"] == pytest.approx([e["istar"] for e in record.loss], rel=1e-3)
+    assert collect(tmp_path, tmp_path / "all.jsonl")[0] == kept  # what is collected once stays
+
+
+class _Mean(torch.nn.Module):
+    "A penalty that the package does not know."
+
+    def __init__(self, lam): super().__init__(); self.lam, self.parts = lam, {}
+
+    def forward(self, hidden_states, attention_mask=None):
+        term = self.lam * hidden_states[-1].mean() ** 2
+        self.parts = {"mean_penalty": term.detach()}
+        return term
+
+
+def test_any_penalty_has_a_record_and_a_card(monkeypatch, tmp_path):
+    monkeypatch.setitem(PENALTIES, "mean", lambda c: _Mean(c.lam))
+    record = run(RunConfig(regularizer="mean", lam=0.1, **SMALL), model_folder=tmp_path / "model")
+    assert "the penalty mean, lambda 0.1" in (tmp_path / "model" / "README.md").read_text() and "mean_penalty" in record.loss[0]
+    record.save(tmp_path / "run")
+    assert load(tmp_path / "run").method.tolist() == ["mean λ=0.1"]
+
+
+def test_run_notebook_takes_any_penalty_and_writes_the_record_before_it_draws(tmp_path):
+    "The guide's penalty, known to the notebook's process; then a figure that fails must not lose the record."
+    notebook = nbformat.read(Path(__file__).parents[1] / "nbs" / "runs" / "finetune.ipynb", 4)
+    cells = notebook.cells
+    at = next(i for i, c in enumerate(cells) if "parameters" in c.metadata.get("tags", []))
+    given = f"regularizer, lam, max_train, max_eval, epochs, out = 'mean', 0.1, 64, 40, 1, {str(tmp_path)!r}"
+    own = "import torch\nfrom isoreg.finetune import PENALTIES\n" + inspect.getsource(_Mean) + "PENALTIES['mean'] = lambda c: _Mean(c.lam)"
+    cells[at + 1:at + 1] = [nbformat.v4.new_code_cell(given), nbformat.v4.new_code_cell(own)]
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    (path,) = tmp_path.glob("*/record.json")
+    path.unlink()
+    cells.insert(at + 3, nbformat.v4.new_code_cell("plt.subplots = None"))
+    with pytest.raises(nbclient.exceptions.CellExecutionError): nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    assert json.loads(path.read_text())["status"] == "done"
