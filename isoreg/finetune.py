@@ -4,7 +4,7 @@
 __all__ = ['RECIPES', 'EARLIER', 'DROPOUT_SETTINGS', 'GUIDED', 'RATED', 'DIALECT', 'PENALTIES', 'SMALL', 'Recipe', 'RunConfig',
            'scores_source', 'resolve_precision', 'RunRecord', 'record_schema', 'pack', 'unpack', 'resample',
            'missing_weights', 'load_tokenizer', 'check_vocabulary', 'load_model', 'training_arguments', 'ProgressFile',
-           'run', 'sentence_vectors', 'collect', 'command', 'model_card', 'save_model']
+           'run', 'sentence_vectors', 'collect', 'rerun', 'command', 'model_card', 'save_model']
 
 # %% ../nbs/08_finetune.ipynb #3e185355
 import base64
@@ -908,6 +908,23 @@ def collect(
     records = sorted(records.values(), key=setting)
     write_atomically(path, "".join(json.dumps(r) + "\n" for r in records))
     return records
+
+# %% ../nbs/08_finetune.ipynb #99c1a5f3
+def rerun(
+    record: dict,  # of a run, of any age
+    **where,  # settings that say where files lie now, such as data_dir or model
+) -> dict:  # equal; value, isoscore and commit as (stored, now); rows, the predictions that differ; versions that differ
+    "Repeat a stored run and return what is equal. `ValueError` for a record without predictions, and as `run`."
+    if not record.get("predictions"): raise ValueError(f"record: {record.get('key')} keeps no predictions to compare with")
+    now = run(RunConfig.from_record(record["config"] | where)).to_dict()
+    old, new = (unpack(r["predictions"]) for r in (record, now))
+    rows = sum(a != b for a, b in zip(old, new)) + abs(len(old) - len(new))
+    pair = lambda read: (read(record), read(now))
+    other = {k: (record["versions"].get(k), v) for k, v in now["versions"].items() if record["versions"].get(k) != v}
+    return {"equal": rows == 0 and record["value"] == now["value"], "value": pair(lambda r: r["value"]), "rows": rows,
+            "isoscore": pair(lambda r: r["isoscore"]["after"]["union"]), "commit": pair(lambda r: r["git_commit"]),
+            "cpu": pair(lambda r: r["hardware"].get("cpu")), "versions": other}
+
 
 # %% ../nbs/08_finetune.ipynb #abbce12c
 def command(
