@@ -91,7 +91,7 @@ def read_yaml(text: str, place: str = "") -> dict:
     try:
         found = yaml.load(text, Strict)
     except yaml.YAMLError as error:
-        raise ValueError(place + " ".join(str(error).split())) from None
+        raise ValueError(place + " ".join(str(error).replace('in "<unicode string>", ', "").split())) from None
     if not isinstance(found or {}, dict):
         raise ValueError(f"{place}{text.strip()[:80]!r} is not of the form key: value")
     return found or {}
