@@ -113,7 +113,7 @@ def cell_options(source: str) -> dict:
     given = read_yaml(re.sub(r"^#[ \t]*\| ?", "", leading, flags=re.MULTILINE))
     for key, value in given.items():
         if key not in CELL_OPTIONS:
-            raise ValueError(f"{key}: {value} is no option; misspelt, or to be added to CELL_OPTIONS in .ci/check_site.py")
+            raise ValueError(f"{key}: {value} is no option; mend it, or add it to CELL_OPTIONS of .ci/check_site.py")
         allowed = CELL_OPTIONS[key]
         if type(value) not in allowed and not (isinstance(value, str) and value in allowed):
             names = [a if isinstance(a, str) else a.__name__ for a in allowed]
@@ -531,7 +531,9 @@ if __name__ == "__main__":
     parser.add_argument(
         "--only", nargs="*", default=[], help="check the cells of these notebooks alone (paths from the root)"
     )
-    parser.add_argument("--rendered", action="store_true", help="check only what quarto render wrote: every page, no other host")
+    parser.add_argument(
+        "--rendered", action="store_true", help="check only what quarto render wrote: every page, no other host"
+    )
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     root = args.root.resolve()

@@ -164,15 +164,15 @@ BREAKS = {
         "main.ipynb: cell 1: an output of the type text/html, for which Quarto makes the page load scripts",
     ),
     "widget": (
-        lambda s: replace_text(s / "nbs/tables/main.ipynb", "text/markdown", "application/vnd.jupyter.widget-view+json"),
-        "main.ipynb: cell 1: an output of the type application/vnd.jupyter.widget-view+json",
+        lambda s: replace_text(s / "nbs/tables/main.ipynb", "text/markdown", "application/vnd.jupyter.widget-view"),
+        "main.ipynb: cell 1: an output of the type application/vnd.jupyter.widget-view",
     ),
     "picture of another host": (
         lambda s: replace_text(s / "nbs/tables/main.ipynb", "| 1 |", "| ![](https://other.example/a.png) |"),
         "cell 1: https://other.example/a.png is loaded from another host",
     ),
     "script of another host": (
-        lambda s: add_cells(s / "nbs/00_core.ipynb", CORE, ("markdown", "<script src='//other.example/a.js'></script>")),
+        lambda s: add_cells(s / "nbs/00_core.ipynb", CORE, ("markdown", "<script src='//other.example/a.js'>")),
         "cell 5: //other.example/a.js is loaded from another host",
     ),
     "favicon": (
@@ -294,15 +294,16 @@ def test_the_preview_refuses_wrong_yaml(name, site):
 
 def test_an_exported_cell_folds_as_it_says(site):
     "The filter's own folding would be a second one: `#| exports` cells say themselves whether they fold."
-    cell = ("code", '#| exports\n#| code-fold: true\n#| code-summary: "Halves"\n' + DOUBLE[10:].replace("double", "half"))
-    add_cells(site / "nbs/00_core.ipynb", CORE, cell)
+    options = '#| exports\n#| code-fold: true\n#| code-summary: "Halves"\n'
+    add_cells(site / "nbs/00_core.ipynb", CORE, ("code", options + DOUBLE[10:].replace("double", "half")))
     assert check_site.check(site, only=["nbs/00_core.ipynb"]) == []
     replace_text(site / "settings.ini", SKIP, "skip_procs = FrontmatterProc")
     assert any("code-fold is given twice" in line for line in check_site.check(site, only=["nbs/00_core.ipynb"]))
 
 
-@pytest.mark.parametrize("text, value", [("a: yes", "yes"), ("a: true", True), ("a: 12:30", "12:30"), ("a: 2026-01-02", "2026-01-02"),
-                                         ("a: 1", 1), ("a: 1.5", 1.5), ("a:", None), ("a: '1'", "1"), ("a: [x, 2]", ["x", 2])])
+@pytest.mark.parametrize("text, value", [
+    ("a: yes", "yes"), ("a: true", True), ("a: 12:30", "12:30"), ("a: 2026-01-02", "2026-01-02"), ("a: 1", 1),
+    ("a: 1.5", 1.5), ("a:", None), ("a: '1'", "1"), ("a: [x, 2]", ["x", 2])])
 def test_yaml_is_read_as_quarto_reads_it(text, value):
     found = check_site.read_yaml(text)["a"]
     assert found == value and type(found) is type(value)
@@ -331,8 +332,8 @@ def test_what_is_only_named_is_not_loaded(text):
 
 
 def test_no_stored_output_loads_anything_from_another_host():
-    wrong = {str(p.relative_to(ROOT)): check_site.check_loaded(check_site.read_cells(p)) for p in (ROOT / "nbs").rglob("*.ipynb")}
-    assert not any(wrong.values()), {name: lines for name, lines in wrong.items() if lines}
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
+        assert not check_site.check_loaded(check_site.read_cells(path)), path.relative_to(ROOT)
 
 
 def test_api_links_must_lead_to_an_anchor():
@@ -358,8 +359,8 @@ def test_a_rendered_page_that_loads_from_another_host_is_found(site):
         (site / "_site" / page).parent.mkdir(parents=True, exist_ok=True)
         (site / "_site" / page).touch()
     assert check_site.check_rendered(site) == []
-    (site / "_site/site_libs/a.css").write_text('@import"https://a.example/css?family=A";body{}')
-    assert check_site.check_rendered(site) == ["site_libs/a.css: https://a.example/css?family=A is loaded from another host"]
+    (site / "_site/site_libs/a.css").write_text('@import"https://a.example/a.css";body{}')
+    assert check_site.check_rendered(site) == ["site_libs/a.css: https://a.example/a.css is loaded from another host"]
 
 
 def test_git_ignores_what_quarto_would_have_it_ignore():
