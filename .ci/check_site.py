@@ -22,15 +22,32 @@ KNOWN_KEYS = {
     "website.sidebar": "style collapse-level search title contents",
     "website.navbar": "title left right search",
 }
-CELL_OPTIONS = set(
-    "label tbl-cap tbl-colwidths fig-cap fig-subcap fig-alt fig-width fig-height fig-align layout-ncol layout "
-    "column echo output warning error eval include code-fold code-summary code-overflow".split()
+CELL_OPTIONS = {  # what each may be: a type, or one of these words
+    **dict.fromkeys("label tbl-cap fig-cap fig-alt code-summary column".split(), [str]),
+    **dict.fromkeys("eval include warning error".split(), [bool]),
+    **dict.fromkeys("fig-width fig-height layout-ncol".split(), [int, float]),
+    **dict.fromkeys("fig-subcap layout".split(), [str, list]),
+    "echo": [bool, "fenced"],
+    "output": [bool, "asis"],
+    "code-fold": [bool, "show"],
+    "code-overflow": ["scroll", "wrap"],
+    "fig-align": ["default", "left", "right", "center"],
+    "tbl-colwidths": [bool, "auto", list],
+}
+OUTPUTS = {"text/plain", "text/markdown", "image/png"}
+HOST = r"""\s*["']?\s*((?:https?:)?//[^"'\s>)]+)"""
+LOADED = re.compile(
+    rf"""<(?!a\b)\w+\b[^<>]*?\s(?:src|srcset|poster|data)\s*={HOST}"""
+    rf"""|<link\b(?![^<>]*\brel=["']?(?:canonical|alternate|next|prev)\b)[^<>]*?\shref\s*={HOST}"""
+    rf"""|@import{HOST}|\burl\({HOST}""",
+    re.IGNORECASE,
 )
 BEFORE, BODY = r"(?<![\w@`\\/.])", r"([A-Za-z0-9](?:[\w:-]*\w)?)"
 REFERENCE = re.compile(BEFORE + r"-?@(tbl|fig|eq|sec)-" + BODY)
 MARK = re.compile(r"\{#((?:tbl|fig|eq|sec)-[\w:-]+)[^}]*\}")
 OPTION = re.compile(r"^#\|\s*([\w-]+)\s*:\s*(.*?)\s*$")
 EMBED = re.compile(r"\{\{<\s*(embed|include)\s+([^\s#>]+)(?:#([\w:-]+))?[^>]*>\}\}")
+IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)[^)]*\)")
 LINK = re.compile(r"\]\((?!https?:|mailto:|data:|attachment:|#)([^)\s#]+)(?:#[^)\s]*)?\)")
 
 
@@ -47,10 +64,66 @@ def prose(text: str) -> str:
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^(```+|~~~+).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
+class Strict(yaml.SafeLoader):
+    "YAML as Quarto reads it: a key given twice is an error, and of all words only true and false are truth values."
+
+    yaml_implicit_resolvers = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for n, key in enumerate(keys):
+            if key in keys[:n]:
+                raise yaml.MarkedYAMLError(problem=f"{key} is given twice", problem_mark=node.value[n][0].start_mark)
+        return super().construct_mapping(node, deep)
+
+
+for kind, pattern in {
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9]\d*)",
+    "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?",
+}.items():
+    Strict.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{pattern})$"), None)
+
+
+def read_yaml(text: str, place: str = "") -> dict:
+    "What a YAML mapping holds. ValueError, in one line that begins with the place, for what Quarto refuses too."
+    try:
+        found = yaml.load(text, Strict)
+    except yaml.YAMLError as error:
+        raise ValueError(place + " ".join(str(error).replace('in "<unicode string>", ', "").split())) from None
+    if not isinstance(found or {}, dict):
+        raise ValueError(f"{place}{text.strip()[:80]!r} is not of the form key: value")
+    return found or {}
+
+
+def read_config(root: Path) -> dict:
+    return read_yaml((root / "_quarto.yml").read_text(), "_quarto.yml: ")
+
+
 def front_matter(cells: list[dict]) -> dict:
-    if not cells or cells[0]["cell_type"] != "raw" or not cells[0]["source"].startswith("---"):
-        return {}
-    return yaml.safe_load(cells[0]["source"].strip().strip("-")) or {}
+    "What a first cell between two lines --- says. ValueError as `read_yaml`."
+    found = cells and re.match(r"---[ \t]*\n(.*?)^---[ \t]*$", cells[0]["source"], re.DOTALL | re.MULTILINE)
+    return read_yaml(found[1]) if found and cells[0]["cell_type"] != "code" else {}
+
+
+def cell_options(source: str) -> dict:
+    "The Quarto options of a filtered code cell: its leading lines #| as one YAML mapping. ValueError for a wrong one."
+    leading = re.match(r"(?:#[ \t]*\|.*\n?)*", source)[0]
+    given = read_yaml(re.sub(r"^#[ \t]*\| ?", "", leading, flags=re.MULTILINE))
+    for key, value in given.items():
+        if key not in CELL_OPTIONS:
+            raise ValueError(f"{key}: {value} is no option; mend it, or add it to CELL_OPTIONS of .ci/check_site.py")
+        allowed = CELL_OPTIONS[key]
+        if type(value) not in allowed and not (isinstance(value, str) and value in allowed):
+            names = [a if isinstance(a, str) else a.__name__ for a in allowed]
+            raise ValueError(f"{key} is {value!r}, but has to be {' or '.join(names)}")
+    return given
+
+
+def loaded_from_elsewhere(text: str) -> list[str]:
+    "The addresses on other hosts that HTML or CSS loads by itself: scripts, styles, pictures, fonts; not links."
+    return sorted({next(filter(None, found)) for found in LOADED.findall(text)})
 
 
 def directives(source: str) -> set[str]:
@@ -144,9 +217,25 @@ def check_config(root: Path, config: dict) -> list[str]:
         for file in [given] if isinstance(given, str) else given:
             if not (root / file).exists():
                 wrong.append(f"_quarto.yml: the file {file} of {name} does not exist")
+    theme = config.get("format", {}).get("html", {}).get("theme", {})
+    for files in theme.values() if isinstance(theme, dict) else [theme]:
+        for file in [files] if isinstance(files, str) else files:
+            if file.endswith(".scss") and not (root / file).exists():
+                wrong.append(f"_quarto.yml: the file {file} of theme does not exist")
     for command in config.get("ipynb-filters", []):
         if not shutil.which(command.split()[0]):
             wrong.append(f"_quarto.yml: the filter {command} is not on PATH")
+    return wrong
+
+
+def unreadable(root: Path, files: dict[Path, list[dict]]) -> list[str]:
+    "The files whose front matter Quarto would refuse."
+    wrong = []
+    for path, cells in files.items():
+        try:
+            front_matter(cells)
+        except ValueError as error:
+            wrong.append(f"{path.relative_to(root)}: cell 0: front matter: {error}")
     return wrong
 
 
@@ -169,6 +258,26 @@ def check_front_matter(root: Path, notebooks: dict[Path, list[dict]]) -> list[st
     return wrong
 
 
+def check_loaded(cells: list[dict]) -> list[str]:
+    "What makes the page of these cells load something from another host: outputs of other types, and addresses."
+    wrong = []
+    for n, cell in enumerate(cells):
+        shown = [out.get("data", {}) for out in cell.get("outputs", [])]
+        wrong += [
+            f"cell {n}: an output of the type {kind}, for which Quarto makes the page load scripts (RequireJS, jQuery) "
+            "from another host; end the cell with Markdown(table.to_markdown()), or a picture, and run it again"
+            for kind in sorted({kind for data in shown for kind in data} - OUTPUTS)
+        ]
+        texts = [text_of(data.get("text/markdown", "")) for data in shown]
+        texts += [text_of(cell.get("source", ""))] if cell["cell_type"] == "markdown" else []
+        wrong += [
+            f"cell {n}: {address} is loaded from another host; keep a copy beside the notebook"
+            for text in texts
+            for address in loaded_from_elsewhere(IMAGE.sub(r'<img src="\1">', prose(text)))
+        ]
+    return wrong
+
+
 # ---- 2. the filter
 
 
@@ -179,25 +288,41 @@ def run_filter(path: Path, command: str) -> subprocess.CompletedProcess:
     )
 
 
+def check_filtered_cells(cells: list[dict]) -> list[str]:
+    "What Quarto would refuse in the filtered cells, or load from another host."
+    wrong = []
+    for n, cell in enumerate(cells):
+        if cell["cell_type"] != "code":
+            continue
+        source = text_of(cell.get("source", ""))
+        try:
+            cell_options(source)
+        except ValueError as error:
+            wrong.append(f"filtered cell {n}: {error}")
+        below = re.sub(r"\A(?:#[ \t]*\|.*\n?)*", "", source)
+        wrong += [
+            f"filtered cell {n}: directive left over: {line.strip()}"
+            for line in re.findall(r"^[ \t]*#[ \t]*\|.*", below, re.MULTILINE)
+        ]
+    return wrong + [f"filtered {line}" for line in check_loaded(cells)]
+
+
 def check_filtered(
     name: Path, cells: list[dict], done: subprocess.CompletedProcess, api: str, anchors: dict[str, set[str]]
 ) -> list[str]:
     if done.returncode:
         return [f"{name}: the filter fails: {' | '.join(done.stderr.strip().splitlines()[-3:])}"]
-    wrong = []
+    filtered = json.loads(done.stdout)["cells"]
+    wrong = [f"{name}: {line}" for line in check_filtered_cells(filtered)]
     if "cells containing imports and other code" in done.stderr:
         wrong.append(f"{name}: a cell mixes imports with other code: {done.stderr.strip()[:200]}")
     shown = {}
-    for n, cell in enumerate(json.loads(done.stdout)["cells"]):
+    for n, cell in enumerate(filtered):
         source = text_of(cell.get("source", ""))
         outputs = [text_of(out.get("data", {}).get("text/markdown", "")) for out in cell.get("outputs", [])]
         if cell["cell_type"] == "code":
             if called := re.search(r"^show_doc\((\w+)\)", source, re.MULTILINE):
                 shown[called[1]] = "".join(outputs)
-            for line in re.findall(r"^\s*#\s*\|.*", source, re.MULTILINE):
-                option = OPTION.match(line)
-                if not option or option[1] not in CELL_OPTIONS:
-                    wrong.append(f"{name}: filtered cell {n}: directive left over: {line.strip()}")
         text = "".join([source if cell["cell_type"] == "markdown" else "", *outputs])
         for page, anchor in re.findall(re.escape(api) + r"([\w/.-]+)#([\w.]+)", text):
             if anchor not in anchors.get(page, set()):
@@ -331,19 +456,15 @@ def check_api_names(root: Path, lib: str, name: Path, cells: list[dict]) -> list
 
 def check(root: Path, with_filter: bool = True, only: list[str] = (), workers: int = 2) -> list[str]:
     try:
-        config = yaml.safe_load((root / "_quarto.yml").read_text())
-    except (OSError, yaml.YAMLError) as error:
-        return [f"_quarto.yml: {error}"]
+        config = read_config(root)
+    except (OSError, ValueError) as error:
+        return [str(error)]
     settings = configparser.ConfigParser(interpolation=None)
     settings.read(root / "settings.ini")
     settings = settings["DEFAULT"]
     wrong = check_config(root, config)
     chosen = published(root, config["project"]["render"])
     notebooks = {path: read_cells(path) for path in chosen if path.suffix == ".ipynb"}
-    wrong += check_front_matter(root, notebooks)
-    pages = {
-        path.parent / front_matter(cells).get("output-file", f"{path.stem}.html") for path, cells in notebooks.items()
-    }
     documents = {
         path: [{"cell_type": "markdown", "source": path.read_text()}]
         for path in [*root.glob("*.qmd"), *root.glob("*.md")]
@@ -351,11 +472,18 @@ def check(root: Path, with_filter: bool = True, only: list[str] = (), workers: i
     index = root / settings["nbs_path"] / settings.get("readme_nb", "index.ipynb")
     if index.exists():
         documents[index] = read_cells(index)
+    if unread := unreadable(root, notebooks | documents):
+        return wrong + unread
+    wrong += check_front_matter(root, notebooks)
+    pages = {
+        path.parent / front_matter(cells).get("output-file", f"{path.stem}.html") for path, cells in notebooks.items()
+    }
     for path, cells in (notebooks | documents).items():
         if only and str(path.relative_to(root)) not in only:
             continue
         wrong += check_references(path.relative_to(root), cells, bool(config.get("number-sections")))
         wrong += check_links(root, path, cells, pages | {root / "index.html"})
+        wrong += [f"{path.relative_to(root)}: {line}" for line in check_loaded(cells)]
         wrong += check_api_names(root, settings["lib_name"], path.relative_to(root), cells)
     for path, cells in notebooks.items():
         wrong += [
@@ -373,16 +501,25 @@ def check(root: Path, with_filter: bool = True, only: list[str] = (), workers: i
     return wrong
 
 
+def check_hosts(site: Path) -> list[str]:
+    "What the pages and styles in a folder load from another host."
+    return [
+        f"{path.relative_to(site)}: {address} is loaded from another host"
+        for path in sorted([*site.rglob("*.html"), *site.rglob("*.css")])
+        for address in loaded_from_elsewhere(path.read_text())
+    ]
+
+
 def check_rendered(root: Path) -> list[str]:
-    "After `quarto render`: each published page is there."
-    config = yaml.safe_load((root / "_quarto.yml").read_text())
+    "After `quarto render`: each published page is there, and nothing is loaded from another host."
+    config = read_config(root)
     site, wrong = root / config["project"]["output-dir"], []
     for path in published(root, config["project"]["render"]):
         front = front_matter(read_cells(path)) if path.suffix == ".ipynb" else {}
         page = site / path.parent.relative_to(root) / front.get("output-file", f"{path.stem}.html")
         if not page.exists():
             wrong.append(f"{path.relative_to(root)}: {page.relative_to(root)} was not rendered")
-    return wrong
+    return wrong + check_hosts(site)
 
 
 if __name__ == "__main__":
@@ -394,7 +531,9 @@ if __name__ == "__main__":
     parser.add_argument(
         "--only", nargs="*", default=[], help="check the cells of these notebooks alone (paths from the root)"
     )
-    parser.add_argument("--rendered", action="store_true", help="check only that quarto render wrote every page")
+    parser.add_argument(
+        "--rendered", action="store_true", help="check only what quarto render wrote: every page, no other host"
+    )
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     root = args.root.resolve()

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
-import yaml
 from nbconvert import HTMLExporter
 
 sys.path.insert(0, str(Path(__file__).parent))
-from check_site import OPTION, front_matter, hrefs, published, read_cells, run_filter  # noqa: E402
+from check_site import (  # noqa: E402
+    cell_options, check_filtered_cells, front_matter, hrefs, published, read_cells, read_config, run_filter, unreadable)
 
 CUT = "<!-- cut here -->"
 KINDS = {"fig": "Figure", "tbl": "Table", "eq": "Equation"}
@@ -36,16 +36,12 @@ table {{ border-collapse: collapse; font-size: .9rem }} summary {{ cursor: point
 """
 
 
-def options(cell: dict) -> dict[str, str]:
-    return {m[1]: m[2].strip("\"'") for line in cell["source"].splitlines() if (m := OPTION.match(line))}
-
-
 def numbered(cells: list[dict]) -> dict[str, str]:
     "Label to number, counted by kind down the page."
     found = []
     for cell in cells:
         if cell["cell_type"] == "code":
-            found += [options(cell)["label"]] if "label" in options(cell) else []
+            found += [label] if (label := cell_options(cell["source"]).get("label")) else []
         else:
             found += re.findall(r"\{#((?:fig|tbl|eq)-[\w:-]+)", cell["source"])
     kind = lambda label: label.split("-")[0]
@@ -76,22 +72,21 @@ def prepare(cells: list[dict], numbers: dict[str, str], fold: bool = False) -> l
     "The cells as nbconvert needs them: options taken out, captions put in."
     ready = []
     for cell in cells:
-        said, source = options(cell), re.sub(r"^#\|.*\n?", "", cell["source"], flags=re.M).strip("\n")
-        if cell["cell_type"] == "raw" or said.get("include") == "false":
-            continue
         if cell["cell_type"] == "markdown":
             ready.append(nbformat.v4.new_markdown_cell(to_pandoc(cell["source"], numbers)))
+        if cell["cell_type"] != "code" or (said := cell_options(cell["source"])).get("include") is False:
             continue
+        source = re.sub(r"^#\|.*\n?", "", cell["source"], flags=re.M).strip("\n")
         label = said.get("label", "")
-        new = nbformat.v4.new_code_cell(source, outputs=[] if said.get("output") == "false" else cell["outputs"])
+        new = nbformat.v4.new_code_cell(source, outputs=[] if said.get("output") is False else cell["outputs"])
         new.metadata["alt"] = said.get("fig-alt", "")
-        if said.get("echo") == "false":
+        if said.get("echo") is False:
             new.metadata["transient"] = {"remove_source": True}
         caption = said.get("fig-cap") or said.get("tbl-cap")
         if label and caption:
             ready.append(nbformat.v4.new_markdown_cell(f'<div id="{label}"></div>'))
-        fold_this = said["code-fold"] == "true" if "code-fold" in said else fold
-        hidden = said.get("echo") == "false" or not source
+        fold_this = said.get("code-fold", fold) is True
+        hidden = said.get("echo") is False or not source
         ready += folded(new, said.get("code-summary", "Code")) if fold_this and not hidden else [new]
         if caption:
             head = f"**{KINDS.get(label.split('-')[0], 'Figure')} {numbers.get(label, '')}.** "
@@ -130,13 +125,27 @@ def heading(path: Path) -> str:
     return (re.search(r"^# (.+)$", path.read_text(), re.M) or ["", path.stem])[1]
 
 
+def passed(path: Path, name: Path, command: str) -> list:
+    "The cells that the filter gives. `SystemExit` for what Quarto would refuse in them."
+    done = run_filter(path, command)
+    if done.returncode:
+        raise SystemExit(f"{name}: the filter fails: {done.stderr[-500:]}")
+    cells = nbformat.reads(done.stdout, as_version=4).cells  # text that the file holds as a list of lines becomes one
+    if wrong := check_filtered_cells(cells):
+        raise SystemExit("\n".join(f"{name}: {line}" for line in wrong))
+    return cells
+
+
 def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
     "Write the preview of every published page, and the front page from README.md; the files."
-    config = yaml.safe_load((root / "_quarto.yml").read_text())
+    config = read_config(root)
     notebooks = [p for p in published(root, config["project"]["render"]) if p.suffix == ".ipynb"]
+    cells_of = {p: read_cells(p) for p in notebooks}
+    if wrong := unreadable(root, cells_of):
+        raise SystemExit("\n".join(wrong))
     with ThreadPoolExecutor(workers) as pool:
-        filtered = list(pool.map(lambda p: run_filter(p, config["ipynb-filters"][0]), notebooks))
-    fronts = {p: front_matter(read_cells(p)) for p in notebooks}
+        filtered = dict(zip(notebooks, pool.map(lambda p: passed(p, p.relative_to(root), config["ipynb-filters"][0]), notebooks)))
+    fronts = {p: front_matter(cells) for p, cells in cells_of.items()}
     place = {p: (p.parent / fronts[p].get("output-file", f"{p.stem}.html")).relative_to(root) for p in notebooks}
     texts = [p.name for p in published(root, config["project"]["render"]) if p.suffix == ".md"]
     pages = {str(p.relative_to(root)): str(place[p]) for p in notebooks} | {"index.qmd": "index.html", "README.md": "index.html"}
@@ -163,10 +172,7 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
         (out / target).write_text(PAGE.format(title=html.escape(title), description=html.escape(description), up=up, nav=nav, body=content,
                                             lang=config.get("lang", "en"), after=after, icon=up + icon if icon else "data:,"))
         written.append(out / target)
-    for path, done in zip(notebooks, filtered):
-        if done.returncode:
-            raise SystemExit(f"{path.relative_to(root)}: the filter fails: {done.stderr[-500:]}")
-        cells = nbformat.reads(done.stdout, as_version=4).cells  # text that the file holds as a list of lines becomes one
+    for path, cells in filtered.items():
         write(str(place[path]), fronts[path].get("title", path.stem), fronts[path].get("description", ""), body(cells, bool((fronts[path].get("format") or {}).get("html", {}).get("code-fold"))))
     for name, target, title in [("README.md", "index.html", "isoreg"), *((name, pages[name], names[name]) for name in texts)]:
         text = re.sub(r"^# .*$", "", (root / name).read_text(), count=1, flags=re.M)

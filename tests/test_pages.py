@@ -13,7 +13,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -32,7 +31,7 @@ def _load(name):
 
 def _pages():
     site = _load("check_site")
-    config = yaml.safe_load((ROOT / "_quarto.yml").read_text())
+    config = site.read_config(ROOT)
     found = ["index.html"]
     for path in site.published(ROOT, config["project"]["render"]):
         if path.suffix == ".ipynb":
@@ -93,6 +92,7 @@ def opened(browser, address, request):
         page = context.new_page()
         page.on("console", lambda m: said.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda e: said.append(str(e)))
+        page.on("request", lambda r: said.append(f"another host: {r.url}") if not r.url.startswith((address, "data:", "blob:")) else None)
         page.on("response", lambda r: said.append(f"{r.status} {r.url}") if r.status >= 400 else None)
         page.goto(f"{address}/{name}", wait_until="load")
         return page, said
@@ -127,6 +127,10 @@ def test_page_is_whole(name, opened):
     assert not re.search(r"""\[(['"])[^'"\n]{0,80}\\n\1, ?['"]""", state["text"]), "a list of lines shows where its text should"
     assert not re.search(r"(?<!\w)@(fig|tbl|eq|sec)-\w", state["text"]), "a reference is not resolved"
     for loaded, alt in state["images"]: assert loaded and len(alt) > 20
+
+
+def test_nothing_is_loaded_from_another_host(folder):
+    assert not _load("check_site").check_hosts(folder)
 
 
 @pytest.mark.parametrize("name", PAGES)

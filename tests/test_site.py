@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +18,8 @@ def load(name: str):
     return module
 
 
-check_site, build_readme = load("check_site"), load("build_readme")
+check_site, build_readme, preview = load("check_site"), load("build_readme"), load("preview")
+SKIP = re.search(r"^skip_procs = .*$", (ROOT / "settings.ini").read_text(), re.MULTILINE)[0]
 
 CONFIG = """
 project: {type: website, output-dir: _site, render: [index.qmd, "nbs/*.ipynb", "nbs/**/*.ipynb", "!nbs/index.ipynb"]}
@@ -28,13 +30,13 @@ website:
   title: small
   sidebar: {contents: [index.qmd, {section: All, contents: [nbs/00_core.ipynb, nbs/tables/main.ipynb]}]}
 """
-SETTINGS = """[DEFAULT]
+SETTINGS = f"""[DEFAULT]
 repo = small
 lib_name = small
 lib_path = small
 nbs_path = nbs
 recursive = True
-skip_procs = FrontmatterProc
+{SKIP}
 doc_host = https://small.example
 doc_baseurl = /small/nbs
 """
@@ -137,6 +139,42 @@ BREAKS = {
         "unknown key format.html.tok",
     ),
     "yaml": (lambda s: replace_text(s / "_quarto.yml", "toc: true", "toc: [true"), "_quarto.yml: "),
+    "key twice": (
+        lambda s: replace_text(s / "_quarto.yml", "toc: true", "toc: true, toc: false"),
+        "_quarto.yml: toc is given twice",
+    ),
+    "no theme": (
+        lambda s: replace_text(s / "_quarto.yml", "theme: cosmo", "theme: [cosmo, none.scss]"),
+        "the file none.scss of theme does not exist",
+    ),
+    "front matter key twice": (
+        lambda s: replace_text(s / "nbs/tables/main.ipynb", "title: Table", "title: Table\\ntitle: Main"),
+        "nbs/tables/main.ipynb: cell 0: front matter: title is given twice",
+    ),
+    "front matter key twice, deeper": (
+        lambda s: (s / "index.qmd").write_text("---\nformat: {html: {toc: true, toc: true}}\n---\n"),
+        "index.qmd: cell 0: front matter: toc is given twice",
+    ),
+    "front matter is no mapping": (
+        lambda s: (s / "index.qmd").write_text("---\ntitle\n---\n"),
+        "index.qmd: cell 0: front matter: 'title' is not of the form key: value",
+    ),
+    "HTML output": (
+        lambda s: replace_text(s / "nbs/tables/main.ipynb", "text/markdown", "text/html"),
+        "main.ipynb: cell 1: an output of the type text/html, for which Quarto makes the page load scripts",
+    ),
+    "widget": (
+        lambda s: replace_text(s / "nbs/tables/main.ipynb", "text/markdown", "application/vnd.jupyter.widget-view"),
+        "main.ipynb: cell 1: an output of the type application/vnd.jupyter.widget-view",
+    ),
+    "picture of another host": (
+        lambda s: replace_text(s / "nbs/tables/main.ipynb", "| 1 |", "| ![](https://other.example/a.png) |"),
+        "cell 1: https://other.example/a.png is loaded from another host",
+    ),
+    "script of another host": (
+        lambda s: add_cells(s / "nbs/00_core.ipynb", CORE, ("markdown", "<script src='//other.example/a.js'>")),
+        "cell 5: //other.example/a.js is loaded from another host",
+    ),
     "favicon": (
         lambda s: replace_text(s / "_quarto.yml", "title: small", "title: small\n  favicon: nbs/images/none.svg"),
         "the favicon nbs/images/none.svg does not exist",
@@ -211,7 +249,13 @@ def test_what_is_broken_is_found(site, name):
 
 FILTER_BREAKS = {
     "stray directive": (("code", "y = 1\n#| export"), "directive left over: #| export"),
-    "misspelt option": (("code", "#| ehco: false\ny = 1"), "directive left over: #| ehco: false"),
+    "misspelt option": (("code", "#| ehco: false\ny = 1"), "ehco: False is no option"),
+    "option twice": (("code", "#| echo: true\n#| echo: true\ny = 1"), "echo is given twice"),
+    "neither true nor false": (("code", "#| echo: yes\ny = 1"), "echo is 'yes', but has to be bool or fenced"),
+    "true for a text": (("code", "#| label: true\ny = 1"), "label is True, but has to be str"),
+    "another word": (("code", "#| code-fold: hide\ny = 1"), "code-fold is 'hide', but has to be bool or show"),
+    "no YAML": (("code", "#| fig-cap: one: two\ny = 1"), "mapping values are not allowed here"),
+    "option below the code": (("code", "y = 1\n#| echo: false"), "directive left over: #| echo: false"),
     "hidden export": (
         ("code", "#| hide\n#| export\ndef half(x):\n    'Half.'\n    return x / 2"),
         "half is exported but its documentation is not shown",
@@ -226,6 +270,70 @@ def test_what_the_filter_trips_over_is_found(site, name):
     cell, message = FILTER_BREAKS[name]
     add_cells(site / "nbs/00_core.ipynb", CORE, cell)
     assert any(message in line for line in check_site.check(site, only=["nbs/00_core.ipynb"]))
+
+
+@pytest.mark.parametrize("name", [name for name in FILTER_BREAKS if name not in ("hidden export", "imports and code")])
+def test_the_preview_refuses_what_the_check_refuses(name, site, monkeypatch):
+    "The filter is left out but where it fails itself: each notebook is its own filtered form."
+    cell, message = FILTER_BREAKS[name]
+    failing = name == "failing export"
+    done = lambda path, _: type("Done", (), {"returncode": failing, "stderr": "", "stdout": path.read_text()})
+    monkeypatch.setattr(preview, "run_filter", done)
+    write_notebook(site / "nbs/00_core.ipynb", [CORE[0], cell])
+    with pytest.raises(SystemExit, match=re.escape(re.sub(r"cell \d+", "cell 1", message))):
+        preview.build(site, site / "_preview")
+
+
+@pytest.mark.parametrize("name", ["yaml", "key twice", "front matter key twice"])
+def test_the_preview_refuses_wrong_yaml(name, site):
+    spoil, message = BREAKS[name]
+    spoil(site)
+    with pytest.raises((SystemExit, ValueError), match=message):
+        preview.build(site, site / "_preview")
+
+
+def test_an_exported_cell_folds_as_it_says(site):
+    "The filter's own folding would be a second one: `#| exports` cells say themselves whether they fold."
+    options = '#| exports\n#| code-fold: true\n#| code-summary: "Halves"\n'
+    add_cells(site / "nbs/00_core.ipynb", CORE, ("code", options + DOUBLE[10:].replace("double", "half")))
+    assert check_site.check(site, only=["nbs/00_core.ipynb"]) == []
+    replace_text(site / "settings.ini", SKIP, "skip_procs = FrontmatterProc")
+    assert any("code-fold is given twice" in line for line in check_site.check(site, only=["nbs/00_core.ipynb"]))
+
+
+@pytest.mark.parametrize("text, value", [
+    ("a: yes", "yes"), ("a: true", True), ("a: 12:30", "12:30"), ("a: 2026-01-02", "2026-01-02"), ("a: 1", 1),
+    ("a: 1.5", 1.5), ("a:", None), ("a: '1'", "1"), ("a: [x, 2]", ["x", 2])])
+def test_yaml_is_read_as_quarto_reads_it(text, value):
+    found = check_site.read_yaml(text)["a"]
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("text, address", [
+    ('<script src="https://a.example/x.js"></script>', "https://a.example/x.js"),
+    ("<script\n  defer\n  src=https://a.example/x.js></script>", "https://a.example/x.js"),
+    ("<link rel='stylesheet' href='//a.example/x.css'>", "//a.example/x.css"),
+    ('<link href="https://a.example/x.css" rel="stylesheet">', "https://a.example/x.css"),
+    ('<img alt="a" src="http://a.example/x.png">', "http://a.example/x.png"),
+    ('@import"https://a.example/css?family=A:wght@300;400"', "https://a.example/css?family=A:wght@300;400"),
+    ("@import url(https://a.example/x.css);", "https://a.example/x.css"),
+    ("@font-face { src: url('https://a.example/x.woff2') }", "https://a.example/x.woff2"),
+])
+def test_what_is_loaded_from_another_host_is_seen(text, address):
+    assert check_site.loaded_from_elsewhere(text) == [address]
+
+
+@pytest.mark.parametrize("text", [
+    '<a class="x" href="https://a.example/x.html">there</a>', '<img src="images/x.png" alt="from https://a.example/">',
+    '<link rel="canonical" href="https://a.example/">', "&lt;script src=\"https://a.example/x.js\"&gt;",
+    """url("data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg'/>")""", "see https://a.example/x.js"])
+def test_what_is_only_named_is_not_loaded(text):
+    assert check_site.loaded_from_elsewhere(text) == []
+
+
+def test_no_stored_output_loads_anything_from_another_host():
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
+        assert not check_site.check_loaded(check_site.read_cells(path)), path.relative_to(ROOT)
 
 
 def test_api_links_must_lead_to_an_anchor():
@@ -244,6 +352,20 @@ def test_a_missing_page_of_the_rendered_site_is_found(site):
         (site / "_site" / page).parent.mkdir(parents=True, exist_ok=True)
         (site / "_site" / page).touch()
     assert check_site.check_rendered(site) == ["nbs/tables/main.ipynb: _site/nbs/tables/main.html was not rendered"]
+
+
+def test_a_rendered_page_that_loads_from_another_host_is_found(site):
+    for page in ["index.html", "nbs/core.html", "nbs/tables/main.html", "site_libs/a.css"]:
+        (site / "_site" / page).parent.mkdir(parents=True, exist_ok=True)
+        (site / "_site" / page).touch()
+    assert check_site.check_rendered(site) == []
+    (site / "_site/site_libs/a.css").write_text('@import"https://a.example/a.css";body{}')
+    assert check_site.check_rendered(site) == ["site_libs/a.css: https://a.example/a.css is loaded from another host"]
+
+
+def test_git_ignores_what_quarto_would_have_it_ignore():
+    "In its words: it adds to .gitignore each line that it does not find."
+    assert {"/.quarto/", "**/*.quarto_ipynb"} <= set((ROOT / ".gitignore").read_text().splitlines())
 
 
 def test_the_repository_is_sound():
