@@ -10,7 +10,8 @@ import json
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from numbers import Integral
@@ -26,7 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from .corpus import TextBatches, check_head, check_loss, decoder_inputs, head_input, predicted_positions, sample_losses
+from .corpus import (
+    LOSSES, TextBatches, check_head, check_loss, decoder_inputs, head_input, model_losses, predicted_positions,
+    sample_losses)
 from .files import write_atomically
 from .istar import eval_mode
 
@@ -265,16 +268,6 @@ def _norms(dense, pieces) -> Tensor:
     return torch.stack([squared_norms(g[None], x[None])[0] for g, x in together]).sum()
 
 # %% ../nbs/04_fisher.ipynb #c804ea47
-class _Losses(nn.Module):
-    "The sample losses as the forward pass of a module, for functional_call."
-
-    def __init__(self, model, loss, reduction):
-        super().__init__()
-        self.model, self.loss, self.reduction = model, loss, reduction
-
-    def forward(self, batch): return sample_losses(self.model, batch, self.loss, self.reduction)
-
-
 def _pick(batch: dict, rows: Sequence[int]) -> dict:
     "Some rows of a batch."
     n = _size(batch)
@@ -288,28 +281,69 @@ def _size(batch: dict) -> int:
 
 
 def squares_by_function(
-    losses: nn.Module,  # a module that maps a batch to per-sample losses
-    parameters: dict[str, Tensor],  # names as in losses.named_parameters()
+    losses: Callable[[dict], Tensor],  # maps a batch to per-sample losses
+    parameters: dict[str, Tensor],  # by name; each requires a gradient
     batch: dict,
     level: str,  # "tensor" or "diagonal"
 ) -> dict[str, Tensor]:
-    "Sums of squared gradients by torch.func, one sample at a time: right for any model."
-    names = {id(p): n for n, p in losses.named_parameters()}  # each module once: a weight has every place where it stands, a shared module only one
-    places = [(f"{path}.{n}" if path else n, names[id(p)]) for path, m in losses.named_modules() for n, p in m.named_parameters(recurse=False, remove_duplicate=False)]
-    loss = lambda p, row: torch.func.functional_call(losses, {place: p[n] for place, n in places if n in p}, (row,), tie_weights=False)[0]
-    total = {}
+    "Sums of squared gradients by autograd, one sample at a time: right for any model."
+    shape = lambda p: p.shape if level == "diagonal" else ()
+    total = {n: torch.zeros(shape(p), dtype=_wide(p), device=p.device) for n, p in parameters.items()}
     for i in range(_size(batch)):
-        for name, g in torch.func.grad(loss)(parameters, _pick(batch, [i])).items():
-            square = g.to(_wide(g)).square() if level == "diagonal" else g.to(_wide(g)).square().sum()
-            total[name] = total[name] + square if name in total else square
+        with torch.enable_grad(): loss = losses(_pick(batch, [i]))[0]
+        if not loss.requires_grad: continue  # this sample's loss depends on none of them
+        for n, g in zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)):
+            if g is None: continue
+            square = g.to(_wide(g)).square()
+            total[n] += square if level == "diagonal" else square.sum()
     return total
 
+# %% ../nbs/04_fisher.ipynb #3e9b6d17
+class _Ways:
+    "The two ways to the squares of a batch."
+
+    def losses(self, batch: dict) -> Tensor:
+        short = self.precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=short, cache_enabled=False):  # no copy stays
+            return sample_losses(self.model, batch, self.loss, self.reduction)
+
+    @contextmanager
+    def asking(self, names: Set[str]):
+        "Within it the named parameters alone ask for a gradient, and none has one yet."
+        kept = {n: p.grad for n, p in self.parameters.items()}
+        for n, p in self.parameters.items(): p.grad, p.requires_grad = None, n in names
+        try: yield
+        finally:
+            for n, p in self.parameters.items(): p.grad, p.requires_grad = kept[n], True
+
+    def taped(self, batch: dict) -> dict[str, Tensor]:
+        n = _size(batch)
+        counts = [] if callable(self.loss) else predicted_positions(batch, self.loss)[0].bincount(minlength=n).tolist()
+        with self.asking(self.by_function):  # these only to see whether the loss depends on them
+            try:
+                self.tape.start(n, counts)
+                with torch.enable_grad():
+                    losses = self.losses(batch)
+                    if losses.shape != (n,): raise ValueError(
+                        f"loss: gave a tensor of shape {tuple(losses.shape)}; need one loss for each of {n} samples")
+                    losses.sum().backward()
+                sums = self.tape.result()
+                self.idle = {n for n in self.by_function if self.parameters[n].grad is None}
+            finally: self.tape.on = False
+        self.by_function |= self.tape.refused
+        return sums
+
+    def functional(self, names: Set[str], batch: dict) -> dict[str, Tensor]:
+        if not names: return {}
+        parameters = {n: p for n, p in self.parameters.items() if n in names}
+        with self.asking(names): return squares_by_function(self.losses, parameters, batch, self.level)
+
 # %% ../nbs/04_fisher.ipynb #78ae49ab
-class _Trial:
+class _Trial(_Ways):
     "The trial on two sequences of the first batch."
 
     def trial(self, batch: dict):
-        "Compare tape and torch.func on two sequences; what differs is left to torch.func from here on."
+        "Compare tape and autograd on two sequences; what differs is left to autograd from here on."
         self.tried, precision, self.precision = True, self.precision, "fp32"
         lengths = batch["attention_mask"].sum(1) if isinstance(batch.get("attention_mask"), Tensor) and batch["attention_mask"].ndim == 2 else torch.zeros(_size(batch))
         rows = [int(lengths.argmin()), int(lengths.argmax())]
@@ -321,19 +355,21 @@ class _Trial:
             alone = torch.cat([sample_losses(self.model, _pick(two, [i]), self.loss, self.reduction) for i in range(2)]) if together.shape == (2,) else together
         if not torch.allclose(together.double(), alone.double(), rtol=0.05 if coarse else 1e-3, atol=1e-4, equal_nan=True):
             raise ValueError("loss: the loss of a sample depends on the other samples of its batch, so it has no gradient of its own; give a loss that treats each sample alone")
-        ours, right = self.taped(two), self.functional(list(self.parameters), two)
-        floor = 1e-9 * max(float(v.detach().mean()) / (1 if self.level == "diagonal" else self.parameters[n].numel()) for n, v in right.items())
+        ours, right = self.taped(two), self.functional(self.parameters.keys(), two)
+        size = lambda n: 1 if self.level == "diagonal" else self.parameters[n].numel()
+        floor = 1e-9 * max(float(v.mean()) / size(n) for n, v in right.items())
         for name, r in right.items():
-            scale = float(r.abs().max()) + floor * (1 if self.level == "diagonal" else self.parameters[name].numel())
+            scale = float(r.abs().max()) + floor * size(name)
             if name in self.by_function or (name not in ours and not r.any()): continue   # seen by no hook, and the loss does not depend on it
             if name not in ours or not float((ours[name].to(r) - r).abs().max()) <= (0.1 if coarse else 2e-3) * scale: self.by_function.add(name)
         self.precision = precision
         slow = sorted(n for n in self.by_function if right[n].any())
-        if slow: warnings.warn(f"{len(slow)} parameters are left to torch.func, one sample at a time, which is slow: {', '.join(slow[:3])}{' ...' if len(slow) > 3 else ''}")
+        some = f"{', '.join(slow[:3])}{' ...' if len(slow) > 3 else ''}"
+        if slow: warnings.warn(f"{len(slow)} parameters are left to autograd, sample by sample, which is slow: {some}")
 
 # %% ../nbs/04_fisher.ipynb #c062af72
 class _Squares(_Trial):
-    "Squared gradients of one batch after another: the tape where it is right, torch.func elsewhere."
+    "Squared gradients of one batch after another: the tape where it is right, autograd sample by sample elsewhere."
 
     def __init__(self, model, loss, level, reduction, precision):
         self.model, self.loss, self.level, self.reduction, self.precision = model, loss, level, reduction, precision
@@ -346,35 +382,10 @@ class _Squares(_Trial):
         self.by_function = set(self.parameters) - self.tape.known()
         self.device, self.tried, self.idle, self.used = next(iter(self.parameters.values())).device, False, set(), set()
 
-    def autocast(self): return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
-
-    def taped(self, batch: dict) -> dict[str, Tensor]:
-        counts = [] if callable(self.loss) else torch.bincount(predicted_positions(batch, self.loss)[0], minlength=_size(batch)).tolist()
-        kept = {n: p.grad for n, p in self.parameters.items()}
-        for n, p in self.parameters.items():
-            p.grad = None
-            p.requires_grad_(n in self.by_function)    # asked for a gradient only to see whether the loss depends on them
-        try:
-            self.tape.start(_size(batch), counts)
-            with torch.enable_grad():
-                with self.autocast(): losses = sample_losses(self.model, batch, self.loss, self.reduction)
-                if losses.shape != (_size(batch),): raise ValueError(f"loss: gave a tensor of shape {tuple(losses.shape)}; need one loss for each of the {_size(batch)} samples")
-                losses.sum().backward()
-            sums = self.tape.result()
-            self.idle = {n for n in self.by_function if self.parameters[n].grad is None}
-        finally:
-            self.tape.on = False
-            for n, p in self.parameters.items(): p.grad = kept[n]; p.requires_grad_(True)
-        self.by_function |= self.tape.refused
-        return sums
-
-    def functional(self, names: Iterable[str], batch: dict) -> dict[str, Tensor]:
-        if not names: return {}
-        wrapped = {f"model.{n}": self.parameters[n].detach() for n in names}
-        with self.autocast(): sums = squares_by_function(_Losses(self.model, self.loss, self.reduction), wrapped, batch, self.level)
-        return {n.removeprefix("model."): v for n, v in sums.items()}
-
     def __call__(self, batch: dict) -> dict[str, Tensor]:
+        with torch.autocast(self.device.type, enabled=False): return self._sums(batch)  # whatever the caller has
+
+    def _sums(self, batch: dict) -> dict[str, Tensor]:
         if not self.tried: self.trial(batch)
         sums, self.idle = {}, set()
         if len(self.by_function) < len(self.parameters): sums = self.taped(batch)
@@ -457,7 +468,7 @@ class FisherEstimate(_Stored):
     fingerprint: str = ""  # of its weights
     corpora: list = field(default_factory=list)  # one description for each part that was summed
     precision: str = "fp32"
-    by_function: list = field(default_factory=list)  # parameters that torch.func computed
+    by_function: list = field(default_factory=list)  # parameters that autograd computed, one sample at a time
     batches_done: int = 0
 
     @property
@@ -532,9 +543,12 @@ def _check_finite(sums: dict, number: int):
 
 # %% ../nbs/04_fisher.ipynb #c144b720
 def _loss_for(model, batches, loss: str | Callable | None) -> str | Callable:
-    "The loss, by default the one that the batches were made for; `ValueError` if it does not fit them or the model."
-    made = batches.loss if isinstance(batches, TextBatches) else None
-    if loss is None: loss = made or ("seq2seq" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else "mlm")
+    "The loss, by default that of the batches or of the model's class; `ValueError` if unknown or unfit for either."
+    made, known = batches.loss if isinstance(batches, TextBatches) else None, model_losses(model)
+    if loss is None: loss = made or (known[0] if len(known) == 1 or "seq2seq" in known else None)
+    if loss is None:
+        remedy = " or ".join(f"loss={n!r}" for n in known or LOSSES)
+        raise ValueError(f"loss: the class {type(model).__name__} does not tell it; give {remedy}, or a function")
     check_loss(loss)
     if callable(loss): return loss
     if made and loss != made: raise ValueError(f"loss: {loss!r}, but the batches were made for {made!r}; leave it out or rebuild the batches")
@@ -561,6 +575,21 @@ def _check(level, reduction, sample, precision, loss):
         if value not in known: raise ValueError(f"{name}: {value!r} is unknown; use {' or '.join(known)}")
     if callable(loss) and reduction != "mean": raise ValueError(f"reduction: {reduction!r} is for the named losses; a function decides for itself")
     if callable(loss) and sample == "position": raise ValueError("sample: 'position' needs a named loss; a function defines its own samples")
+
+# %% ../nbs/04_fisher.ipynb #f4b72e90
+def _check_labels(batch: dict, loss: str | Callable, number: int):
+    "`ValueError` for labels that were made for the other of the two losses, mlm and clm."
+    tensor = lambda name: batch[name] if isinstance(batch.get(name), Tensor) else None
+    ids, labels, mask = map(tensor, ("input_ids", "labels", "attention_mask"))
+    if loss not in ("mlm", "clm") or ids is None or labels is None or ids.shape != labels.shape: return
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.shape != ids.shape else mask != 0
+    same, asked = (labels == ids)[real], (labels != -100)[real]
+    if loss == "clm" and (asked & ~same).any(): found = "labels other than its input_ids, as a masked model needs"
+    elif loss == "mlm" and len(same) > 1 and same.all(): found = "its input_ids as labels, as a causal model needs"
+    else: return
+    collator = f"DataCollatorForLanguageModeling(tokenizer, mlm={loss == 'mlm'})"
+    raise ValueError(f"batches: batch {number} has {found}, but the loss is {loss!r}; "
+                     f"give TextBatches(..., loss={loss!r}), {collator} or a function as loss")
 
 # %% ../nbs/04_fisher.ipynb #2485f47f
 def _begin(model, level, loss, reduction, sample, precision, corpus, checkpoint) -> FisherEstimate:
@@ -594,9 +623,11 @@ def empirical_fisher(
 ) -> FisherEstimate:
     """Empirical Fisher of a model: sums over samples of the squared gradient of each sample's loss.
 
-    Exact per sample, also for shared and tied weights, on any device. Sharma et al. 2024, equation (3). Without `loss` it is that of `TextBatches`; of other
-    batches "mlm", or "seq2seq" for an encoder-decoder. `ValueError` for unknown settings, a loss that the batches or the model were not made for, a model
-    without a language-model head, batches that are no dicts of tensors or hold no sample, and a checkpoint of another estimate.
+    Exact per sample, also for shared and tied weights, on any device. Sharma et al. 2024, equation (3). Without `loss`
+    it is that of `TextBatches`; for other batches that of the model's class. An autocast around the call changes
+    nothing; `precision` decides. `ValueError` for unknown settings, a loss that the batches or the model's class were
+    not made for, a class that does not tell its loss, a model without a language-model head, batches that are no dicts
+    of tensors or hold no sample, and a checkpoint of another estimate.
     """
     _check_batches(batches)
     loss = _loss_for(model, batches, loss)
@@ -612,6 +643,7 @@ def empirical_fisher(
             sums = {n: s.to(squares.device) for n, s in estimate.sums.items()}
             for number, batch in enumerate(_from(batches, start), start + 1):
                 batch = _to(batch, squares.device, number)
+                if not isinstance(batches, TextBatches): _check_labels(batch, loss, number)
                 for part in _samples(model, batch, loss, sample):
                     for n, s in squares(part).items(): sums[n] = sums[n].add_(s) if n in sums else s.to(wide if level == "tensor" else s.dtype)
                     estimate.n_samples += _size(part)

@@ -6,6 +6,7 @@ __all__ = ['SHIFT_ROWS', 'CHUNK_BYTES', 'BLOCK_DIMS', 'Moments', 'full_precision
 
 # %% ../nbs/00_moments.ipynb #52672719
 import contextlib
+import threading
 import warnings
 from typing import NamedTuple, Sequence
 
@@ -144,22 +145,34 @@ class _Moments(torch.autograd.Function):
         return grad, None, None
 
 # %% ../nbs/00_moments.ipynb #f61e3e2b
+_lock, _found = threading.Lock(), []  # what the first one in found, once for each one inside
+
+
 @contextlib.contextmanager
 def full_precision(
     x: Tensor,  # whose device counts
 ):
-    "Context in which float32 products are float32 products: no autocast, no TF32."
+    "Context in which float32 products are float32 products: no autocast, no TF32. Threads may share it."
     places = [m for m in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if hasattr(m, "fp32_precision")]
-    before = [m.fp32_precision for m in places] if places else torch.get_float32_matmul_precision()
-    for m in places: m.fp32_precision = "ieee"
-    if not places: torch.set_float32_matmul_precision("highest")
+    with _lock:
+        if _found: _found.append(_found[0])
+        else: _found.append([m.fp32_precision for m in places] if places else torch.get_float32_matmul_precision())
+        for m in places: m.fp32_precision = "ieee"
+        if not places: torch.set_float32_matmul_precision("highest")
     try:
         with torch.autocast(x.device.type, enabled=False): yield
     finally:
-        for m, value in zip(places, before):
-            m.fp32_precision = "none"  # as the general setting has it; that must not become a setting of its own
-            if m.fp32_precision != value: m.fp32_precision = value
-        if not places: torch.set_float32_matmul_precision(before)
+        with _lock:
+            before = _found.pop()
+            if not _found: _put_back(places, before)
+
+
+def _put_back(places: list, before):
+    "The precision as it was."
+    for m, value in zip(places, before):
+        m.fp32_precision = "none"  # as the general setting has it; that must not become a setting of its own
+        if m.fp32_precision != value: m.fp32_precision = value
+    if not places: torch.set_float32_matmul_precision(before)
 
 # %% ../nbs/00_moments.ipynb #4968c872
 _WHOLE = {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fisher import LOSS, MODELS, batch_of, model_of, one_loss
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer, BartConfig, BartForCausalLM, BartForConditionalGeneration, PreTrainedTokenizerFast)
 
-from isoreg.corpus import TextBatches, corrupt_spans, load_texts, mask_tokens, predicted_logits, sample_losses
+from isoreg.corpus import (
+    TextBatches, corrupt_spans, load_texts, mask_tokens, model_losses, predicted_logits, sample_losses)
 from isoreg.toy import toy_corpus, toy_model_path
 
 TEXTS = toy_corpus(60)
@@ -103,6 +105,22 @@ def test_losses_equal_the_model_on_each_sequence_alone(name):
         logits, target, row = predicted_logits(model, batch, loss)
     assert len(logits) == len(target) == len(row) and (row.diff() >= 0).all()
     assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_the_losses_of_a_class():
+    own = type("Own", (type(model_of("gpt2")),), {})
+    for name in MODELS: assert model_losses(model_of(name)) == [LOSS.get(name, "mlm")]
+    assert model_losses(own(model_of("gpt2").config)) == ["clm"] and model_losses(torch.nn.Linear(2, 2)) == []
+    assert model_losses(type("FarForCausalLM", (torch.nn.Module,), {})()) == ["clm"]  # one that came with its own code
+    bart = BartConfig(vocab_size=9, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=1,
+                      decoder_attention_heads=1, encoder_ffn_dim=8, decoder_ffn_dim=8)
+    assert model_losses(BartForConditionalGeneration(bart)) == ["seq2seq", "mlm"]
+    assert model_losses(BartForCausalLM(bart)) == ["clm"]
+    for name, loss, words in (
+            ("gpt2", "mlm", "a causal .*; use 'clm'"), ("bert", "clm", "a masked .*; use 'mlm'"),
+            ("gpt2", "seq2seq", "no encoder-decoder; use 'clm'"), ("t5", "clm", "an encoder-decoder; use 'seq2seq'")):
+        with pytest.raises(ValueError, match=f"loss: '{loss}', but .* is {words}"):
+            sample_losses(model_of(name), batch_of(loss), loss)
 
 
 def test_bad_corpora_and_tokenizers():

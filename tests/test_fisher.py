@@ -1,5 +1,6 @@
 """Squared per-sample gradients against a loop over samples, in float64, for every architecture the papers use."""
 import copy
+import gc
 import json
 import signal
 import subprocess
@@ -14,8 +15,11 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
-    AlbertConfig, AlbertForMaskedLM, AutoModelForMaskedLM, AutoTokenizer, BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM, BertForSequenceClassification, DistilBertConfig, DistilBertForMaskedLM, ElectraConfig,
-    ElectraForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM, MPNetConfig, MPNetForMaskedLM,
+    AlbertConfig, AlbertForMaskedLM, AutoModelForMaskedLM, AutoTokenizer, BartConfig, BartForConditionalGeneration,
+    BertConfig, BertForMaskedLM, BertForSequenceClassification, BloomConfig, BloomForCausalLM,
+    DataCollatorForLanguageModeling, DebertaV2Config, DebertaV2ForMaskedLM, DistilBertConfig, DistilBertForMaskedLM,
+    ElectraConfig, ElectraForMaskedLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig,
+    LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM, MPNetConfig, MPNetForMaskedLM, OPTConfig, OPTForCausalLM,
     RobertaConfig, RobertaForMaskedLM, T5Config, T5ForConditionalGeneration, T5Model)
 
 from isoreg.corpus import TextBatches
@@ -36,15 +40,26 @@ MODELS = {
     "mpnet": lambda: MPNetForMaskedLM(MPNetConfig(**(BASE | {"max_position_embeddings": 28}))),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=H, n_layer=2, n_head=2, n_positions=24, bos_token_id=1, eos_token_id=2)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**BASE, num_key_value_heads=1)),
+    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=V, hidden_size=H, n_layer=2, n_head=2)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=V, d_model=H, d_kv=8, d_ff=24, num_layers=2, num_heads=2, relative_attention_num_buckets=8, decoder_start_token_id=0)),
 }
-LOSS = {"gpt2": "clm", "llama": "clm", "t5": "seq2seq"}
+PARTLY = {  # some of whose parameters no hook can tell apart by sample
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(
+        **BASE, num_key_value_heads=1, head_dim=8, sliding_window=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)),
+    "opt": lambda: OPTForCausalLM(OPTConfig(
+        vocab_size=V, hidden_size=H, word_embed_proj_dim=H, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24,
+        max_position_embeddings=24, pad_token_id=0, bos_token_id=1, eos_token_id=2)),
+    "deberta-v2": lambda: DebertaV2ForMaskedLM(DebertaV2Config(
+        **BASE, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm",
+        share_att_key=True, type_vocab_size=0, pad_token_id=0)),
+}
+LOSS = {"gpt2": "clm", "llama": "clm", "bloom": "clm", "gemma3": "clm", "opt": "clm", "t5": "seq2seq"}
 
 
 def model_of(name: str) -> nn.Module:
     "Random weights large enough to matter, no two tensors alike, biases and scales away from 0 and 1."
     torch.manual_seed(0)
-    model = MODELS[name]().double().eval()
+    model = (MODELS | PARTLY)[name]().double().eval()
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters(): p.add_(0.1 * torch.randn(p.shape, generator=g, dtype=p.dtype))
@@ -100,7 +115,7 @@ def agree(ours: FisherEstimate, loop: dict, rtol=1e-6):
         torch.testing.assert_close(ours.sums[n].to(v), v, rtol=rtol, atol=floor, msg=lambda m: f"{n}: {m}")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.func")
+@pytest.mark.filterwarnings("ignore:.*left to autograd")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("level", ["tensor", "diagonal"])
 def test_equals_a_loop_over_samples(name, level):
@@ -114,7 +129,68 @@ def test_equals_a_loop_over_samples(name, level):
     assert not ours.by_function
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.func")
+def _held() -> tuple[int, int]:
+    "Bytes of the tensors that live, and nodes of the graphs behind them."
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    nodes, todo = set(), [x.grad_fn for x in tensors if x.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node is None or node in nodes: continue
+        nodes.add(node)
+        todo += [n for n, _ in node.next_functions]
+    return sum(x.numel() * x.element_size() for x in tensors), len(nodes)
+
+
+@pytest.mark.parametrize("name", PARTLY)
+@pytest.mark.parametrize("level", ["tensor", "diagonal"])
+def test_ten_batches_hold_what_two_hold(name, level):
+    model, loss, held = model_of(name), LOSS.get(name, "mlm"), {}
+    batches = [batch_of(loss, seed=seed) for seed in range(10)]
+    def look(done):
+        if done in (2, 10): held[done] = _held()
+    with pytest.warns(UserWarning, match="left to autograd"):
+        ours = empirical_fisher(model, batches, level, progress=look)
+    assert held[10] == held[2]
+    assert ours.by_function and not any(s.requires_grad for s in ours.sums.values())
+    agree(ours, by_loop(model, batches, loss))
+
+
+@pytest.mark.filterwarnings("ignore:.*left to autograd")
+def test_weights_of_which_a_sample_makes_no_use():
+    "An expert that one sample is sent to and another is not, and no other weight that asks."
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0))
+        def forward(self, x): return torch.stack([(self.a if v > 0 else self.b) * v for v in x])
+
+    def squares(model):
+        ours = empirical_fisher(model, [{"x": torch.tensor([1.0, 2.0, -3.0])}], loss=lambda m, b: m(b["x"]))
+        return {n: float(v) for n, v in ours.sums.items()}
+    assert squares(Experts()) == {"a": 5, "b": 9}
+    one = Experts()
+    one.b.requires_grad_(False)
+    with torch.no_grad(): assert squares(one) == {"a": 5}
+
+
+@pytest.mark.filterwarnings("ignore:.*left to autograd")
+@pytest.mark.parametrize("level", ["tensor", "diagonal"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["bert", "opt"])
+def test_an_autocast_around_it_changes_nothing(name, precision, level):
+    model, calls = model_of(name).float(), []
+    batches = [batch_of(LOSS.get(name, "mlm"), seed=seed) for seed in range(2)]
+    alone = empirical_fisher(model, batches, level, precision=precision)
+    progress = lambda _: calls.append(torch.is_autocast_enabled("cpu"))
+    with torch.autocast("cpu", torch.float16):
+        model(input_ids=batches[0]["input_ids"])  # leaves copies of the weights in the caller's cache
+        ours = empirical_fisher(model, batches, level, precision=precision, progress=progress)
+    assert all(torch.equal(ours.sums[n], v) for n, v in alone.sums.items()) and ours.by_function == alone.by_function
+    assert calls == [True, True]  # what is the caller's own runs as the caller has it
+
+
+@pytest.mark.filterwarnings("ignore:.*left to autograd")
 @pytest.mark.parametrize("loss", ["mlm", "seq2seq"])
 def test_positions_that_are_given_the_text(loss):
     "BART counts places itself, so its position tables have other rows than the tape would see; it may also fill in masks."
@@ -129,7 +205,7 @@ def test_positions_that_are_given_the_text(loss):
 
 
 @pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "t5"])
-@pytest.mark.filterwarnings("ignore:.*torch.func")
+@pytest.mark.filterwarnings("ignore:.*left to autograd")
 def test_sum_over_tokens_and_positions(name):
     model, loss = model_of(name), LOSS.get(name, "mlm")
     batch = batch_of(loss)
@@ -177,7 +253,7 @@ def test_other_losses_and_layouts():
             for n, p in model.named_parameters():
                 if p.grad is not None: right[n] += p.grad.square()
     before = copy.deepcopy(model.state_dict())
-    with pytest.warns(UserWarning, match="torch.func"): ours = empirical_fisher(model, batches, "diagonal", loss)
+    with pytest.warns(UserWarning, match="left to autograd"): ours = empirical_fisher(model, batches, "diagonal", loss)
     agree(ours, right)
     assert ours.by_function == ["mixed.weight", "norm.bias", "norm.weight", "scale"] and "frozen.weight" not in ours.sums
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -256,7 +332,7 @@ def test_left_padding_needs_positions():
     for n, v in right.sums.items(): torch.testing.assert_close(ours.sums[n], v, rtol=1e-6, atol=1e-14)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.func")
+@pytest.mark.filterwarnings("ignore:.*left to autograd")
 def test_weights_that_are_not_finite_are_named():
     model = model_of("bert")
     with torch.no_grad(): model.bert.embeddings.LayerNorm.weight[0].fill_(float("nan"))
@@ -341,7 +417,7 @@ def _ranked_and_resumed(rank, world, folder):
     return estimate.sums
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.func")
+@pytest.mark.filterwarnings("ignore:.*left to autograd")
 def test_ranks_add_what_belongs_together(tmp_path):
     torch.manual_seed(0)
     whole = empirical_fisher(_Scaled(), corpus_of(16))
@@ -492,6 +568,54 @@ def test_loss_and_model_must_fit():
         with pytest.raises(ValueError, match="model: T5Model has no language-model head; load it by AutoModelForSeq2SeqLM"): empirical_fisher(T5Model(two_part_model().config), text, sample=sample)
     for model, batches in ((toy_model().bert, corpus_of(12)), (causal_model().transformer, corpus_of(12, loss="clm"))):
         with pytest.raises(ValueError, match="model: .* gives no logits; it needs a language-model head, .*AutoModelForMaskedLM"): empirical_fisher(model, batches)
+
+
+class _Own(GPT2LMHeadModel):
+    "A class of one's own."
+
+
+def test_the_class_of_a_model_decides_its_loss():
+    causal, own, masked = causal_model(), _Own(causal_model().config), toy_model()
+    text, cut = corpus_of(12, loss="clm"), corpus_of(12)
+    for model, batches, loss in ((causal, text, "clm"), (own, text, "clm"), (masked, cut, "mlm")):
+        ours, right = empirical_fisher(model, list(batches)), empirical_fisher(model, list(batches), loss=loss)
+        assert ours.loss == loss and ours.sums == right.sums
+
+
+@pytest.mark.parametrize("given", ["argument", "batches", "both"])
+def test_a_loss_of_another_class_is_refused(given):
+    causal, own, masked = causal_model(), _Own(causal_model().config), toy_model()
+    for model in (causal, own, masked):
+        kind, right, wrong = ("masked", "mlm", "clm") if model is masked else ("causal", "clm", "mlm")
+        made = right if given == "argument" else wrong
+        batches = corpus_of(12, loss=made) if given != "argument" else list(corpus_of(12, loss=made))
+        name = type(model).__name__
+        words = f"loss: '{wrong}', but {name} is a {kind} language model; use '{right}', for the batches too"
+        with pytest.raises(ValueError, match=words):
+            empirical_fisher(model, batches, loss=None if given == "batches" else wrong)
+
+
+@pytest.mark.filterwarnings("ignore:.*left to autograd")
+def test_a_class_that_does_not_tell_its_loss_is_asked():
+    model, batches = _Scaled(), corpus_of(8)
+    words = "loss: the class _Scaled does not tell it; give loss='mlm' or loss='clm' or loss='seq2seq', or a function"
+    with pytest.raises(ValueError, match=words): empirical_fisher(model, list(batches))
+    assert empirical_fisher(model, list(batches), loss="mlm").loss == empirical_fisher(model, batches).loss == "mlm"
+
+
+def test_batches_made_for_the_other_loss_are_refused():
+    tokenizer, causal, masked = tokenizer_of("bert"), causal_model(), toy_model()
+    rows = [tokenizer(t) for t in toy_corpus(8)]
+    collate = lambda **options: dict(DataCollatorForLanguageModeling(tokenizer, **options)(rows))
+    text, cut = collate(mlm=False), collate(seed=0)
+    assert empirical_fisher(masked, [cut]).loss == "mlm" and empirical_fisher(causal, [text]).loss == "clm"
+    answers = text["labels"].clone()
+    answers[:, :3] = -100  # what comes before is given
+    assert empirical_fisher(causal, [text | {"labels": answers}]).n_samples == 8
+    words = "batches: batch 2 has labels other than its input_ids, .* the loss is 'clm'; give .*loss='clm'.*mlm=False"
+    with pytest.raises(ValueError, match=words): empirical_fisher(causal, [text, cut])
+    words = "batches: batch 1 has its input_ids as labels, .* the loss is 'mlm'; give .*loss='mlm'.*mlm=True"
+    with pytest.raises(ValueError, match=words): empirical_fisher(masked, [text])
 
 
 def test_what_is_no_row_of_batches_is_named():

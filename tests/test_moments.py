@@ -2,7 +2,9 @@
 import os
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pandas as pd
@@ -12,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from ranks import on_ranks
 
 from isoreg.isoscore import isoscore_from_cov
-from isoreg.moments import Moments, all_reduce, check_points, merge, moments, pool
+from isoreg.moments import Moments, all_reduce, check_points, full_precision, merge, moments, pool
 
 
 def by_definition(x):
@@ -91,6 +93,59 @@ torch.backends.fp32_precision = "ieee"  # and the general setting still reaches 
 assert read() == ("ieee",) * 3, read()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def precision() -> list[str]:
+    "What float32 products are computed in, on each of the switches that there are."
+    places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    return [m.fp32_precision for m in places if hasattr(m, "fp32_precision")] or [torch.get_float32_matmul_precision()]
+
+
+@pytest.fixture
+def short():
+    "The switches where the user allows short products; afterwards they are as they were."
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield precision()
+    torch.set_float32_matmul_precision(before)
+
+
+def test_threads_that_overlap_leave_the_precision_as_it_was(short):
+    "The second finds the setting of the first, and the first goes while the second still counts on it."
+    steps = {n: threading.Event() for n in ("first in", "second in", "first out")}
+
+    def first():
+        with full_precision(torch.zeros(1)):
+            steps["first in"].set()
+            assert steps["second in"].wait(60)
+        steps["first out"].set()
+
+    def second():
+        assert steps["first in"].wait(60)
+        with full_precision(torch.zeros(1)):
+            steps["second in"].set()
+            assert steps["first out"].wait(60)
+            return precision()
+
+    with full_precision(torch.zeros(1)): full = precision()
+    assert full != short
+    with ThreadPoolExecutor() as pool:
+        *_, inside = [done.result() for done in [pool.submit(f) for f in (first, second)]]
+    assert inside == full and precision() == short
+
+
+def test_a_setting_changed_inside_does_not_reach_the_next_one_in(short):
+    with full_precision(torch.zeros(1)):
+        full = precision()
+        torch.set_float32_matmul_precision("medium")
+        with full_precision(torch.zeros(1)): assert precision() == full
+    assert precision() == short
+
+
+def test_four_threads_leave_the_precision_as_it_was(short):
+    x = torch.randn(64, 32)
+    with ThreadPoolExecutor(4) as pool: list(pool.map(lambda _: moments(x), range(400)))
+    assert precision() == short
 
 
 @pytest.mark.parametrize("offset", [0, 100, 1000])
