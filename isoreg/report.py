@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['METHOD', 'PAPER_MODELS', 'EXACT', 'RESAMPLES', 'COLOURS', 'MARKS', 'label', 'load', 'provenance', 't_interval',
            'sign_flip', 'holm', 'smallest_p', 'seeds_needed', 'summarise', 'clears_majority', 'compare', 'over_tasks',
-           'Cell', 'to_markdown', 'to_html', 'to_latex', 'published', 'three_columns', 'rank_correlation',
+           'two_errors', 'Cell', 'to_markdown', 'to_html', 'to_latex', 'published', 'three_columns', 'rank_correlation',
            'plot_tradeoff', 'plot_layers', 'plot_fraction', 'plot_mean_activation', 'plot_forest', 'failures',
            'write_report']
 
@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from .files import record_files, write_atomically
+from .files import record_files, unpack, write_atomically
 
 # %% ../nbs/10_report.ipynb #a1e58e79
 def _entries(source) -> Iterator[tuple[object, str, int]]:
@@ -188,7 +188,7 @@ def _row(record: dict, file: str, line: int) -> dict:
     error = record.get("error") or (None if finite else "the metric is no finite number")
     row = {"key": text("key") or f"{file}:{line}", "status": "failed" if error else "done", "error": error} | config
     row |= {"model_name": Path(config["model"]).name, "method": label(config), "protocol": _protocol(config), "metric": text("metric"),
-            "value": float(value) if finite and not error else float("nan"), "metrics": part("metrics"), "predictions": part("predictions"),
+            "value": float(value) if finite and not error else float("nan"), "metrics": part("metrics"), "predictions": part("predictions"), "resampled": part("resampled"),
             "collapsed": bool(record.get("collapsed")), "majority": _float(data.get("majority"))}
     return row | _geometry(record) | {
         "dropout_mean": part("dropout").get("mean"), "parameters": part("model").get("parameters"),
@@ -499,12 +499,20 @@ def _bounds(a: pd.Series, b: pd.Series, majority: float) -> tuple[float, float]:
 
 
 def _differ(arm: pd.DataFrame, base: pd.DataFrame) -> list[str]:
-    "In what the runs of one seed are not alike beside the method: settings, hardware and its precision, and data; both arms have the same seeds."
+    "In what the runs of one seed are not alike beside the method: settings, hardware and its precision, data and commit; both arms have the same seeds."
     arm, base = (g.set_index("seed").sort_index() for g in (arm, base))
     settings = [c for c in _defaults() if c in arm and c not in (*METHOD, "seed", "data_dir", "recipe")]
     found = [c for c in settings if (arm[c].map(str) != base[c].map(str)).any()]
     known = lambda c: (arm[c].notna() & base[c].notna() & arm[c].ne("unknown") & base[c].ne("unknown")) if c in arm and c in base else pd.Series(dtype=bool)
-    return found + [name for name, c in (("hardware", "hardware"), ("data", "fingerprint")) if (k := known(c)).any() and (arm[c] != base[c])[k].any()]
+    return found + [name for name, c in (("hardware", "hardware"), ("data", "fingerprint"), ("commit", "commit")) if (k := known(c)).any() and (arm[c] != base[c])[k].any()]
+
+
+def _error_of_rows(arm: pd.DataFrame, base: pd.DataFrame) -> float:
+    "Standard error of the mean difference from the evaluation rows, which all runs share; NaN where a record has no resamplings."
+    packed = [*arm.sort_values("seed").resampled, *base.sort_values("seed").resampled]
+    if not packed or not all(p.get("data") for p in packed) or len({p["rows"] for p in packed}) > 1: return float("nan")
+    draws = np.stack([unpack(p) for p in packed])
+    return float((draws[: len(arm)] - draws[len(arm) :]).mean(0).std(ddof=1))
 
 
 def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float, metric: bool) -> dict:
@@ -524,7 +532,7 @@ def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float
     return {"n": len(d), "mean": a[d.index].mean(), "mean_baseline": b[d.index].mean(), "difference": d.mean(), "sd": _spread(d), "low": low, "high": high,
             "p": p, "test": test, "unequal": int((d.abs() > _ROUNDING).sum()), "incomplete": [*lonely, *broken], "failed": len(broken),
             "least": least, "most": most, "collapsed": int(arm.collapsed.sum()), "collapsed_baseline": int(base.collapsed.sum()),
-            "differ": _differ(arm, base), "differences": tuple(d.tolist()), "records": _records(arm), "records_baseline": _records(base)}
+            "differ": _differ(arm, base), "differences": tuple(d.tolist()), "row_error": _error_of_rows(arm, base) if metric else float("nan"), "records": _records(arm), "records_baseline": _records(base)}
 
 # %% ../nbs/10_report.ipynb #cd49a19e
 def _verdict(row: dict, alpha: float) -> str:
@@ -575,7 +583,7 @@ def compare(
     Columns: task, settings, method, baseline, n (complete pairs), mean, mean_baseline, difference, sd, low, high, p, test, p_holm, unequal,
     reachable (the smallest p_holm that this row could have had beside the others), seeds_alone and seeds_table (seeds that could reach the level),
     incomplete (each missing or failed partner by name), failed, least, most, collapsed, collapsed_baseline,
-    differ (settings in which the runs of a pair are not alike, hardware and data among them), differences (by seed), verdict, records and
+    differ (settings in which the runs of a pair are not alike, hardware and data among them), differences (by seed), row_error (of the difference, from the evaluation rows), verdict, records and
     records_baseline ((seed, file, line, key) of each run); from collapsed on of the complete pairs.
     `ValueError` if no run has the baseline, no row has so many pairs, or two runs of an arm share a seed."""
     fixed, name = (baseline, "baseline") if of is None else (of, "of")
@@ -621,6 +629,7 @@ def _together(g: pd.DataFrame, level: float) -> dict:
             "least": bound("least"), "most": bound("most"), "collapsed": int(g.collapsed.sum()), "collapsed_baseline": int(g.collapsed_baseline.sum()),
             "differ": list(dict.fromkeys(x for row in g.differ for x in row)), "differences": tuple((flat * len(flat)).tolist()),
             "tasks": len(each), "agree": sum(abs(d.mean()) > _ROUNDING and d.mean() * difference > 0 for d in each),
+            "row_error": math.sqrt(have.row_error.pow(2).sum(skipna=False)) / len(each),
             "records": tuple(r for x in have.records for r in x), "records_baseline": tuple(r for x in have.records_baseline for r in x)}
 
 
@@ -644,6 +653,28 @@ def over_tasks(
     rows = [{"task": " + ".join(g.task[g.n > 0])} | dict(zip((*keys, "baseline"), names)) | {"metric": _known(g.metric, "mean of the tasks' metrics")}
             | _together(g, level) for names, g in groups]
     return _judged(rows, table.attrs)
+
+# %% ../nbs/10_report.ipynb #2b0540e8
+def two_errors(
+    differences: Sequence[Sequence[float]],  # of each task: one number a pair, two or more
+    row_errors: Sequence[float],  # of each task: standard error of the mean difference from its evaluation rows
+    level: float = 0.95,  # of the interval
+) -> dict:  # difference, error, freedom, low, high, p
+    """Return the mean of the tasks' differences with an interval for other seeds and other evaluation rows, and its two-sided p.
+
+    Satterthwaite's freedom (1946); the row error adds none. `ValueError` for a task with one pair, without a row error, or none at all."""
+    d, r = [np.asarray(x, float) for x in differences], np.asarray(row_errors, float)
+    if not d or len(d) != len(r): raise ValueError(f"row_errors: {len(r)} for {len(d)} tasks; give one a task")
+    if min(map(len, d)) < 2: raise ValueError("differences: a task has one pair; two or more have a spread")
+    if not np.isfinite(r).all(): raise ValueError("row_errors: not all are known; runs without resamplings have none")
+    seeds = np.array([x.var(ddof=1) / len(x) for x in d]) / len(d) ** 2
+    error = math.sqrt(seeds.sum() + (r**2).sum() / len(d) ** 2)
+    few = (seeds**2 / [len(x) - 1 for x in d]).sum()
+    freedom = error**4 / few if few else math.inf
+    mean, reach = float(np.mean([x.mean() for x in d])), float(stats.t.ppf((1 + level) / 2, freedom)) * error
+    p = 2 * float(stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
+    return {"difference": mean, "error": error, "freedom": freedom, "low": mean - reach, "high": mean + reach, "p": p}
+
 
 # %% ../nbs/10_report.ipynb #2dcc7293
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 matplotlib.use("Agg")
+from isoreg.files import pack
 from isoreg import report
 from isoreg.report import (
     clears_majority, compare, failures, holm, label, load, over_tasks, plot_forest, plot_fraction, plot_layers, plot_mean_activation, plot_tradeoff, provenance, published, rank_correlation,
-    seeds_needed, sign_flip, smallest_p, summarise, t_interval, three_columns, to_html, to_latex, to_markdown, write_report)
+    seeds_needed, sign_flip, smallest_p, summarise, t_interval, three_columns, to_html, to_latex, to_markdown, two_errors, write_report)
 
 NBS = Path(__file__).parents[1] / "nbs"
 FIRST = NBS / "results" / "istar_first.jsonl"
@@ -1054,3 +1055,41 @@ def test_an_error_in_a_figure_is_not_swallowed(tmp_path, monkeypatch):
     def broken(df): raise ValueError("a fault of the figure")
     monkeypatch.setattr(report, "plot_tradeoff", broken)
     with pytest.raises(ValueError, match="a fault of the figure"): write_report(load([record(NONE, 0, 0.6)]), tmp_path)
+
+
+@given(st.lists(st.floats(-0.2, 0.2), min_size=2, max_size=8).filter(lambda x: np.std(x) > 1e-3), st.lists(st.floats(-0.2, 0.2), min_size=2, max_size=8).filter(lambda x: np.std(x) > 1e-3))
+@settings(max_examples=50, deadline=None)
+def test_two_errors_without_a_row_error_is_welch(one, two):
+    "The mean of two tasks is half the difference of one and minus the other, for which SciPy has the interval and the p."
+    found = two_errors([one, two], [0, 0])
+    welch = stats.ttest_ind(one, [-x for x in two], equal_var=False)
+    interval = welch.confidence_interval()
+    assert [found["low"], found["high"], found["p"]] == pytest.approx([interval.low / 2, interval.high / 2, welch.pvalue], abs=1e-9)
+    alone = two_errors([one], [0])
+    assert (alone["low"], alone["high"]) == pytest.approx(t_interval(one), abs=1e-12)
+
+
+def test_row_error_widens_and_is_asked_for():
+    d = [0.01, 0.03, 0.02, 0.05]
+    plain, wide = two_errors([d], [0.0]), two_errors([d], [0.02])
+    assert wide["error"] == pytest.approx(np.hypot(plain["error"], 0.02)) and wide["low"] < plain["low"] and wide["p"] > plain["p"]
+    for bad in (dict(differences=[d], row_errors=[float("nan")]), dict(differences=[d], row_errors=[]), dict(differences=[[0.1]], row_errors=[0.1])):
+        with pytest.raises(ValueError, match="row_errors|differences"): two_errors(**bad)
+
+
+def test_comparison_knows_the_error_of_the_rows_and_mixed_commits():
+    rng, truth = np.random.default_rng(0), np.random.default_rng(1).integers(2, size=300)
+    draws = np.random.default_rng(0).integers(300, size=(500, 300))
+
+    def one(seed, lam, right, commit):
+        guess = np.where(rng.random(300) < right, truth, 1 - truth)
+        config = {"task": "rte", "model": "m", "regularizer": "istar" if lam else "none", "lam": lam, "seed": seed}
+        values = (guess == truth)[draws].mean(1)
+        return guess, {"key": f"{lam}-{seed}", "config": config, "metric": "accuracy", "value": float((guess == truth).mean()), "status": "done",
+                       "git_commit": commit, "resampled": pack(values)}
+
+    arms = {lam: [one(s, lam, right, "a" if s < 2 else str(lam)) for s in range(3)] for lam, right in ((0.0, 0.6), (0.1, 0.7))}
+    row = compare(load([r for arm in arms.values() for _, r in arm])).iloc[0]
+    per_row = np.mean([(a[0] == truth) * 1.0 - (b[0] == truth) for a, b in zip(arms[0.1], arms[0.0])], 0)
+    assert row.row_error == pytest.approx(per_row.std() / 300**0.5, rel=0.1)
+    assert "commit" in row.differ
