@@ -1,6 +1,7 @@
 """Grids and their runs: what a file says, what a kill leaves, who does what."""
 import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import sweep_stub
@@ -18,7 +20,7 @@ from typer.testing import CliRunner
 from isoreg.cli import app
 from isoreg.finetune import RunConfig
 from isoreg.sweep import (
-    Folder, Gpus, Kernel, Run, _Board, _ray_run, _receive, expand, find_gpus, gpu_need, gpu_share, grid_path, is_disk_full, load_grid, plan_jobs, restore, run_one, set_aside,
+    Folder, Gpus, Kernel, Run, _Board, _ray_run, _receive, choose, expand, final_grid, find_gpus, gpu_need, gpu_share, grid_path, is_disk_full, load_grid, plan_jobs, restore, run_one, set_aside,
     status, sweep, sweep_on_ray, time_left)
 
 ROOT = Path(__file__).parents[1]
@@ -814,3 +816,47 @@ def test_done_runs_are_done_from_another_directory(tmp_path, monkeypatch):
     assert Folder(tmp_path / "runs").record(run) is not None
     path.write_text(json.dumps(record | {"config": record["config"] | {"lr": 0.001}}))
     assert Folder(tmp_path / "runs").record(run) is None
+
+
+def _search(tmp_path, seed="[100, 101]"):
+    (tmp_path / "search.yaml").write_text(
+        f"fixed: {{task: toy-cola}}\naxes:\n  seed: {seed}\n  task: [toy-cola, toy-rte]\n  lr: [1e-4, 5e-4]\n".replace("fixed: {task: toy-cola}\n", "")
+        + "  method: [{regularizer: none}, {regularizer: istar, lam: [-0.1, 0.1]}, {regularizer: none, dropout: constant, dropout_p: 0.05}]\n")
+    return expand(load_grid(tmp_path / "search.yaml"))
+
+
+def test_selection_takes_the_best_mean_of_each_task_and_method(tmp_path):
+    plan = _search(tmp_path)
+    score = {r.key: float(v) for r, v in zip(plan.runs, np.random.default_rng(0).random(len(plan.runs)))}
+    choices = choose(plan, [{"key": k, "value": v} for k, v in score.items()])
+    assert len(choices) == 6 and sorted(c.candidates for c in choices) == [2, 2, 2, 2, 4, 4]
+    for c in choices:
+        same = [r for r in plan.runs if (r.config["task"], r.config["regularizer"], r.config["dropout"]) == (c.place["task"], *c.method)]
+        means = {}
+        for r in same: means.setdefault((r.config["lr"], r.config["lam"]), []).append(score[r.key])
+        assert c.score == pytest.approx(max(np.mean(v) for v in means.values()))
+        assert np.mean(means[c.config["lr"], c.config["lam"]]) == pytest.approx(c.score) and c.seeds == (100, 101)
+    (tmp_path / "final.yaml").write_text(final_grid(choices, "0..2"))
+    final = expand(load_grid(tmp_path / "final.yaml"))
+    assert len(final.runs) == 18 and {r.config["seed"] for r in final.runs} == {0, 1, 2}
+    for c in choices:
+        assert sum({k: v for k, v in r.config.items() if k != "seed"} == c.config for r in final.runs) == 3
+
+
+def test_selection_refuses_what_would_flatter(tmp_path):
+    with pytest.raises(ValueError, match="seed: 3 is for final runs"): choose(_search(tmp_path, "[3, 100]"), [])
+    plan = _search(tmp_path)
+    with pytest.raises(ValueError, match="records: 1 of .* finish the search"): choose(plan, [{"key": r.key, "value": 0.5} for r in plan.runs[1:]])
+    choices = choose(plan, [{"key": r.key, "value": None} for r in plan.runs])  # all diverged: the first of the grid
+    assert all(c.score == -math.inf for c in choices)
+    with pytest.raises(ValueError, match="seeds: 100 was searched on"): final_grid(choices, "99..100")
+
+
+def test_select_writes_the_grid_of_the_final_runs(tmp_path):
+    plan = _search(tmp_path)
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps({"key": r.key, "value": r.config["lr"]}) + "\n" for r in plan.runs))
+    command = [str(tmp_path / "search.yaml"), str(tmp_path / "all.jsonl"), "--out", str(tmp_path / "final.yaml"), "--seeds", "0..1"]
+    result = CliRunner().invoke(app, ["select", *command])
+    assert result.exit_code == 0 and "different numbers of settings" in result.output, result.output
+    assert {r.config["lr"] for r in expand(load_grid(tmp_path / "final.yaml")).runs} == {5e-4}
+    assert CliRunner().invoke(app, ["select", str(tmp_path / "search.yaml"), str(tmp_path / "none.jsonl")]).exit_code == 2
