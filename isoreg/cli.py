@@ -57,7 +57,7 @@ def run_command(
     convention: Annotated[Optional[str], _option("istar: released (zeta weighs the reference) or text (the sample).")] = None,
     cosreg_layer: Annotated[Optional[int], _option("cosreg: index into the hidden states (default -1).")] = None,
     reference_points: Annotated[Optional[int], _option("istar: token vectors behind the reference (default 250000).")] = None,
-    dropout: Annotated[Optional[str], _option("standard, guided, constant-mean, reversed, shuffled, type-only, constant, gaussian, gaussian-released, mixout, or a schedule file (.json).")] = None,
+    dropout: Annotated[Optional[str], _option("standard, guided, guided-released (the authors' rates for BERT-base), constant-mean, reversed, shuffled, type-only, constant, gaussian, gaussian-released, mixout, or a schedule file (.json).")] = None,
     scores: Annotated[Optional[str], _option("guided and its controls: tensor scores of the notebook runs/fisher; without: the checkpoint's own, on the task's texts.")] = None,
     dropout_p: Annotated[Optional[float], _option("constant, gaussian, mixout: the rate.")] = None,
     p_max: Annotated[Optional[float], _option("guided: rate of the least informative place (default 0.1).")] = None,

@@ -1100,7 +1100,7 @@ class DropoutSchedule(TrainerCallback):
 # %% ../nbs/06_dropout.ipynb #bd549a15
 #| code-fold: true
 #| code-summary: "apply_dropout"
-HOWS = ("standard", "constant", "guided", *CONTROLS, "gaussian", "gaussian-released", "mixout")
+HOWS = ("standard", "constant", "guided", "guided-released", *CONTROLS, "gaussian", "gaussian-released", "mixout")
 
 def apply_dropout(
     model: nn.Module,  # with its pretrained weights, before training
@@ -1132,6 +1132,7 @@ def apply_dropout(
     if how.startswith("gaussian"): return _titled(body, how, gaussian_dropout(body, p, released=how.endswith("released"), batch=batch))
     sites = dropout_sites(body, grouping, batch=batch)
     extra = {}
+    if how == "guided-released": schedule = released_schedule()
     if how == "constant": rates = {s.name: _check_rate(p, "p") for s in sites if s.kind != "classifier"}
     else:
         if schedule is None:

@@ -148,7 +148,7 @@ class RunConfig(_Parameters):
     convention: str = "released"  # I-STAR: what zeta weighs, "released" (the reference) or "text" (the sample)
     cosreg_layer: int = -1  # CosReg: index into hidden_states
     reference_points: int = 250_000  # token vectors behind the reference covariance
-    dropout: str = "standard"  # "guided", its controls "constant-mean", "reversed", "shuffled", "type-only"; "constant", "gaussian", "gaussian-released", "mixout"; or a schedule file
+    dropout: str = "standard"  # "guided", "guided-released" (the authors' rates, for BERT-base), its controls "constant-mean", "reversed", "shuffled", "type-only"; "constant", "gaussian", "gaussian-released", "mixout"; or a schedule file
     scores: str | None = None  # guided and its controls: tensor scores of the notebook runs/fisher; None: the checkpoint's own Fisher on the task's texts
     dropout_p: float | None = None  # constant, gaussian: the rate of all sites (None: the model's own); mixout: its probability (None: 0.7)
     p_max: float = 0.1  # guided: rate of the least informative site

@@ -89,7 +89,7 @@ def _record(entry) -> dict | str:
 # %% ../nbs/10_report.ipynb #e52f9ddb
 METHOD = ("regularizer", "lam", "zeta", "layers", "correction", "convention", "cosreg_layer", "reference_points", "padding",
           "dropout", "scores", "dropout_p", "p_max", "p_min", "aggregate")  # the settings that make a method
-_DROPOUT = {"guided": "guided dropout", "constant-mean": "constant p = mean of guided", "reversed": "guided reversed", "shuffled": "guided shuffled",
+_DROPOUT = {"guided": "guided dropout", "guided-released": "guided dropout with the authors' rates", "constant-mean": "constant p = mean of guided", "reversed": "guided reversed", "shuffled": "guided shuffled",
             "type-only": "guided by type only", "constant": "dropout", "gaussian": "Gaussian dropout",
             "gaussian-released": "Gaussian dropout as released", "mixout": "mixout"}
 

@@ -1108,3 +1108,11 @@ def test_a_shuffle_that_cannot_be_repeated_is_refused():
     for seed in (None, 1.5, True):
         with pytest.raises(ValueError, match="seed: "): control_schedule("shuffled", rates, seed=seed)
     assert control_schedule("shuffled", rates, seed=np.int64(3)) == control_schedule("shuffled", rates, seed=3)
+
+
+def test_the_authors_rates_are_an_arm_of_bert_base_alone():
+    model = transformers.AutoModelForSequenceClassification.from_config(transformers.BertConfig(vocab_size=60, hidden_size=24, num_hidden_layers=12, num_attention_heads=2, intermediate_size=32))
+    done = apply_dropout(model, "guided-released")
+    assert {n: p for n, p in done["rates"].items() if not n.startswith("classifier")} == pytest.approx(released_schedule()) and done["mean"] == pytest.approx(0.0495)
+    small = transformers.AutoModelForSequenceClassification.from_config(transformers.BertConfig(vocab_size=60, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32))
+    with pytest.raises(ValueError, match="no sites of this model"): apply_dropout(small, "guided-released")
