@@ -118,7 +118,7 @@ def _finished(folder: Path, config, RunRecord):
     "The record of the folder if it is complete and of a configuration with the same key."
     try:
         record = RunRecord.load(folder)
-        same = type(config).from_dict(record.config).key == config.key
+        same = type(config).from_record(record.config).key == config.key
     except (OSError, ValueError, TypeError): return None
     return record if same and record.status == "done" else None
 

@@ -16,7 +16,8 @@ from isoreg.tasks import load_metric, load_task
 ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"
 TABLES = sorted((NBS / "tables").glob("*.ipynb"))
-RECORDS, FIRST = ([json.loads(line) for line in (NBS / "results" / f"{name}.jsonl").read_text().splitlines()] for name in ("runs", "istar_first"))
+RECORDS, FIRST, SECOND = (
+    [json.loads(line) for line in (NBS / "results" / f"{name}.jsonl").read_text().splitlines()] for name in ("runs", "istar_first", "second"))
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 
 
@@ -59,7 +60,7 @@ def test_no_cell_without_its_seeds_and_interval(path):
 
 
 def test_every_record_is_whole_and_clean():
-    for r in RECORDS:
+    for r in RECORDS + SECOND:
         assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), f"{r['key']}: commit {r['git_commit']}: local changes, or none"
         assert r["data"]["train_rows"] and r["data"]["evaluation_rows"] and r["hardware"]["precision"]
     assert len({r["key"] for r in RECORDS}) == len(RECORDS)
@@ -75,15 +76,23 @@ def as_it_ran(tmp_path, monkeypatch):
 
 def test_every_record_is_of_a_shipped_grid(as_it_ran):
     from isoreg.sweep import expand, load_grid
-    keys = {run.key for path in (NBS / "grids").glob("small-*.yaml") for run in expand(load_grid(path)).runs}
-    assert not [r["key"] for r in RECORDS if r["key"] not in keys]
+    for pattern, records in (("small-*.yaml", RECORDS), ("second-*.yaml", SECOND)):
+        keys = {run.key for path in (NBS / "grids").glob(pattern) for run in expand(load_grid(path)).runs}
+        assert not [r["key"] for r in records if r["key"] not in keys]
+
+
+def test_second_round_is_as_planned():
+    "Random batches, one commit, and what an interval with both errors needs."
+    assert len({r["git_commit"] for r in SECOND}) == 1
+    for r in SECOND:
+        assert r["config"]["batches"] == "random" and len(unpack(r["resampled"])) == 500 and r["loss"]["step"] and r["hardware"]["cpu_flags"]
 
 
 def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_ran):
     "MRPC was read without groups at first: a grid has the same runs with them."
     from isoreg.sweep import expand, load_grid
     runs = expand(load_grid(NBS / "grids" / "small-istar.yaml")).runs
-    bare = lambda config: {k: v for k, v in RunConfig.from_dict(config).to_dict().items() if k != "length_groups"}
+    bare = lambda config: {k: v for k, v in RunConfig.from_record(config).to_dict().items() if k != "length_groups"}
     keys, planned = {run.key for run in runs}, [bare(run.config) for run in runs]
     for r in FIRST: assert bare(r["config"]) in planned and (r["key"] in keys) == (r["config"]["task"] == "cola"), r["key"]
 
@@ -107,7 +116,7 @@ def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkey
 
 
 def test_keys_follow_from_the_configurations(as_it_ran):
-    for r in RECORDS + FIRST: assert RunConfig.from_dict(r["config"]).key == r["key"]
+    for r in RECORDS + FIRST + SECOND: assert RunConfig.from_record(r["config"]).key == r["key"]
 
 
 def test_metrics_follow_from_the_kept_predictions(as_it_ran):
