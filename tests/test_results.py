@@ -58,6 +58,63 @@ def test_no_cell_without_its_seeds_and_interval(path):
                     assert "[" in cell and re.search(r"n ?=", cell) or "no interval" in cell or over_samples, f"{name}: {cell}"
 
 
+def prose(notebook):
+    "What a reader sees of a notebook: its text and what its cells show, without code."
+    return "\n".join(["".join(c.source) for c in notebook.cells if c.cell_type == "markdown"] + shown(notebook))
+
+
+FIRST_ROUND = [NBS / "tables" / f"{name}.ipynb" for name in (
+    "istar_main", "istar_shrinkage", "istar_dimension", "guided_main", "guided_paucity", "guided_restarts", "overview")]
+
+
+@pytest.mark.parametrize("path", [*FIRST_ROUND, NBS / "index.ipynb"], ids=lambda p: p.stem)
+def test_a_page_of_first_round_runs_says_that_they_are_exploratory(path):
+    text = prose(nbformat.read(path, 4))
+    assert re.search(r"\*\*Exploratory\*\*.{,150}sorted by length", text, re.DOTALL) and "plan.ipynb)" in text
+
+
+@pytest.mark.parametrize("path", [p for p in [*TABLES, NBS / "index.ipynb"] if p.stem != "plan"], ids=lambda p: p.stem)
+def test_comparisons_are_told_by_score_and_p(path):
+    "A method scored higher than another, with its p; no test calls and no method beats."
+    words = r"tests?(?: of single tasks)? calls?\b|called (?:a difference|higher|lower|one)|\bbeats?\b"
+    assert not re.findall(words, prose(nbformat.read(path, 4)))
+
+
+def overview():
+    "The rows of the overview's tables, each a claim."
+    rows = []
+    for text in shown(nbformat.read(NBS / "tables" / "overview.ipynb", 4)):
+        lines = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines() if line.startswith("|")]
+        if lines and lines[0][0] == "claim": rows += [dict(zip(lines[0], line)) for line in lines[2:]]
+    return rows
+
+
+def test_every_claim_has_one_of_four_verdicts():
+    for row in overview(): assert re.match("(holds|does not hold|cannot tell|not tested)", row["verdict"]) and all(row.values()), row
+
+
+@pytest.mark.parametrize("words", [
+    "raised and lowered", "average cosine", "outlier dimensions", "costs nothing", "One schedule", "best rate of standard",
+    "landscape is how", "L2", "tiny shares"])
+def test_no_claim_of_the_papers_is_passed_over(words):
+    assert [row for row in overview() if words in row["claim"]]
+
+
+def test_runs_of_one_class_are_no_test_of_isotropy():
+    (row,) = (row for row in overview() if row["claim"] == "Lowering isotropy helps")
+    tests, _, left = row["corrected, here"].partition("no test")
+    assert row["verdict"].startswith("cannot tell") and "λ=-5 on cola (6 of 6)" in left and "λ=-5, cola" not in tests
+
+
+@pytest.mark.parametrize("wrong", [
+    "no consistent signal(?! of worsening)", "dimensions as there are texts", "layer 12 whatever was asked", "beats 10 %",
+    r"refuse anything below 4\.22", "GPU 0 is taken for no GPU", "or a multiple of 10,000", "each panel has its own scale"])
+def test_no_page_says_what_was_wrong_about_the_papers_or_their_code(wrong):
+    pages = {p.name: prose(nbformat.read(p, 4)) for p in [*NBS.glob("*.ipynb"), *NBS.glob("*/*.ipynb")]}
+    pages["README.md"] = (ROOT / "README.md").read_text()
+    assert not [name for name, text in pages.items() if re.search(wrong, text)]
+
+
 def test_every_record_is_whole_and_clean():
     for r in RECORDS:
         assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), f"{r['key']}: commit {r['git_commit']}: local changes, or none"
@@ -83,7 +140,7 @@ def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_
     "MRPC was read without groups at first: a grid has the same runs with them."
     from isoreg.sweep import expand, load_grid
     runs = expand(load_grid(NBS / "grids" / "small-istar.yaml")).runs
-    bare = lambda config: {k: v for k, v in RunConfig.from_dict(config).to_dict().items() if k != "length_groups"}
+    bare = lambda config: {k: v for k, v in RunConfig.from_record(config).to_dict().items() if k != "length_groups"}
     keys, planned = {run.key for run in runs}, [bare(run.config) for run in runs]
     for r in FIRST: assert bare(r["config"]) in planned and (r["key"] in keys) == (r["config"]["task"] == "cola"), r["key"]
 
@@ -107,7 +164,7 @@ def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkey
 
 
 def test_keys_follow_from_the_configurations(as_it_ran):
-    for r in RECORDS + FIRST: assert RunConfig.from_dict(r["config"]).key == r["key"]
+    for r in RECORDS + FIRST: assert RunConfig.from_record(r["config"]).key == r["key"]
 
 
 def test_metrics_follow_from_the_kept_predictions(as_it_ran):
