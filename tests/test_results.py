@@ -84,18 +84,20 @@ def overview():
     "The rows of the overview's tables, each a claim."
     rows = []
     for text in shown(nbformat.read(NBS / "tables" / "overview.ipynb", 4)):
-        lines = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines() if line.startswith("|")]
+        table = [line for line in text.splitlines() if line.startswith("|")]
+        lines = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
         if lines and lines[0][0] == "claim": rows += [dict(zip(lines[0], line)) for line in lines[2:]]
     return rows
 
 
 def test_every_claim_has_one_of_four_verdicts():
-    for row in overview(): assert re.match("(holds|does not hold|cannot tell|not tested)", row["verdict"]) and all(row.values()), row
+    for row in overview():
+        assert re.match("(holds|does not hold|cannot tell|not tested)", row["verdict"]) and all(row.values()), row
 
 
 @pytest.mark.parametrize("words", [
-    "raised and lowered", "average cosine", "outlier dimensions", "costs nothing", "One schedule", "best rate of standard",
-    "landscape is how", "L2", "tiny shares"])
+    "raised and lowered", "average cosine", "outlier dimensions", "costs nothing", "One schedule",
+    "best rate of standard", "landscape is how", "L2", "tiny shares"])
 def test_no_claim_of_the_papers_is_passed_over(words):
     assert [row for row in overview() if words in row["claim"]]
 
@@ -107,8 +109,9 @@ def test_runs_of_one_class_are_no_test_of_isotropy():
 
 
 @pytest.mark.parametrize("wrong", [
-    "no consistent signal(?! of worsening)", "dimensions as there are texts", "layer 12 whatever was asked", "beats 10 %",
-    r"refuse anything below 4\.22", "GPU 0 is taken for no GPU", "or a multiple of 10,000", "each panel has its own scale"])
+    "no consistent signal(?! of worsening)", "dimensions as there are texts", "layer 12 whatever was asked",
+    "beats 10 %", r"refuse anything below 4\.22", "GPU 0 is taken for no GPU", "or a multiple of 10,000",
+    "each panel has its own scale"])
 def test_no_page_says_what_was_wrong_about_the_papers_or_their_code(wrong):
     pages = {p.name: prose(nbformat.read(p, 4)) for p in [*NBS.glob("*.ipynb"), *NBS.glob("*/*.ipynb")]}
     pages["README.md"] = (ROOT / "README.md").read_text()
