@@ -58,6 +58,80 @@ def test_no_cell_without_its_seeds_and_interval(path):
                     assert "[" in cell and re.search(r"n ?=", cell) or "no interval" in cell or over_samples, f"{name}: {cell}"
 
 
+def test_every_record_is_whole_and_clean():
+    for r in RECORDS:
+        assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), f"{r['key']}: commit {r['git_commit']}: local changes, or none"
+        assert r["data"]["train_rows"] and r["data"]["evaluation_rows"] and r["hardware"]["precision"]
+    assert len({r["key"] for r in RECORDS}) == len(RECORDS)
+
+
+@pytest.fixture
+def as_it_ran(tmp_path, monkeypatch):
+    "A folder in which the relative paths of the records lead to the data."
+    if not (DATA and MODELS): pytest.skip("needs ISOREG_DATA and ISOREG_MODELS")
+    for name, there in (("data", DATA), ("models", MODELS), ("nbs", NBS)): (tmp_path / name).symlink_to(there)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_record_is_of_a_shipped_grid(as_it_ran):
+    from isoreg.sweep import expand, load_grid
+    keys = {run.key for path in (NBS / "grids").glob("small-*.yaml") for run in expand(load_grid(path)).runs}
+    assert not [r["key"] for r in RECORDS if r["key"] not in keys]
+
+
+def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_ran):
+    "MRPC was read without groups at first: a grid has the same runs with them."
+    from isoreg.sweep import expand, load_grid
+    runs = expand(load_grid(NBS / "grids" / "small-istar.yaml")).runs
+    bare = lambda config: {k: v for k, v in RunConfig.from_dict(config).to_dict().items() if k != "length_groups"}
+    keys, planned = {run.key for run in runs}, [bare(run.config) for run in runs]
+    for r in FIRST: assert bare(r["config"]) in planned and (r["key"] in keys) == (r["config"]["task"] == "cola"), r["key"]
+
+
+@pytest.mark.parametrize("kind", ["fisher", "geometry"])
+def test_the_measurements_are_those_of_their_grid(kind):
+    from isoreg.sweep import expand, load_grid
+    stored = [json.loads(line)["key"] for line in (NBS / "results" / f"{kind}.jsonl").read_text().splitlines()]
+    assert sorted(stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / f"small-{kind}.yaml")).runs)
+
+
+def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkeypatch):
+    "The stored runs took a Fisher estimate by --set; their keys are of its path."
+    from isoreg.sweep import expand, load_grid
+    stored = [json.loads(line) for line in (NBS / "results" / "landscape.jsonl").read_text().splitlines()]
+    (place,) = {r["config"]["fisher"] for r in stored} - {None}
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / "record.json").write_text(json.dumps({"tensor_scores": {"a": 1.0}}))
+    monkeypatch.chdir(tmp_path)
+    assert sorted(r["key"] for r in stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / "small-landscape.yaml"), overrides={"fisher": place}).runs)
+
+
+def test_keys_follow_from_the_configurations(as_it_ran):
+    for r in RECORDS + FIRST: assert RunConfig.from_dict(r["config"]).key == r["key"]
+
+
+def test_metrics_follow_from_the_kept_predictions(as_it_ran):
+    seen = {}
+    for r in RECORDS:
+        if r.get("predictions"): seen.setdefault((r["config"]["task"], r["config"]["regularizer"], r["config"]["dropout"], r["config"]["lam"]), r)
+    assert seen
+    truth = {}
+    for r in seen.values():
+        c = r["config"]
+        data = truth.setdefault(c["task"], load_task(c["task"], c["data_dir"], c["train_split"], c["eval_split"]))
+        metric = load_metric(data.task).compute(predictions=unpack(r["predictions"]), references=np.array(data.evaluation["label"]))
+        assert {m: metric[m] for m in r["metrics"]} == pytest.approx(r["metrics"], abs=1e-6), r["key"]
+
+
+def test_collapsed_means_one_class():
+    for r in RECORDS:
+        if r.get("predictions") and r["predictions"]["kind"] == "int16": assert r["collapsed"] == (len(set(unpack(r["predictions"]).tolist())) == 1)
+
+
+def test_table_of_runs_has_every_record():
+    assert set(load(NBS / "results" / "runs.jsonl").key) == {r["key"] for r in RECORDS}
+
+
 def prose(notebook):
     "What a reader sees of a notebook: its text and what its cells show, without code."
     return "\n".join(["".join(c.source) for c in notebook.cells if c.cell_type == "markdown"] + shown(notebook))
@@ -116,77 +190,3 @@ def test_no_page_says_what_was_wrong_about_the_papers_or_their_code(wrong):
     pages = {p.name: prose(nbformat.read(p, 4)) for p in [*NBS.glob("*.ipynb"), *NBS.glob("*/*.ipynb")]}
     pages["README.md"] = (ROOT / "README.md").read_text()
     assert not [name for name, text in pages.items() if re.search(wrong, text)]
-
-
-def test_every_record_is_whole_and_clean():
-    for r in RECORDS:
-        assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), f"{r['key']}: commit {r['git_commit']}: local changes, or none"
-        assert r["data"]["train_rows"] and r["data"]["evaluation_rows"] and r["hardware"]["precision"]
-    assert len({r["key"] for r in RECORDS}) == len(RECORDS)
-
-
-@pytest.fixture
-def as_it_ran(tmp_path, monkeypatch):
-    "A folder in which the relative paths of the records lead to the data."
-    if not (DATA and MODELS): pytest.skip("needs ISOREG_DATA and ISOREG_MODELS")
-    for name, there in (("data", DATA), ("models", MODELS), ("nbs", NBS)): (tmp_path / name).symlink_to(there)
-    monkeypatch.chdir(tmp_path)
-
-
-def test_every_record_is_of_a_shipped_grid(as_it_ran):
-    from isoreg.sweep import expand, load_grid
-    keys = {run.key for path in (NBS / "grids").glob("small-*.yaml") for run in expand(load_grid(path)).runs}
-    assert not [r["key"] for r in RECORDS if r["key"] not in keys]
-
-
-def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_ran):
-    "MRPC was read without groups at first: a grid has the same runs with them."
-    from isoreg.sweep import expand, load_grid
-    runs = expand(load_grid(NBS / "grids" / "small-istar.yaml")).runs
-    bare = lambda config: {k: v for k, v in RunConfig.from_record(config).to_dict().items() if k != "length_groups"}
-    keys, planned = {run.key for run in runs}, [bare(run.config) for run in runs]
-    for r in FIRST: assert bare(r["config"]) in planned and (r["key"] in keys) == (r["config"]["task"] == "cola"), r["key"]
-
-
-@pytest.mark.parametrize("kind", ["fisher", "geometry"])
-def test_the_measurements_are_those_of_their_grid(kind):
-    from isoreg.sweep import expand, load_grid
-    stored = [json.loads(line)["key"] for line in (NBS / "results" / f"{kind}.jsonl").read_text().splitlines()]
-    assert sorted(stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / f"small-{kind}.yaml")).runs)
-
-
-def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkeypatch):
-    "The stored runs took a Fisher estimate by --set; their keys are of its path."
-    from isoreg.sweep import expand, load_grid
-    stored = [json.loads(line) for line in (NBS / "results" / "landscape.jsonl").read_text().splitlines()]
-    (place,) = {r["config"]["fisher"] for r in stored} - {None}
-    (tmp_path / place).mkdir(parents=True)
-    (tmp_path / place / "record.json").write_text(json.dumps({"tensor_scores": {"a": 1.0}}))
-    monkeypatch.chdir(tmp_path)
-    assert sorted(r["key"] for r in stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / "small-landscape.yaml"), overrides={"fisher": place}).runs)
-
-
-def test_keys_follow_from_the_configurations(as_it_ran):
-    for r in RECORDS + FIRST: assert RunConfig.from_record(r["config"]).key == r["key"]
-
-
-def test_metrics_follow_from_the_kept_predictions(as_it_ran):
-    seen = {}
-    for r in RECORDS:
-        if r.get("predictions"): seen.setdefault((r["config"]["task"], r["config"]["regularizer"], r["config"]["dropout"], r["config"]["lam"]), r)
-    assert seen
-    truth = {}
-    for r in seen.values():
-        c = r["config"]
-        data = truth.setdefault(c["task"], load_task(c["task"], c["data_dir"], c["train_split"], c["eval_split"]))
-        metric = load_metric(data.task).compute(predictions=unpack(r["predictions"]), references=np.array(data.evaluation["label"]))
-        assert {m: metric[m] for m in r["metrics"]} == pytest.approx(r["metrics"], abs=1e-6), r["key"]
-
-
-def test_collapsed_means_one_class():
-    for r in RECORDS:
-        if r.get("predictions") and r["predictions"]["kind"] == "int16": assert r["collapsed"] == (len(set(unpack(r["predictions"]).tolist())) == 1)
-
-
-def test_table_of_runs_has_every_record():
-    assert set(load(NBS / "results" / "runs.jsonl").key) == {r["key"] for r in RECORDS}
