@@ -139,3 +139,63 @@ def test_collapsed_means_one_class():
 
 def test_table_of_runs_has_every_record():
     assert set(load(NBS / "results" / "runs.jsonl").key) == {r["key"] for r in RECORDS}
+
+
+def prose(notebook):
+    "What a reader sees of a notebook: its text and what its cells show, without code."
+    return "\n".join(["".join(c.source) for c in notebook.cells if c.cell_type == "markdown"] + shown(notebook))
+
+
+FIRST_ROUND = [NBS / "tables" / f"{name}.ipynb" for name in (
+    "istar_main", "istar_shrinkage", "istar_dimension", "guided_main", "guided_paucity", "guided_restarts", "overview")]
+
+
+@pytest.mark.parametrize("path", [*FIRST_ROUND, NBS / "index.ipynb"], ids=lambda p: p.stem)
+def test_a_page_of_first_round_runs_says_that_they_are_exploratory(path):
+    text = prose(nbformat.read(path, 4))
+    assert re.search(r"\*\*Exploratory\*\*.{,150}sorted by length", text, re.DOTALL) and "plan.ipynb)" in text
+
+
+@pytest.mark.parametrize("path", [p for p in [*TABLES, NBS / "index.ipynb"] if p.stem != "plan"], ids=lambda p: p.stem)
+def test_comparisons_are_told_by_score_and_p(path):
+    "A method scored higher than another, with its p; no test calls and no method beats."
+    words = r"tests?(?: of single tasks)? calls?\b|called (?:a difference|higher|lower|one)|\bbeats?\b"
+    assert not re.findall(words, prose(nbformat.read(path, 4)))
+
+
+def overview():
+    "The rows of the overview's tables, each a claim."
+    rows = []
+    for text in shown(nbformat.read(NBS / "tables" / "overview.ipynb", 4)):
+        table = [line for line in text.splitlines() if line.startswith("|")]
+        lines = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
+        if lines and lines[0][0] == "claim": rows += [dict(zip(lines[0], line)) for line in lines[2:]]
+    return rows
+
+
+def test_every_claim_has_one_of_four_verdicts():
+    for row in overview():
+        assert re.match("(holds|does not hold|cannot tell|not tested)", row["verdict"]) and all(row.values()), row
+
+
+@pytest.mark.parametrize("words", [
+    "raised and lowered", "average cosine", "outlier dimensions", "costs nothing", "One schedule",
+    "best rate of standard", "landscape is how", "L2", "tiny shares"])
+def test_no_claim_of_the_papers_is_passed_over(words):
+    assert [row for row in overview() if words in row["claim"]]
+
+
+def test_runs_of_one_class_are_no_test_of_isotropy():
+    (row,) = (row for row in overview() if row["claim"] == "Lowering isotropy helps")
+    tests, _, left = row["corrected, here"].partition("no test")
+    assert row["verdict"].startswith("cannot tell") and "λ=-5 on cola (6 of 6)" in left and "λ=-5, cola" not in tests
+
+
+@pytest.mark.parametrize("wrong", [
+    "no consistent signal(?! of worsening)", "dimensions as there are texts", "layer 12 whatever was asked",
+    "beats 10 %", r"refuse anything below 4\.22", "GPU 0 is taken for no GPU", "or a multiple of 10,000",
+    "each panel has its own scale"])
+def test_no_page_says_what_was_wrong_about_the_papers_or_their_code(wrong):
+    pages = {p.name: prose(nbformat.read(p, 4)) for p in [*NBS.glob("*.ipynb"), *NBS.glob("*/*.ipynb")]}
+    pages["README.md"] = (ROOT / "README.md").read_text()
+    assert not [name for name, text in pages.items() if re.search(wrong, text)]
