@@ -287,7 +287,7 @@ def _fisher_changed(record: dict) -> bool:
     "Whether the file of scores behind a surface is there and has been changed since. Older records do not say what was in it."
     path, sha256 = record["config"].get("fisher"), record.get("fisher_sha256")
     if path is None or sha256 is None: return False
-    try: return scores_source(path)["sha256"][:16] != sha256
+    try: return scores_source(path)["sha256"][:16] != sha256[:16]
     except ValueError: return False  # not found from here
 
 # %% ../nbs/08c_measure.ipynb #43668f5a

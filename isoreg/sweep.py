@@ -373,7 +373,8 @@ def _is_of(record, run: Run) -> bool:
     needed = {"key", "status", "config"} | ({"metric", "value"} if run.notebook == "finetune" else set())
     if not isinstance(record, dict) or not needed <= set(record) or (record["key"], record["status"]) != (run.key, "done"): return False
     if record["config"] == run.config: return not _outdated(record)
-    try: return config_class(run.notebook).from_record(record["config"]).key == run.key and not _outdated(record)  # older records lack the youngest settings
+    kind = config_class(run.notebook)  # a class of one's own may have no younger settings
+    try: return getattr(kind, "from_record", kind.from_dict)(record["config"]).key == run.key and not _outdated(record)  # older records lack the youngest settings
     except (ValueError, TypeError): return False
 
 # %% ../nbs/09_sweep.ipynb #00e41e9b

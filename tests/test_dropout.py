@@ -909,7 +909,7 @@ def arguments(how, model):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", [h for h in HOWS if h != "guided-released"])  # whose rates are of twelve layers
 def test_every_way_trains_under_autocast_and_can_be_saved_copied_and_undone(how, attention, tmp_path):
     model = make("bert", attention)
     names, before = list(model.state_dict()), rates(model)
