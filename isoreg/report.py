@@ -1164,7 +1164,7 @@ def plot_forest(
     comparisons: pd.DataFrame,  # of compare; several can be put together with pandas.concat
     heads: Sequence[str] | None = None,  # one a row: rows with the same head stand together below it
 ):
-    """Every difference of a table with its t interval. Filled: called a difference; open: not. At the right the pairs, p after Holm, and the verdict.
+    """Every difference of a table with its t interval. Filled: Holm p at or below the level; open: not. At the right the pairs, p after Holm, and the verdict.
 
     An interval much wider than the differences spread is cut at the border, where an arrow says so."""
     table = comparisons.reset_index(drop=True)
