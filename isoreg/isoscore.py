@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .moments import _floating, _of_tensors, check_points, full_precision, merge, moments
 
@@ -30,7 +29,6 @@ class _TraceAndSquare(torch.autograd.Function):
         return t, f
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g_t, g_f):
         (S,) = ctx.saved_tensors
         grad = S * (2 * g_f[..., None, None]).to(S.dtype)
@@ -127,24 +125,29 @@ class _Gram(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, mask: Tensor | None):
-        X, count = _centred(x.to(_wide(x)), mask)
-        K = X @ X.mT
+        K, count = _gram(x, mask)
         ctx.save_for_backward(x, mask, K.to(torch.promote_types(x.dtype, torch.float32)))
         r = K.diagonal(dim1=-2, dim2=-1)
         ctx.mark_non_differentiable(count)
         return count, r.sum(-1), K.square().sum((-2, -1)), r.square().sum(-1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, _, g_t, g_f, g_q):
         x, mask, K = ctx.saved_tensors
         X, count = _centred(x, mask)
+        if torch.is_grad_enabled(): K = _gram(x, mask)[0].to(K.dtype)  # a second derivative goes through it
         each = lambda g: g.to(K.dtype)[..., None, None]
         G = 4 * each(g_f) * K
         G.diagonal(dim1=-2, dim2=-1).add_(2 * each(g_t)[..., 0] + 4 * each(g_q)[..., 0] * K.diagonal(dim1=-2, dim2=-1))
         g = G @ X
         g = g - g.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]
         return (g if mask is None else g.masked_fill(~mask[..., None], 0)).to(x.dtype), None
+
+
+def _gram(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    "The Gram matrix of the centred rows, in float64 where the device has it; and the count."
+    X, count = _centred(x.to(_wide(x)), mask)
+    return X @ X.mT, count
 
 
 def _centred(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -193,11 +196,17 @@ def _power_of_two(trace: Tensor, count: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(r), torch.where(far, -(r.log2() / 2).round(), 0).nan_to_num().int())
 
 
-def _check_evenness(inv: Invariants, f: Tensor, rows: int, d: int, dtype: torch.dtype):
-    "`ValueError` where nothing but rounding is left of the corrected tr(Sigma^2)."
+def _too_even(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype) -> Tensor:
+    "Where nothing but rounding is left of the corrected tr(Sigma^2)."
     a = inv.square / (inv.count - 1) ** 2
-    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * max(16, min(rows, d + 1))
-    if bool(((a > 0) & (f <= eps * a)).any()): raise ValueError("points: as even as so few rows can be, which says nothing of the population; add points")
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return (a > 0) & (f <= eps * inv.count.clamp(max=d + 1).clamp(min=16) * a)
+
+
+def _check_evenness(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype):
+    "`ValueError` where nothing but rounding is left of the corrected tr(Sigma^2)."
+    if bool(_too_even(inv, f, d, dtype).any()):
+        raise ValueError("points: as even as so few rows can be, which says nothing of the population; add points")
 
 
 def _constant(points: Tensor, mask: Tensor | None, count: Tensor, trace: Tensor) -> bool:
@@ -208,7 +217,7 @@ def _constant(points: Tensor, mask: Tensor | None, count: Tensor, trace: Tensor)
     differs = points != first[..., None, :]  # a small spread far from the origin is a cloud all the same
     return bool((~(differs if mask is None else differs & mask[..., None]).any(-1).any(-1)).any())
 
-
+# %% ../nbs/01_isoscore.ipynb #e4b1f0a7
 def _explain(points: Tensor, mask: Tensor | None, count: Tensor, need: int, unit: str = "row", constant: bool = False):
     "Say why there is no score."
     least = int(count.min())
@@ -265,7 +274,7 @@ def isoscore(
     if trace is None: constant = _check_sequences(x, keep, t2, f, bool((count >= need).all()))
     else:
         constant = _constant(x, keep, count, trace)
-        if correction and not constant and bool((count >= need).all()): _check_evenness(inv, f, *x.shape[-2:], x.dtype)
+        if correction and not constant and bool((count >= need).all()): _check_evenness(inv, f, x.shape[-1], x.dtype)
     if constant or bool((count < need).any()) or not bool(torch.isfinite(score).all()): _explain(x, keep, count, need, unit, constant)
     return _like(score, points, x.dtype)
 

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import numbers
 import random
+import warnings
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .isoscore import CONVENTIONS, CORRECTIONS, Invariants, _closed_form, _corrected, _mixed_score, _TraceAndSquare, check_cov, check_zeta
+from .isoscore import (
+    CONVENTIONS, CORRECTIONS, Invariants, _closed_form, _corrected, _mixed_score, _too_even, _TraceAndSquare,
+    check_cov, check_zeta)
 from .moments import Moments, _SumOverRanks, all_reduce, full_precision, merge, moments, pool, world_size
 
 # %% ../nbs/03_istar.ipynb #3f070124
@@ -120,11 +123,13 @@ class IStar(_Referenced):
     Over all ranks of a running process group it is the penalty of the whole batch, gradient included. `parts` holds the
     last call's weighted term (`istar`) and score (`isoscore`), detached, for the log. `given` tells whether the reference came with the penalty: the
     trainer then leaves it as it is. Hidden states beyond 1e8 (float32) overflow in the gradient; `isoscore` rescales, the penalty does not.
+    A corrected score is kept in [0, 1], without gradient outside; fewer than 8 tokens, or as even as so few can be, add
+    nothing to the loss (score 1, no gradient). `ValueError` for fewer than 2 tokens (3 for "gaussian", 4 for "ustat").
     """
 
     def __init__(
         self,
-        lam: float,  # strength; > 0 raises isotropy, < 0 lowers it
+        lam: float,  # strength; > 0 raises isotropy, < 0 lowers it; begin with 0.1 or -0.1
         zeta: float = 0.2,  # weight of the reference (convention "released"); 0 needs none; unused with a correction
         reference_cov: Tensor | None = None,  # (d, d), or (L, d, d) with layers="mean"; see reference_covariance
         layers: str | int = "union",  # "union" of layers 1..L, "mean" of their scores, or an index into hidden_states
@@ -148,7 +153,7 @@ class IStar(_Referenced):
         hidden_states: tuple[Tensor, ...],  # L + 1 tensors (batch, length, d)
         attention_mask: Tensor | None = None,  # (batch, length), true or 1 where a token counts
     ) -> Tensor:
-        "`IsoScore*` (or the corrected score) of the batch, a differentiable scalar."
+        "`IsoScore*` of the batch, or the corrected score kept in [0, 1]; a differentiable scalar."
         _check_states(hidden_states, attention_mask)
         if isinstance(self.layers, int): _check_layer(self.layers, hidden_states, "layers")
         if self.padding: attention_mask = None
@@ -169,6 +174,7 @@ class IStar(_Referenced):
         "The weighted term, a differentiable float32 scalar. `ValueError` for missing states, a wrong mask or a missing reference."
         score = self.score(hidden_states, attention_mask).float()
         term = self.lam * (1 - score)
+        _warn_without_gradient(self, term)
         self.parts = {"istar": term.detach(), "isoscore": score.detach()}
         return term
 
@@ -187,10 +193,12 @@ def _collapsed(m: Moments) -> Tensor:
 def _explain_score(m: Moments, correction: str | None, attention_mask: Tensor | None):
     _check_mask(attention_mask)
     need, least = {None: 2, "gaussian": 3, "ustat": 4}[correction], int(m.count.min())
-    if least < need: raise ValueError(f"attention_mask: {least} token vectors count, but the score needs at least {need}; use larger batches")
+    if least < need:
+        raise ValueError(f"attention_mask: {least} token vectors count, but the score needs at least {need} "
+                         f"(correction={correction!r}); use larger batches, or dataloader_drop_last=True")
     raise ValueError("hidden_states: hold NaN or infinite values, or all tokens are equal; training has diverged or collapsed: lower lam or the learning rate")
 
-
+# %% ../nbs/03_istar.ipynb #5d0c6e91
 def _check_reference(p: IStar, m: Moments):
     if p.reference_cov is None:
         raise ValueError(f"reference_cov: zeta={p.zeta:g} needs one; pass reference_covariance(model, batches), or use zeta=0 or a correction")
@@ -203,8 +211,29 @@ def _score(m: Moments, p: IStar) -> Tensor:
     if p.needs_reference:
         _check_reference(p, m)
         return _mixed_score(m.m2 / (m.count - 1)[..., None, None], p.reference_cov.to(m.m2.device), p.zeta, p.convention)
-    t, f = _TraceAndSquare.apply(m.m2)
-    return _closed_form(*_corrected(Invariants(m.count, t, f, m.m4), p.correction), m.m2.shape[-1])
+    inv, d = Invariants(m.count, *_TraceAndSquare.apply(m.m2), m.m4), m.m2.shape[-1]
+    t2, f = _corrected(inv, p.correction)
+    if p.correction is None: return _closed_form(t2, f, d)
+    vain = (m.count < 8) | _too_even(inv, f, d, m.m2.dtype)  # of 8 tokens f is known to a third at best
+    return _bounded(t2, f, d, vain)
+
+
+def _bounded(t2: Tensor, f: Tensor, d: int, vain: Tensor) -> Tensor:
+    "The score from estimates of (tr Sigma)^2 and tr(Sigma^2), kept in [0, 1], without gradient outside; 1 where vain."
+    inverse = (f / t2.masked_fill(vain, torch.inf)).clamp(1 / d, 1)  # 1 / PR of any covariance lies there
+    return (1 / inverse - 1) / (d - 1)
+
+# %% ../nbs/03_istar.ipynb #b3f1d852
+def _warn_without_gradient(penalty: nn.Module, term: Tensor):
+    "Warn, once for each penalty, that its term has no gradient; not under `torch.no_grad()`, in eval mode or at lam 0."
+    if term.requires_grad or not torch.is_grad_enabled() or not penalty.training: return
+    if getattr(penalty, "lam", None) == 0 or getattr(penalty, "_warned", False): return
+    penalty._warned = True
+    warnings.warn(
+        f"penalty: the term of this {type(penalty).__name__} has no gradient, so it is logged and trains nothing. Its "
+        "hidden states came without one: the encoder is frozen, ran under torch.no_grad(), or the loss hands over "
+        "detached states, as cached losses do. Unfreeze a layer, or use a loss that keeps the graph; to measure, call "
+        "the penalty under torch.no_grad()")
 
 # %% ../nbs/03_istar.ipynb #c2dc8ae1
 @contextlib.contextmanager
@@ -410,5 +439,6 @@ class CosReg(nn.Module):
             _check_mask(attention_mask)
             raise ValueError("hidden_states: hold NaN or infinite values, or no token counts; check the mask, lower lam or the learning rate")
         term = self.lam * cosine
+        _warn_without_gradient(self, term)
         self.parts = {"cosreg": term.detach(), "cosine": cosine.detach()}
         return term

@@ -152,7 +152,7 @@ class IsoScore(_CheckedStates):
             t, f = _TraceAndSquare.apply(m.m2)
             inv = Invariants(m.count, t, f, m.m4)
             t2, f = _corrected(inv, self.correction)
-            if self.correction and bool(torch.isfinite(f)): _check_evenness(inv, f, int(m.count), self.num_dims, torch.float32)
+            if self.correction and bool(torch.isfinite(f)): _check_evenness(inv, f, self.num_dims, torch.float32)
             score = _closed_form(t2, f, self.num_dims)
         else: score = _mixed_score(m.cov(), self.reference_cov, self.zeta, self.convention)
         if not bool(torch.isfinite(score)): raise ValueError("points: NaN, infinite values or zero variance were seen; mask such points")

@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
 from .files import write_atomically
-from .istar import _asking, _states, check_max_points, eval_mode, measure_isotropy, reference_covariance, same_draws
+from .istar import (
+    _asking, _states, _warn_without_gradient, check_max_points, eval_mode, measure_isotropy,
+    reference_covariance, same_draws)
 from .moments import full_precision, world_size
 
 # %% ../nbs/03a_trainer.ipynb #20fd9225
@@ -70,7 +72,8 @@ class PenaltyMixin(_References):
 
     A penalty is a module called as `penalty(hidden_states, attention_mask)` that returns a weighted scalar and may keep
     named `parts`. Each part, and `task_loss`, is logged beside `loss`. Evaluation is untouched. Of an encoder with a decoder the
-    encoder's states count. `ValueError` for what is no such penalty and for a model that gives no hidden states.
+    encoder's states count. `ValueError` for what is no such penalty and for a model that gives no hidden states. Warns
+    once of a penalty whose term has no gradient, as with a frozen encoder.
     """
 
     def __init__(
@@ -141,12 +144,14 @@ def _penalties(penalty) -> list[nn.Module]:
 
 
 def _scalar(p: nn.Module, term) -> Tensor:
-    "A penalty's term, if it is one number."
-    if isinstance(term, Tensor) and term.numel() == 1: return term.reshape(())
+    "A penalty's term, if it is one number; a warning where it has no gradient."
+    if isinstance(term, Tensor) and term.numel() == 1:
+        _warn_without_gradient(p, term)
+        return term.reshape(())
     got = f"a tensor {tuple(term.shape)}" if isinstance(term, Tensor) else f"a {type(term).__name__}"
     raise ValueError(f"penalty: a {type(p).__name__} returned {got}; it must return a scalar tensor, its weighted term")
 
-
+# %% ../nbs/03a_trainer.ipynb #27a5c8f4
 def _parts(penalties: list[nn.Module]) -> dict[str, Tensor]:
     "The parts of all penalties; the second of one name is called istar_2, and so on."
     calls, named = Counter(), {}
