@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 # %% ../nbs/00_moments.ipynb #962caeab
 class Moments(NamedTuple):
@@ -122,6 +121,21 @@ def _gradient(x, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None
         if mask is not None: g.masked_fill_(~mask[i : i + rows, None], 0)
         if not direct: target.copy_(g)
 
+# %% ../nbs/00_moments.ipynb #07bf08b6
+def _gradient_again(x, mask, g_mean: Tensor, g2: Tensor, g3: Tensor | None, g4: Tensor | None) -> Tensor:
+    "Return the gradient of the moments with respect to x (k, n, d) in plain operations, to be differentiated again."
+    keep = (lambda v: v) if mask is None else (lambda v: v.masked_fill(~mask[..., None], 0))
+    n = x.shape[1] if mask is None else mask.sum(-1).clamp(min=1)[:, None, None]
+    X = keep(x.to(g_mean.dtype))
+    X = keep(X - X.sum(-2, keepdim=True) / n)
+    g = X @ (g2 + g2.mT)
+    if g3 is not None:
+        r = X.square().sum(-1, keepdim=True)
+        g = keep(g + r * g3[:, None] + (2 * X @ g3[..., None] + 4 * g4[:, None, None] * r) * X)
+        g = g - g.sum(-2, keepdim=True) / n
+    return keep(g + g_mean[:, None] / n).to(x.dtype)
+
+
 # %% ../nbs/00_moments.ipynb #b5346475
 class _Moments(torch.autograd.Function):
     @staticmethod
@@ -134,9 +148,10 @@ class _Moments(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, _, g_mean, g2, g3=None, g4=None):
         x, mask, *saved = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: somebody will differentiate this gradient
+            with full_precision(x): return _gradient_again(x, mask, g_mean, g2, g3, g4), None, None
         pick = lambda f: None if f is None else f[i]
         grad = torch.empty_like(x)
         with full_precision(x):
@@ -294,11 +309,7 @@ class _SumOverRanks(torch.autograd.Function):
         return x
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        g = g.contiguous().clone()
-        dist.all_reduce(g, group=ctx.group)
-        return g, None
+    def backward(ctx, g): return _SumOverRanks.apply(g.contiguous(), ctx.group), None
 
 
 def world_size(

@@ -94,11 +94,7 @@ def test_gradcheck_by_sequence():
         assert check(lambda x: isoscore(x, correction="ustat", unit="sequence"), (x,))
 
 
-# Through `moments`, which lies below this module. Strict: once it has a second derivative, these marks must go.
-through_moments = pytest.mark.xfail(strict=True, reason="moments has a first derivative only")
-
-
-@pytest.mark.parametrize("n, d", [pytest.param(12, 4, marks=through_moments), (5, 9)])
+@pytest.mark.parametrize("n, d", [(12, 4), (5, 9)])
 @pytest.mark.parametrize("correction", [None, "gaussian", "ustat"])
 def test_second_derivative(n, d, correction):
     x = torch.randn(2, n, d, dtype=torch.float64, requires_grad=True)
@@ -106,7 +102,6 @@ def test_second_derivative(n, d, correction):
         assert torch.autograd.gradgradcheck(lambda x: isoscore(x, mask, correction), (x,))
 
 
-@through_moments
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("n, d", [(12, 4), (5, 9)])
 def test_second_derivative_of_the_star(n, d, convention):

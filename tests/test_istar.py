@@ -73,7 +73,6 @@ def test_gradient_by_finite_differences(penalty):
     assert not penalty.parts["istar"].requires_grad
 
 
-@pytest.mark.xfail(strict=True, reason="moments has a first derivative only")  # once it has a second, this must go
 @pytest.mark.parametrize("penalty", [
     IStar(-2, 0.2, torch.eye(5)), IStar(1, zeta=0, layers="mean"), IStar(3, correction="ustat"),
     IStar(1, correction="gaussian", layers=1)])

@@ -328,3 +328,16 @@ def test_few_valid_rows_anywhere_are_found():
     mask[41_007:41_020] = True
     exact = torch.cov(x[mask].double().T)
     assert (moments(x, mask).cov() - exact).norm() / exact.norm() < 1e-5
+
+
+@pytest.mark.parametrize("order", [2, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_second_derivative(order, masked):
+    x = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]]).bool() if masked else None
+    fields = lambda x: [f for f in moments(x, mask, order=order)[1:] if f is not None]
+    assert torch.autograd.gradcheck(fields, (x,)) and torch.autograd.gradgradcheck(fields, (x,))
+    weights = [torch.randn_like(f) for f in fields(x)]
+    total = lambda: sum((f * w).sum() for f, w in zip(fields(x), weights))
+    (plain,), (kept,) = (torch.autograd.grad(total(), x, create_graph=c) for c in (False, True))
+    torch.testing.assert_close(plain, kept.detach())
