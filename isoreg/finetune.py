@@ -140,8 +140,8 @@ class RunConfig(_Parameters):
     task: str = "toy-cola"  # a name of isoreg.tasks.TASKS
     model: str = "toy-bert"  # the embedded model, a folder, or a name on the hub
     data_dir: str | None = None  # folder with the task's Parquet files; None: the hub (toy tasks are generated)
-    regularizer: str = "istar"  # "none", "istar" or "cosreg"
-    lam: float | None = None  # strength; None: -0.1 for istar, 1 for cosreg
+    regularizer: str = "istar"  # "none", "istar", "cosreg", or another name of PENALTIES
+    lam: float | None = None  # strength; None: -0.1 for istar, 1 for the others
     zeta: float = 0.2  # weight of the reference covariance, I-STAR
     layers: str | int = "union"  # I-STAR: "union", "mean" or one layer
     correction: str | None = None  # I-STAR: None, "gaussian" or "ustat"
@@ -274,16 +274,17 @@ def _fill(c: RunConfig):
             if c.pad_to_max is None: _put(c, pad_to_max=True)
     for f in dataclasses.fields(Recipe):
         if getattr(c, f.name) is None: _put(c, **{f.name: getattr(RECIPES[c.recipe], f.name)})
-    if c.lam is None: _put(c, lam=1.0 if c.regularizer == "cosreg" else -0.1)
+    if c.lam is None: _put(c, lam=-0.1 if c.regularizer == "istar" else 1.0)
 
 
 def _settle(c: RunConfig):
     "Put settings that play no part, checked by now, to one value, so that equal runs have equal keys."
     task = get_task(c.task)
     if c.regularizer == "none": _put(c, lam=0.0, padding=False)
-    if c.regularizer != "istar": _put(c, layers="union", correction=None)
-    if c.regularizer != "cosreg": _put(c, cosreg_layer=-1)
-    alone = c.regularizer != "istar" or c.correction is not None or c.zeta == (0 if c.convention == "released" else 1)
+    if c.regularizer in ("none", "cosreg"): _put(c, layers="union", correction=None)
+    if c.regularizer in ("none", "istar"): _put(c, cosreg_layer=-1)
+    unread = c.correction is not None or c.zeta == (0 if c.convention == "released" else 1)
+    alone = c.regularizer in ("none", "cosreg") or (c.regularizer == "istar" and unread)  # any other penalty keeps its settings
     if alone: _put(c, zeta=0.0, convention="released", reference_points=250_000)  # no reference covariance is read
     if task.name in TOY_TASKS: _put(c, data_dir=None)  # they are generated
     if c.eval_split == task.eval_splits[0]: _put(c, eval_split=None)
@@ -447,7 +448,9 @@ def resample(
         score = [squad_scores(p["prediction_text"], r["answers"]["text"])[("exact_match", "f1").index(task.metric)] for p, r in zip(predictions, references)]
         return 100 * np.asarray(score)[rows].mean(1)
     predictions, references, metric = np.asarray(predictions), np.asarray(references), load_metric(task)
-    return np.array([metric._compute(predictions[r], references[r])[task.metric] for r in rows])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a draw of one class has a score of 0, and need not say so
+        return np.array([metric._compute(predictions[r], references[r])[task.metric] for r in rows])
 
 
 # %% ../nbs/08_finetune.ipynb #8907156e
@@ -473,12 +476,22 @@ def load_tokenizer(
     model: str,  # "toy-bert", a folder, or a name on the hub
 ):  # a transformers tokenizer
     "Return the model's tokenizer. `ValueError` where there is none: transformers would make one that knows no word."
-    try: tokenizer = AutoTokenizer.from_pretrained(_source(model))
-    except (OSError, ValueError) as error: raise _not_there(model, error) from None
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ValueError(f"model: {model!r} has no tokenizer (its vocabulary is {len(tokenizer)} special tokens); "
-                         "save it there with tokenizer.save_pretrained, or give a folder that has tokenizer.json or vocab.txt")
+    lacks = ValueError(f"model: {model!r} has no tokenizer; save it there with tokenizer.save_pretrained, "
+                       "or give a folder that has tokenizer.json or vocab.txt")
+    source = _source(model)
+    if Path(source).is_dir() and not _has_vocabulary(Path(source)): raise lacks
+    try: tokenizer = AutoTokenizer.from_pretrained(source)
+    except OSError as error: raise _not_there(model, error) from None
+    except ValueError as error: raise ValueError(f"model: the tokenizer of {model!r} cannot be read ({str(error).splitlines()[0]})") from None
+    if len(tokenizer) - len(tokenizer.all_special_ids) < 5: raise lacks  # special tokens, and the odd mark
     return tokenizer
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    "Whether a folder holds the file of a vocabulary, or names a tokenizer that reads bytes and needs none."
+    found = (f for k in ("tokenizer.json", "vocab*", "*.model", "merges.txt", "*.bpe*", "*.tiktoken", "tekken.json") for f in folder.glob(k))
+    config = folder / "tokenizer_config.json"
+    return any(found) or (config.is_file() and re.search(r'"tokenizer_class": "(ByT5|Canine|Perceiver)', config.read_text()) is not None)
 
 
 def check_vocabulary(
@@ -488,8 +501,9 @@ def check_vocabulary(
     most: int = 1000,  # texts looked at, drawn with one seed
 ) -> list[str]:  # what is odd, in words; empty if nothing is
     "Warn where over 5 % of the tokens of the texts are unknown, or the vocabulary does not fit the model's embedding rows; return the warnings."
-    odd, size, embedding = [], len(tokenizer), model.get_input_embeddings()
-    rows = getattr(embedding, "num_embeddings", None)
+    odd, size = [], len(tokenizer)
+    try: rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError: rows = None  # a model that hashes its characters has none
     if rows is not None and not 0.9 * rows <= size <= rows:
         odd.append(f"the tokenizer has {size} entries and the model {rows} embedding rows; is the tokenizer of another model?")
     picks = np.random.default_rng(0).permutation(len(texts))[:most]
@@ -519,6 +533,7 @@ def load_model(
         model, info = AutoModelForSequenceClassification.from_pretrained(
             source, dtype=torch.float32, output_loading_info=True, num_labels=task.num_labels, problem_type=kind)
     body = getattr(model, "base_model", model)
+    if body is model: body = nn.ModuleList([model.get_encoder(), model.get_decoder()])  # as T5 for questions has it
     if lost := missing_weights(model, body, info["missing_keys"]):
         raise ValueError(f"model: {config.model!r} lacks {len(lost)} weights of its encoder ({', '.join(lost[:3])}), which would be random; "
                          "give a complete checkpoint")
@@ -753,7 +768,7 @@ def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int, model_
                          config.train_fraction, config.max_train, config.max_eval)
         progress.write("loading model")
         model, tokenizer, notes = load_model(config)
-        check_vocabulary(tokenizer, model, data.train["context" if data.task.kind == "qa" else data.task.text_columns[0]])
+        notes += check_vocabulary(tokenizer, model, [t for c in data.task.text_columns for t in data.train[c]])
         _check_layers(config, model.config.num_hidden_layers)
         record.dropout = _apply_dropout(config, model, data, tokenizer)
         if config.length_groups > 1: split_by_length(model, config.length_groups)
@@ -780,7 +795,11 @@ def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int, model_
         references = [{"answers": a} for a in data.evaluation["answers"]] if data.task.kind == "qa" else data.evaluation["label"]
         record.resampled = pack(resample(data.task, scores.predictions, references))
     record.total_seconds = time.perf_counter() - begun
-    if model_folder is not None: save_model(model, tokenizer, record, model_folder)
+    if model_folder is not None:
+        try: save_model(model, tokenizer, record, model_folder)
+        except Exception as error:  # a full disk, say: what was measured is not lost with it
+            record.warnings.append(f"the model was not saved: {type(error).__name__}: {error}")
+            warnings.warn(record.warnings[-1])
     return record
 
 # %% ../nbs/08_finetune.ipynb #bdee83c6
@@ -861,7 +880,7 @@ def _fill_record(record: RunRecord, config: RunConfig, data: TaskData, trainer: 
 def _with_columns(record: dict) -> dict:
     "The record with its loss curve as columns of four digits, a tenth of its size: {step: [...], loss: [...], ...}."
     entries = record["loss"] if isinstance(record["loss"], list) else []
-    names = [n for n in ("step", "loss", "task_loss", "istar", "cosreg", "isoscore", "grad_norm") if entries and n in entries[0]]
+    names = [n for n in entries[0] if n not in ("learning_rate", "epoch")] if entries else []
     short = lambda x: float(f"{x:.4g}") if isinstance(x, float) else x
     return record | {"loss": {n: [short(e.get(n)) for e in entries] for n in names}} if entries else record
 

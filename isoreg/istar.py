@@ -215,6 +215,9 @@ def _score(m: Moments, p: IStar) -> Tensor:
     t2, f = _corrected(inv, p.correction)
     if p.correction is None: return _closed_form(t2, f, d)
     vain = (m.count < 8) | _too_even(inv, f, d, m.m2.dtype)  # of 8 tokens f is known to a third at best
+    if p.training and not getattr(p, "_told", False) and bool(vain.any()):
+        p._told = True
+        warnings.warn(f"penalty: a batch of {int(m.count.min())} tokens says nothing about the corrected score and adds nothing to the loss; use 8 or more")
     return _bounded(t2, f, d, vain)
 
 

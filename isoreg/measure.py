@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from .corpus import LOSSES, TextBatches, load_texts, sample_losses
 from .dropout import dropout_sites, guided_schedule, site_scores
 from .files import record_files, write_atomically
-from .finetune import DIALECT, _config_schema, _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _source, _typed, _versions, load_tokenizer, missing_weights, scores_source
+from .finetune import DIALECT, _config_schema, _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _source, _typed, _versions, check_vocabulary, load_tokenizer, missing_weights, scores_source
 from .fisher import FisherEstimate, agreement, empirical_fisher, load_scores, model_fingerprint
 from .geometry import geometry
 from .isoscore import isoscore
@@ -219,6 +219,7 @@ def measure_fisher(
     if done := _finished(folder, config): return done
     resumed = (folder / "full" / "fisher.json").is_file()
     model, tokenizer, loss, notes = load_language_model(config)
+    notes += check_vocabulary(tokenizer, model, _texts(config))
     corpus = load_corpus(config, tokenizer, loss)
     options = dict(level=config.level, loss=loss, reduction=config.reduction, sample=config.sample, precision=config.precision)
     tell(f"{len(corpus.numbers)} samples in {len(corpus)} batches")
@@ -350,6 +351,7 @@ def measure_landscape(
         (folder / "surface.json").unlink(missing_ok=True)
     resumed = (folder / "surface.json").is_file()
     model, tokenizer, loss, notes = load_language_model(config)
+    notes += check_vocabulary(tokenizer, model, _texts(config))
     corpus = load_corpus(config, tokenizer, loss)
     mask = _mask(config, model, corpus, loss)
     options = dict(one_d=config.one_d, mask=mask, norm=config.norm)
@@ -484,6 +486,7 @@ def measure_geometry(
     folder, begun = Path(folder), _begin()
     if done := _finished(folder, config): return done
     model, tokenizer, notes = load_body(config)
+    notes += check_vocabulary(tokenizer, model, _texts(config))
     corpus = TextBatches(_texts(config), tokenizer, "clm", config.batch_size, config.max_length, seed=config.seed, name=config.corpus)  # the text as it is
     numbers, points, available = layer_points(model, corpus, config.pooling, config.numbers, config.points, config.seed, config.precision)
     tell(f"{len(corpus.numbers)} texts; {points.shape[1]} of {available} points in each of {len(numbers)} layers, {points.shape[2]} dimensions")

@@ -510,7 +510,8 @@ def _differ(arm: pd.DataFrame, base: pd.DataFrame) -> list[str]:
 def _error_of_rows(arm: pd.DataFrame, base: pd.DataFrame) -> float:
     "Standard error of the mean difference from the evaluation rows, which all runs share; NaN where a record has no resamplings."
     packed = [*arm.sort_values("seed").resampled, *base.sort_values("seed").resampled]
-    if not packed or not all(p.get("data") for p in packed) or len({p["rows"] for p in packed}) > 1: return float("nan")
+    same = all(g[c].map(str).nunique() <= 1 for g in (pd.concat([arm, base]),) for c in ("fingerprint", "evaluation_rows"))
+    if not packed or not same or not all(p.get("data") for p in packed) or len({p["rows"] for p in packed}) > 1: return float("nan")
     draws = np.stack([unpack(p) for p in packed])
     return float((draws[: len(arm)] - draws[len(arm) :]).mean(0).std(ddof=1))
 
@@ -666,13 +667,15 @@ def two_errors(
     d, r = [np.asarray(x, float) for x in differences], np.asarray(row_errors, float)
     if not d or len(d) != len(r): raise ValueError(f"row_errors: {len(r)} for {len(d)} tasks; give one a task")
     if min(map(len, d)) < 2: raise ValueError("differences: a task has one pair; two or more have a spread")
-    if not np.isfinite(r).all(): raise ValueError("row_errors: not all are known; runs without resamplings have none")
+    if not np.isfinite(r).all() or (r < 0).any(): raise ValueError("row_errors: not all are known; runs without resamplings have none")
+    if not all(np.isfinite(x).all() for x in d): raise ValueError("differences: not all are finite; leave incomplete pairs out, and say so")
     seeds = np.array([x.var(ddof=1) / len(x) for x in d]) / len(d) ** 2
     error = math.sqrt(seeds.sum() + (r**2).sum() / len(d) ** 2)
     few = (seeds**2 / [len(x) - 1 for x in d]).sum()
     freedom = error**4 / few if few else math.inf
     mean, reach = float(np.mean([x.mean() for x in d])), float(stats.t.ppf((1 + level) / 2, freedom)) * error
-    p = 2 * float(stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
+    if error <= _ROUNDING: return {"difference": mean, "error": 0.0} | dict.fromkeys(("freedom", "low", "high", "p"), float("nan"))  # no spread
+    p = 2 * float(stats.t.sf(abs(mean) / error, freedom))
     return {"difference": mean, "error": error, "freedom": freedom, "low": mean - reach, "high": mean + reach, "p": p}
 
 

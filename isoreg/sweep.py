@@ -1458,10 +1458,11 @@ def choose(
 
 def _best(place: dict, method: tuple, settings: dict, found: dict) -> Choice:
     "The choice among the settings of one task and method."
-    value = lambda run: v if isinstance(v := found[run.key].get("value"), (int, float)) else -math.inf  # a diverged run has none
+    value = lambda run: v if isinstance(v := found[run.key].get("value"), (int, float)) and math.isfinite(v) else -math.inf  # a diverged run has none
     scores = {k: statistics.fmean(map(value, runs)) for k, (_, runs) in settings.items()}
     first, *rest = sorted(scores, key=scores.get, reverse=True)  # stable: of equal ones the first of the grid
     setting, runs = settings[first]
+    if scores[first] == -math.inf: raise ValueError(f"records: no setting of {' '.join(map(str, [*place.values(), *method]))} has a score; search others")
     config = {k: v for k, v in runs[0].config.items() if k != "seed"}
     second = scores[rest[0]] if rest else math.nan
     return Choice(place, method, config, setting, scores[first], second, len(settings), tuple(r.config["seed"] for r in runs))
@@ -1474,6 +1475,7 @@ def final_grid(
     of: str = "search",  # name of the search, for the description
 ) -> str:
     "Return the grid file of the final runs: a block for each task and method. `ValueError` for seeds that the search used."
+    if not re.fullmatch(r"\d+(\.\.\d+)?", str(seeds)): raise ValueError(f"seeds: {seeds!r} is no number and no range; write for example 0..5")
     ends = _values(seeds if ".." in str(seeds) else [int(seeds)], "seeds")
     if used := set(ends) & {s for c in choices for s in c.seeds}: raise ValueError(f"seeds: {min(used)} was searched on; give others, such as 0..5")
     common = {k: v for k, v in choices[0].config.items() if v is not None and all(c.config.get(k) == v for c in choices)}

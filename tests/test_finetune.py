@@ -15,13 +15,14 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings, strategies as st
 from transformers import (
+    CanineConfig, CanineModel, DebertaV2Config, DebertaV2Model, T5Config, T5Model,
     AlbertConfig, AlbertModel, BertConfig, BertModel, DistilBertConfig, DistilBertModel, GPT2Config, GPT2Model, RobertaConfig, RobertaModel)
 
 from isoreg.files import _UMASK
 from isoreg.finetune import (
-    PENALTIES, RECIPES, RunConfig, RunRecord, check_vocabulary, collect, load_model, model_card, resample, run, training_arguments, unpack, write_atomically)
+    PENALTIES, RECIPES, RunConfig, RunRecord, check_vocabulary, collect, load_model, load_tokenizer, model_card, resample, run, training_arguments, unpack, write_atomically)
 from isoreg.isoscore import isoscore, isoscore_star
-from isoreg.measure import FisherConfig, GeometryConfig, load_body
+from isoreg.measure import FisherConfig, GeometryConfig, load_body, measure_geometry
 from isoreg.notebook import check_parameters
 from isoreg.report import load
 from isoreg.tasks import get_task, load_task
@@ -511,3 +512,49 @@ def test_run_notebook_takes_any_penalty_and_writes_the_record_before_it_draws(tm
     cells.insert(at + 3, nbformat.v4.new_code_cell("plt.subplots = None"))
     with pytest.raises(nbclient.exceptions.CellExecutionError): nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     assert json.loads(path.read_text())["status"] == "done"
+
+
+def test_a_penalty_of_ones_own_keeps_its_settings_and_its_sign(monkeypatch):
+    monkeypatch.setitem(PENALTIES, "mine", lambda c: _Mean(c.lam))
+    config = RunConfig(regularizer="mine", zeta=0.5, layers="mean", convention="text", correction="ustat", cosreg_layer=2)
+    assert (config.zeta, config.layers, config.convention, config.correction, config.cosreg_layer, config.lam) == (0.5, "mean", "text", "ustat", 2, 1.0)
+
+
+def test_a_record_outlives_a_model_that_cannot_be_saved(monkeypatch, tmp_path):
+    def full(*args): raise OSError(28, "No space left on device")
+    monkeypatch.setattr("isoreg.finetune.save_model", full)
+    with pytest.warns(UserWarning, match="the model was not saved"): record = run(RunConfig(**SMALL), model_folder=tmp_path / "model")
+    assert record.status == "done" and any("No space left" in w for w in record.warnings)
+
+
+SIZES = dict(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+
+
+def test_a_vocabulary_of_special_tokens_and_a_few_marks_is_none(tmp_path):
+    DebertaV2Model(DebertaV2Config(**SIZES)).save_pretrained(tmp_path / "d")
+    T5Model(T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)).save_pretrained(tmp_path / "t")
+    for folder in ("d", "t"):
+        with pytest.raises(ValueError, match="has no tokenizer"): load_tokenizer(str(tmp_path / folder))
+
+
+def test_t5_may_have_a_new_head_for_questions_and_no_new_encoder(tmp_path):
+    model = T5Model(T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    model.save_pretrained(tmp_path / "t")
+    toy_tokenizer().save_pretrained(tmp_path / "t")
+    _, _, notes = load_model(RunConfig(task="squad", recipe="quick", model=str(tmp_path / "t")))
+    assert any("qa_outputs absent" in n for n in notes)
+    weights = safetensors.torch.load_file(tmp_path / "t" / "model.safetensors")
+    safetensors.torch.save_file({k: v for k, v in weights.items() if not k.startswith("encoder.block")}, tmp_path / "t" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks .* weights"): load_model(RunConfig(task="squad", recipe="quick", model=str(tmp_path / "t")))
+
+
+def test_a_model_without_an_embedding_matrix_has_no_size_to_fit():
+    model = CanineModel(CanineConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_hash_buckets=50))
+    assert check_vocabulary(toy_tokenizer(), model, ["the cat sleeps ."]) == []
+
+
+def test_unknown_words_are_told_where_a_run_and_a_measurement_show_them(tmp_path):
+    model = _toy_folder(tmp_path / "model")
+    (tmp_path / "texts.txt").write_text("\n".join(f"Der Zug {k} hält in Göttingen und fährt weiter nach Kassel." for k in range(40)))
+    record = measure_geometry(GeometryConfig(model=model, corpus=str(tmp_path / "texts.txt"), points=50), tmp_path / "out")
+    assert any("unknown to the tokenizer" in n for n in record["notes"])

@@ -1,7 +1,6 @@
 """Grids and their runs: what a file says, what a kill leaves, who does what."""
 import dataclasses
 import json
-import math
 import os
 import random
 import re
@@ -847,8 +846,10 @@ def test_selection_refuses_what_would_flatter(tmp_path):
     with pytest.raises(ValueError, match="seed: 3 is for final runs"): choose(_search(tmp_path, "[3, 100]"), [])
     plan = _search(tmp_path)
     with pytest.raises(ValueError, match="records: 1 of .* finish the search"): choose(plan, [{"key": r.key, "value": 0.5} for r in plan.runs[1:]])
-    choices = choose(plan, [{"key": r.key, "value": None} for r in plan.runs])  # all diverged: the first of the grid
-    assert all(c.score == -math.inf for c in choices)
+    with pytest.raises(ValueError, match="records: no setting of toy-cola none standard has a score"): choose(plan, [{"key": r.key, "value": None} for r in plan.runs])
+    choices = choose(plan, [{"key": r.key, "value": 0.5} for r in plan.runs])
+    assert all(c.settings["lr"] == 1e-4 for c in choices)  # of equal ones the first of the grid
+    with pytest.raises(ValueError, match="seeds: '0,1'"): final_grid(choices, "0,1")
     with pytest.raises(ValueError, match="seeds: 100 was searched on"): final_grid(choices, "99..100")
 
 
