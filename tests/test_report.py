@@ -545,7 +545,7 @@ def test_the_front_page_shows_the_same_numbers():
                 both = sorted(set(arm) & set(base))
                 a, b = (np.array([g[s]["value"] for s in both]) for g in (arm, base))
                 low, high = stats.ttest_rel(a, b).confidence_interval()
-                assert len(both) >= int(seeds) >= 3 and row[column] == f"{(a - b).mean():+.3f} [{low:+.3f}, {high:+.3f}]" + "†" * (np.mean([arm[s]["collapsed"] for s in both]) >= 0.5)
+                assert len(both) >= int(seeds) >= 3 and row[column] == f"{(a - b).mean():+.3f} [{low:+.3f}, {high:+.3f}]" + "†" * int(np.mean([arm[s]["collapsed"] for s in both]) >= 0.5)
                 each.append(a - b)
             else: assert len(runs.get((names[task], row["method"]), {})) < 3
         if not row["method"].startswith("base"): assert bool(row[every]) == (len(each) == len(columns) and not any("†" in row[c] for c in columns))
