@@ -162,8 +162,11 @@ class IStar(_Referenced):
         with full_precision(chosen[0]):
             clouds = [_cloud(h, attention_mask, 4 if self.correction == "ustat" else 2) for h in chosen]
             m = all_reduce(_stack(clouds) if self.layers == "mean" else merge(clouds))
-            score = _score(m, self).mean()
-        if not bool(torch.isfinite(score) & ~_collapsed(m).any() & _zeros_and_ones(attention_mask)): _explain_score(m, self.correction, attention_mask)
+            score, vain = _score(m, self)
+            score = score.mean()
+        fine = torch.isfinite(score) & ~_collapsed(m).any() & _zeros_and_ones(attention_mask)
+        if vain is not None and self.training and not getattr(self, "_told", False): fine = fine & ~vain.any()
+        if not bool(fine): _explain_score(m, self, attention_mask, vain)  # the one value that is read back
         return score
 
     def forward(
@@ -190,12 +193,17 @@ def _collapsed(m: Moments) -> Tensor:
     return m.m2.detach().diagonal(dim1=-2, dim2=-1).sum(-1) <= m.count * rounding**2 * m.mean.detach().square().sum(-1)
 
 
-def _explain_score(m: Moments, correction: str | None, attention_mask: Tensor | None):
+def _explain_score(m: Moments, p: IStar, attention_mask: Tensor | None, vain: Tensor | None):
+    "`ValueError` for a score that is none; a warning, once, for tokens that say nothing of a corrected one."
     _check_mask(attention_mask)
+    correction = p.correction
     need, least = {None: 2, "gaussian": 3, "ustat": 4}[correction], int(m.count.min())
     if least < need:
         raise ValueError(f"attention_mask: {least} token vectors count, but the score needs at least {need} "
                          f"(correction={correction!r}); use larger batches, or dataloader_drop_last=True")
+    if vain is not None and bool(vain.any() & torch.isfinite(m.m2).all() & ~_collapsed(m).any()):
+        p._told = True
+        return warnings.warn(f"penalty: {least} tokens say nothing of the corrected score and add nothing to the loss; use 8 or more a batch")
     raise ValueError("hidden_states: hold NaN or infinite values, or all tokens are equal; training has diverged or collapsed: lower lam or the learning rate")
 
 # %% ../nbs/03_istar.ipynb #5d0c6e91
@@ -207,18 +215,15 @@ def _check_reference(p: IStar, m: Moments):
         raise ValueError(f"reference_cov: shape {shape} does not fit; layers={p.layers!r} of these hidden states needs {want[-2:]}" + (f" or {want}" if len(want) > 2 else ""))
 
 
-def _score(m: Moments, p: IStar) -> Tensor:
+def _score(m: Moments, p: IStar) -> tuple[Tensor, Tensor | None]:  # and where a corrected score has too few tokens
     if p.needs_reference:
         _check_reference(p, m)
-        return _mixed_score(m.m2 / (m.count - 1)[..., None, None], p.reference_cov.to(m.m2.device), p.zeta, p.convention)
+        return _mixed_score(m.m2 / (m.count - 1)[..., None, None], p.reference_cov.to(m.m2.device), p.zeta, p.convention), None
     inv, d = Invariants(m.count, *_TraceAndSquare.apply(m.m2), m.m4), m.m2.shape[-1]
     t2, f = _corrected(inv, p.correction)
-    if p.correction is None: return _closed_form(t2, f, d)
+    if p.correction is None: return _closed_form(t2, f, d), None
     vain = (m.count < 8) | _too_even(inv, f, d, m.m2.dtype)  # of 8 tokens f is known to a third at best
-    if p.training and not getattr(p, "_told", False) and bool(vain.any()):
-        p._told = True
-        warnings.warn(f"penalty: a batch of {int(m.count.min())} tokens says nothing about the corrected score and adds nothing to the loss; use 8 or more")
-    return _bounded(t2, f, d, vain)
+    return _bounded(t2, f, d, vain), vain
 
 
 def _bounded(t2: Tensor, f: Tensor, d: int, vain: Tensor) -> Tensor:

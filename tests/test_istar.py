@@ -1017,3 +1017,12 @@ def test_a_replica_of_data_parallel_computes_with_its_own_weights():
     with torch.no_grad():
         for p in replica.embeddings.parameters(): p.zero_()
     assert replica(**batch, output_hidden_states=True).hidden_states[0].abs().max() == 0 < model.bert(**batch).last_hidden_state.abs().max()
+
+
+def test_tokens_that_say_nothing_are_told_once():
+    penalty = IStar(-1, correction="ustat").train()
+    few, many = (tuple(torch.randn(1, n, 16, requires_grad=True) for _ in range(2)) for n in (6, 60))
+    with pytest.warns(UserWarning, match="6 tokens say nothing"): assert penalty(few).item() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        penalty(few), penalty(many)
