@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
-    AutoConfig, AutoModelForMaskedLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, T5Config, T5ForConditionalGeneration, Trainer,
+    AutoConfig, AutoModelForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, T5Config, T5ForConditionalGeneration, Trainer,
     TrainerCallback, TrainingArguments, set_seed)
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
