@@ -1,6 +1,10 @@
 """Write README.md from nbs/index.ipynb, or say with --check that the two differ. A labelled picture becomes a file in nbs/images."""
 
-import argparse, base64, json, re, sys
+import argparse
+import base64
+import json
+import re
+import sys
 from pathlib import Path
 
 import yaml

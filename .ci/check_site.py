@@ -1,7 +1,15 @@
 """Check, without Quarto, all that Quarto needs to build the site: the configuration, each notebook's passage through
 nbdev_filter, and every cross-reference, embedding and link. Prints what is wrong by file and cell, and exits 1."""
 
-import argparse, ast, configparser, json, os, re, shutil, subprocess, sys
+import argparse
+import ast
+import configparser
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

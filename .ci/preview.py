@@ -5,7 +5,13 @@
 It is not the site: Quarto's layout, search and navigation are missing. What is the same is what goes in (the filtered
 notebooks, the captions, the cross-references, styles.css, _records.html) and how equations are made (pandoc, MathML)."""
 
-import argparse, html, os, re, shutil, subprocess, sys
+import argparse
+import html
+import os
+import re
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +19,7 @@ import nbformat
 from nbconvert import HTMLExporter
 
 sys.path.insert(0, str(Path(__file__).parent))
-from check_site import (  # noqa: E402
+from check_site import (
     cell_options, check_filtered_cells, front_matter, hrefs, published, read_cells, read_config, run_filter, unreadable)
 
 CUT = "<!-- cut here -->"

@@ -11,7 +11,7 @@ import random
 import re
 import warnings
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -46,47 +46,47 @@ def _option(text: str, *names: str): return typer.Option(*names, help=text, show
 
 @app.command("run")
 def run_command(
-    task: Annotated[Optional[str], _option("Task, see `isoreg tasks` (default: toy-cola).")] = None,
-    model: Annotated[Optional[str], _option("Embedded toy-bert (default), a folder, or a name on the hub.")] = None,
-    data_dir: Annotated[Optional[str], _option("Folder with glue/, sst5/, squad/; without it data come from the hub.")] = None,
-    regularizer: Annotated[Optional[str], _option("none, istar (default) or cosreg.")] = None,
-    lam: Annotated[Optional[float], _option("Strength of the penalty; default -0.1 for istar, 1 for cosreg.")] = None,
-    zeta: Annotated[Optional[float], _option("istar: weight of the reference covariance (default 0.2).")] = None,
-    layers: Annotated[Optional[str], _option("istar: union (default), mean, or the number of one layer.")] = None,
-    correction: Annotated[Optional[str], _option("istar: gaussian or ustat, the bias-corrected score without reference.")] = None,
-    convention: Annotated[Optional[str], _option("istar: released (zeta weighs the reference) or text (the sample).")] = None,
-    cosreg_layer: Annotated[Optional[int], _option("cosreg: index into the hidden states (default -1).")] = None,
-    reference_points: Annotated[Optional[int], _option("istar: token vectors behind the reference (default 250000).")] = None,
-    dropout: Annotated[Optional[str], _option("standard, guided, guided-released (the authors' rates for BERT-base), constant-mean, reversed, shuffled, type-only, constant, gaussian, gaussian-released, mixout, or a schedule file (.json).")] = None,
-    scores: Annotated[Optional[str], _option("guided and its controls: tensor scores of the notebook runs/fisher; without: the checkpoint's own, on the task's texts.")] = None,
-    dropout_p: Annotated[Optional[float], _option("constant, gaussian, mixout: the rate.")] = None,
-    p_max: Annotated[Optional[float], _option("guided: rate of the least informative place (default 0.1).")] = None,
-    p_min: Annotated[Optional[float], _option("guided: rate of the most informative place (default 0).")] = None,
-    aggregate: Annotated[Optional[str], _option("guided: tensor to site scores: mean_of_means (as released), mean or sum.")] = None,
-    seed: Annotated[Optional[int], _option("Seed of head, order and dropout (default 0).")] = None,
-    recipe: Annotated[Optional[str], _option("quick, mosbach, istar-paper, istar-released, guided-paper, guided-released, toy.")] = None,
-    lr: Annotated[Optional[float], _option("Learning rate; this and the next ones default to the recipe.")] = None,
-    batch_size: Annotated[Optional[int], _option("Examples a micro-batch.")] = None,
-    epochs: Annotated[Optional[int], _option("Epochs.")] = None,
-    accumulation: Annotated[Optional[int], _option("Micro-batches a step.")] = None,
-    warmup: Annotated[Optional[float], _option("Share of the steps with a rising rate.")] = None,
-    schedule: Annotated[Optional[str], _option("linear or constant.")] = None,
-    weight_decay: Annotated[Optional[float], _option("Weight decay of AdamW.")] = None,
-    clip: Annotated[Optional[float], _option("Largest gradient norm; 0: no clipping.")] = None,
-    max_length: Annotated[Optional[int], _option("Tokens of an example at most.")] = None,
-    segment_ids: Annotated[Optional[bool], _option("Give the model its token types.", "--segment-ids/--no-segment-ids")] = None,
-    padding: Annotated[Optional[bool], _option("Count padding in the penalty, as the released code does.", "--padding/--no-padding")] = None,
-    adam_epsilon: Annotated[Optional[float], _option("Epsilon of AdamW.")] = None,
-    pad_to_max: Annotated[Optional[bool], _option("Pad every example to max-length, as released.", "--pad-to-max/--no-pad-to-max")] = None,
-    batches: Annotated[Optional[str], _option("Order of the training rows: random (default) or by-length.")] = None,
-    train_split: Annotated[Optional[str], _option("train, train_part or train_rebuilt.")] = None,
-    eval_split: Annotated[Optional[str], _option("The task's own, or validation_part.")] = None,
-    split_protocol: Annotated[Optional[str], _option("official, or joined (80/20 of train and validation); default: the recipe's.")] = None,
-    train_fraction: Annotated[Optional[float], _option("Share of the training part, 0 to 1.")] = None,
-    max_train: Annotated[Optional[int], _option("Training examples at most.")] = None,
-    max_eval: Annotated[Optional[int], _option("Evaluation examples at most.")] = None,
-    precision: Annotated[Optional[str], _option("auto, fp32, bf16 or fp16.")] = None,
-    length_groups: Annotated[Optional[int], _option("Groups of similar length that the encoder reads a batch in (4: less padding, faster on a CPU).")] = None,
+    task: Annotated[str | None, _option("Task, see `isoreg tasks` (default: toy-cola).")] = None,
+    model: Annotated[str | None, _option("Embedded toy-bert (default), a folder, or a name on the hub.")] = None,
+    data_dir: Annotated[str | None, _option("Folder with glue/, sst5/, squad/; without it data come from the hub.")] = None,
+    regularizer: Annotated[str | None, _option("none, istar (default) or cosreg.")] = None,
+    lam: Annotated[float | None, _option("Strength of the penalty; default -0.1 for istar, 1 for cosreg.")] = None,
+    zeta: Annotated[float | None, _option("istar: weight of the reference covariance (default 0.2).")] = None,
+    layers: Annotated[str | None, _option("istar: union (default), mean, or the number of one layer.")] = None,
+    correction: Annotated[str | None, _option("istar: gaussian or ustat, the bias-corrected score without reference.")] = None,
+    convention: Annotated[str | None, _option("istar: released (zeta weighs the reference) or text (the sample).")] = None,
+    cosreg_layer: Annotated[int | None, _option("cosreg: index into the hidden states (default -1).")] = None,
+    reference_points: Annotated[int | None, _option("istar: token vectors behind the reference (default 250000).")] = None,
+    dropout: Annotated[str | None, _option("standard, guided, guided-released (the authors' rates for BERT-base), constant-mean, reversed, shuffled, type-only, constant, gaussian, gaussian-released, mixout, or a schedule file (.json).")] = None,
+    scores: Annotated[str | None, _option("guided and its controls: tensor scores of the notebook runs/fisher; without: the checkpoint's own, on the task's texts.")] = None,
+    dropout_p: Annotated[float | None, _option("constant, gaussian, mixout: the rate.")] = None,
+    p_max: Annotated[float | None, _option("guided: rate of the least informative place (default 0.1).")] = None,
+    p_min: Annotated[float | None, _option("guided: rate of the most informative place (default 0).")] = None,
+    aggregate: Annotated[str | None, _option("guided: tensor to site scores: mean_of_means (as released), mean or sum.")] = None,
+    seed: Annotated[int | None, _option("Seed of head, order and dropout (default 0).")] = None,
+    recipe: Annotated[str | None, _option("quick, mosbach, istar-paper, istar-released, guided-paper, guided-released, toy.")] = None,
+    lr: Annotated[float | None, _option("Learning rate; this and the next ones default to the recipe.")] = None,
+    batch_size: Annotated[int | None, _option("Examples a micro-batch.")] = None,
+    epochs: Annotated[int | None, _option("Epochs.")] = None,
+    accumulation: Annotated[int | None, _option("Micro-batches a step.")] = None,
+    warmup: Annotated[float | None, _option("Share of the steps with a rising rate.")] = None,
+    schedule: Annotated[str | None, _option("linear or constant.")] = None,
+    weight_decay: Annotated[float | None, _option("Weight decay of AdamW.")] = None,
+    clip: Annotated[float | None, _option("Largest gradient norm; 0: no clipping.")] = None,
+    max_length: Annotated[int | None, _option("Tokens of an example at most.")] = None,
+    segment_ids: Annotated[bool | None, _option("Give the model its token types.", "--segment-ids/--no-segment-ids")] = None,
+    padding: Annotated[bool | None, _option("Count padding in the penalty, as the released code does.", "--padding/--no-padding")] = None,
+    adam_epsilon: Annotated[float | None, _option("Epsilon of AdamW.")] = None,
+    pad_to_max: Annotated[bool | None, _option("Pad every example to max-length, as released.", "--pad-to-max/--no-pad-to-max")] = None,
+    batches: Annotated[str | None, _option("Order of the training rows: random (default) or by-length.")] = None,
+    train_split: Annotated[str | None, _option("train, train_part or train_rebuilt.")] = None,
+    eval_split: Annotated[str | None, _option("The task's own, or validation_part.")] = None,
+    split_protocol: Annotated[str | None, _option("official, or joined (80/20 of train and validation); default: the recipe's.")] = None,
+    train_fraction: Annotated[float | None, _option("Share of the training part, 0 to 1.")] = None,
+    max_train: Annotated[int | None, _option("Training examples at most.")] = None,
+    max_eval: Annotated[int | None, _option("Evaluation examples at most.")] = None,
+    precision: Annotated[str | None, _option("auto, fp32, bf16 or fp16.")] = None,
+    length_groups: Annotated[int | None, _option("Groups of similar length that the encoder reads a batch in (4: less padding, faster on a CPU).")] = None,
     out: Annotated[Path, typer.Option(help="Folder for runs; each gets its own below.")] = Path("runs"),
     save_model: Annotated[bool, typer.Option("--save-model", help="Also write the trained model, with its model card, into the run's folder.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Run again even if the record is there.")] = False,
@@ -201,9 +201,9 @@ def _show(record, folder: Path):
 def rerun(
     what: Annotated[str, typer.Argument(metavar="KEY|RECORD", help="Key of a stored run, a record.json, or the folder of a run.", show_default=False)],
     records: Annotated[Path, _option("Records (.jsonl) in which a key is looked up, or a folder of them (default: nbs/results).")] = Path("nbs/results"),
-    data_dir: Annotated[Optional[str], _option("Where the data lie now, if elsewhere.")] = None,
-    model: Annotated[Optional[str], _option("Where the model lies now, if elsewhere.")] = None,
-    scores: Annotated[Optional[str], _option("Where the tensor scores lie now, if elsewhere.")] = None,
+    data_dir: Annotated[str | None, _option("Where the data lie now, if elsewhere.")] = None,
+    model: Annotated[str | None, _option("Where the model lies now, if elsewhere.")] = None,
+    scores: Annotated[str | None, _option("Where the tensor scores lie now, if elsewhere.")] = None,
 ):
     "Repeat a stored run and say whether score and predictions are equal; exits 1 if they are not."
     from isoreg.finetune import rerun
@@ -247,13 +247,13 @@ def sweep_command(
     grid: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped grid, such as toy.")],
     out: Annotated[Path, typer.Option(help="Folder for runs, as of isoreg run.")] = Path("runs"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show and count the runs, and stop.")] = False,
-    jobs: Annotated[Optional[int], typer.Option(min=1, show_default=False, help="Runs at the same time (default: from cores, memory and GPU memory).")] = None,
-    only: Annotated[Optional[list[str]], _option("Only this block; may be given several times.")] = None,
-    set_: Annotated[Optional[list[str]], _option("name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].", "--set")] = None,
-    records: Annotated[Optional[Path], _option("Records (.jsonl) that count as done, such as nbs/results/runs.jsonl; they are put into the folder.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, show_default=False, help="Runs at the same time (default: from cores, memory and GPU memory).")] = None,
+    only: Annotated[list[str] | None, _option("Only this block; may be given several times.")] = None,
+    set_: Annotated[list[str] | None, _option("name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].", "--set")] = None,
+    records: Annotated[Path | None, _option("Records (.jsonl) that count as done, such as nbs/results/runs.jsonl; they are put into the folder.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Take up the runs that failed in an earlier sweep.")] = False,
     recycle: Annotated[int, typer.Option(min=1, help="Runs that a kernel does in turn; 1: a fresh kernel for each run.")] = 50,
-    ray: Annotated[Optional[str], typer.Option("--ray", metavar="[ADDRESS]", show_default=False,
+    ray: Annotated[str | None, typer.Option("--ray", metavar="[ADDRESS]", show_default=False,
                                                help="Run on Ray: this cluster, or else that of RAY_ADDRESS, or one of this machine.")] = None,
 ):
     "Do all runs of a grid that are not done, several at a time."
@@ -294,7 +294,7 @@ def _settings(given: list[str]) -> dict:
 def select(
     grid: Annotated[str, typer.Argument(help="The grid of the search: a YAML file, or the name of a shipped one; its seeds are 100 and above.")],
     records: Annotated[list[Path], typer.Argument(help="Folders of runs, or files of records (.jsonl).")],
-    out: Annotated[Optional[Path], _option("File for the grid of the final runs.")] = None,
+    out: Annotated[Path | None, _option("File for the grid of the final runs.")] = None,
     seeds: Annotated[str, _option("Seeds of the final runs (default 0..5).")] = "0..5",
 ):
     "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
@@ -575,8 +575,8 @@ def _stream(encoder, batch: dict, groups: int = 20, size: int = 32) -> list:
 @app.command("score")
 def score_command(
     file: Annotated[Path, typer.Argument(help="Vectors (.npy, .npz, .safetensors, .parquet), or a text file, one text a line, with --model.")],
-    model: Annotated[Optional[str], _option("Score the layers of this model on the text file: toy-bert, a folder or a name on the hub.")] = None,
-    array: Annotated[Optional[str], _option("Name of the array or column in the file.")] = None,
+    model: Annotated[str | None, _option("Score the layers of this model on the text file: toy-bert, a folder or a name on the hub.")] = None,
+    array: Annotated[str | None, _option("Name of the array or column in the file.")] = None,
     max_lines: Annotated[int, typer.Option(min=1, help="Lines of the text file at most, drawn at random.")] = 500,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draw of lines.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -658,7 +658,7 @@ def report_command(
 # %% ../nbs/11_cli.ipynb #8261207b
 @app.command("tasks")
 def tasks_command(
-    data_dir: Annotated[Optional[str], _option("Folder with glue/, sst5/, squad/.")] = None,
+    data_dir: Annotated[str | None, _option("Folder with glue/, sst5/, squad/.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ):
     "The tasks, their metrics, and where each was found."

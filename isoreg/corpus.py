@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -136,7 +136,7 @@ class _Samples(_Parts):
         if self.loss == "mlm" and t.mask_token_id is None: raise ValueError("tokenizer: has no mask token, which mlm needs; use loss='clm' or another tokenizer")
         self.special = np.array(sorted(set(t.all_special_ids)))
         self.vocabulary = np.setdiff1d(np.arange(len(t)), self.special)
-        self.pad_id = next((i for i in (t.pad_token_id, t.eos_token_id, 0) if i is not None))
+        self.pad_id = next(i for i in (t.pad_token_id, t.eos_token_id, 0) if i is not None)
         if self.loss != "seq2seq": return
         unknown, ids = t.unk_token_id, t.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(100)])
         self.sentinels = [i for i in ids if i is not None and i != unknown]
@@ -281,7 +281,7 @@ def check_head(
 ):
     "`ValueError` for a loss that the model's class was not made for."
     known, two = model_losses(model), getattr(getattr(model, "config", None), "is_encoder_decoder", None)
-    if loss in known or not known and not (loss == "seq2seq" and two is False): return
+    if loss in known or (not known and not (loss == "seq2seq" and two is False)): return
     kinds = {"seq2seq": "an encoder-decoder", "clm": "a causal language model", "mlm": "a masked language model"}
     kind = "no encoder-decoder" if loss == "seq2seq" else kinds[known[0]]
     remedy = " or ".join(map(repr, known or ["mlm", "clm"]))

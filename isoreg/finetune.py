@@ -23,9 +23,9 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime, UTC
 from pathlib import Path
-from typing import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -760,7 +760,7 @@ def run(
 def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int, model_folder: str | Path | None) -> RunRecord:
     begun = time.perf_counter()
     _source(config.model)  # a folder that is not there is told before the data is read
-    record = RunRecord(config.key, config.to_dict(), started=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    record = RunRecord(config.key, config.to_dict(), started=datetime.now(UTC).isoformat(timespec="seconds"))
     with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("default")
         progress.write("loading data")

@@ -16,7 +16,8 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -126,7 +127,7 @@ def direction(
     out, whole, part, moved = Direction(), 0.0, 0.0, 0
     for name, p in params.items():
         chosen = True if mask is None else mask.get(name, torch.tensor(False)).cpu()
-        if p.ndim < 2 and one_d == "zero" or norm == "filter" and not (chosen is True or chosen.any()): continue
+        if (p.ndim < 2 and one_d == "zero") or (norm == "filter" and not (chosen is True or chosen.any())): continue
         d = _filter_normalised(name, p, seed, None if orthogonal_to is None else orthogonal_to.get(name))
         squared = float(torch.linalg.vector_norm(d, dtype=torch.float64)) ** 2
         if not np.isfinite(squared): raise ValueError(f"model: {name} holds NaN or infinite weights; load sound weights")
@@ -452,7 +453,7 @@ class _Kept:
             count += 1
         if count == len(self.hashes): return
         for count, batch in enumerate(_seeded(self.batches, count), count + 1):
-            if count > len(self.hashes) or not self.marks[count - 1].holds(batch) and _fingerprint(batch) != self.hashes[count - 1]: self._differs()
+            if count > len(self.hashes) or (not self.marks[count - 1].holds(batch) and _fingerprint(batch) != self.hashes[count - 1]): self._differs()
             self._keep(batch, count)
             _seed(count - 1)                    # what the loss draws does not depend on how the batch came
             yield _to(batch, self.device)
@@ -823,7 +824,7 @@ def expected_curvature(
     params = _parameters(model)
     mask, scores, total = _check_mask(mask, params), _check_scores(scores, params, "scalar"), 0.0
     for n, p in params.items():
-        if p.ndim < 2 and one_d == "zero" or mask is not None and n not in mask: continue
+        if (p.ndim < 2 and one_d == "zero") or (mask is not None and n not in mask): continue
         rows = _rows(p.detach())
         terms = _rows(scores[n].to(p.device)) * (_lengths(rows) ** 2 / max(rows.shape[1], 1))
         total += float(terms.sum() if mask is None else (terms * _rows(mask[n].to(p.device).expand(p.shape))).sum())

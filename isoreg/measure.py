@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, UTC
 from pathlib import Path
 
 import numpy as np
@@ -257,7 +257,7 @@ def record_of(
     "What every record of a measurement begins with."
     return {"key": config.key, "kind": type(config).__name__.removesuffix("Config").lower(), "config": config.to_dict(), "status": "done", "notes": notes,
             "hardware": _hardware() | {"precision": config.precision}, "versions": _versions(), "git_commit": _git_commit(),
-            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"), "resumed": resumed, "schema": 1} | _cost(begun)
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"), "resumed": resumed, "schema": 1} | _cost(begun)
 
 
 def _begin() -> float:

@@ -8,7 +8,8 @@ __all__ = ['SHIFT_ROWS', 'CHUNK_BYTES', 'BLOCK_DIMS', 'Moments', 'full_precision
 import contextlib
 import threading
 import warnings
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -195,7 +196,7 @@ _WHOLE = {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, tor
 
 def _of_tensors(x) -> bool:
     "Whether x is a tensor or a list of tensors."
-    return isinstance(x, Tensor) or isinstance(x, (list, tuple)) and len(x) > 0 and all(isinstance(v, Tensor) for v in x)
+    return isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and len(x) > 0 and all(isinstance(v, Tensor) for v in x))
 
 
 def _tensor(x, name: str) -> Tensor:

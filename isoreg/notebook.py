@@ -10,7 +10,7 @@ import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import isoreg
 

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, UTC
 from pathlib import Path
 from typing import NamedTuple
 
@@ -421,7 +421,7 @@ def pretrain(
 
 # %% ../nbs/08b_pretrain.ipynb #05f3daca
 def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_steps: int) -> dict:
-    begun, started = time.perf_counter(), datetime.now(timezone.utc).isoformat(timespec="seconds")
+    begun, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
     tokenizer = _tokenizer(config)
     corpus, heldout = _batches(config, tokenizer)
     text = {"corpus": corpus.describe(), "heldout": heldout.describe()}

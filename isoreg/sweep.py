@@ -37,7 +37,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime, UTC
 from pathlib import Path
 
 import yaml
@@ -826,7 +826,7 @@ def _write_failed(folder: Folder, outcome: Outcome):
         "config": run.config, "host": socket.gethostname(), "time": _now()}, indent=1) + "\n")
 
 
-def _now() -> str: return datetime.now(timezone.utc).isoformat(timespec="seconds")
+def _now() -> str: return datetime.now(UTC).isoformat(timespec="seconds")
 
 # %% ../nbs/09_sweep.ipynb #dd865245
 CONTEXT_MIB = 600.0  # what a process takes on a GPU before it does anything

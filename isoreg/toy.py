@@ -499,7 +499,7 @@ def _rows(name, split, seed) -> Iterator[dict]:
     while True:
         row = _row(name, rng)
         sentences = tuple(v for k, v in row.items() if k != "label")
-        if sentences in seen or sentences[0] == sentences[-1] and len(sentences) > 1: continue
+        if sentences in seen or (sentences[0] == sentences[-1] and len(sentences) > 1): continue
         if any(side(s) != split for s in sentences): continue
         seen.add(sentences)
         yield row

@@ -275,7 +275,7 @@ def test_other_losses_and_layouts():
 def test_not_the_square_of_the_sum():
     model, batch = model_of("bert"), batch_of("mlm")
     ours = empirical_fisher(model, [batch], "diagonal")
-    one_by_one = sum((one_loss(model, batch, i, "mlm") for i in range(4)))
+    one_by_one = sum(one_loss(model, batch, i, "mlm") for i in range(4))
     one_by_one.backward()
     p = model.bert.encoder.layer[0].output.dense.weight
     assert not torch.allclose(ours.sums["bert.encoder.layer.0.output.dense.weight"], p.grad.square(), rtol=0.1)

@@ -56,7 +56,7 @@ def test_no_cell_without_its_seeds_and_interval(path):
             for name, cell in cells.items():      # a mean with its seeds in one cell; published numbers have what their papers give
                 if re.search(r"±|\(n ?=", cell) and not (count and reach) and not name.startswith(("published", "verdict")):
                     over_samples = re.search(r"± \S+ \((?:\d+|six) (?:samples|directions)\)", cell)      # no runs
-                    assert "[" in cell and re.search(r"n ?=", cell) or "no interval" in cell or over_samples, f"{name}: {cell}"
+                    assert ("[" in cell and re.search(r"n ?=", cell)) or "no interval" in cell or over_samples, f"{name}: {cell}"
 
 
 def test_every_record_is_whole_and_clean():
