@@ -6,6 +6,8 @@ __all__ = ['app', 'run_command', 'rerun', 'sweep_command', 'select', 'status_com
 
 # %% ../nbs/11_cli.ipynb #5d321039
 import contextlib
+import functools
+import inspect
 import json
 import random
 import re
@@ -19,6 +21,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import isoreg
+from .config import RunConfig, about, groups, help_text, kinds, parse_set
 
 # %% ../nbs/11_cli.ipynb #92727564
 app = typer.Typer(name="isoreg", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -44,56 +47,56 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def _option(text: str, *names: str): return typer.Option(*names, help=text, show_default=False)
 
 
+def _options(
+    kind: type,  # a configuration
+) -> list[inspect.Parameter]:
+    "Return a keyword for each setting that has a flag, in the groups of the configuration."
+    found = []
+    for heading, fields in groups(kind).items():
+        for name, field in fields.items():
+            if not about(field).flag: continue
+            plain = next(k for k in kinds(field) if k is not type(None))
+            option = typer.Option(help=help_text(field), rich_help_panel=heading, show_default=False)
+            annotation = Annotated[plain | None, option]
+            found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    return found
+
+# %% ../nbs/11_cli.ipynb #03a60a82
+def _takes_settings(kind: type):
+    "Return a decorator that gives a command the options of a configuration; what is given arrives as a dictionary."
+    def decorate(command):
+        options, own = _options(kind), list(inspect.signature(command).parameters.values())[1:]
+
+        @functools.wraps(command)
+        def wrapped(**values):
+            given = {p.name: values.pop(p.name) for p in options}
+            return command({k: v for k, v in given.items() if v is not None}, **values)
+
+        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        wrapped.__signature__ = inspect.Signature([*options, *own])
+        wrapped.__annotations__ = {p.name: p.annotation for p in (*options, *own)}
+        return wrapped
+    return decorate
+
+# %% ../nbs/11_cli.ipynb #cfa02b51
+_SET = "name=value: any other setting, such as pad_to_max=true; may be given several times."
+
+
 @app.command("run")
+@_takes_settings(RunConfig)
 def run_command(
-    task: Annotated[str | None, _option("Task, see `isoreg tasks` (default: toy-cola).")] = None,
-    model: Annotated[str | None, _option("Embedded toy-bert (default), a folder, or a name on the hub.")] = None,
-    data_dir: Annotated[str | None, _option("Folder with glue/, sst5/, squad/; without it data come from the hub.")] = None,
-    regularizer: Annotated[str | None, _option("none, istar (default) or cosreg.")] = None,
-    lam: Annotated[float | None, _option("Strength of the penalty; default -0.1 for istar, 1 for cosreg.")] = None,
-    zeta: Annotated[float | None, _option("istar: weight of the reference covariance (default 0.2).")] = None,
-    layers: Annotated[str | None, _option("istar: union (default), mean, or the number of one layer.")] = None,
-    correction: Annotated[str | None, _option("istar: gaussian or ustat, the bias-corrected score without reference.")] = None,
-    convention: Annotated[str | None, _option("istar: released (zeta weighs the reference) or text (the sample).")] = None,
-    cosreg_layer: Annotated[int | None, _option("cosreg: index into the hidden states (default -1).")] = None,
-    reference_points: Annotated[int | None, _option("istar: token vectors behind the reference (default 250000).")] = None,
-    dropout: Annotated[str | None, _option("standard, guided, guided-released (the authors' rates for BERT-base), constant-mean, reversed, shuffled, type-only, constant, gaussian, gaussian-released, mixout, or a schedule file (.json).")] = None,
-    scores: Annotated[str | None, _option("guided and its controls: tensor scores of the notebook runs/fisher; without: the checkpoint's own, on the task's texts.")] = None,
-    dropout_p: Annotated[float | None, _option("constant, gaussian, mixout: the rate.")] = None,
-    p_max: Annotated[float | None, _option("guided: rate of the least informative place (default 0.1).")] = None,
-    p_min: Annotated[float | None, _option("guided: rate of the most informative place (default 0).")] = None,
-    aggregate: Annotated[str | None, _option("guided: tensor to site scores: mean_of_means (as released), mean or sum.")] = None,
-    seed: Annotated[int | None, _option("Seed of head, order and dropout (default 0).")] = None,
-    recipe: Annotated[str | None, _option("quick, mosbach, istar-paper, istar-released, guided-paper, guided-released, toy.")] = None,
-    lr: Annotated[float | None, _option("Learning rate; this and the next ones default to the recipe.")] = None,
-    batch_size: Annotated[int | None, _option("Examples a micro-batch.")] = None,
-    epochs: Annotated[int | None, _option("Epochs.")] = None,
-    accumulation: Annotated[int | None, _option("Micro-batches a step.")] = None,
-    warmup: Annotated[float | None, _option("Share of the steps with a rising rate.")] = None,
-    schedule: Annotated[str | None, _option("linear or constant.")] = None,
-    weight_decay: Annotated[float | None, _option("Weight decay of AdamW.")] = None,
-    clip: Annotated[float | None, _option("Largest gradient norm; 0: no clipping.")] = None,
-    max_length: Annotated[int | None, _option("Tokens of an example at most.")] = None,
-    segment_ids: Annotated[bool | None, _option("Give the model its token types.", "--segment-ids/--no-segment-ids")] = None,
-    padding: Annotated[bool | None, _option("Count padding in the penalty, as the released code does.", "--padding/--no-padding")] = None,
-    adam_epsilon: Annotated[float | None, _option("Epsilon of AdamW.")] = None,
-    pad_to_max: Annotated[bool | None, _option("Pad every example to max-length, as released.", "--pad-to-max/--no-pad-to-max")] = None,
-    batches: Annotated[str | None, _option("Order of the training rows: random (default) or by-length.")] = None,
-    train_split: Annotated[str | None, _option("train, train_part or train_rebuilt.")] = None,
-    eval_split: Annotated[str | None, _option("The task's own, or validation_part.")] = None,
-    split_protocol: Annotated[str | None, _option("official, or joined (80/20 of train and validation); default: the recipe's.")] = None,
-    train_fraction: Annotated[float | None, _option("Share of the training part, 0 to 1.")] = None,
-    max_train: Annotated[int | None, _option("Training examples at most.")] = None,
-    max_eval: Annotated[int | None, _option("Evaluation examples at most.")] = None,
-    precision: Annotated[str | None, _option("auto, fp32, bf16 or fp16.")] = None,
-    length_groups: Annotated[int | None, _option("Groups of similar length that the encoder reads a batch in (4: less padding, faster on a CPU).")] = None,
+    given: dict,  # settings by name
+    set_: Annotated[list[str] | None, typer.Option("--set", help=_SET, show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Folder for runs; each gets its own below.")] = Path("runs"),
-    save_model: Annotated[bool, typer.Option("--save-model", help="Also write the trained model, with its model card, into the run's folder.")] = False,
+    save_model: Annotated[bool, typer.Option("--save-model", help="Also write the trained model and its card.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Run again even if the record is there.")] = False,
 ):
-    "Fine-tune a model on a task and write the record. Without options: I-STAR on the embedded toy task, no network, about a minute."
-    given = {k: v for k, v in locals().items() if k not in ("out", "force", "save_model") and v is not None}
-    if re.fullmatch(r"-?\d+", given.get("layers", "")): given["layers"] = int(given["layers"])
+    """Fine-tune a model on a task and write the record.
+
+    Without options: I-STAR on the embedded toy task, no network, about a minute. All settings: guide Options.
+    """
+    try: given |= parse_set(set_ or ())
+    except ValueError as error: _fail(str(error), 2)
     _run(given, out, force, save_model)
 
 # %% ../nbs/11_cli.ipynb #0249d15d
