@@ -42,7 +42,7 @@ def test_a_new_setting_is_one_line_and_seen_everywhere():
     assert config_schema(Longer)["properties"]["burst"] == {"type": "integer", "minimum": 1, "description": "sites that drop out together"}
     assert "| `--burst` | 3 | sites that drop out together (1 or more) |" in options_table(Longer)
     (line,) = [x for x in parameter_cell(Longer).splitlines() if x.startswith("burst")]
-    assert line == "burst: int = 3".ljust(34) + "  # sites that drop out together"
+    assert line == "burst: int = 3".ljust(32) + "  # sites that drop out together"
     assert list(groups(Longer)["Dropout"])[-1] == "burst"
     from isoreg.cli import _takes_settings
     @_takes_settings(Longer)

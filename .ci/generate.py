@@ -1,0 +1,34 @@
+"""Write what is made from the configurations: the parameter cells of the run notebooks and the schemas of the records."""
+
+import json
+from pathlib import Path
+
+from isoreg.config import CONFIGS, parameter_cell
+from isoreg.measure import measurement_schema
+from isoreg.record import record_schema
+
+NOTEBOOKS = Path(__file__).parents[1] / "nbs"
+
+
+def write_parameters(name: str) -> None:
+    "Write the parameter cell of a run notebook; what the notebook reads beside the configuration stays."
+    path = NOTEBOOKS / "runs" / f"{name}.ipynb"
+    notebook = json.loads(path.read_text())
+    (cell,) = [c for c in notebook["cells"] if "parameters" in c["metadata"].get("tags", [])]
+    settings = CONFIGS[name].model_fields
+    further = [line for line in "".join(cell["source"]).splitlines() if line.partition(":")[0] not in settings]
+    cell["source"] = parameter_cell(CONFIGS[name], "\n".join(further)).splitlines(keepends=True)
+    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_schema(name: str, schema: dict) -> None:
+    "Write the schema of a kind of record."
+    (NOTEBOOKS / "results" / f"{name}.schema.json").write_text(json.dumps(schema, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    for name in CONFIGS:
+        write_parameters(name)
+    write_schema("record", record_schema())
+    for name in ("fisher", "landscape", "geometry"):
+        write_schema(name, measurement_schema(name))
