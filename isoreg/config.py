@@ -282,7 +282,7 @@ class DropoutSettings(Settings):
 _QUICK = {
     "lr": 5e-5, "batch_size": 32, "epochs": 3, "accumulation": 1, "warmup": 0.1, "schedule": "linear",
     "weight_decay": 0.01, "clip": 1.0, "max_length": 128, "split_protocol": "official", "segment_ids": True,
-    "padding": False, "adam_epsilon": 1e-8, "pad_to_max": False}
+    "padding": False, "adam_epsilon": 1e-8, "pad_to_max": False, "reference": "exact"}
 _PLAIN = {"warmup": 0.0, "weight_decay": 0.0}
 _ISTAR = _PLAIN | {"epochs": 4, "schedule": "constant", "clip": 0.0, "max_length": 256}
 RECIPES: dict[str, dict] = {
@@ -290,7 +290,8 @@ RECIPES: dict[str, dict] = {
     "toy": _QUICK | {"lr": 5e-4, "max_length": 64},
     "mosbach": _QUICK | {"lr": 2e-5, "batch_size": 16, "epochs": 20},
     "istar-paper": _QUICK | _ISTAR | {"lr": 3e-5, "batch_size": 16, "accumulation": 2},
-    "istar-released": _QUICK | _ISTAR | {"lr": 1e-5, "segment_ids": False, "padding": True, "adam_epsilon": 1e-6},
+    "istar-released": _QUICK | _ISTAR | {"lr": 1e-5, "segment_ids": False, "padding": True, "adam_epsilon": 1e-6,
+                                            "reference": "released"},
     "guided-paper": _QUICK | {"lr": 2e-5, "batch_size": 8, "weight_decay": 0.0, "max_length": 512},
     "guided-released": _QUICK | _PLAIN | {"lr": 2e-5, "batch_size": 18, "max_length": 512, "split_protocol": "joined",
                                           "adam_epsilon": 1e-6, "pad_to_max": True},
@@ -316,6 +317,9 @@ class RecipeSettings(Settings):
     segment_ids: bool | None = setting(None, "give the model its token types")
     padding: bool | None = setting(None, "count padding in the penalty and its reference, as the released code does",
                                    label=lambda c: "padding counted" if c["padding"] else "")
+    reference: Literal["exact", "released"] | None = setting(
+        None, "released: whole batches until there are more than reference_points, in float32", before="exact",
+        family="reference")
     pad_to_max: bool | None = setting(None, "pad every example to max_length", before=False, family="pad_to_max")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "auto: bf16 on a GPU that has it, else fp32")
     length_groups: int = option(
@@ -440,7 +444,7 @@ def _settle(c):
     if c.regularizer in ("none", "istar"): c._put(cosreg_layer=-1)
     unread = c.correction is not None or c.zeta == (0 if c.convention == "released" else 1)
     if c.regularizer in ("none", "cosreg") or (c.regularizer == "istar" and unread):  # no reference covariance is read
-        c._put(zeta=0.0, convention="released", reference_points=250_000)
+        c._put(zeta=0.0, convention="released", reference_points=250_000, reference="exact")
     if c.task.startswith("toy-"): c._put(data_dir=None)  # they are generated
     if c.eval_split == task.eval_splits[0]: c._put(eval_split=None)
     if c.dropout not in GUIDED: c._put(scores=None, p_max=0.1, p_min=0.0, aggregate="mean_of_means")
@@ -590,6 +594,9 @@ class LandscapeConfig(LossSettings):
     shape: Literal["plane", "line"] = option("plane", "two directions, or one")
     reach: float = setting(1.5, "largest coordinate of the grid", gt=0)
     points: int = setting(17, "on each axis; odd, so that the origin is one", ge=1)
+    reduction: Literal["sample", "batch"] = setting(
+        "sample", "mean over samples, or, as released, over the predicted tokens of a batch", before="sample",
+        family="reduction")
     one_d: Literal["zero", "scale"] = setting(
         "zero", "tensors of one dimension do not move, as released, or are one filter each")
     norm: Literal["filter", "equal"] = setting("filter", "equal: every subset moves as far as all parameters would")

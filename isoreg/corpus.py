@@ -124,7 +124,7 @@ class _Parts:
         inside = np.zeros(len(self.samples), bool)
         inside[self.numbers] = True
         names = ("name", "loss", "batch_size", "max_length", "probability", "span", "seed", "epoch", "packed", "drawn", "part")
-        return {n: getattr(self, n) for n in names} | {
+        return {n: getattr(self, n) for n in names} | ({} if self.by_length else {"by_length": False}) | {
             "samples": len(self.numbers), "left_out": self.left_out, "fingerprint": digest.hexdigest(), "members": np.packbits(inside).tobytes().hex()}
 
 # %% ../nbs/03b_corpus.ipynb #d1366d71
@@ -192,6 +192,7 @@ class TextBatches(_Samples):
         seed: int = 0,  # of masks and order
         packed: bool = False,  # join the texts and cut them into pieces of max_length; the last, incomplete one is left out
         name: str = "",  # of the corpus, for the record
+        by_length: bool = True,  # neighbours in length share a batch; False: who shares one is drawn at random
     ):
         check_loss(loss)
         if callable(loss): raise ValueError(f"loss: the batches need one of {', '.join(LOSSES)}, not a function")
@@ -201,6 +202,7 @@ class TextBatches(_Samples):
         _check_sizes(batch_size, max_length, seed)
         if not 0 < probability < 1 or span < 1: raise ValueError(f"probability, span: {probability}, {span}; need a number between 0 and 1, and at least 1")
         self.loss, self.batch_size, self.probability, self.span, self.seed, self.packed, self.name = loss, batch_size, probability, span, seed, packed, name
+        self.by_length = by_length
         self.max_length, self.epoch, self.tokenizer = min(max_length, tokenizer.model_max_length), 0, tokenizer
         self._special_tokens()
         if not texts: raise ValueError(f"texts: the corpus {name!r} is empty; give at least one text that is not blank")
@@ -210,11 +212,11 @@ class TextBatches(_Samples):
         self.left_out, self.drawn, self.part = len(self.samples) - len(self.numbers), None, None
 
     def _batches(self) -> list[np.ndarray]:
-        "Sample numbers of each batch: similar lengths together, the batches in random order."
-        lengths = np.array([len(self.samples[i]) for i in self.numbers])
-        order = self.numbers[np.argsort(lengths, kind="stable")]
+        "Sample numbers of each batch: similar lengths together, the batches in random order; or all in random order."
+        rng, lengths = np.random.default_rng([self.seed, self.epoch]), np.array([len(self.samples[i]) for i in self.numbers])
+        order = self.numbers[np.argsort(lengths, kind="stable")] if self.by_length else rng.permutation(self.numbers)
         batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        return [batches[i] for i in np.random.default_rng([self.seed, self.epoch]).permutation(len(batches))]
+        return [batches[i] for i in rng.permutation(len(batches))] if self.by_length else batches
     def __len__(self) -> int: return -(-len(self.numbers) // self.batch_size)
     def __iter__(self) -> Iterator[dict[str, Tensor]]: return self.iterate()
 
@@ -357,15 +359,16 @@ def sample_losses(
     model: nn.Module,
     batch: dict,  # of TextBatches; for a function, whatever it takes
     loss: str | Callable = "mlm",  # "mlm", "clm", "seq2seq", or a function (model, batch) -> (batch,) losses
-    reduction: str = "mean",  # over the predicted tokens of a sequence, or "sum"
+    reduction: str = "mean",  # over the predicted tokens of a sequence, or "sum"; "batch": the mean over those of the whole batch
 ) -> Tensor:
-    "Negative log-likelihood in nats of each sequence of the batch, (batch,). Differentiable."
+    "Negative log-likelihood in nats of each sequence of the batch, (batch,); with \"batch\" one number for all. Differentiable."
     check_loss(loss)
-    if reduction not in ("mean", "sum"): raise ValueError(f"reduction: {reduction!r} is unknown; use mean or sum")
+    if reduction not in ("mean", "sum", "batch"): raise ValueError(f"reduction: {reduction!r} is unknown; use mean, sum or batch")
     if callable(loss): return loss(model, batch)
     logits, target, row = predicted_logits(model, batch, loss)
     nll = F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target, reduction="none")
     total, count = (nll.new_zeros(len(batch["labels"])).index_add(0, row, x) for x in (nll, torch.ones_like(nll)))
+    if reduction == "batch": return nll.mean().expand(len(total))
     return total if reduction == "sum" else total / count.clamp(min=1)
 
 # %% ../nbs/03b_corpus.ipynb #1cf830ec

@@ -66,6 +66,7 @@ class Recipe:
     padding: bool = False  # count padding in the penalty and its reference
     adam_epsilon: float = 1e-8  # of AdamW
     pad_to_max: bool = False  # pad every example to max_length; otherwise to the longest of its batch
+    reference: str = "exact"  # or "released": whole batches until there are more than reference_points, in float32
 
 
 RECIPES: dict[str, Recipe] = {
@@ -74,7 +75,7 @@ RECIPES: dict[str, Recipe] = {
     "mosbach": Recipe(lr=2e-5, batch_size=16, epochs=20),
     "istar-paper": Recipe(lr=3e-5, batch_size=16, epochs=4, accumulation=2, warmup=0.0, schedule="constant", weight_decay=0.0, clip=0.0, max_length=256),
     "istar-released": Recipe(lr=1e-5, batch_size=32, epochs=4, warmup=0.0, schedule="constant", weight_decay=0.0, clip=0.0, max_length=256,
-                             segment_ids=False, padding=True, adam_epsilon=1e-6),
+                             segment_ids=False, padding=True, adam_epsilon=1e-6, reference="released"),
     "guided-paper": Recipe(lr=2e-5, batch_size=8, weight_decay=0.0, max_length=512),
     "guided-released": Recipe(lr=2e-5, batch_size=18, warmup=0.0, weight_decay=0.0, max_length=512, split_protocol="joined",
                               adam_epsilon=1e-6, pad_to_max=True),
@@ -82,7 +83,8 @@ RECIPES: dict[str, Recipe] = {
 
 # %% ../nbs/08_finetune.ipynb #5b59cfbb
 EARLIER = {  # settings younger than the first records, with the value that every run had before
-    "length_groups": 1, "batches": "by-length", "adam_epsilon": 1e-8, "pad_to_max": False}
+    "length_groups": 1, "batches": "by-length", "adam_epsilon": 1e-8, "pad_to_max": False,
+    "reference": "exact"}
 
 
 class _Parameters:
@@ -169,6 +171,7 @@ class RunConfig(_Parameters):
     padding: bool | None = None
     adam_epsilon: float | None = None
     pad_to_max: bool | None = None
+    reference: str | None = None
     batches: str = "random"  # order of the training rows: "random", or "by-length" (neighbours are of similar length: less padding, other batches)
     train_split: str = "train"  # or a file such as "train_part", "train_rebuilt"
     eval_split: str | None = None  # None: the task's own
@@ -285,7 +288,7 @@ def _settle(c: RunConfig):
     if c.regularizer in ("none", "istar"): _put(c, cosreg_layer=-1)
     unread = c.correction is not None or c.zeta == (0 if c.convention == "released" else 1)
     alone = c.regularizer in ("none", "cosreg") or (c.regularizer == "istar" and unread)  # any other penalty keeps its settings
-    if alone: _put(c, zeta=0.0, convention="released", reference_points=250_000)  # no reference covariance is read
+    if alone: _put(c, zeta=0.0, convention="released", reference_points=250_000, reference="exact")  # no reference covariance is read
     if task.name in TOY_TASKS: _put(c, data_dir=None)  # they are generated
     if c.eval_split == task.eval_splits[0]: _put(c, eval_split=None)
     if c.dropout not in GUIDED: _put(c, scores=None, p_max=0.1, p_min=0.0, aggregate="mean_of_means")
@@ -318,6 +321,7 @@ def _validate(c: RunConfig):
     if c.length_groups > 1 and task.kind == "qa":
         raise ValueError(f"length_groups: {c.length_groups} with task {c.task}; its head reads padded positions, so groups would be another loss; use 1")
     if c.batches not in ("random", "by-length"): raise ValueError(f"batches: {c.batches!r} is unknown; use random or by-length")
+    if c.reference not in ("exact", "released"): raise ValueError(f"reference: {c.reference!r} is unknown; use exact or released")
     if c.adam_epsilon <= 0: raise ValueError(f"adam_epsilon: {c.adam_epsilon} is not above 0; 1e-8 is usual")
     if c.schedule not in ("linear", "constant"): raise ValueError(f"schedule: {c.schedule!r} is unknown; use linear or constant")
     for name in ("batch_size", "epochs", "accumulation", "max_length", "reference_points", "max_train", "max_eval", "length_groups"):
@@ -354,6 +358,7 @@ class RunRecord:
     geometry: dict = field(default_factory=dict)  # after training, held-out texts: intrinsic_dimension of cls and mean vectors by hidden state, mean_activation of the last
     predictions: dict = field(default_factory=dict)  # of the evaluation rows, in their order; packed, see `unpack`
     resampled: dict = field(default_factory=dict)  # primary metric on resamplings of the evaluation rows, the same rows for all runs of a task; packed, see `resample`
+    others: dict = field(default_factory=dict)  # evaluation rows of further tasks, once, after training: value, metrics, predictions, resampled, rows and their origin, by task
     loss: list | dict = field(default_factory=list)  # one dict per logged step; collected: columns of the steps
     collapsed: bool = False  # all predictions are one class
     train_seconds: float = 0.0  # wall time of training, evaluations included
@@ -783,7 +788,7 @@ def _run(config: RunConfig, progress: ProgressFile, isotropy_points: int, model_
         trainer = _InOrder(
             model, training_arguments(config, folder, steps, data.task.kind), train_dataset=train, eval_dataset=rows, data_collator=collate,
             compute_metrics=scores, penalty=penalty, callbacks=[progress] + (
-                [ReferenceRefresh(penalty, config.reference_points)] if getattr(penalty, "needs_reference", False) else []))
+                [ReferenceRefresh(penalty, config.reference_points, released=config.reference == "released")] if getattr(penalty, "needs_reference", False) else []))
         record.isoscore["before"] = measure_isotropy(trainer.model, sample, isotropy_points)
         set_seed(config.seed)
         _train(trainer, record)

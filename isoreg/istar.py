@@ -329,8 +329,8 @@ def _read(body: nn.Module, batch, device: torch.device) -> tuple[dict, tuple[Ten
     return inputs, _states(output)
 
 
-def _token_moments(model, batches, max_points, padding, progress, check=lambda states: None) -> Moments:
-    "`check` sees the hidden states of the first batch."
+def _token_moments(model, batches, max_points, padding, progress, check=lambda states: None, whole=None) -> Moments:
+    "`check` sees the hidden states of the first batch; `whole` indexes the layers that count where no batch is cut, as released."
     check_max_points(max_points)
     body = _body(model)
     device, total, seen = next(body.parameters()).device, None, 0
@@ -348,14 +348,14 @@ def _token_moments(model, batches, max_points, padding, progress, check=lambda s
                 check(states)
             _check_mask(mask)
             keep = torch.ones(states[-1].shape[:2], device=device) if mask is None else mask
-            if share is not None:  # cut the last batch to size
+            if share is not None and whole is None:  # cut the last batch to size
                 keep = keep.bool() & (keep.flatten().cumsum(0) <= (share - seen) // (len(states) - 1)).view_as(keep)
             m = _stack([_cloud(h, keep) for h in states])
             total = m if total is None else merge([total, m])
-            new = int(m.count[1:].sum())
+            new = int(m.count[slice(1, None) if whole is None else whole].sum())
             seen += new
             bar.update(new)
-            if share is not None and share - seen < len(states) - 1: break
+            if share is not None and (share - seen < len(states) - 1 if whole is None else seen > share): break
     if total is None: raise ValueError("batches: no batch came; pass a fresh loader, not an exhausted iterator")
     return all_reduce(total)
 
@@ -369,6 +369,7 @@ def reference_covariance(
     padding: bool = False,  # count padding too, as the released code does
     embeddings: bool = False,  # count the embedding layer too
     progress: bool = True,  # show a progress bar
+    released: bool = False,  # whole batches until there are more than max_points; of one layer, its own vectors count
 ) -> Tensor:
     """Covariance of token vectors of the training set, the paper's Sigma_S; detached, the same on all ranks.
 
@@ -377,7 +378,8 @@ def reference_covariance(
     """
     layers = _check_layers(layers)
     check = lambda states: _check_layer(layers, states, "layers") if isinstance(layers, int) else None
-    with torch.no_grad(): m = _token_moments(model, batches, max_points, padding, progress, check)
+    whole = None if not released else [layers] if isinstance(layers, int) else slice(1, None)
+    with torch.no_grad(): m = _token_moments(model, batches, max_points, padding, progress, check, whole)
     if isinstance(layers, int): return Moments(*(None if f is None else f[layers] for f in m)).cov()
     m = m if embeddings else Moments(*(None if f is None else f[1:] for f in m))
     return m.cov() if layers == "mean" else pool(m).cov()

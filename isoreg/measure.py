@@ -30,12 +30,15 @@ from .fisher import FisherEstimate, agreement, empirical_fisher, load_scores, mo
 from .geometry import geometry
 from .isoscore import isoscore
 from .istar import eval_mode
-from .landscape import NORMS, ONE_D, WHICH, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
+from .landscape import NORMS, ONE_D, REDUCTIONS, WHICH, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
 from .toy import toy_corpus
 
 # %% ../nbs/08c_measure.ipynb #30630e29
 #| code-fold: true
 #| code-summary: "The fields of TextConfig, with their defaults and checks"
+_YOUNGER = {"reduction": "sample"}  # younger than the first records, with the value that all had before: the keys stay
+
+
 @dataclass(frozen=True)
 class TextConfig(_Parameters):
     "Which model and which text. `ValueError` for a bad value, before anything is loaded."
@@ -62,7 +65,8 @@ class TextConfig(_Parameters):
     @property
     def key(self) -> str:
         "Short name of the measurement: readable, and unique by a hash of all its parameters."
-        digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:10]
+        settings = {k: v for k, v in self.to_dict().items() if (k, v) not in _YOUNGER.items()}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
         return f"{type(self).__name__.removesuffix('Config').lower()}-{Path(self.model).name}-{digest}"
 
 # %% ../nbs/08c_measure.ipynb #c08b3615
@@ -137,7 +141,7 @@ def load_corpus(
 ) -> TextBatches:
     "The batches of the configuration."
     return TextBatches(_texts(config), tokenizer, loss, config.batch_size, config.max_length, config.probability, config.span,
-                       config.seed, config.packed, config.corpus)
+                       config.seed, config.packed, config.corpus, by_length=getattr(config, "reduction", "sample") != "batch")
 
 # %% ../nbs/08c_measure.ipynb #8634affa
 def _texts(config: TextConfig) -> list[str]:
@@ -275,8 +279,9 @@ def _finished(folder: Path, config: TextConfig) -> dict | None:
     "The record in the folder, if it is complete and of this configuration."
     try: record = json.loads((folder / "record.json").read_text())
     except (OSError, ValueError): return None
-    done = isinstance(record, dict) and record.get("status") == "done" and record.get("config") == config.to_dict()
-    return record if done else None
+    if not isinstance(record, dict) or record.get("status") != "done" or not isinstance(record.get("config"), dict): return None
+    asked = config.to_dict()
+    return record if {k: v for k, v in _YOUNGER.items() if k in asked} | record["config"] == asked else None
 
 
 def _fisher_sha256(config: "LandscapeConfig") -> str | None:
@@ -309,10 +314,12 @@ class LandscapeConfig(LanguageConfig):
     direction_seed: int = 0  # of the random directions, and of the random subset
     fisher: str | None = None  # folder of an estimate, such as out/<key>/full of runs/fisher; None: on the same texts
     hessian: bool = True  # curvature by Hessian-vector products beside the fit
+    reduction: str = "sample"  # mean loss over samples; "batch", as released: over the predicted tokens of each batch, and who shares a batch is drawn at random
 
     def __post_init__(self):
         super().__post_init__()
-        for name, known in (("subset", ("all", *WHICH)), ("by", ("tensor", "scalar")), ("shape", ("plane", "line")), ("one_d", ONE_D), ("norm", NORMS)):
+        for name, known in (("subset", ("all", *WHICH)), ("by", ("tensor", "scalar")), ("shape", ("plane", "line")), ("one_d", ONE_D), ("norm", NORMS),
+                            ("reduction", tuple(REDUCTIONS))):
             if getattr(self, name) not in known: raise ValueError(f"{name}: {getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
         if not 0 < self.share <= 1: raise ValueError(f"share: {self.share} is not in (0, 1]")
         grid(self.reach, self.points)
@@ -359,15 +366,16 @@ def measure_landscape(
     moved = sum(int((d != 0).sum()) for d in first.values())
     tell(f"{moved} of {sum(p.numel() for p in model.parameters())} parameters move, length {first.length():.2f}")
     axis, path = grid(config.reach, config.points), folder / "surface.json"
-    if config.shape == "line": surface = loss_line(model, corpus, first, axis, loss, path, precision=config.precision)
-    else: surface = loss_surface(model, corpus, first, second, axis, axis, loss, path, precision=config.precision)
+    how = dict(precision=config.precision, reduction=config.reduction)
+    if config.shape == "line": surface = loss_line(model, corpus, first, axis, loss, path, **how)
+    else: surface = loss_surface(model, corpus, first, second, axis, axis, loss, path, **how)
     directions = (first,) if config.shape == "line" else (first, second)
     record = record_of(config, notes, begun, resumed) | {
         "loss": loss, "samples": len(corpus.numbers), "corpus": corpus.describe(), "fingerprint": model_fingerprint(model),
         "fisher_sha256": sha256, "moved": moved,
         "parameters": sum(p.numel() for p in model.parameters()), "lengths": [d.length() for d in directions],
         **{k: v for k, v in surface.to_dict().items() if k != "info"}, "origin": surface.origin, "profile": surface.radius_profile().to_dict("records"),
-        "hessian": plane_hessian(model, corpus, *directions, loss=loss) if config.hessian else None}
+        "hessian": plane_hessian(model, corpus, *directions, loss=loss, reduction=config.reduction) if config.hessian else None}
     record |= _cost(begun)
     record = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in record.items()}
     write_atomically(folder / "record.json", json.dumps(_plain(record), indent=1) + "\n")

@@ -24,8 +24,8 @@ from .toy import TOY_TASKS, toy_task
 
 # %% auto #0
 __all__ = ['TASKS', 'PROTOCOLS', 'Task', 'get_task', 'normalize_answer', 'squad_scores', 'TaskMetric', 'load_metric',
-           'MissingSplit', 'rows_fingerprint', 'TaskData', 'split_rows', 'load_task', 'encode', 'encode_squad_train',
-           'encode_squad_eval', 'squad_predictions', 'find_tasks']
+           'MissingSplit', 'rows_fingerprint', 'TaskData', 'split_rows', 'load_task', 'load_evaluation', 'encode',
+           'encode_squad_train', 'encode_squad_eval', 'squad_predictions', 'find_tasks']
 
 # %% ../nbs/07_tasks.ipynb #80e8a5ea
 _METRICS = {"classification": ("accuracy", "f1", "matthews_correlation", "pearson", "spearman"), "regression": ("pearson", "spearman"),
@@ -48,10 +48,11 @@ class Task:
     eval_splits: tuple[str, ...] = ("validation",)  # splits to evaluate on, the default first
     papers: tuple[str, ...] = ()                    # "istar", "guided-dropout"
     official_rows: tuple[tuple[str, int], ...] = () # rows of each official split
+    also: tuple[str, ...] = ()                      # tasks of the same training rows: a run is evaluated on theirs too, once, after training
 
     def __post_init__(self):
         if self.kind not in _METRICS: raise ValueError(f"kind: {self.kind!r} is unknown; use one of {', '.join(_METRICS)}")
-        for name in ("text_columns", "label_names", "metrics", "eval_splits", "papers"):
+        for name in ("text_columns", "label_names", "metrics", "eval_splits", "papers", "also"):
             value = getattr(self, name)
             if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
                 raise ValueError(f"{name}: {value!r} is no tuple of names; pass one, such as ({value if isinstance(value, str) else 'name'!r},)")
@@ -60,6 +61,7 @@ class Task:
         if self.kind != "classification" and self.label_names: raise ValueError(f"label_names: {self.label_names}, but {self.kind} has none; pass ()")
         if self.kind == "classification" and len(set(self.label_names)) != max(2, len(self.label_names)):
             raise ValueError(f"label_names: {self.label_names}; name two different labels or more, in the order of their integers")
+        if self.also and self.kind == "qa": raise ValueError(f"also: {self.also} is for classification and regression; pass () for qa")
         if not self.eval_splits: raise ValueError("eval_splits: are empty; name one, such as ('validation',)")
         unknown = [m for m in self.metrics if m not in _METRICS[self.kind]]
         if unknown: raise ValueError(f"metrics: {unknown[0]!r} is unknown for {self.kind}; it has {', '.join(_METRICS[self.kind])}")
@@ -83,13 +85,13 @@ class Task:
 
 # %% ../nbs/07_tasks.ipynb #485a543b
 def _task(name, text, labels, train, evaluation, papers, metrics=("accuracy",), hub=None, folder=None,
-          split="validation", kind=None):
+          split="validation", kind=None, also=()):
     "A `Task` from what differs between the rows of the table."
     kind = kind or ("classification" if labels else "regression")
     texts, names = tuple(text.split()), tuple(labels.split())
     rows = (("train", train), (split, evaluation))
     hub, folder = hub or ("nyu-mll/glue", name), folder or f"glue/{name}"
-    return Task(name, kind, texts, names, metrics[0], metrics, hub, folder, (split,), papers, rows)
+    return Task(name, kind, texts, names, metrics[0], metrics, hub, folder, (split,), papers, rows, also)
 
 _I, _G, _F1, _NLI = ("istar",), ("guided-dropout",), ("accuracy", "f1"), "entailment neutral contradiction"
 _PAIR, _RTE, _CORR = "sentence1 sentence2", "entailment not_entailment", ("pearson", "spearman")
@@ -99,7 +101,7 @@ _ALL = [
     _task("mrpc", _PAIR, "not_equivalent equivalent", 3668, 408, _I + _G, _F1),
     _task("stsb", _PAIR, "", 5749, 1500, _I + _G, _CORR),
     _task("qqp", "question1 question2", "not_duplicate duplicate", 363846, 40430, _I + _G, _F1),
-    _task("mnli", "premise hypothesis", _NLI, 392702, 9815, _G, split="validation_matched"),
+    _task("mnli", "premise hypothesis", _NLI, 392702, 9815, _G, split="validation_matched", also=("mnli-mm",)),
     _task("mnli-mm", "premise hypothesis", _NLI, 392702, 9832, _G, hub=("nyu-mll/glue", "mnli"), folder="glue/mnli",
           split="validation_mismatched"),
     _task("qnli", "question sentence", _RTE, 104743, 5463, _I + _G),
@@ -331,6 +333,12 @@ def _notes(task, asked, rows, protocol, seed):
                      "not comparable with the official split")
     return notes
 
+def _at_most(held, max_eval, notes):
+    "Evaluation rows cut to `max_eval`, the same ones for every seed, and a note."
+    if not max_eval or max_eval >= len(held): return held
+    notes.append(f"evaluation is {max_eval} of {len(held)} rows")
+    return held[np.sort(np.random.default_rng(0).permutation(len(held))[:max_eval])]
+
 def _majority(task, evaluation):
     if task.kind != "classification" or task.metric == "matthews_correlation": return 0.0
     return float(np.bincount(np.asarray(evaluation.with_format("numpy")["label"])).max() / len(evaluation))
@@ -372,14 +380,33 @@ def load_task(
     wanted = min(max(1, round(train_fraction * len(keep))), max_train or len(keep))
     if wanted < len(keep): notes.append(f"train is {wanted} of {len(keep)} rows")
     elif split_protocol == "official": keep = np.arange(n_train)
-    if max_eval and max_eval < len(held):
-        notes.append(f"evaluation is {max_eval} of {len(held)} rows")
-        held = held[np.sort(np.random.default_rng(0).permutation(len(held))[:max_eval])]
+    held = _at_most(held, max_eval, notes)
     both = datasets.concatenate_datasets(parts)
     train, evaluation = both.select(keep[:wanted]), both.select(held)
     counted = tuple(c for c in task.columns if c != "id")
     return TaskData(task, train, evaluation, {asked[name]: source for name, (_, source) in read.items()},
                     rows_fingerprint(train, evaluation, columns=counted), notes, _majority(task, evaluation))
+
+# %% ../nbs/07_tasks.ipynb #74964564
+def load_evaluation(
+    task: str | Task,  # a task or its name
+    trained: TaskData,  # rows of the task that the model is trained on
+    data_dir: str | Path | None = None,  # as in load_task
+    max_eval: int | None = None,  # at most so many rows
+) -> TaskData:  # the train rows of `trained`, the evaluation rows of `task`
+    """Return the evaluation rows of `task` for a model that another task trains.
+
+    Raises `ValueError` for a task of other columns, labels or metrics and for rows that cannot be scored, and `MissingSplit` as `load_task`."""
+    task = get_task(task)
+    alike = lambda t: (t.kind, t.text_columns, t.label_names, t.metric, t.metrics)
+    if alike(task) != alike(trained.task):
+        raise ValueError(f"task={task.name!r} has other columns, labels or metrics than {trained.task.name!r}; name a task that differs in its rows alone")
+    split = task.eval_splits[0]
+    rows, source = _read(task, data_dir, split, "eval_split")
+    rows = _clean(rows, task, split, "eval_split")
+    notes = _notes(task, [split], [len(rows)], "official", 0)
+    rows = rows.select(_at_most(np.arange(len(rows)), max_eval, notes))
+    return TaskData(task, trained.train, rows, {split: source}, rows_fingerprint(trained.train, rows, columns=task.columns), notes, _majority(task, rows))
 
 # %% ../nbs/07_tasks.ipynb #05c34669
 def _check_tokenizer(tokenizer):

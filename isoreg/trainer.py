@@ -5,6 +5,7 @@ __all__ = ['honours_num_items', 'PenaltyMixin', 'PenaltyTrainer', 'ReferenceRefr
            'split_by_length']
 
 # %% ../nbs/03a_trainer.ipynb #fbc025cb
+import contextlib
 import functools
 import inspect
 import numbers
@@ -197,8 +198,10 @@ class ReferenceRefresh(TrainerCallback):
         seed: int | None = None,  # of the draw; None takes the training seed
         progress: bool | None = None,  # show a progress bar; None does as the Trainer does
         place: int = 1,  # of the penalty among those with a reference: it numbers the file
+        released: bool = False,  # as reference_covariance has it, and in float32 whatever precision training has
     ):
         check_max_points(max_points)
+        self.released = released
         self.penalty, self.max_points, self.every_epoch, self.seed, self.progress, self.place = penalty, max_points, every_epoch, seed, progress, place
         self.resumed, self.folder, self.checkpoint = False, None, None  # what is written to and resumed from; None: as the output folder has it
 
@@ -225,10 +228,11 @@ class ReferenceRefresh(TrainerCallback):
                 p.set_reference(safetensors.torch.load_file(file)["reference_cov"].to(args.device))
                 return
         seed = (args.seed if self.seed is None else self.seed) * 1009 + int(state.epoch or 0)
-        with same_draws(args.device), _autocast(args):
+        with same_draws(args.device), contextlib.nullcontext() if self.released else _autocast(args):
             reference = reference_covariance(
                 model, own_batches(train_dataloader, args.per_device_train_batch_size, seed), self.max_points, getattr(p, "layers", "union"),
-                padding=getattr(p, "padding", False), embeddings=getattr(p, "embeddings", False), progress=not args.disable_tqdm if self.progress is None else self.progress)
+                padding=getattr(p, "padding", False), embeddings=getattr(p, "embeddings", False), released=self.released,
+                progress=not args.disable_tqdm if self.progress is None else self.progress)
         p.set_reference(reference.to(args.device))
 
 # %% ../nbs/03a_trainer.ipynb #1b8828b8

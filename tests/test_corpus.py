@@ -85,6 +85,16 @@ def test_cut_spans_can_be_put_back(n, density, span, seed):
     assert sum(map(len, spans.values())) == min(max(round(n * density), 1), n - 1)
 
 
+def test_who_shares_a_batch_is_drawn_at_random_when_asked():
+    sorted_, random_ = (TextBatches(TEXTS, tokenizer(), batch_size=8, seed=2, by_length=b) for b in (True, False))
+    assert rows(sorted_) == rows(random_) and [len(b["labels"]) for b in random_] == [8] * 7 + [4]
+    padding = lambda batches: sum(int((b["attention_mask"] == 0).sum()) for b in batches)
+    assert padding(random_) > 2 * padding(sorted_) > 0
+    again = TextBatches(TEXTS, tokenizer(), batch_size=8, seed=2, by_length=False)
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(random_, again, strict=True))
+    assert random_.describe() == sorted_.describe() | {"by_length": False} and rows(random_.draw(0.5)) < rows(random_)
+
+
 def test_masking_spares_special_tokens():
     special = np.zeros(500, bool)
     special[::7] = True
@@ -102,7 +112,9 @@ def test_losses_equal_the_model_on_each_sequence_alone(name):
         for reduction in ("mean", "sum"):
             right = torch.stack([one_loss(model, batch, i, loss, reduction) for i in range(4)])
             torch.testing.assert_close(sample_losses(model, batch, loss, reduction), right, rtol=1e-9, atol=1e-12)
+        alone = torch.stack([one_loss(model, batch, i, loss, "sum") for i in range(4)])
         logits, target, row = predicted_logits(model, batch, loss)
+        torch.testing.assert_close(sample_losses(model, batch, loss, "batch"), (alone.sum() / len(row)).expand(4), rtol=1e-9, atol=1e-12)
     assert len(logits) == len(target) == len(row) and (row.diff() >= 0).all()
     assert not any(m._forward_hooks for m in model.modules())
 

@@ -19,7 +19,7 @@ from transformers import BartConfig, BartForConditionalGeneration, BatchEncoding
 
 from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, same_draws, token_moments
-from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, ReferenceRefresh, split_by_length
+from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, ReferenceRefresh, own_batches, split_by_length
 
 CONFIG = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16)
 
@@ -199,6 +199,42 @@ def test_max_points_is_a_maximum_and_is_reached():
     for limit in (2, 30, 31, 77):
         m = token_moments(model, iter(batches), limit)
         assert limit - 2 < int(m.count[1:].sum()) <= limit
+
+
+def as_released(model, batches, max_points, layer=None):
+    "The rows that the released code takes: those of whole batches, padding among them, until there are more than max_points."
+    rows, seen = [], 0
+    with torch.no_grad():
+        for b in batches:
+            states = model.eval()(b["input_ids"], b["attention_mask"], output_hidden_states=True).hidden_states
+            rows += [h.flatten(0, 1).double() for h in (states[1:] if layer is None else [states[layer]])]
+            seen += sum(map(len, rows)) - seen
+            if seen > max_points: break
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("max_points, taken", [(79, 80), (80, 160), (150, 160), (1000, 480)])
+def test_released_reference_takes_whole_batches_beyond_the_cap(max_points, taken):
+    model, batches = model_and_batches()  # 40 positions a batch, 80 vectors in two layers
+    released = lambda **kw: reference_covariance(model, iter(batches), max_points, padding=True, progress=False, released=True, **kw)
+    rows = as_released(model, batches, max_points)
+    assert len(rows) == taken
+    torch.testing.assert_close(released(), torch.cov(rows.T).float(), rtol=1e-5, atol=1e-6)
+    exact = reference_covariance(model, batches, max_points, padding=True, progress=False)
+    assert torch.allclose(exact, released()) == (max_points >= 480)
+    for layer in (1, 2, -1):  # of one layer its own vectors count
+        rows = as_released(model, batches, max_points, layer)
+        assert len(rows) == min(240, 40 * (max_points // 40 + 1))
+        torch.testing.assert_close(released(layers=layer), torch.cov(rows.T).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_released_reference_counts_padding_only_when_asked():
+    model, batches = model_and_batches()
+    model.eval()
+    with torch.no_grad(): states = [model(b["input_ids"], b["attention_mask"], output_hidden_states=True).hidden_states for b in batches]
+    clouds = [torch.cat([h[b["attention_mask"].bool()] for h in s[1:]]) for s, b in zip(states, batches)]
+    got = reference_covariance(model, batches, len(clouds[0]) + 1, progress=False, released=True)
+    torch.testing.assert_close(got, torch.cov(torch.cat(clouds[:2]).T))
 
 
 def _reference_on_rank(rank, world):
@@ -504,6 +540,19 @@ def test_reference_is_refreshed_at_each_epoch_and_detached():
     make_trainer(penalty, examples(32, 0), steps=-1, num_train_epochs=3).train()
     assert len(seen) == 3 and not any(torch.equal(a, b) for a, b in zip(seen, seen[1:]))
     assert not penalty.reference_cov.requires_grad
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_released_reference_is_in_float32_under_half_precision(released):
+    model, batches = model_and_batches()
+    loader = torch.utils.data.DataLoader([{k: v[i] for k, v in b.items()} for b in batches for i in range(4)], 4)
+    callback = ReferenceRefresh(IStar(-1, padding=True), max_points=100, progress=False, released=released)
+    args = TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to="none", bf16=True, per_device_train_batch_size=4)
+    callback.on_epoch_begin(args, types.SimpleNamespace(epoch=0, global_step=0), None, model=model, train_dataloader=loader)
+    rows = as_released(model, own_batches(loader, 4, args.seed * 1009), 100)
+    assert len(rows) == 160
+    theirs = torch.allclose(callback.penalty.reference_cov, torch.cov(rows.T).float(), rtol=1e-5, atol=1e-6)
+    assert theirs == released
 
 
 def test_a_reference_that_came_with_the_penalty_stays():

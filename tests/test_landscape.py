@@ -396,6 +396,42 @@ def test_every_point_against_a_loop():
     assert line.is_line and not s.is_line
 
 
+def test_the_mean_as_released_against_a_loop():
+    "The model's own loss of each batch, over its predicted tokens, and the mean of these over samples, as Trainer.evaluate has it."
+    model, batches = tiny_bert(), mlm_batches(2) + mlm_batches(1, size=1, seed=3)
+    for b, n in zip(batches, (7, 2, 4)): b["labels"][0, n:] = -100  # samples that predict different numbers of tokens
+    d = direction(model, 0)
+    s = loss_line(model, batches, d, [0.0, 0.3], reduction="batch")
+    params, sizes = {n: p.detach() for n, p in model.named_parameters()}, [len(b["labels"]) for b in batches]
+    for i, a in enumerate(s.alphas):
+        moved = {n: p + float(a) * d.get(n, 0) for n, p in params.items()}
+        losses = [functional_call(model, moved, (), b, tie_weights=True).loss.item() for b in batches]
+        assert s.losses[i, 0] == pytest.approx(np.average(losses, weights=sizes), rel=2e-5)
+    ours = loss_line(model, batches, d, [0.0, 0.3])
+    assert abs(ours.losses - s.losses).min() > 1e-3 and s.info["reduction"] == "batch" and s.info["n_samples"] == 7
+    one = [{k: v[i : i + 1] for k, v in b.items()} for b in batches for i in range(len(b["labels"]))]
+    np.testing.assert_allclose(loss_line(model, one, d, [0.0, 0.3], reduction="batch").losses, ours.losses, rtol=1e-6)  # one a batch
+    double, h = model.double(), 0.01
+    f = loss_line(double, batches, direction(double, 0), h * np.arange(-2, 3), reduction="batch").losses[:, 0]
+    H = plane_hessian(double, batches, direction(double, 0), reduction="batch")
+    assert H[0, 0] == pytest.approx(f @ [-1, 16, -30, 16, -1] / 12 / h**2, rel=1e-4)
+
+
+def test_a_surface_does_not_go_on_with_another_mean(tmp_path):
+    model, batches = tiny_bert(), mlm_batches(1)
+    d, path = direction(model, 0), tmp_path / "line.json"
+    first = loss_line(model, batches, d, [0.0, 0.3], path=path)
+    with pytest.raises(ValueError, match="made with other reduction"): loss_line(model, batches, d, [0.0, 0.3], path=path, reduction="batch")
+    stored = json.loads(path.read_text())
+    del stored["info"]["reduction"]  # as files were before it
+    path.write_text(json.dumps(stored))
+    assert np.array_equal(loss_line(model, batches, d, [0.0, 0.3], path=path).losses, first.losses)
+    with pytest.raises(ValueError, match="made with other reduction"): loss_line(model, batches, d, [0.0, 0.3], path=path, reduction="batch")
+    for wrong, words in (("tokens", "'tokens' is unknown"), ("batch", "for the named losses")):
+        with pytest.raises(ValueError, match=f"reduction: .*{words}"):
+            loss_line(model, batches, d, [0.0], "mlm" if wrong == "tokens" else quadratic_loss, reduction=wrong)
+
+
 @pytest.mark.parametrize("kind", ["clm", "seq2seq"])
 def test_other_losses(kind):
     torch.manual_seed(0)

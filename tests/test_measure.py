@@ -93,6 +93,27 @@ def test_landscape_record(tmp_path, by, level, fisher_run):
     assert measure_landscape(config, tmp_path) == record and (tmp_path / "surface.json").stat().st_mtime_ns == before
 
 
+def test_the_mean_as_released_is_over_random_batches(tmp_path):
+    config = LandscapeConfig(**LINE, batch_size=5, reduction="batch", hessian=False)
+    record = measure_landscape(config, tmp_path / "batch")
+    model, tokenizer, loss, _ = load_language_model(config)
+    corpus = load_corpus(config, tokenizer, loss)
+    with torch.no_grad(): losses = [(float(model(**b).loss), len(b["labels"])) for b in corpus]
+    values, sizes = zip(*losses)
+    assert sizes == (5, 5, 2) and record["origin"] == pytest.approx(np.average(values, weights=sizes), rel=1e-5)
+    assert record["corpus"]["by_length"] is False and record["config"]["reduction"] == "batch"
+    assert measure_landscape(config, tmp_path / "batch") == record
+
+
+def test_surfaces_from_before_the_reduction_keep_key_and_record(tmp_path):
+    config = LandscapeConfig(limit=4, shape="line", points=3, hessian=False)
+    record, path = measure_landscape(config, tmp_path), tmp_path / "record.json"
+    older = record | {"config": {k: v for k, v in record["config"].items() if k != "reduction"}, "origin": 7.0}
+    path.write_text(json.dumps(older))
+    assert measure_landscape(config, tmp_path) == older  # it counts as done
+    assert LandscapeConfig.from_record(older["config"]).key == record["key"] != LandscapeConfig.from_record(older["config"] | {"reduction": "batch"}).key
+
+
 def test_estimates_of_another_kind_are_refused(tmp_path, fisher_run):
     folder = str(fisher_run[0] / "a" / "full")
     estimate = FisherEstimate.load(folder)
@@ -167,7 +188,7 @@ def test_collecting(tmp_path, fisher_run):
     (FisherConfig, dict(loss="mse"), "loss: 'mse'"), (FisherConfig, dict(shares="1,x"), "shares: '1,x'"), (FisherConfig, dict(shares="200"), "shares"), (FisherConfig, dict(draws=0), "draws: 0"),
     (FisherConfig, dict(level="row"), "level: 'row'"), (FisherConfig, dict(precision="fp16"), "precision: 'fp16'"), (FisherConfig, dict(model="./nowhere"), "model: no config.json"),
     (FisherConfig, dict(limit=0), "limit: 0"), (FisherConfig, dict(span=0.5), "span: 0.5"), (FisherConfig, dict(seed=-1), "seed: -1"), (LandscapeConfig, dict(subset="half"), "subset: 'half'"), (LandscapeConfig, dict(share=0.0), "share: 0.0"),
-    (LandscapeConfig, dict(points=4), "n: 4 points"), (LandscapeConfig, dict(fisher="nowhere"), "scores: 'nowhere'"), (LandscapeConfig, dict(batch_size="8"), "batch_size: '8'")])
+    (LandscapeConfig, dict(points=4), "n: 4 points"), (LandscapeConfig, dict(reduction="mean"), "reduction: 'mean'"), (LandscapeConfig, dict(fisher="nowhere"), "scores: 'nowhere'"), (LandscapeConfig, dict(batch_size="8"), "batch_size: '8'")])
 def test_bad_settings_fail_before_anything_is_loaded(kind, wrong, message):
     with pytest.raises(ValueError, match=message): kind(**wrong)
 
