@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['LOSSES', 'mask_tokens', 'corrupt_spans', 'check_loss', 'TextBatches', 'predicted_positions', 'model_losses',
            'check_head', 'decoder_inputs', 'head_input', 'only_positions', 'predicted_logits', 'sample_losses',
-           'load_texts']
+           'load_texts', 'file_kind']
 
 # %% ../nbs/03b_corpus.ipynb #ab1ec9d2
 import hashlib
@@ -386,11 +386,19 @@ def load_texts(
     return texts
 
 
-def _read(source: str, column: str) -> Iterable[str]:
+def file_kind(
+    source: str,  # of a corpus
+) -> str | None:  # "text", "parquet", "json" or "csv"; None for a data set on the hub
+    "Return of what kind the file of a corpus is. `ValueError` for a file that is not there, or of unknown kind."
     kinds = {".txt": "text", ".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
     kind, here = kinds.get(Path(source).suffix.lower()), Path(source).is_file()
     if kind and not here: raise ValueError(f"source: no file {source!r}; give a file or the name of a data set on the hub")
     if here and not kind: raise ValueError(f"source: the file {source!r} is of unknown kind; known are {', '.join(kinds)}")
+    return kind
+
+
+def _read(source: str, column: str) -> Iterable[str]:
+    kind = file_kind(source)
     if kind == "text": return Path(source).read_text(encoding="utf-8-sig", errors="replace").split("\n")  # of every file, \r\n is read as \n
     from datasets import load_dataset
     if kind: data = load_dataset(kind, data_files=source, split="train")

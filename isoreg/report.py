@@ -198,6 +198,16 @@ def _row(record: dict, file: str, line: int) -> dict:
         "commit": record.get("git_commit"), "started": text("started"), "attempts": _float(record.get("attempts")), "file": file, "line": line}
 
 # %% ../nbs/10_report.ipynb #19f40ac2
+def _others(record: dict) -> Iterator[dict]:
+    "The further tasks that a run was evaluated on, each as a record with the run's key and the task behind it."
+    for task, found in _section(record, "others").items():
+        if not isinstance(found, dict): continue
+        data = {n: found.get(n) for n in ("fingerprint", "evaluation_rows", "majority", "sources")}
+        data["notes"] = [*dict.fromkeys(_notes(record, "data") + _notes({"other": found}, "other"))]
+        yield record | found | {"key": f"{record.get('key')}-{task}", "config": record["config"] | {"task": task}, "isoscore": {}, "geometry": {},
+                                "data": _section(record, "data") | data, "total_seconds": None, "train_seconds": None}
+
+
 def _better(kept: dict, new: dict) -> dict:
     "Of two rows of one run: the finished one, and of two finished ones the later."
     if kept["status"] != new["status"]: return kept if kept["status"] == "done" else new
@@ -222,14 +232,15 @@ def load(
     Beside the settings: key, status ("done" or "failed"), error, method (see `label`), protocol ("as released" or "corrected"), metric, value, metrics,
     collapsed (one class only), majority, isoscore_before and isoscore_after (of the union of layers), the same by layer, intrinsic_dimension_* and
     mean_activation_* where a record has them, data ("whole", "part", "rebuilt", "toy"), rows, notes, seconds, hardware, commit, attempts (NaN where
-    the record does not say), file and line. What is no record of a run is counted in one warning. `ValueError` if nothing is there."""
+    the record does not say), file and line. A run that was evaluated on further tasks has a row for each, with the task behind its key. What is no record of a run is counted in one warning. `ValueError` if nothing is there."""
     rows, wrong = {}, []
     for entry, file, line in _entries(source):
         record = _record(entry)
         if isinstance(record, str): wrong.append((record, f"{file or 'a record'}{f' line {line}' if line else ''} ({record})"))
         else:
-            row = _row(record, file, line)
-            rows[row["key"]] = _better(rows[row["key"]], row) if row["key"] in rows else row
+            for each in (record, *_others(record)):
+                row = _row(each, file, line)
+                rows[row["key"]] = _better(rows[row["key"]], row) if row["key"] in rows else row
     if not rows: raise ValueError(f"source: no record of a run; {_left_out(wrong) if wrong else 'a finished run leaves record.json in its folder'}")
     if wrong: warnings.warn(_left_out(wrong), stacklevel=2)
     df = pd.DataFrame(list(rows.values()))

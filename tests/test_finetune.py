@@ -10,24 +10,28 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from datasets import Dataset
 from hypothesis import given, settings, strategies as st
+from jsonschema import Draft202012Validator
 from transformers import (
-    CanineConfig, CanineModel, DebertaV2Config, DebertaV2Model, T5Config, T5Model,
+    AutoModelForSequenceClassification, AutoTokenizer, CanineConfig, CanineModel, DebertaV2Config, DebertaV2Model, T5Config, T5Model,
     AlbertConfig, AlbertModel, BertConfig, BertModel, DistilBertConfig, DistilBertModel, GPT2Config, GPT2Model, RobertaConfig, RobertaModel)
 
 from isoreg.files import _UMASK
 from isoreg.finetune import (
-    PENALTIES, RECIPES, RunConfig, RunRecord, check_vocabulary, collect, load_model, load_tokenizer, model_card, resample, run, training_arguments, unpack, write_atomically)
+    PENALTIES, RECIPES, RunConfig, RunRecord, check_vocabulary, collect, load_model, load_tokenizer, model_card, pack, record_schema, resample, run, training_arguments,
+    unpack, write_atomically)
 from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.measure import FisherConfig, GeometryConfig, load_body, measure_geometry
 from isoreg.notebook import check_parameters
 from isoreg.report import load
-from isoreg.tasks import get_task, load_task
-from isoreg.toy import toy_model_path, toy_tokenizer
-from isoreg.trainer import PenaltyTrainer
+from isoreg.tasks import encode, get_task, load_task
+from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
+from isoreg.trainer import PenaltyTrainer, ReferenceRefresh
 
 SMALL = dict(max_train=64, max_eval=40, epochs=1)
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
@@ -51,6 +55,7 @@ DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
     (dict(convention="code"), ["convention"]),
     (dict(recipe="best"), ["recipe", "mosbach"]),
     (dict(schedule="cosine"), ["schedule"]),
+    (dict(reference="float32"), ["reference", "float32", "released"]),
     (dict(warmup=2.0), ["warmup"]),
     (dict(train_fraction=0.0), ["train_fraction"]),
     (dict(split_protocol="mine"), ["split_protocol", "joined"]),
@@ -105,6 +110,9 @@ ON_GLUE = dict(task="mrpc", model="bert-base-uncased")
     (dict(correction="ustat", reference_points=5000), dict(correction="ustat")),
     (dict(correction="gaussian", convention="text", zeta=0.7), dict(correction="gaussian")),
     (dict(zeta=0, reference_points=5000), dict(zeta=0.0)),
+    (dict(zeta=0, reference="released"), dict(zeta=0)),
+    (dict(regularizer="none", reference="released"), dict(regularizer="none")),
+    (dict(reference="exact"), dict()),
     (dict(zeta=1, convention="text", reference_points=5000), dict(zeta=0)),  # the text's zeta weighs the sample: all of it
     (dict(regularizer="cosreg", lam=1, correction="ustat", layers=2), dict(regularizer="cosreg", lam=1)),
     (dict(data_dir="."), dict()),
@@ -118,6 +126,7 @@ def test_settings_that_play_no_part_do_not_enter_the_key(one, other):
 
 @pytest.mark.parametrize("one, other", [
     (dict(reference_points=5000), dict()),
+    (dict(reference="released"), dict()),
     (dict(convention="text"), dict()),
     (dict(zeta=0, convention="text"), dict(zeta=0)),  # the reference alone, the sample alone
     (dict(zeta=0, convention="text", reference_points=5000), dict(zeta=0, convention="text")),
@@ -127,6 +136,64 @@ def test_settings_that_play_no_part_do_not_enter_the_key(one, other):
 ])
 def test_settings_that_play_a_part_enter_the_key(one, other):
     assert RunConfig(**one).key != RunConfig(**other).key
+
+
+def test_the_released_recipe_takes_the_released_reference(monkeypatch):
+    seen = []
+    class Spy(ReferenceRefresh):
+        def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs); seen.append(self.released)
+    monkeypatch.setattr("isoreg.finetune.ReferenceRefresh", Spy)
+    scores = [run(RunConfig(recipe=recipe, lam=-1, epochs=1, max_train=32, max_eval=16, max_length=32, reference_points=1000)) for recipe in ("istar-released", "istar-paper")]
+    assert seen == [True, False] and [r.config["reference"] for r in scores] == ["released", "exact"]
+
+
+def mnli(folder: Path, without: tuple = ()) -> str:
+    "Made-up MNLI files: toy sentences, and labels that follow from their words."
+    (folder / "glue" / "mnli").mkdir(parents=True)
+    for split, n, seed in (("train", 96, 0), ("validation_matched", 30, 1), ("validation_mismatched", 25, 2)):
+        if split in without: continue
+        premise, hypothesis = toy_corpus(n, seed=seed), toy_corpus(n, seed=seed + 10)
+        labels = [(len(p) + len(h)) % 3 for p, h in zip(premise, hypothesis)]
+        Dataset.from_dict({"premise": premise, "hypothesis": hypothesis, "label": labels}).to_parquet(folder / "glue" / "mnli" / f"{split}.parquet")
+    return str(folder)
+
+
+def test_mnli_is_scored_on_the_mismatched_rows_once_after_training(tmp_path):
+    settings = dict(task="mnli", recipe="toy", regularizer="none", epochs=2, batch_size=16)
+    record = run(RunConfig(**settings, data_dir=mnli(tmp_path / "a")), model_folder=tmp_path / "model")
+    alone = run(RunConfig(**settings, data_dir=mnli(tmp_path / "b", without=("validation_mismatched",))))
+    assert list(record.others) == ["mnli-mm"] and alone.others == {}
+    assert (record.predictions, record.resampled, record.loss, record.epochs) == (alone.predictions, alone.resampled, alone.loss, alone.epochs)
+    assert any(n.startswith("not evaluated on mnli-mm") for n in alone.data["notes"]) and not any("mnli-mm" in n for n in record.data["notes"])
+
+    found, data = record.others["mnli-mm"], load_task("mnli-mm", tmp_path / "a")
+    model, tokenizer = (kind.from_pretrained(tmp_path / "model") for kind in (AutoModelForSequenceClassification, AutoTokenizer))
+    rows = encode(data.evaluation, "mnli-mm", tokenizer, 64)
+    with torch.no_grad(): guess = [int(model.eval()(**{k: torch.tensor([r[k]]) for k in ("input_ids", "attention_mask", "token_type_ids")}).logits.argmax()) for r in rows]
+    assert unpack(found["predictions"]).tolist() == guess and len(guess) == 25 == found["evaluation_rows"]
+    assert found["value"] == found["metrics"]["accuracy"] == pytest.approx(np.mean(np.array(guess) == data.evaluation["label"]))
+    assert found["fingerprint"] == data.fingerprint and found["majority"] == data.majority
+    np.testing.assert_array_equal(unpack(found["resampled"]), unpack(pack(resample(data.task, np.array(guess), data.evaluation["label"]))))
+    assert "accuracy on mnli-mm" in model_card(record)
+
+    record.save(tmp_path / "done")
+    Draft202012Validator(record_schema()).validate(json.loads((tmp_path / "done" / "record.json").read_text()))
+    assert RunRecord.load(tmp_path / "done").others["mnli-mm"]["value"] == found["value"]
+    table = load(tmp_path / "done").set_index("task")
+    assert table.key.to_dict() == {"mnli": record.key, "mnli-mm": record.key + "-mnli-mm"}
+    assert table.value.to_dict() == {"mnli": record.value, "mnli-mm": found["value"]} and table.status.eq("done").all()
+    assert table.evaluation_rows.to_dict() == {"mnli": 30, "mnli-mm": 25} and (table.train_rows == 96).all() and table.seconds.isna().to_dict() == {"mnli": False, "mnli-mm": True}
+    assert table.predictions["mnli-mm"] == found["predictions"] and np.isnan(table.isoscore_after["mnli-mm"])
+
+
+def test_mnli_on_other_rows_or_as_its_other_task_has_no_more(tmp_path):
+    folder = mnli(tmp_path)
+    settings = dict(recipe="toy", regularizer="none", epochs=1, max_train=16, data_dir=folder)
+    assert run(RunConfig(**settings, task="mnli", eval_split="validation_mismatched")).others == {}
+    record = run(RunConfig(**settings, task="mnli-mm"))
+    assert record.others == {} and record.data["evaluation_rows"] == 25
+    cut = run(RunConfig(**settings, task="mnli", max_eval=10)).others["mnli-mm"]
+    assert cut["evaluation_rows"] == 10 and any("10 of 25" in n for n in cut["notes"])
 
 
 def test_score_reads_no_reference_where_the_key_ignores_it():

@@ -2,10 +2,11 @@
 import hashlib
 import json
 
+import numpy as np
 import pytest
 
 from isoreg.dropout import HOWS, save_schedule
-from isoreg.finetune import RunConfig, RunRecord, run, scores_source
+from isoreg.finetune import RunConfig, RunRecord, model_card, run, scores_source
 
 SMALL = dict(task="toy-cola", max_train=64, max_eval=32, epochs=1)
 
@@ -92,6 +93,63 @@ def test_scores_source_and_the_record(tmp_path):
     done = run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=str(tmp_path / "fisher")))
     assert done.dropout["scores_source"] == scores_source(tmp_path / "fisher") and any("Fisher of toy-bert" in n for n in done.dropout["notes"])
     assert done.to_dict()["dropout"]["scores_source"]["model"] == "toy-bert"
+
+
+def test_a_text_gives_one_schedule_to_all_tasks_and_seeds(tmp_path, monkeypatch):
+    from isoreg.corpus import TextBatches
+    from isoreg.dropout import guided_schedule, site_scores
+    from isoreg.fisher import empirical_fisher
+    from isoreg.finetune import load_tokenizer
+    from isoreg.toy import toy_corpus, toy_model_path
+    from transformers import AutoModelForMaskedLM
+    monkeypatch.setattr("isoreg.finetune.CORPUS_TEXTS", 40)
+    file, texts = tmp_path / "wiki.txt", toy_corpus(50, seed=9)
+    file.write_text("\n".join(texts))
+    run_of = lambda **kw: run(RunConfig(**SMALL | dict(regularizer="none", dropout="guided", scores=f"corpus:{file}") | kw))
+    done = [run_of(task=t, seed=s, max_length=n) for t, s, n in (("toy-cola", 0, 64), ("toy-cola", 1, 32), ("toy-rte", 0, 48), ("toy-rte", 1, 64))]
+    for r in done[1:]: assert (r.dropout["rates"], r.dropout["scores_source"]) == (done[0].dropout["rates"], done[0].dropout["scores_source"])
+    source = done[0].dropout["scores_source"]
+    drawn = [texts[i] for i in sorted(np.random.default_rng(0).permutation(50)[:40])]
+    assert source == {"corpus": "wiki.txt", "texts": 40, "sha256": hashlib.sha256(json.dumps(drawn).encode()).hexdigest()}
+    assert any("40 texts of wiki.txt" in n for n in done[0].dropout["notes"])
+    model = AutoModelForMaskedLM.from_pretrained(toy_model_path())
+    rates = guided_schedule(site_scores(model, empirical_fisher(model, TextBatches(drawn, load_tokenizer("toy-bert"), max_length=512))))
+    assert {n.split(".", 1)[1]: p for n, p in rates.items()} == {n.split(".", 1)[1]: p for n, p in done[0].dropout["rates"].items() if not n.startswith("classifier")}
+    other = {t: run_of(task=t, scores=None).dropout["rates"] for t in ("toy-cola", "toy-rte")}
+    assert other["toy-cola"] != other["toy-rte"]  # of the task's own texts each task has a schedule
+
+
+def test_the_content_of_a_text_is_in_the_key(tmp_path):
+    file = tmp_path / "wiki.txt"
+    file.write_text("the cat sleeps .\n")
+    config = RunConfig(**SMALL, dropout="guided", scores=f"corpus:{file}")
+    key = config.key
+    assert key == config.key != RunConfig(**SMALL, dropout="guided").key
+    file.write_text("the dog sleeps .\n")
+    assert config.key != key
+    hub = [RunConfig(**SMALL, dropout="guided", scores=f"corpus:a/b:{split}").key for split in ("one", "two")]
+    assert hub[0] != hub[1] and RunConfig(**SMALL, dropout="guided", scores="corpus:a/b:one").key == hub[0]
+
+
+def test_a_card_shows_no_folder_of_a_text(tmp_path):
+    (tmp_path / "wiki.txt").write_text("\n".join(["the cat sleeps ."] * 5))
+    card = model_card(run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=f"corpus:{tmp_path}/wiki.txt")))
+    assert str(tmp_path) not in card and "corpus:wiki.txt" in card
+
+
+@pytest.mark.parametrize("scores, message", [
+    ("corpus:", "names no text"), ("corpus:nowhere.txt", "scores: no file 'nowhere.txt'"), ("corpus:{}/table.xls", "scores: the file .*table.xls' is of unknown kind"),
+    ("wikitext", "scores: 'wikitext' cannot be read as JSON.*or corpus: and the name of a text")])
+def test_what_is_neither_scores_nor_a_text_is_refused_at_once(scores, message, tmp_path):
+    (tmp_path / "table.xls").write_text("x")
+    with pytest.raises(ValueError, match=message): RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path))
+
+
+@pytest.mark.parametrize("scores", ["corpus:{}/empty.txt", "corpus:nobody/nothing"])
+def test_a_text_that_cannot_be_read_is_told_before_training(scores, tmp_path, monkeypatch):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    monkeypatch.setattr("isoreg.finetune._train", lambda *a: pytest.fail("training has begun"))
+    with pytest.raises(ValueError, match="scores: 'corpus:.*cannot be read"): run(RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path)))
 
 
 @pytest.mark.parametrize("wrong, message", [
