@@ -101,7 +101,8 @@ def run_command(
 
 # %% ../nbs/11_cli.ipynb #0249d15d
 def _run(given: dict, out: Path, force: bool, save_model: bool = False):
-    from isoreg.finetune import RunConfig, RunRecord
+    from isoreg.config import RunConfig
+    from isoreg.record import RunRecord
     try: config = RunConfig.from_dict(given)
     except ValueError as error: _fail(str(error), 2)
     for name, value in given.items():  # what plays no part is put to one value; a split that is the task's own is no such thing
@@ -539,7 +540,8 @@ def score_model(
     Warns where many words are unknown to the tokenizer, and where it does not fit the embedding matrix.
     """
     import torch
-    from isoreg.finetune import _source, check_vocabulary, load_tokenizer
+    from isoreg.finetune import _source
+    from isoreg.models import check_vocabulary, load_tokenizer
     from isoreg.isoscore import isoscore_from_cov
     from isoreg.measure import _has_decoder, _read_body
     tokenizer = load_tokenizer(model)
@@ -665,7 +667,7 @@ def tasks_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ):
     "The tasks, their metrics, and where each was found."
-    from isoreg.tasks import find_tasks
+    from isoreg.data import find_tasks
     try: rows = find_tasks(data_dir)
     except ValueError as error: _fail(str(error), 2)
     if as_json: return print(json.dumps(rows, indent=1))

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['LOSSES', 'mask_tokens', 'corrupt_spans', 'check_loss', 'TextBatches', 'predicted_positions', 'model_losses',
            'check_head', 'decoder_inputs', 'head_input', 'only_positions', 'predicted_logits', 'sample_losses',
-           'load_texts', 'file_kind']
+           'load_texts']
 
 # %% ../nbs/03b_corpus.ipynb #ab1ec9d2
 import hashlib
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from .files import file_kind
 
 # %% ../nbs/03b_corpus.ipynb #7f7e2bca
 def mask_tokens(
@@ -384,17 +386,6 @@ def load_texts(
     texts = [t for t in lines if t and not re.fullmatch(r"=.*=", t)][:limit]
     if not texts: raise ValueError(f"source: {str(source)!r} holds no text; blank lines and headings are left out")
     return texts
-
-
-def file_kind(
-    source: str,  # of a corpus
-) -> str | None:  # "text", "parquet", "json" or "csv"; None for a data set on the hub
-    "Return of what kind the file of a corpus is. `ValueError` for a file that is not there, or of unknown kind."
-    kinds = {".txt": "text", ".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-    kind, here = kinds.get(Path(source).suffix.lower()), Path(source).is_file()
-    if kind and not here: raise ValueError(f"source: no file {source!r}; give a file or the name of a data set on the hub")
-    if here and not kind: raise ValueError(f"source: the file {source!r} is of unknown kind; known are {', '.join(kinds)}")
-    return kind
 
 
 def _read(source: str, column: str) -> Iterable[str]:

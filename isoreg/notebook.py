@@ -5,38 +5,39 @@ __all__ = ['check_parameters', 'run_notebook_path', 'execute']
 
 # %% ../nbs/08a_notebook.ipynb #e5f889b4
 import ast
-import dataclasses
 import json
 import threading
-from pathlib import Path
-from types import SimpleNamespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pydantic import create_model
 
 import isoreg
+from .config import Settings, near, setting
 
 # %% ../nbs/08a_notebook.ipynb #ba9a08c6
 def check_parameters(
     namespace: dict,  # globals() of the notebook
-    config_class: type | None = None,  # dataclass whose fields are the allowed parameters; None: extra holds all of them
-    extra: Sequence[str] = (),  # further parameters that the notebook reads itself; a number for one that is annotated as text becomes text
+    kind: type[Settings] | None = None,  # whose settings are the allowed parameters; None: extra holds all of them
+    extra: Sequence[str] = (),  # further parameters that the notebook reads itself
 ) -> dict:
-    """The notebook's parameters as a dict for the configuration; an injected name that it does not know is passed on, to be refused.
+    """Return the notebook's parameters for the configuration, unknown ones among them: they are refused there.
 
-    `ValueError` for an extra parameter of another type than its annotation, and without a configuration for an unknown name.
+    An extra parameter gets the type of its annotation. `ValueError` where it has another one, and without a
+    configuration for an unknown name.
     """
-    from isoreg.finetune import _typed
-    fields = [f.name for f in dataclasses.fields(config_class)] if config_class else []
-    injected = [name for cell in namespace.get("In", []) if cell.lstrip().startswith("# Parameters") for name in _assigned(cell)]
-    unknown = [n for n in injected if n not in fields and n not in extra]
-    if unknown and not config_class: raise ValueError(f"{unknown[0]}: unknown parameter; known are {', '.join(extra)}")
-    annotations = namespace.get("__annotations__", {})
-    for n in extra:
-        if n in annotations: namespace[n] = _typed(SimpleNamespace(name=n, type=annotations[n]), namespace[n])
-    return {n: namespace[n] for n in [n for n in fields if n in namespace] + unknown}
+    known = list(kind.model_fields) if kind else []
+    cells = (cell for cell in namespace.get("In", []) if cell.lstrip().startswith("# Parameters"))
+    unknown = [n for cell in cells for n in _assigned(cell) if n not in known and n not in extra]
+    if unknown and not kind: raise ValueError(f"{unknown[0]}: unknown parameter; {near(unknown[0], extra)}")
+    types = {n: namespace["__annotations__"][n] for n in extra if n in namespace.get("__annotations__", {})}
+    further = create_model("Further", __base__=Settings, **{n: (t, setting(namespace[n], "")) for n, t in types.items()})
+    namespace |= further(**{n: namespace[n] for n in types}).to_dict()
+    return {n: namespace[n] for n in [n for n in known if n in namespace] + unknown}
 
 
 def _assigned(cell: str) -> list[str]:
-    "Names that the statements of a cell assign."
+    "Return the names that the statements of a cell assign."
     return [t.id for s in ast.parse(cell).body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)]
 
 # %% ../nbs/08a_notebook.ipynb #d1aa0d3c

@@ -2,19 +2,16 @@
 
 # %% auto #0
 __all__ = ['TOY', 'log_frequencies', 'unigram_loss', 'heldout_loss', 'start_head', 'source_of', 'with_mlm_head',
-           'LikelihoodTrainer', 'NewMasks', 'training_arguments', 'freeze_encoder', 'PretrainConfig', 'corpus_texts',
-           'last_checkpoint', 'load_record', 'pretrain', 'ToyModel', 'toy_language_model', 'toy_batches']
+           'LikelihoodTrainer', 'NewMasks', 'training_arguments', 'freeze_encoder', 'corpus_texts', 'last_checkpoint',
+           'load_record', 'pretrain', 'ToyModel', 'toy_language_model', 'toy_batches']
 
 # %% ../nbs/08b_pretrain.ipynb #a6f23742
-import dataclasses
-import hashlib
 import json
 import math
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
-from datetime import datetime, UTC
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,15 +20,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
-    AutoConfig, AutoModelForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, T5Config, T5ForConditionalGeneration, Trainer,
-    TrainerCallback, TrainingArguments, set_seed)
+    AutoConfig, AutoModelForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, T5Config,
+    T5ForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments, set_seed)
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
+from .config import PretrainConfig
 from .corpus import TextBatches, head_input, load_texts, predicted_logits
 from .files import write_atomically
-from .finetune import (
-    SMALL, ProgressFile, _fingerprint, _git_commit, _hardware, _not_there, _Parameters, _peak_memory_mib, _plain, _put, _source, _typed, _versions, load_tokenizer, resolve_precision)
+from .finetune import SMALL, ProgressFile
 from .istar import eval_mode
+from .models import load_tokenizer, model_source, not_found, resolve_precision
+from .record import git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256
 from .toy import toy_corpus, toy_tokenizer
 
 # %% ../nbs/08b_pretrain.ipynb #a70f4bea
@@ -119,7 +118,7 @@ def source_of(
     model: str,  # "toy-bert", a folder, or a name on the hub
 ) -> str:
     "What `from_pretrained` takes. `ValueError` for the path of a folder that is not there."
-    return _source(model)
+    return model_source(model)
 
 
 def with_mlm_head(
@@ -134,7 +133,7 @@ def with_mlm_head(
     """
     set_seed(seed)
     try: m, info = AutoModelForMaskedLM.from_pretrained(source_of(model), dtype=torch.float32, output_loading_info=True)
-    except OSError as error: raise _not_there(model, error) from None
+    except OSError as error: raise not_found(model, error) from None
     except ValueError as error:
         if "Unrecognized" not in str(error): raise
         raise ValueError(f"model: {model!r} is of an architecture without a masked-language-model head; "
@@ -252,68 +251,6 @@ def freeze_encoder(
     if not names: raise ValueError("model: its head has no weights of its own; train the encoder too (train_encoder=True)")
     return names
 
-# %% ../nbs/08b_pretrain.ipynb #5b2b3691
-#| code-fold: true
-#| code-summary: "The fields of PretrainConfig, with their defaults and checks"
-@dataclass(frozen=True)
-class PretrainConfig(_Parameters):
-    "Everything that decides a run. `ValueError` for a bad value, before anything is loaded."
-    model: str = "toy-bert"  # the embedded model, a folder, or a name on the hub
-    new_head: bool | None = None  # throw away the head of the checkpoint; None: for the embedded model only
-    train_encoder: bool = False  # all weights; otherwise the head alone
-    corpus: str = "toy"  # "toy", or files and hub names as in load_texts, comma-separated
-    heldout: str | None = None  # the same; None: the last texts of each source
-    heldout_share: float = 0.02  # of the texts of each source
-    heldout_limit: int = 512  # held-out samples at most, a random draw
-    column: str = "text"  # of the files
-    limit: int | None = None  # texts of each source at most; None: all, and 12,000 toy sentences
-    packed: bool | None = None  # join texts and cut them to max_length; None: unless the corpus is toy, whose texts are single sentences
-    max_length: int = 128  # tokens of a sample
-    probability: float = 0.15  # of a token to be predicted
-    steps: int | None = None  # optimiser steps; None: as many as the epochs have
-    epochs: int = 1  # passes over the corpus, where steps is None
-    batch_size: int = 32  # samples a step
-    lr: float | None = None  # peak rate; None: 5e-3 for the head alone, 4e-4 for all weights
-    warmup: float = 0.1  # share of the steps
-    weight_decay: float = 0.01
-    seed: int = 0  # of what is drawn: head, order, masks, dropout
-    precision: str = "auto"  # "auto" (bf16 on a GPU that has it, else fp32), "fp32", "bf16" or "fp16"
-
-    def __post_init__(self):
-        for f in dataclasses.fields(self): _put(self, **{f.name: _typed(f, getattr(self, f.name))})
-        if self.new_head is None: _put(self, new_head=self.model == "toy-bert")
-        if self.packed is None: _put(self, packed=self.corpus != "toy")
-        if self.lr is None: _put(self, lr=4e-4 if self.train_encoder else 5e-3)
-        if self.limit is None and self.corpus == "toy": _put(self, limit=12_000)
-        _validate(self)
-        if self.steps is not None: _put(self, epochs=1)  # plays no part
-        if self.heldout is not None: _put(self, heldout_share=0.0)
-
-    @property
-    def key(self) -> str:
-        "Short name of the run: readable, and unique by a hash of all settings."
-        digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:10]
-        return f"{Path(self.model).name}-{'all' if self.train_encoder else 'head'}-seed{self.seed}-{digest}"
-
-# %% ../nbs/08b_pretrain.ipynb #c2c1a4dd
-def _validate(c: PretrainConfig):
-    for name, least in dict(limit=2, heldout_limit=1, max_length=4, steps=1, epochs=1, batch_size=1).items():
-        value = getattr(c, name)
-        if value is not None and value < least: raise ValueError(f"{name}: {value} is too small; need {least} or more")
-    for name in ("heldout_share", "probability"):
-        if name == "heldout_share" and c.heldout is not None: continue  # plays no part, and is 0 once settled
-        if not 0 < getattr(c, name) < 1: raise ValueError(f"{name}: {getattr(c, name)} is not between 0 and 1")
-    if not 0 < c.lr < 1: raise ValueError(f"lr: {c.lr} is no learning rate; 5e-3 suits a head alone, 1e-4 to 1e-3 a whole model")
-    if not 0 <= c.warmup <= 1: raise ValueError(f"warmup: {c.warmup} is not a share of the steps; need 0 to 1")
-    if not 0 <= c.weight_decay < math.inf: raise ValueError(f"weight_decay: {c.weight_decay}; need 0 or more")
-    if not 0 <= c.seed < 2**32: raise ValueError(f"seed: {c.seed} is not in [0, 2^32)")
-    if c.precision not in ("auto", "fp32", "bf16", "fp16"): raise ValueError(f"precision: {c.precision!r} is unknown; use auto, fp32, bf16 or fp16")
-    resolve_precision(c.precision)
-    for name in ("model", "corpus"):
-        if not getattr(c, name).strip(): raise ValueError(f"{name}: is empty")
-    if c.model.startswith((".", "/", "~")) and not (Path(c.model).expanduser() / "config.json").is_file():
-        raise ValueError(f"model: no config.json in folder {c.model!r}; give a folder made by save_pretrained, or a name on the hub")
-
 # %% ../nbs/08b_pretrain.ipynb #5a07697d
 def corpus_texts(
     config: PretrainConfig,
@@ -354,7 +291,7 @@ def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase:
     source = source_of(config.model)
     tokenizer = load_tokenizer(config.model)
     try: model = AutoConfig.from_pretrained(source)
-    except OSError as error: raise _not_there(config.model, error) from None
+    except OSError as error: raise not_found(config.model, error) from None
     places = getattr(model, "max_position_embeddings", None) or math.inf
     if min(config.max_length, tokenizer.model_max_length) > places:
         raise ValueError(f"max_length: {config.max_length} is more than the {places} positions of {config.model}")
@@ -429,7 +366,7 @@ def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint
     trained = [n for n, _ in model.named_parameters()] if config.train_encoder else freeze_encoder(model)
     if not config.train_encoder: notes.append("only the head was trained")
     if not config.train_encoder and _tied(model): notes.append("the output matrix is the encoder's embedding and stayed as it was")
-    _claim(folder, {"config": config.to_dict(), "text": text, "fingerprint": _fingerprint(model)})
+    _claim(folder, {"config": config.to_dict(), "text": text, "fingerprint": weights_sha256(model)})
     progress = ProgressFile(folder / "progress.json")
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
     steps, checkpoint = config.steps or config.epochs * len(corpus), last_checkpoint(folder)
@@ -445,11 +382,11 @@ def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint
         "steps": steps, "tokens_seen": int(trainer.state.num_input_tokens_seen), "seconds": max(e["seconds"] for e in trainer.state.log_history),
         "text": text, "model": {
             "parameters": model.num_parameters(), "trained": sum(p.numel() for p in model.parameters() if p.requires_grad), "names": trained},
-        "peak_memory_mib": _peak_memory_mib(), "hardware": _hardware() | {"precision": resolve_precision(config.precision)}, "versions": _versions(),
-        "git_commit": _git_commit(), "notes": notes, "started": started, "last_sitting_seconds": time.perf_counter() - begun}
+        "peak_memory_mib": peak_memory_mib(), "hardware": hardware() | {"precision": resolve_precision(config.precision)}, "versions": versions(),
+        "git_commit": git_commit(), "notes": notes, "started": started, "last_sitting_seconds": time.perf_counter() - begun}
     for p in model.parameters(): p.requires_grad_(True)
     _save(model, tokenizer, folder)
-    write_atomically(folder / "record.json", json.dumps(_plain(record), indent=1, allow_nan=False) + "\n")
+    write_atomically(folder / "record.json", json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
     for path in (folder / "progress.json", *folder.glob("checkpoint-*")): shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return load_record(folder)
 

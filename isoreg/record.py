@@ -51,6 +51,7 @@ class RunRecord:
     isoscore: dict = kept("before, after: union, layers, embeddings, points of held-out tokens; IsoScore* with zeta = 0", dict)
     geometry: dict = kept("after training: intrinsic_dimension by hidden state, mean_activation of the last", dict)
     predictions: dict = kept("of the evaluation rows, in their order; packed, see `unpack`", dict)
+    others: dict = kept("further tasks evaluated once, after training: value, metrics, predictions, by task", dict)
     resampled: dict = kept("primary metric on resampled evaluation rows, the same for each task; packed", dict)
     loss: list | dict = kept("one dict for each logged step; collected: columns of the steps", list)
     collapsed: bool = kept("all predictions are one class", False)
@@ -131,7 +132,11 @@ def record_schema() -> dict:
     fields = {n: bare(f) for n, f in TypeAdapter(RunRecord).json_schema()["properties"].items()}
     fields["isoscore"] |= {"properties": {"before": _SCORE, "after": _SCORE}, "required": ["before", "after"]}
     fields["config"] |= config_schema(RunConfig)
-    for name in ("predictions", "resampled"): fields[name] |= {"properties": _PACKED}
+    packed = {n: {"type": "object", "properties": _PACKED} for n in ("predictions", "resampled")}
+    for name, form in packed.items(): fields[name] |= form
+    fields["others"] |= {"additionalProperties": {
+        "type": "object", "required": ["metric", "value", "metrics", "evaluation_rows", *packed],
+        "properties": packed | {"value": _NUMBER, "metrics": {"type": "object", "additionalProperties": _NUMBER}}}}
     required = "key config status metric value metrics isoscore data model hardware versions schema".split()
     return {"$schema": DIALECT, "title": "isoreg run record", "type": "object", "properties": fields,
             "required": required, "additionalProperties": False}

@@ -1,5 +1,4 @@
 """The command and the run notebook as a user meets them: processes, exit codes, files."""
-import dataclasses
 import inspect
 import json
 import re
@@ -21,7 +20,8 @@ from transformers.utils import logging as transformers_log
 from typer.testing import CliRunner
 
 from isoreg.cli import _finished, _lines, app, read_points, run_command, score_model, score_points, spectrum
-from isoreg.finetune import Recipe, RunConfig, RunRecord
+from isoreg.config import RECIPES, RunConfig, about
+from isoreg.record import RunRecord
 from isoreg.isoscore import isoscore, isoscore_with_error
 from isoreg.notebook import execute, run_notebook_path
 from isoreg.report import load
@@ -56,7 +56,7 @@ def test_run_writes_record_and_notebook(done):
 
 def test_options_that_play_no_part_are_named(done):
     folder, _ = done
-    result = isoreg("run", *OPTIONS, "--lam", "0.5", "--seed", "3", "--data-dir", ".", "--p-max", "0.2", cwd=folder)
+    result = isoreg("run", *OPTIONS, "--lam", "0.5", "--seed", "3", "--data-dir", ".", "--set", "p_max=0.2", cwd=folder)
     assert "already done" in result.stdout, "they do not make another run"
     assert re.findall(r"note: (.+) plays no part", result.stderr) == ["data_dir .", "p_max 0.2"]
 
@@ -64,10 +64,10 @@ def test_options_that_play_no_part_are_named(done):
 def test_finished_run_is_found_under_another_recipe_with_its_settings(done):
     folder, _ = done
     record = RunRecord.load(folder / "runs" / RunConfig(**TINY, lam=0.5, seed=3).key)
-    settings = {f.name: record.config[f.name] for f in dataclasses.fields(Recipe)}
+    settings = {name: record.config[name] for name in RECIPES["quick"]}
     config = RunConfig(**TINY | settings, lam=0.5, seed=3, recipe="mosbach")
     assert config.recipe != record.config["recipe"] and _finished(folder / "runs" / config.key, config, RunRecord).value == record.value
-    assert _finished(folder / "runs" / config.key, dataclasses.replace(config, lr=0.1), RunRecord) is None
+    assert _finished(folder / "runs" / config.key, RunConfig(**config.to_dict() | {"lr": 0.1}), RunRecord) is None
 
 
 def test_record_of_no_configuration_is_not_taken_for_the_run(tmp_path):
@@ -191,8 +191,9 @@ def test_interrupts_and_bad_configurations_leave_no_word_of_a_failure(tmp_path, 
 
 
 def test_options_parameters_and_configuration_have_the_same_names():
-    fields = {f.name for f in dataclasses.fields(RunConfig)}
-    assert set(inspect.signature(run_command).parameters) == fields | {"out", "force", "save_model"}
+    fields = set(RunConfig.model_fields)
+    flags = {name for name, field in RunConfig.model_fields.items() if about(field).flag}
+    assert set(inspect.signature(run_command).parameters) == flags | {"set_", "out", "force", "save_model"}
     parameters = papermill.inspect_notebook(str(run_notebook_path("finetune")))
     assert set(parameters) == fields | {"out", "save_model"}
     assert RunConfig(**{k: None if v["default"] in ("None", '""') else json.loads(v["default"]) for k, v in parameters.items() if k in fields}) == RunConfig()

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 from isoreg import config as module
 from isoreg.config import (
-    RECIPES, FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig, RunConfig, about, choices, config_schema, groups, help_text, kinds,
-    method_label, option, options_table, parameter_cell, parse_set, setting)
+    RECIPES, FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig, RunConfig, choices, config_schema, groups, help_text,
+    method_label, option, options_table, parameter_cell, parse_set)
 
 ROOT = Path(__file__).parents[1]
 KINDS = (RunConfig, FisherConfig, LandscapeConfig, GeometryConfig, PretrainConfig)

@@ -1,5 +1,4 @@
 """A run from configuration to record: what is refused, what is written, what must not depend on chance."""
-import dataclasses
 import inspect
 import json
 import os
@@ -22,14 +21,20 @@ from transformers import (
     AlbertConfig, AlbertModel, BertConfig, BertModel, DistilBertConfig, DistilBertModel, GPT2Config, GPT2Model, RobertaConfig, RobertaModel)
 
 from isoreg.files import _UMASK
-from isoreg.finetune import (
-    PENALTIES, RECIPES, RunConfig, RunRecord, check_vocabulary, collect, load_model, load_tokenizer, model_card, pack, record_schema, resample, run, training_arguments,
-    unpack, write_atomically)
+from isoreg.card import model_card
+from isoreg.config import PENALTIES, RECIPES, RunConfig
+from isoreg.data import resample
+from isoreg.files import pack, unpack, write_atomically
+from isoreg.finetune import run, training_arguments
+from isoreg.models import check_vocabulary, load_model, load_tokenizer
+from isoreg.record import RunRecord, collect, record_schema
 from isoreg.isoscore import isoscore, isoscore_star
-from isoreg.measure import FisherConfig, GeometryConfig, load_body, measure_geometry
+from isoreg.config import FisherConfig, GeometryConfig
+from isoreg.measure import load_body, measure_geometry
 from isoreg.notebook import check_parameters
 from isoreg.report import load
-from isoreg.tasks import encode, get_task, load_task
+from isoreg.data import encode, load_task
+from isoreg.tasks import get_task
 from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
 from isoreg.trainer import PenaltyTrainer, ReferenceRefresh
 
@@ -118,7 +123,7 @@ ON_GLUE = dict(task="mrpc", model="bert-base-uncased")
     (dict(data_dir="."), dict()),
     (dict(ON_GLUE, eval_split="validation"), ON_GLUE),
     (dict(ON_GLUE, task="mnli", eval_split="validation_matched"), dict(ON_GLUE, task="mnli")),
-    (dict(recipe="quick", lr=TOY.lr, max_length=TOY.max_length, lam=-1), dict(recipe="toy", lam=-1)),
+    (dict(recipe="quick", lr=TOY["lr"], max_length=TOY["max_length"], lam=-1), dict(recipe="toy", lam=-1)),
 ])
 def test_settings_that_play_no_part_do_not_enter_the_key(one, other):
     assert RunConfig(**one).key == RunConfig(**other).key
@@ -222,10 +227,10 @@ def test_recipes_fill_and_can_be_overridden():
     for name, recipe in RECIPES.items():
         config = RunConfig(recipe=name, epochs=7)
         assert config.epochs == 7
-        for f in dataclasses.fields(recipe):
-            if f.name not in ("epochs", "padding"): assert getattr(config, f.name) == getattr(recipe, f.name), (name, f.name)
+        for setting, value in recipe.items():
+            if setting not in ("epochs", "padding"): assert getattr(config, setting) == value, (name, setting)
     mosbach = RECIPES["mosbach"]
-    assert (mosbach.lr, mosbach.epochs, mosbach.batch_size, mosbach.warmup, mosbach.weight_decay, mosbach.clip) == (2e-5, 20, 16, 0.1, 0.01, 1.0)
+    assert [mosbach[n] for n in ("lr", "epochs", "batch_size", "warmup", "weight_decay", "clip")] == [2e-5, 20, 16, 0.1, 0.01, 1.0]
     arguments = training_arguments(RunConfig(recipe="mosbach"), "unused", 1000, "classification")
     assert arguments.get_warmup_steps(1000) == 100 and arguments.lr_scheduler_type == "linear" and arguments.max_grad_norm == 1.0
     assert RunConfig(recipe="guided-released").split_protocol == "joined" and RunConfig().split_protocol == "official"
@@ -243,7 +248,7 @@ def test_record_holds_what_it_promises(records, tmp_path):
     path = record.save(tmp_path)
     values = json.loads(path.read_text(), parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
     assert values["status"] == "done" and values["metric"] == "matthews_correlation" and values["value"] == record.epochs[-1]["matthews_correlation"]
-    assert set(values["config"]) == {f.name for f in dataclasses.fields(RunConfig)}
+    assert set(values["config"]) == set(RunConfig.model_fields)
     for when in ("before", "after"):
         assert 0 < values["isoscore"][when]["union"] <= 1 and all(0 <= v <= 1 for v in values["isoscore"][when]["layers"])
     assert len(values["epochs"]) == 2 and values["train_seconds"] > 0 and values["peak_memory_mib"] > 0
@@ -428,7 +433,7 @@ def test_a_name_that_the_hub_does_not_give_is_told(monkeypatch):
     def nothing(name):
         asked.append(name)
         raise OSError("not a local folder\nand much more")
-    monkeypatch.setattr("isoreg.finetune.AutoTokenizer.from_pretrained", nothing)
+    monkeypatch.setattr("isoreg.models.AutoTokenizer.from_pretrained", nothing)
     for name in ("google/bert_uncased_L-2", "bert-base-uncased"):
         with pytest.raises(ValueError, match=f"model: '{name}' is no folder of a checkpoint, and the hub does not give it .not a local folder.$"): load_model(RunConfig(model=name))
     assert asked == ["google/bert_uncased_L-2", "bert-base-uncased"]
@@ -571,7 +576,7 @@ def test_run_notebook_takes_any_penalty_and_writes_the_record_before_it_draws(tm
     cells = notebook.cells
     at = next(i for i, c in enumerate(cells) if "parameters" in c.metadata.get("tags", []))
     given = f"regularizer, lam, max_train, max_eval, epochs, out = 'mean', 0.1, 64, 40, 1, {str(tmp_path)!r}"
-    own = "import torch\nfrom isoreg.finetune import PENALTIES\n" + inspect.getsource(_Mean) + "PENALTIES['mean'] = lambda c: _Mean(c.lam)"
+    own = "import torch\nfrom isoreg.config import PENALTIES\n" + inspect.getsource(_Mean) + "PENALTIES['mean'] = lambda c: _Mean(c.lam)"
     cells[at + 1:at + 1] = [nbformat.v4.new_code_cell(given), nbformat.v4.new_code_cell(own)]
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     (path,) = tmp_path.glob("*/record.json")

@@ -4,7 +4,6 @@ import inspect
 import json
 import math
 import warnings
-from dataclasses import fields
 
 import numpy as np
 import pandas as pd
@@ -24,7 +23,8 @@ from isoreg.finetune import sentence_vectors
 from isoreg.geometry import (
     Dimensions, average_cosine, effective_rank, geometry, mean_activation, nearest_two, outlier_dimensions, partition_score, rankme, two_nn, variance_explained)
 from isoreg.isoscore import isoscore
-from isoreg.measure import GeometryConfig, collect_measurements, layer_points, load_body, measure_geometry
+from isoreg.config import GeometryConfig
+from isoreg.measure import collect_measurements, layer_points, load_body, measure_geometry
 from isoreg.notebook import execute, run_notebook_path
 from isoreg.toy import toy_corpus, toy_tokenizer
 
@@ -520,7 +520,7 @@ def test_models_without_all_weights_and_texts_from_files(tmp_path, gpt2):
 
 def test_notebook_and_configuration_have_the_same_settings():
     values = {n: ast.literal_eval(p["default"]) for n, p in inspect_notebook(str(run_notebook_path("geometry"))).items() if n != "out"}
-    assert set(values) == {f.name for f in fields(GeometryConfig)} and GeometryConfig.from_dict(values) == GeometryConfig()
+    assert set(values) == set(GeometryConfig.model_fields) and GeometryConfig.from_dict(values) == GeometryConfig()
 
 
 def test_notebook_runs(tmp_path, gpt2):

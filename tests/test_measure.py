@@ -2,7 +2,6 @@
 import ast
 import json
 import shutil
-from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -13,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, T5Config, T5EncoderModel
 
 import isoreg.measure as measure
-from isoreg.finetune import scores_source
+from isoreg.config import scores_source
 from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
 from isoreg.landscape import direction, subset
+from isoreg.config import FisherConfig, GeometryConfig, LandscapeConfig
 from isoreg.measure import (
-    FisherConfig, GeometryConfig, LandscapeConfig, as_surface, collect_measurements, load_body, load_corpus, load_language_model, measure_fisher, measure_landscape,
-    measurement_schema)
+    as_surface, collect_measurements, load_body, load_corpus, load_language_model, measure_fisher,
+    measure_landscape, measurement_schema)
 from isoreg.notebook import run_notebook_path
 from isoreg.toy import toy_model_path
 
@@ -207,5 +207,5 @@ def test_unknown_setting_and_headless_model(tmp_path):
 def test_notebook_and_configuration_have_the_same_settings(name, kind):
     cell = inspect_notebook(str(run_notebook_path(name)))
     values = {n: ast.literal_eval(p["default"]) for n, p in cell.items() if n != "out"}
-    assert set(values) == {f.name for f in fields(kind)}
+    assert set(values) == set(kind.model_fields)
     assert kind.from_dict(values) == kind()

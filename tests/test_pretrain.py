@@ -1,7 +1,6 @@
 """A head for an encoder: what is trained and what is not, what a kill leaves, what is refused before training."""
 import ast
 import copy
-import dataclasses
 import json
 import os
 import signal
@@ -22,9 +21,10 @@ from transformers import (
 
 from isoreg.corpus import TextBatches
 from isoreg.notebook import execute, run_notebook_path
+from isoreg.config import PretrainConfig
 from isoreg.pretrain import (
-    LikelihoodTrainer, PretrainConfig, corpus_texts, freeze_encoder, heldout_loss, last_checkpoint, log_frequencies, pretrain, toy_batches,
-    toy_language_model, training_arguments, unigram_loss, with_mlm_head)
+    LikelihoodTrainer, corpus_texts, freeze_encoder, heldout_loss, last_checkpoint, log_frequencies, pretrain,
+    toy_batches, toy_language_model, training_arguments, unigram_loss, with_mlm_head)
 from isoreg.sweep import Block, Grid, expand
 from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
 
@@ -291,7 +291,7 @@ def test_toy_language_models_learn_and_repeat(kind):
 def test_notebook_has_the_parameters_of_the_configuration():
     parameters = papermill.inspect_notebook(str(run_notebook_path("mlm_head")))
     other = {"out", "evaluations", "checkpoint_steps"}
-    assert set(parameters) == {f.name for f in dataclasses.fields(PretrainConfig)} | other
+    assert set(parameters) == set(PretrainConfig.model_fields) | other
     values = {k: v["default"] for k, v in parameters.items() if k not in other}
     assert PretrainConfig.from_dict({k: ast.literal_eval(v) for k, v in values.items()}) == PretrainConfig()
 

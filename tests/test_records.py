@@ -14,9 +14,14 @@ from typer.testing import CliRunner
 
 from isoreg.cli import app
 from isoreg.dropout import dropout_sites
-from isoreg.finetune import RunConfig, RunRecord, command, model_card, pack, record_schema, run, sentence_vectors, unpack
-from isoreg.measure import FisherConfig, GeometryConfig, LandscapeConfig, measure_fisher, measure_geometry, measure_landscape, measurement_schema
-from isoreg.tasks import encode, load_metric, load_task
+from isoreg.card import model_card
+from isoreg.config import RunConfig, command
+from isoreg.files import pack, unpack
+from isoreg.finetune import run, sentence_vectors
+from isoreg.record import RunRecord, record_schema
+from isoreg.config import FisherConfig, GeometryConfig, LandscapeConfig
+from isoreg.measure import measure_fisher, measure_geometry, measure_landscape, measurement_schema
+from isoreg.data import encode, load_metric, load_task
 from isoreg.toy import toy_model_path
 
 RESULTS = Path(__file__).parents[1] / "nbs" / "results"

@@ -58,13 +58,13 @@ def test_importing_needs_neither_transformers_nor_matplotlib():
 
 
 def test_defaults_are_those_of_the_configuration():
-    from isoreg.finetune import RunConfig
+    from isoreg.config import RunConfig
     assert report._defaults() == {f.name: f.default for f in dataclasses.fields(RunConfig)}
     assert set(report.METHOD) <= set(report._defaults())
 
 
 def test_distinct_methods_have_distinct_labels():
-    from isoreg.finetune import RunConfig
+    from isoreg.config import RunConfig
     penalties = [{"regularizer": "none"}, *({"regularizer": r, "lam": lam} for r in ("istar", "cosreg") for lam in (-1, -0.25, 1, 5))]
     ways = [{}, {"zeta": 0.0}, {"zeta": 0.8}, {"layers": "mean"}, {"layers": 3}, {"correction": "ustat"}, {"convention": "text"}, {"cosreg_layer": 2}, {"padding": True}, {"reference_points": 5000}]
     drops = [{}, {"dropout": "constant", "dropout_p": 0.05}, {"dropout": "constant", "dropout_p": 0.1}, {"dropout": "mixout"}, {"dropout": "gaussian"}, {"dropout": "gaussian-released"},
@@ -125,7 +125,8 @@ def test_nothing_to_load(source):
 
 
 def test_run_records_and_new_fields_are_taken():
-    from isoreg.finetune import RunConfig, RunRecord
+    from isoreg.config import RunConfig
+    from isoreg.record import RunRecord
     run = RunRecord("k", RunConfig(regularizer="none", dropout="guided").to_dict(), metric="accuracy", value=0.5)
     df = load([run, record(NONE, 0, 0.6, geometry={"after": {"intrinsic_dimension": {"cls": [None, 5.0, 4.0], "mean": [6.0, 5.0, 4.0]}, "mean_activation": [0.1, 0.2]}}, predictions={"kind": "int16"})])
     assert list(df.method) == ["guided dropout", "base"] and list(df.data) == ["toy", "whole"]

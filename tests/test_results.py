@@ -9,9 +9,10 @@ import nbformat
 import numpy as np
 import pytest
 
-from isoreg.finetune import RunConfig, unpack
+from isoreg.config import RunConfig
+from isoreg.files import unpack
 from isoreg.report import load
-from isoreg.tasks import load_metric, load_task
+from isoreg.data import load_metric, load_task
 
 ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"

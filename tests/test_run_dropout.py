@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from isoreg.dropout import HOWS, save_schedule
-from isoreg.finetune import RunConfig, RunRecord, model_card, run, scores_source
+from isoreg.card import model_card
+from isoreg.config import RunConfig, scores_source
+from isoreg.finetune import run
+from isoreg.record import RunRecord
 
 SMALL = dict(task="toy-cola", max_train=64, max_eval=32, epochs=1)
 
@@ -99,7 +102,7 @@ def test_a_text_gives_one_schedule_to_all_tasks_and_seeds(tmp_path, monkeypatch)
     from isoreg.corpus import TextBatches
     from isoreg.dropout import guided_schedule, site_scores
     from isoreg.fisher import empirical_fisher
-    from isoreg.finetune import load_tokenizer
+    from isoreg.models import load_tokenizer
     from isoreg.toy import toy_corpus, toy_model_path
     from transformers import AutoModelForMaskedLM
     monkeypatch.setattr("isoreg.finetune.CORPUS_TEXTS", 40)

@@ -17,7 +17,7 @@ import sweep_stub
 from typer.testing import CliRunner
 
 from isoreg.cli import app
-from isoreg.finetune import RunConfig
+from isoreg.config import RunConfig
 from isoreg.sweep import (
     Folder, Gpus, Kernel, Run, _Board, _ray_run, _receive, choose, expand, final_grid, find_gpus, gpu_need, gpu_share, grid_path, is_disk_full, load_grid, plan_jobs, restore, run_one, set_aside,
     status, sweep, sweep_on_ray, time_left)
@@ -419,8 +419,8 @@ def test_what_a_killed_attempt_said_does_not_hide_the_next_one(tmp_path):
 
 def test_a_surface_of_other_scores_is_not_done(tmp_path, monkeypatch):
     "The key of a surface is of the path of its Fisher scores; what is in the file is told by the digest in the record."
-    from isoreg.finetune import scores_source
-    from isoreg.measure import LandscapeConfig
+    from isoreg.config import scores_source
+    from isoreg.config import LandscapeConfig
     from isoreg.sweep import _State
     monkeypatch.chdir(tmp_path)
     (tmp_path / "f").mkdir()
@@ -702,7 +702,8 @@ def test_kept_weights_give_the_model_of_a_cold_start():
     code = """
 import copy, torch
 from isoreg import finetune
-from isoreg.finetune import RunConfig, load_model
+from isoreg.config import RunConfig
+from isoreg.models import load_model
 from isoreg.sweep import keep_warm
 def state(seed, task):
     model, _, notes = load_model(RunConfig(task=task, seed=seed))
@@ -782,7 +783,9 @@ def test_isoreg_run_leaves_a_claimed_run_alone(tmp_path):
 
 def test_stored_records_count_as_done(tmp_path):
     "Records go from folders to a file and back, and the sweep finds nothing to do."
-    from isoreg.finetune import RunConfig, RunRecord, collect, run
+    from isoreg.config import RunConfig
+    from isoreg.finetune import run
+    from isoreg.record import RunRecord, collect
     grid = tmp_path / "g.yaml"
     grid.write_text("fixed: {task: toy-cola, regularizer: none, max_train: 32, max_eval: 20, epochs: 1}\naxes: {seed: [0, 1]}\n")
     plan = expand(load_grid(grid))

@@ -11,8 +11,10 @@ from datasets import Dataset
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
-from isoreg.tasks import (TASKS, MissingSplit, Task, _METRICS, _SCORES, encode, encode_squad_eval, encode_squad_train, find_tasks, get_task, load_metric,
-                          load_task, normalize_answer, rows_fingerprint, split_rows, squad_predictions, squad_scores)
+from isoreg.data import (
+    MissingSplit, encode, encode_squad_eval, encode_squad_train, find_tasks, load_metric, load_task,
+    normalize_answer, rows_fingerprint, split_rows, squad_predictions, squad_scores)
+from isoreg.tasks import TASKS, Task, _METRICS, _SCORES, get_task
 from isoreg.toy import toy_tokenizer
 
 DATA = os.environ.get("ISOREG_DATA")
