@@ -212,7 +212,7 @@ def _check_scores(scores: str):
     "`ValueError` for what is neither a file of scores nor a text. A data set on the hub is asked for when it is read."
     if not scores.startswith(CORPUS):
         try: return load_scores(scores)
-        except ValueError as error: raise ValueError(f"{error}, or {CORPUS} and the name of a text") from None
+        except ValueError as error: raise ValueError(f"{error}{'' if Path(scores).exists() else f', or {CORPUS} and the name of a text'}") from None
     if not _corpus(scores): raise ValueError(f"scores: {scores!r} names no text; write {CORPUS} and a file, or name:configuration:split of the hub")
     try:
         for source in _corpus(scores): file_kind(source)
