@@ -194,7 +194,9 @@ def check_scores(
     if not scores.startswith(CORPUS):
         from isoreg.fisher import load_scores
         try: return load_scores(scores)
-        except ValueError as error: raise ValueError(f"{error}, or {CORPUS} and the name of a text") from None
+        except ValueError as error:
+            also = "" if Path(scores).exists() else f", or {CORPUS} and the name of a text"
+            raise ValueError(f"{error}{also}") from None
     if not scores_texts(scores):
         raise ValueError(f"scores: {scores!r} names no text; write {CORPUS} and a file, or name:configuration:split of the hub")
     try:

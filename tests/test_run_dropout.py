@@ -117,7 +117,7 @@ def test_a_text_gives_one_schedule_to_all_tasks_and_seeds(tmp_path, monkeypatch)
     assert any("40 texts of wiki.txt" in n for n in done[0].dropout["notes"])
     model = AutoModelForMaskedLM.from_pretrained(toy_model_path())
     rates = guided_schedule(site_scores(model, empirical_fisher(model, TextBatches(drawn, load_tokenizer("toy-bert"), max_length=512))))
-    assert {n.split(".", 1)[1]: p for n, p in rates.items()} == {n.split(".", 1)[1]: p for n, p in done[0].dropout["rates"].items() if not n.startswith("classifier")}
+    assert rates.items() <= done[0].dropout["rates"].items() and len(rates) == 13
     other = {t: run_of(task=t, scores=None).dropout["rates"] for t in ("toy-cola", "toy-rte")}
     assert other["toy-cola"] != other["toy-rte"]  # of the task's own texts each task has a schedule
 
