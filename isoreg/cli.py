@@ -540,12 +540,11 @@ def score_model(
     Warns where many words are unknown to the tokenizer, and where it does not fit the embedding matrix.
     """
     import torch
-    from isoreg.finetune import _source
-    from isoreg.models import check_vocabulary, load_tokenizer
+    from isoreg.models import check_vocabulary, load_tokenizer, model_source
     from isoreg.isoscore import isoscore_from_cov
     from isoreg.measure import _has_decoder, _read_body
     tokenizer = load_tokenizer(model)
-    with _quiet(): encoder = _read_body(_source(model), model).eval()
+    with _quiet(): encoder = _read_body(model_source(model), model).eval()
     check_vocabulary(tokenizer, encoder, lines)
     whole = _has_decoder(encoder)
     if whole: encoder = encoder.get_encoder()

@@ -11,8 +11,6 @@ import tempfile
 import zlib
 from pathlib import Path
 
-import numpy as np
-
 # %% ../nbs/00a_files.ipynb #09707923
 _UMASK = os.umask(0)
 os.umask(_UMASK)  # it can be read only by setting it
@@ -65,7 +63,8 @@ def file_kind(
 def pack(
     predictions,  # class numbers, real numbers, or a list of dicts (answers to questions)
 ) -> dict:  # kind "int16", "float32" or "json", rows, and data: zlib, then base64
-    "Predictions as a record keeps them."
+    "Return predictions as a record keeps them."
+    import numpy as np  # here and below: the command line reads files without it
     if isinstance(predictions, list): kind, content = "json", json.dumps(predictions).encode()
     else:
         kind = "int16" if np.issubdtype(np.asarray(predictions).dtype, np.integer) else "float32"
@@ -76,7 +75,8 @@ def pack(
 def unpack(
     packed: dict,  # predictions of a record
 ):  # array of class numbers or of real numbers, or list of dicts
-    "What `pack` was given."
+    "Return what `pack` was given."
+    import numpy as np
     content = zlib.decompress(base64.b64decode(packed["data"]))
     if packed["kind"] == "json": return json.loads(content)
     return np.frombuffer(content, dtype=np.dtype(packed["kind"]).newbyteorder("<"))

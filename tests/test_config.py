@@ -117,11 +117,11 @@ def test_each_recipe_fills_all_that_is_open():
 
 
 def test_words_are_those_of_the_functions():
-    from isoreg import corpus, dropout, isoscore, landscape, tasks
+    from isoreg import corpus, data, dropout, isoscore, landscape
     field = RunConfig.model_fields
     assert choices(field["dropout"]) == dropout.HOWS or set(choices(field["dropout"])) == set(dropout.HOWS)
     assert choices(field["aggregate"]) == dropout.AGGREGATES and (None, *choices(field["correction"])) == isoscore.CORRECTIONS
-    assert choices(field["convention"]) == isoscore.CONVENTIONS and choices(field["split_protocol"]) == tasks.PROTOCOLS
+    assert choices(field["convention"]) == isoscore.CONVENTIONS and choices(field["split_protocol"]) == data.PROTOCOLS
     field = LandscapeConfig.model_fields
     assert choices(field["loss"]) == corpus.LOSSES and choices(field["one_d"]) == landscape.ONE_D and choices(field["norm"]) == landscape.NORMS
     assert choices(field["subset"]) == ("all", *landscape.WHICH)

@@ -565,7 +565,7 @@ class _Mean(torch.nn.Module):
 def test_any_penalty_has_a_record_and_a_card(monkeypatch, tmp_path):
     monkeypatch.setitem(PENALTIES, "mean", lambda c: _Mean(c.lam))
     record = run(RunConfig(regularizer="mean", lam=0.1, **SMALL), model_folder=tmp_path / "model")
-    assert "the penalty mean, lambda 0.1" in (tmp_path / "model" / "README.md").read_text() and "mean_penalty" in record.loss[0]
+    assert "isoreg): mean λ=0.1." in (tmp_path / "model" / "README.md").read_text() and "mean_penalty" in record.loss[0]
     record.save(tmp_path / "run")
     assert load(tmp_path / "run").method.tolist() == ["mean λ=0.1"]
 
