@@ -42,7 +42,7 @@ def isoscore(
 MIN_ROWS = {None: 2, "gaussian": 3, "ustat": 4}  # rows that a score needs, by its correction
 CORRECTIONS = tuple(MIN_ROWS)
 
-
+# %% ../nbs/01_isoscore.ipynb #a1b00018
 def closed_form(
     t2: Tensor,  # (...), tr(S)² or an estimate of tr(Σ)²
     f: Tensor,  # (...), tr(S²) or an estimate of tr(Σ²)
@@ -77,7 +77,7 @@ def score_from_cov(
     t, f = _TraceAndSquare.apply(S)
     return closed_form(t * t, f, S.shape[-1])
 
-
+# %% ../nbs/01_isoscore.ipynb #a1b00011
 def wide_dtype(x: Tensor) -> torch.dtype:
     "Return the widest floating type of x's device."
     return torch.float32 if x.device.type == "mps" else torch.float64
@@ -105,7 +105,7 @@ def participation_ratio(
     t, f = _TraceAndSquare.apply(S)
     return as_score(_check_variance(t * t / f), cov, S.dtype)
 
-
+# %% ../nbs/01_isoscore.ipynb #a1b00012
 def _check_variance(ratio: Tensor) -> Tensor:
     "Return the ratio; `ValueError` where it is one of zeros."
     if bool(torch.isfinite(ratio).all()): return ratio
@@ -161,7 +161,7 @@ class _Gram(torch.autograd.Function):
         g = g - g.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]
         return (g if mask is None else g.masked_fill(~mask[..., None], 0)).to(x.dtype), None
 
-
+# %% ../nbs/01_isoscore.ipynb #a1b00015
 def _gram(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     "Return the Gram matrix (..., n, n) of the centred rows, in float64 where the device has it; and the count (...)."
     X, count = centre(x.to(wide_dtype(x)), mask)
@@ -242,7 +242,7 @@ def too_even(
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return (a > 0) & (f <= eps * inv.count.clamp(max=d + 1).clamp(min=16) * a)
 
-
+# %% ../nbs/01_isoscore.ipynb #a1b00013
 def check_evenness(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype):
     "Raise a `ValueError` where nothing but rounding is left of the corrected tr(Σ²)."
     if bool(too_even(inv, f, d, dtype).any()):
@@ -280,7 +280,7 @@ def check_cloud(
     raise ValueError(f"points: shape {tuple(X.shape)} has one dimension, which has no isotropy; "
                      "need (..., n, d) with d >= 2")
 
-
+# %% ../nbs/01_isoscore.ipynb #a1b00014
 def as_score(score: Tensor, given, dtype: torch.dtype):
     "Return the score in the precision of the points, float32 at least, as the kind of object that the caller passed."
     return as_given(score.to(torch.promote_types(dtype, torch.float32)), given)
@@ -331,14 +331,14 @@ def isoscore_with_error(
     Raises `ValueError` as `isoscore`, and for fewer rows.
     """
     if correction is None: raise ValueError("correction: None has no standard error; use 'ustat' or 'gaussian'")
-    one_of("correction", correction, CORRECTIONS)
     X, keep = check_cloud(points, mask)
     if X.ndim != 2:
         raise ValueError(f"points: one cloud wanted, got shape {tuple(X.shape)}; score the clouds one by one")
-    X = X.detach() if keep is None else X.detach()[keep]
-    if len(X) < 5: raise ValueError(f"points: {len(X)} rows count, but a standard error needs at least 5; add points")
-    score = float(isoscore(X, correction=correction))
-    return IsoScoreEstimate(score, _row_error(X, score, correction), len(X))
+    rows = X.detach() if keep is None else X.detach()[keep]
+    n = len(rows)
+    if n < 5: raise ValueError(f"points: {n} rows count, but a standard error needs at least 5; add points")
+    score = float(isoscore(X, keep, correction))
+    return IsoScoreEstimate(score, _row_error(rows, score, correction), n)
 
 # %% ../nbs/01_isoscore.ipynb #f8068286
 class IsoScoreEstimate(NamedTuple):
@@ -450,12 +450,12 @@ def mix(
 # %% ../nbs/01_isoscore.ipynb #9fbc27d0
 CONVENTIONS = ("released", "text")
 
-
+# %% ../nbs/01_isoscore.ipynb #a1b00016
 def reference_weight(zeta: float, convention: str) -> float:
     "Return the weight of the reference in the mixture; at 0 none is needed."
     return float(zeta if convention == "released" else 1 - zeta)
 
-
+# %% ../nbs/01_isoscore.ipynb #a1b00017
 def check_zeta(
     zeta: float,  # the weight
     name: str = "zeta",  # how the caller's argument is called

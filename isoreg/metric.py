@@ -110,7 +110,7 @@ class _Seen(NamedTuple):
     first: Tensor  # (d,)
     varies: Tensor  # 0 or 1
 
-
+# %% ../nbs/01a_metric.ipynb #a1b00031
 def _join(clouds: list[_Seen]) -> _Seen:
     "Return the union of clouds."
     counts, first = torch.stack([c.moments.count for c in clouds]), torch.stack([c.first for c in clouds])
@@ -125,13 +125,13 @@ def _nothing(d: int, order: int) -> _Seen:
     more = (zeros, zeros.new_zeros(())) if order == 4 else ()
     return _Seen(Moments(zero, zeros, zeros.new_zeros(d, d), *more), zeros, zero)
 
-
+# %% ../nbs/01a_metric.ipynb #a1b00032
 def _states(cloud: _Seen) -> dict[str, Tensor]:
     "Return the states of a metric that has seen a cloud, by name."
     named = {name: f for name, f in cloud.moments._asdict().items() if f is not None}
     return named | {"first": cloud.first, "varies": cloud.varies}
 
-
+# %% ../nbs/01a_metric.ipynb #a1b00033
 def _read(states: dict[str, Tensor]) -> _Seen:
     "Return the cloud of the states; gathered over ranks they have one more leading dimension."
     ranks = zip(*states.values()) if states["count"].ndim else [states.values()]

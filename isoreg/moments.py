@@ -144,7 +144,7 @@ def _gradient(x, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None
     "Return the gradient of one cloud's moments with respect to x (n, d); g3 and g4 are None for order 2."
     G, n, grad = g2 + g2.T, m.count.clamp(min=1), torch.empty_like(x)
     bias = g_mean / n
-    if g3 is not None: bias = bias - (4 * g4 * m.m3 + m.m2.trace() * g3 + 2 * (m.m2 @ g3)) / n
+    if g3 is not None: bias = bias - (4 * g4 * m.m3 + m.m2.diagonal().sum() * g3 + 2 * (m.m2 @ g3)) / n
     direct = g3 is None and grad.dtype == G.dtype
     for part, y in _chunks(x, m.mean):
         g = _row_gradients(y, G, g3, g4, bias, out=grad[part] if direct else None)
@@ -211,7 +211,7 @@ def _set_full_precision() -> list | str:
     if not _SWITCHES: torch.set_float32_matmul_precision("highest")
     return before
 
-
+# %% ../nbs/00_moments.ipynb #a1b00001
 def _restore_precision(before: list | str):
     "Set the precision as it was."
     if not _SWITCHES: return torch.set_float32_matmul_precision(before)
@@ -291,7 +291,7 @@ def as_given(
     "Return the result as it is where tensors were given, else as an array or NumPy number."
     return result if _of_tensors(given) else result.numpy()[()]
 
-
+# %% ../nbs/00_moments.ipynb #a1b00003
 def _of_tensors(x) -> bool:
     "Return whether x is a tensor or a list of tensors."
     if isinstance(x, (list, tuple)): return len(x) > 0 and all(isinstance(v, Tensor) for v in x)
@@ -348,7 +348,7 @@ def world_size(
     "Return the number of ranks of the running process group, 1 where none runs."
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
-
+# %% ../nbs/00_moments.ipynb #a1b00002
 def sum_over_ranks(
     x: Tensor,  # of the same shape on every rank
     group=None,  # process group, the default one if None

@@ -44,7 +44,7 @@ class _Sums(NamedTuple):
     all: Tensor  # (..., 5) <P, P>, <P, G>, <G, G>, tr P and tr G
     single: Tensor  # (..., 5) sums of <P_c, P_c>, s_c' P_c s_c, p_c^2, p_c |s_c|^2 and |s_c|^4
 
-
+# %% ../nbs/01b_sequences.ipynb #a1b00021
 def _estimates(sums: _Sums) -> tuple[Tensor, Tensor]:
     "Return estimates of tr(Σ)² and tr(Σ²), (...) each."
     (N, N2, N3, N4), (PP, PG, GG, p, g), (own, sPs, p2, ps, s4) = (q.unbind(-1) for q in sums)
@@ -67,13 +67,13 @@ def _sums(x: Tensor, mask: Tensor | None) -> _Sums:
     single = torch.stack([own, sPs, p**2, p * s2, s2**2], -1).sum(-2)
     return _Sums(_powers(n), torch.stack([PP, PG, GG, p.sum(-1), s2.sum(-1)], -1), single)
 
-
+# %% ../nbs/01b_sequences.ipynb #a1b00022
 def _lengths(X: Tensor, mask: Tensor | None) -> Tensor:
     "Return the number of tokens of each sequence of X (..., m, length, d), (..., m)."
     n = torch.full(X.shape[:-2], X.shape[-2], device=X.device) if mask is None else mask.sum(-1)
     return n.to(X.dtype)
 
-
+# %% ../nbs/01b_sequences.ipynb #a1b00023
 def _powers(n: Tensor) -> Tensor:
     "Return the sums (..., 4) of the first four powers of the lengths (..., m)."
     return torch.stack([n, n**2, n**3, n**4], -1).sum(-2)
@@ -85,12 +85,12 @@ def _check_points(points, mask) -> tuple[Tensor, Tensor | None]:
     if X.ndim >= 3: return X, keep
     raise ValueError(f"points: need shape (..., n_sequences, length, d), got {tuple(X.shape)}; add the missing axis")
 
-
+# %% ../nbs/01b_sequences.ipynb #a1b00024
 def _sequences(X: Tensor, mask: Tensor | None) -> Tensor:
     "Return how many sequences have a token, (...)."
     return torch.full(X.shape[:-3], X.shape[-3], device=X.device) if mask is None else mask.any(-1).sum(-1)
 
-
+# %% ../nbs/01b_sequences.ipynb #a1b00025
 def _is_constant(X: Tensor, mask: Tensor | None, t2: Tensor) -> bool:
     "Return whether the tokens of a set of sequences are all equal, of any set."
     rows, valid = X.flatten(-3, -2), None if mask is None else mask.flatten(-2)
@@ -127,7 +127,7 @@ def draw_groups(
     drawn = torch.randperm(m, generator=torch.Generator().manual_seed(0))
     return (torch.arange(m) * min(groups, m) // m)[drawn]
 
-
+# %% ../nbs/01b_sequences.ipynb #a1b00026
 def _stream_groups(X: Tensor, keep: Tensor | None, group: Tensor) -> IsoScoreEstimate:
     "Return the estimate of a stream to which X (m, length, d) is shown twice, group (m,) by group."
     k = int(group.max()) + 1
@@ -178,10 +178,7 @@ class SequenceStream:
     def estimate(self) -> IsoScoreEstimate:
         "Return the score of all, and its jackknife error. `ValueError` where a group leaves none behind."
         self.close(-1)
-        scores = _finite_scores(_Sums(self.left, self.all, self.single), len(self.P_g))
-        left, k = scores[:-1], len(scores) - 1
-        stderr = ((k - 1) / k * (left - left.mean()).square().sum()).sqrt()
-        return IsoScoreEstimate(float(scores[-1]), float(stderr), self.means.sequences)
+        return _jackknife(_Sums(self.left, self.all, self.single), len(self.P_g), self.means.sequences)
 
 # %% ../nbs/01b_sequences.ipynb #77f6ab33
 class _Means:
@@ -228,7 +225,7 @@ def _about(x: Tensor, mask: Tensor | None, centre: Tensor) -> tuple[Tensor, Tens
     if mask is not None: X = X.masked_fill(~mask[..., None], 0)
     return X, _lengths(X, mask), X.sum(1)
 
-
+# %% ../nbs/01b_sequences.ipynb #a1b00027
 def _moved_sums(X: Tensor, n: Tensor, s: Tensor, δ: Tensor, mask: Tensor | None) -> Tensor:
     "Return the five terms of each sequence of X (b, length, d) about each centre δ (k, d): (b, k, 5)."
     n, δ2, s2 = n[:, None], δ.square().sum(-1), s.square().sum(-1, keepdim=True)
@@ -241,10 +238,13 @@ def _moved_sums(X: Tensor, n: Tensor, s: Tensor, δ: Tensor, mask: Tensor | None
     return torch.stack([own, along.square().sum(1), p**2, p * s2, s2**2], -1)
 
 # %% ../nbs/01b_sequences.ipynb #eb65a5ae
-def _finite_scores(sums: _Sums, d: int) -> Tensor:
-    "Return the scores (groups + 1,); `ValueError` where there is none."
+def _jackknife(sums: _Sums, d: int, count: int) -> IsoScoreEstimate:
+    "Return the score of all, which is last, and the error from those without a group; `ValueError` where one has none."
     t2, f = _estimates(sums)
     scores = closed_form(t2, f, d)
-    if bool((torch.isfinite(scores) & (t2 > 0) & (f > 0)).all()): return scores
-    raise ValueError("points: without one group of sequences no score is left: too few sequences, zero variance or "
-                     "NaN; add sequences or check the points")
+    if not bool((torch.isfinite(scores) & (t2 > 0) & (f > 0)).all()):
+        raise ValueError("points: without one group of sequences no score is left: too few sequences, zero variance or "
+                         "NaN; add sequences or check the points")
+    left, k = scores[:-1], len(scores) - 1
+    stderr = ((k - 1) / k * (left - left.mean()).square().sum()).sqrt()
+    return IsoScoreEstimate(float(scores[-1]), float(stderr), count)
