@@ -140,9 +140,9 @@ def _row_gradients(y: Tensor, G: Tensor, g3: Tensor | None, g4: Tensor | None, b
     return g + (torch.outer(r, g3) + (2 * (y @ g3) + 4 * g4 * r)[:, None] * y)
 
 # %% ../nbs/00_moments.ipynb #3c94333d
-def _gradient(x, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None, g4: Tensor | None) -> Tensor:
-    "Return the gradient of one cloud's moments with respect to x (n, d); g3 and g4 are None for order 2."
-    G, n, grad = g2 + g2.T, m.count.clamp(min=1), torch.empty_like(x)
+def _gradient(x, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None, g4: Tensor | None, grad: Tensor):
+    "Write the gradient of one cloud's moments with respect to x (n, d) into `grad`; g3 and g4 are None for order 2."
+    G, n = g2 + g2.T, m.count.clamp(min=1)
     bias = g_mean / n
     if g3 is not None: bias = bias - (4 * g4 * m.m3 + m.m2.diagonal().sum() * g3 + 2 * (m.m2 @ g3)) / n
     direct = g3 is None and grad.dtype == G.dtype
@@ -150,7 +150,6 @@ def _gradient(x, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None
         g = _row_gradients(y, G, g3, g4, bias, out=grad[part] if direct else None)
         if mask is not None: g.masked_fill_(~mask[part, None], 0)
         if not direct: grad[part] = g
-    return grad
 
 # %% ../nbs/00_moments.ipynb #07bf08b6
 def _gradient_again(x, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None, g4: Tensor | None) -> Tensor:
@@ -176,12 +175,14 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _, g_mean, g2, g3=None, g4=None):
         x, mask, *fields = ctx.saved_tensors
-        gradient = _gradient_again if torch.is_grad_enabled() else _gradient  # enabled: create_graph
         pick = lambda i, *values: (None if v is None else v[i] for v in values)
+        of = lambda i: (*pick(i, x, mask), Moments(*pick(i, *fields)), *pick(i, g_mean, g2, g3, g4))
         with full_precision(x):
-            grads = [gradient(*pick(i, x, mask), Moments(*pick(i, *fields)), *pick(i, g_mean, g2, g3, g4))
-                     for i in range(len(x))]
-        return torch.stack(grads) if len(grads) > 1 else grads[0][None], None, None
+            if torch.is_grad_enabled():  # create_graph: somebody will differentiate this gradient
+                return torch.stack([_gradient_again(*of(i)) for i in range(len(x))]), None, None
+            grad = torch.empty_like(x)
+            for i, out in enumerate(grad): _gradient(*of(i), out)
+        return grad, None, None
 
 # %% ../nbs/00_moments.ipynb #f61e3e2b
 @contextlib.contextmanager
