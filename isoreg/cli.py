@@ -554,23 +554,23 @@ def score_model(
     if some.sum() < 6: raise ValueError(f"file: {int(some.sum())} lines with text, but a standard error by sequence needs at least 6; add lines or raise --max-lines")
     rows = []
     for layer, stream in enumerate(_stream(encoder, {k: v[some] for k, v in batch.items() if not whole or k in ("input_ids", "attention_mask")})):
-        best, tokens = stream.estimate(), int(stream.m.count)
-        rows.append({"layer": layer, "isoscore": float(isoscore_from_cov(stream.m.cov())), "corrected": best.score, "standard_error": best.stderr,
-                     "tokens": tokens, "sequences": best.count, "spectrum": _spectrum(stream.m.m2, tokens)})
+        best, tokens = stream.estimate(), int(stream.moments.count)
+        rows.append({"layer": layer, "isoscore": float(isoscore_from_cov(stream.moments.cov())), "corrected": best.score, "standard_error": best.stderr,
+                     "tokens": tokens, "sequences": best.count, "spectrum": _spectrum(stream.moments.m2, tokens)})
     return rows
 
 
 def _stream(encoder, batch: dict, groups: int = 20, size: int = 32) -> list:
-    "A `_SequenceStream` for each layer, when all sequences of the batch went through the model twice."
+    "A `SequenceStream` for each layer, when all sequences of the batch went through the model twice."
     import torch
-    from isoreg.isoscore import _groups, _SequenceStream
-    group, streams = _groups(len(batch["attention_mask"]), groups), None
+    from isoreg.sequences import SequenceStream, draw_groups
+    group, streams = draw_groups(len(batch["attention_mask"]), groups), None
     for again in (False, True):
         for g in group.unique().tolist():
             for chosen in (group == g).nonzero()[:, 0].split(size):
                 inputs = {k: v[chosen] for k, v in batch.items()}
                 with torch.no_grad(): states = encoder(**inputs, output_hidden_states=True).hidden_states
-                streams = streams or [_SequenceStream(int(group.max()) + 1, h.shape[-1], h.device) for h in states]
+                streams = streams or [SequenceStream(int(group.max()) + 1, h.shape[-1], h.device) for h in states]
                 for stream, h in zip(streams, states): (stream.second if again else stream.first)(g, h, inputs["attention_mask"].bool())
             if again: [stream.close(g) for stream in streams]
     return streams

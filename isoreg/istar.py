@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .isoscore import (
-    CONVENTIONS, CORRECTIONS, Invariants, _closed_form, _corrected, _mixed_score, _too_even, _TraceAndSquare,
-    check_cov, check_zeta)
-from .moments import Moments, _SumOverRanks, all_reduce, full_precision, merge, moments, pool, world_size
+    CONVENTIONS, CORRECTIONS, check_cov, check_zeta, closed_form, estimate_traces, invariants_of_moments, mix,
+    score_from_cov, too_even)
+from .moments import Moments, all_reduce, full_precision, merge, moments, pool, sum_over_ranks, world_size
 
 # %% ../nbs/03_istar.ipynb #3f070124
 def _cloud(h: Tensor, attention_mask: Tensor | None, order: int = 2) -> Moments:
@@ -218,11 +218,11 @@ def _check_reference(p: IStar, m: Moments):
 def _score(m: Moments, p: IStar) -> tuple[Tensor, Tensor | None]:  # and where a corrected score has too few tokens
     if p.needs_reference:
         _check_reference(p, m)
-        return _mixed_score(m.m2 / (m.count - 1)[..., None, None], p.reference_cov.to(m.m2.device), p.zeta, p.convention), None
-    inv, d = Invariants(m.count, *_TraceAndSquare.apply(m.m2), m.m4), m.m2.shape[-1]
-    t2, f = _corrected(inv, p.correction)
-    if p.correction is None: return _closed_form(t2, f, d), None
-    vain = (m.count < 8) | _too_even(inv, f, d, m.m2.dtype)  # of 8 tokens f is known to a third at best
+        return score_from_cov(mix(m.m2 / (m.count - 1)[..., None, None], p.reference_cov.to(m.m2.device), p.zeta, p.convention)), None
+    inv, d = invariants_of_moments(m), m.m2.shape[-1]
+    t2, f = estimate_traces(inv, p.correction)
+    if p.correction is None: return closed_form(t2, f, d), None
+    vain = (m.count < 8) | too_even(inv, f, d, m.m2.dtype)  # of 8 tokens f is known to a third at best
     return _bounded(t2, f, d, vain), vain
 
 
@@ -397,8 +397,7 @@ def measure_isotropy(
     m = token_moments(model, batches, max_points, padding=padding, progress=progress)
     union = pool(Moments(*(None if f is None else f[1:] for f in m)))
     def score(m):
-        t, f = _TraceAndSquare.apply(m.m2)
-        return _closed_form(t * t, f, m.m2.shape[-1]).masked_fill(_collapsed(m), torch.nan)  # merged batches of equal rows have a little rounding for a covariance
+        return score_from_cov(m.m2).masked_fill(_collapsed(m), torch.nan)  # merged batches of equal rows have a little rounding for a covariance
     each = score(m).tolist()
     return {"union": float(score(union)), "layers": each[1:], "embeddings": each[0], "points": int(union.count)}
 
@@ -443,7 +442,7 @@ class CosReg(nn.Module):
             x = x.masked_fill(keep[:, None] == 0, 0)
             weight = keep / torch.linalg.vector_norm(x, dim=-1).clamp(min=1e-12)
             total, n = weight @ x, keep.sum()
-            if world_size() > 1: total, n = _SumOverRanks.apply(total, None), _SumOverRanks.apply(n, None)
+            if world_size() > 1: total, n = sum_over_ranks(total), sum_over_ranks(n)
             cosine = (total / n).square().sum() - 1 / n
         if not bool(torch.isfinite(cosine) & _zeros_and_ones(attention_mask)):
             _check_mask(attention_mask)

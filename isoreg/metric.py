@@ -4,115 +4,65 @@
 __all__ = ['IsoScore']
 
 # %% ../nbs/01a_metric.ipynb #431cddc4
-import numbers
 from typing import NamedTuple
 
 import torch
 import torchmetrics
 from torch import Tensor
 
+from .checks import in_range, one_of
 from .isoscore import (
-    CONVENTIONS, CORRECTIONS, Invariants, _check_evenness, _closed_form, _corrected, _mixed_score, _power_of_two, _TraceAndSquare,
-    check_cov, check_zeta, gaussian_stderr)
+    CONVENTIONS, CORRECTIONS, MIN_ROWS, check_cov, check_evenness, check_zeta, closed_form, estimate_traces,
+    gaussian_stderr, invariants_of_moments, mix, power_of_two, reference_weight, score_from_cov)
 from .moments import Moments, check_points, merge, moments
 
-# %% ../nbs/01a_metric.ipynb #141d1d8b
-def _check_metric(num_dims, correction, reference_cov, zeta, convention):
-    if not isinstance(num_dims, numbers.Integral) or num_dims < 2: raise ValueError(f"num_dims: {num_dims!r} is not an integer of 2 or more")
-    if correction not in CORRECTIONS: raise ValueError(f"correction: {correction!r} is unknown; use None, 'gaussian' or 'ustat'")
-    if convention not in CONVENTIONS: raise ValueError(f"convention: {convention!r} is unknown; use 'released' or 'text'")
-    check_zeta(zeta)
-    if reference_cov is not None and correction is not None:
-        raise ValueError("correction: a corrected score has no reference; drop reference_cov or correction")
-    if reference_cov is None and zeta != 0: raise ValueError(f"zeta: {zeta} needs reference_cov; pass one or leave zeta at 0")
-
-
-def _double(f: Tensor) -> Tensor: return f if f.dtype == torch.int64 else f.double()
-
-# %% ../nbs/01a_metric.ipynb #58fb98c4
-class _Seen(NamedTuple):
-    "A cloud: its moments, its first row, and whether another row differs from that."
-    moments: Moments
-    first: Tensor  # (d,)
-    varies: Tensor  # 0 or 1
-
-
-def _join(clouds: list[_Seen]) -> _Seen:
-    count, first = torch.stack([c.moments.count for c in clouds]), torch.stack([c.first for c in clouds])
-    start = first[(count > 0).int().argmax()]
-    varies = torch.stack([c.varies for c in clouds]).any() | ((first != start).any(-1) & (count > 0)).any()
-    return _Seen(merge([c.moments for c in clouds]), start, varies.long())
-
-
-def _read(states: dict, fields: list[str]) -> _Seen:
-    each = [states[name] for name in (*fields, "first", "varies")]
-    clouds = zip(*each) if states["count"].ndim else [each]  # gathered over ranks: one more leading dimension
-    return _join([_Seen(Moments(*values), first, varies) for *values, first, varies in clouds])
-
-
-def _seen(x: Tensor, keep: Tensor | None, order: int) -> _Seen:
-    "The cloud of the rows of x (n, d)."
-    m = moments(x, keep, order)
-    trace = m.m2.diagonal().double().sum()
-    if not bool(torch.isfinite(trace)):
-        raise ValueError("points: hold NaN, infinite values or values too large to be squared; mask or rescale them (none of this batch was added)")
-    scale = _power_of_two(trace, m.count)
-    if scale != 1:  # out of the range of float32: the sums of the rows times a power of two, divided by that in float64
-        m = moments(x.to(torch.promote_types(x.dtype, torch.float32)) * scale.to(x.device), keep, order)
-        m = Moments(m.count, *(None if f is None else f.double() / scale**k for k, f in enumerate(m[1:], 1)))
-    first = x[0] if keep is None else x[keep.int().argmax()]
-    differs = (x != first).any(-1)
-    varies = (differs if keep is None else differs & keep).any()
-    return _Seen(Moments(*(None if f is None else _double(f) for f in m)), first.double(), varies.long())
-
 # %% ../nbs/01a_metric.ipynb #3adfe94e
-class _MomentStates(torchmetrics.Metric):
-    "A metric whose states are the fields of a Moments, and those of _Seen."
+class MomentsMetric(torchmetrics.Metric):
+    "Moments of all points that `update` has seen, over all batches and ranks, in float64."
 
-    _fields: list[str]
+    higher_is_better, is_differentiable, full_state_update = None, False, True
+
+    def __init__(self, num_dims: int, order: int = 2, **kwargs):
+        super().__init__(**kwargs)
+        self.num_dims, self.order = in_range("num_dims", num_dims, 2, whole=True), order
+        for name, value in _states(_nothing(num_dims, order)).items(): self.add_state(name, value, dist_reduce_fx=None)
+
+    def update(
+        self,
+        points: Tensor,  # (..., n, d); all leading dimensions together are one cloud
+        mask: Tensor | None = None,  # (..., n), true or 1 where a point counts
+    ) -> None:
+        "Add a batch. `ValueError` for a wrong shape or mask, and for NaN or infinite values; it is then left out."
+        x, keep = check_points(points, mask)
+        d = x.shape[-1]
+        if d != self.num_dims:
+            raise ValueError(f"points: last dimension is {d}, the metric was built for num_dims={self.num_dims}")
+        with torch.no_grad(): self._add(_see(x.flatten(0, -2), None if keep is None else keep.flatten(), self.order))
 
     def merge_state(
         self,
-        incoming_state,  # another IsoScore, or its state dictionary
+        incoming_state,  # another metric of this class, or its state dictionary
     ) -> None:
-        "Add what another metric has seen. `ValueError` if it was built for other dimensions, or for a correction with other states."
-        values, names = incoming_state, (*self._fields, "first", "varies")
-        if not isinstance(values, dict): values = {name: getattr(incoming_state, name) for name in names if hasattr(incoming_state, name)}
-        lacking = [name for name in names if name not in values]
-        if lacking: raise ValueError(f"incoming_state: lacks {', '.join(lacking)}; merge an IsoScore of the same correction, here {self.correction!r}")
-        if values["mean"].shape[-1] != self.num_dims:
-            raise ValueError(f"incoming_state: has {values['mean'].shape[-1]} dimensions, the metric was built for num_dims={self.num_dims}")
-        self._add(_read(values, self._fields))
+        "Add what another metric has seen. `ValueError` if it was built for other dimensions or another correction."
+        self._add(_check_incoming(incoming_state, self))
         self._computed = None  # the cached score
         self._update_count += 1
 
-    def _state(self) -> _Seen: return _read({name: getattr(self, name) for name in (*self._fields, "first", "varies")}, self._fields)
+    def compute(self) -> Moments: return self._seen().moments
 
-    def _add(self, cloud: _Seen):
-        both = _join([self._state(), cloud])
-        for name in self._fields: setattr(self, name, getattr(both.moments, name))
-        self.first, self.varies = both.first, both.varies
+    def _seen(self) -> "_Seen": return _read({name: getattr(self, name) for name in self._defaults})
 
-# %% ../nbs/01a_metric.ipynb #6e8496e6
-class _CheckedStates(_MomentStates):
-    "Refuses points that have no score."
-
-    def _checked(self, need: int) -> Moments:
-        "The moments of all points; `ValueError` where they have no score."
-        m, _, varies = self._state()
-        if m.count < need: raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
-        alone = self.reference_cov is None or self.zeta == (0 if self.convention == "released" else 1)
-        if alone and not varies: raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave constant clouds out")
-        return m
+    def _add(self, cloud: "_Seen"):
+        for name, value in _states(_join([self._seen(), cloud])).items(): setattr(self, name, value)
 
 # %% ../nbs/01a_metric.ipynb #e5b37bea
-class IsoScore(_CheckedStates):
+class IsoScore(MomentsMetric):
     """IsoScore of all points that `update` has seen, over all batches and ranks.
 
-    `compute` raises `ValueError` if too few points were seen, if they have no variance, or, corrected, if their variances are as even as so few allow.
+    `compute` raises `ValueError` if too few points were seen, if they have no variance, or, corrected, if their
+    variances are as even as so few allow.
     """
 
-    higher_is_better, is_differentiable, full_state_update = None, False, True
     plot_lower_bound, plot_upper_bound = 0.0, 1.0
 
     def __init__(
@@ -124,43 +74,116 @@ class IsoScore(_CheckedStates):
         convention: str = "released",  # "released" or "text", as in isoscore_star
         **kwargs,  # of torchmetrics.Metric
     ):
-        super().__init__(**kwargs)
-        _check_metric(num_dims, correction, reference_cov, zeta, convention)
-        self.num_dims, self.correction, self.zeta, self.convention = num_dims, correction, zeta, convention
-        reference = None if reference_cov is None else check_cov(reference_cov, "reference_cov", num_dims).detach().double()
-        self.register_buffer("reference_cov", reference)
-        d = num_dims
-        shapes = dict(count=(), mean=(d,), m2=(d, d)) | (dict(m3=(d,), m4=()) if correction == "ustat" else {})
-        self._fields = list(shapes)
-        for name, shape in (shapes | dict(first=(d,), varies=())).items():
-            self.add_state(name, torch.zeros(shape, dtype=torch.int64 if name in ("count", "varies") else torch.float64), dist_reduce_fx=None)
-
-    def update(
-        self,
-        points: Tensor,  # (..., n, d); all leading dimensions together are one cloud
-        mask: Tensor | None = None,  # (..., n), true or 1 where a point counts
-    ) -> None:
-        "Add a batch of points. `ValueError` for a wrong shape or mask, and for NaN or infinite values; the batch is then left out."
-        x, keep = check_points(points, mask)
-        if x.shape[-1] != self.num_dims: raise ValueError(f"points: last dimension is {x.shape[-1]}, the metric was built for num_dims={self.num_dims}")
-        with torch.no_grad(): self._add(_seen(x.flatten(0, -2), None if keep is None else keep.flatten(), 4 if "m4" in self._fields else 2))
+        super().__init__(num_dims, 4 if correction == "ustat" else 2, **kwargs)
+        _check_settings(correction, reference_cov, zeta, convention)
+        self.correction, self.zeta, self.convention = correction, zeta, convention
+        R = None if reference_cov is None else check_cov(reference_cov, "reference_cov", num_dims).detach().double()
+        self.register_buffer("reference_cov", R)
 
     def compute(self) -> Tensor:
-        "The score as a 0-d float64 tensor."
-        m = self._checked({None: 2, "gaussian": 3, "ustat": 4}[self.correction])
-        if self.reference_cov is None:
-            t, f = _TraceAndSquare.apply(m.m2)
-            inv = Invariants(m.count, t, f, m.m4)
-            t2, f = _corrected(inv, self.correction)
-            if self.correction and bool(torch.isfinite(f)): _check_evenness(inv, f, self.num_dims, torch.float32)
-            score = _closed_form(t2, f, self.num_dims)
-        else: score = _mixed_score(m.cov(), self.reference_cov, self.zeta, self.convention)
-        if not bool(torch.isfinite(score)): raise ValueError("points: NaN, infinite values or zero variance were seen; mask such points")
-        return score
+        "Return the score as a 0-d float64 tensor."
+        m = _check_seen(self._seen(), self, MIN_ROWS[self.correction])
+        if self.reference_cov is None: score = _score(m, self.correction)
+        else: score = score_from_cov(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
+        if bool(torch.isfinite(score)): return score
+        raise ValueError("points: NaN, infinite values or zero variance were seen; mask such points")
 
     def stderr(self) -> float:
-        "Standard error of the Gaussian-corrected score, from the accumulated covariance of all ranks, which all must call it; rows are taken as independent."
-        if self.correction != "gaussian": raise ValueError(f"correction: {self.correction!r} has no streaming standard error; use 'gaussian', or isoscore_with_error")
-        with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync):
-            m = self._checked(5)
+        "Return the standard error of the Gaussian-corrected score of independent rows; all ranks must call it."
+        one_of("correction", self.correction, ["gaussian"], also="isoscore_with_error, which streams nothing")
+        with self.sync_context(self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync):
+            m = _check_seen(self._seen(), self, 5)
             return gaussian_stderr(m.cov(), int(m.count))
+
+# %% ../nbs/01a_metric.ipynb #e5b37beb
+def _score(m: Moments, correction: str | None) -> Tensor:
+    "Return the score of moments in float64, a 0-d tensor; `ValueError` where they are as even as so few rows can be."
+    inv, d = invariants_of_moments(m), len(m.mean)
+    t2, f = estimate_traces(inv, correction)
+    if correction and bool(torch.isfinite(f)): check_evenness(inv, f, d, torch.float32)
+    return closed_form(t2, f, d)
+
+# %% ../nbs/01a_metric.ipynb #58fb98c4
+class _Seen(NamedTuple):
+    "A cloud: its moments, its first row, and whether another row differs from that."
+    moments: Moments
+    first: Tensor  # (d,)
+    varies: Tensor  # 0 or 1
+
+# %% ../nbs/01a_metric.ipynb #a1b00031
+def _join(clouds: list[_Seen]) -> _Seen:
+    "Return the union of clouds."
+    counts, first = torch.stack([c.moments.count for c in clouds]), torch.stack([c.first for c in clouds])
+    start = first[(counts > 0).int().argmax()]
+    varies = torch.stack([c.varies for c in clouds]).any() | ((first != start).any(-1) & (counts > 0)).any()
+    return _Seen(merge([c.moments for c in clouds]), start, varies.long())
+
+# %% ../nbs/01a_metric.ipynb #58fb98c5
+def _nothing(d: int, order: int) -> _Seen:
+    "Return a cloud without points."
+    zero, zeros = torch.tensor(0), torch.zeros(d, dtype=torch.float64)
+    more = (zeros, zeros.new_zeros(())) if order == 4 else ()
+    return _Seen(Moments(zero, zeros, zeros.new_zeros(d, d), *more), zeros, zero)
+
+# %% ../nbs/01a_metric.ipynb #a1b00032
+def _states(cloud: _Seen) -> dict[str, Tensor]:
+    "Return the states of a metric that has seen a cloud, by name."
+    named = {name: f for name, f in cloud.moments._asdict().items() if f is not None}
+    return named | {"first": cloud.first, "varies": cloud.varies}
+
+# %% ../nbs/01a_metric.ipynb #a1b00033
+def _read(states: dict[str, Tensor]) -> _Seen:
+    "Return the cloud of the states; gathered over ranks they have one more leading dimension."
+    ranks = zip(*states.values()) if states["count"].ndim else [states.values()]
+    return _join([_Seen(Moments(*fields), first, varies) for *fields, first, varies in ranks])
+
+# %% ../nbs/01a_metric.ipynb #58fb98c6
+def _see(x: Tensor, keep: Tensor | None, order: int) -> _Seen:
+    "Return the cloud of the rows of x (n, d), its sums in float64; `ValueError` for NaN and infinite values."
+    m = moments(x, keep, order)
+    trace = m.m2.diagonal().double().sum()
+    if not bool(torch.isfinite(trace)):
+        raise ValueError("points: hold NaN, infinite values or values too large to be squared; "
+                         "mask or rescale them (none of this batch was added)")
+    scale = power_of_two(trace, m.count)
+    if scale != 1:  # out of the range of float32: the sums of the rows times a power of two, divided by that in float64
+        m = moments(x.to(torch.promote_types(x.dtype, torch.float32)) * scale.to(x.device), keep, order)
+        m = Moments(m.count, *(None if f is None else f.double() / scale**k for k, f in enumerate(m[1:], 1)))
+    first = x[0] if keep is None else x[keep.int().argmax()]
+    differs = (x != first).any(-1)
+    varies = (differs if keep is None else differs & keep).any()
+    return _Seen(m.map(Tensor.double)._replace(count=m.count), first.double(), varies.long())
+
+# %% ../nbs/01a_metric.ipynb #141d1d8b
+def _check_settings(correction, reference_cov, zeta, convention):
+    "Raise a `ValueError` for settings that are unknown or contradict each other."
+    one_of("correction", correction, CORRECTIONS)
+    one_of("convention", convention, CONVENTIONS)
+    check_zeta(zeta)
+    if reference_cov is not None and correction is not None:
+        raise ValueError("correction: a corrected score has no reference; drop reference_cov or correction")
+    if reference_cov is None and zeta != 0:
+        raise ValueError(f"zeta: {zeta} needs reference_cov; pass one or leave zeta at 0")
+
+# %% ../nbs/01a_metric.ipynb #141d1d8c
+def _check_seen(seen: _Seen, metric: IsoScore, need: int) -> Moments:
+    "Return the moments of all points; `ValueError` where they have no score."
+    if seen.moments.count < need:
+        raise ValueError(f"points: {int(seen.moments.count)} seen, but this score needs at least {need}; "
+                         "call update with more")
+    alone = metric.reference_cov is None or reference_weight(metric.zeta, metric.convention) == 0
+    if not alone or seen.varies: return seen.moments
+    raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave constant clouds out")
+
+# %% ../nbs/01a_metric.ipynb #141d1d8d
+def _check_incoming(state, metric: MomentsMetric) -> _Seen:
+    "Return what another metric, or a dictionary of states, has seen; `ValueError` where it does not fit."
+    names = list(metric._defaults)
+    if not isinstance(state, dict): state = {name: getattr(state, name) for name in names if hasattr(state, name)}
+    lacking = [name for name in names if name not in state]
+    if lacking:
+        raise ValueError(f"incoming_state: lacks {', '.join(lacking)}; merge an IsoScore of the same correction, "
+                         f"here {getattr(metric, 'correction', None)!r}")
+    d = state["mean"].shape[-1]
+    if d == metric.num_dims: return _read({name: state[name] for name in names})
+    raise ValueError(f"incoming_state: has {d} dimensions, the metric was built for num_dims={metric.num_dims}")

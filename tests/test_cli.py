@@ -23,6 +23,7 @@ from isoreg.cli import _finished, _lines, app, read_points, run_command, score_m
 from isoreg.config import RECIPES, RunConfig, about
 from isoreg.record import RunRecord
 from isoreg.isoscore import isoscore, isoscore_with_error
+from isoreg.sequences import isoscore_by_sequence_with_error
 from isoreg.notebook import execute, run_notebook_path
 from isoreg.report import load
 from isoreg.sweep import Folder, status
@@ -406,8 +407,8 @@ def test_streamed_scores_of_a_model_equal_those_of_all_states(texts, count):
     mask, rows = batch["attention_mask"], score_model("toy-bert", texts[:count])
     assert [r["layer"] for r in rows] == list(range(len(states)))
     for row, h in zip(rows, states):
-        whole, exact = isoscore_with_error(h, mask, unit="sequence"), spectrum(h[mask.bool()])
-        assert row["isoscore"] == pytest.approx(float(isoscore(h, mask, unit="sequence")), abs=1e-6)
+        whole, exact = isoscore_by_sequence_with_error(h, mask), spectrum(h[mask.bool()])
+        assert row["isoscore"] == pytest.approx(float(isoscore(h.flatten(0, 1), mask.flatten())), abs=1e-6)
         assert (row["corrected"], row["standard_error"]) == pytest.approx((whole.score, whole.stderr), abs=1e-6)
         assert (row["tokens"], row["sequences"]) == (int(mask.sum()), count) and row["spectrum"]["axes_for"] == exact["axes_for"]
         assert row["spectrum"]["share"] == pytest.approx(exact["share"], abs=1e-6)

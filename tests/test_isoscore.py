@@ -11,8 +11,10 @@ from IsoScore.IsoScore import IsoScore as published, IsoScore_star as published_
 from ranks import on_ranks
 
 from isoreg.isoscore import (
-    CONVENTIONS, IsoScore, _groups, _SequenceStream, gaussian_stderr, isoscore, isoscore_from_cov, isoscore_star,
-    isoscore_with_error, mix, participation_ratio)
+    CONVENTIONS, gaussian_stderr, isoscore, isoscore_from_cov, isoscore_star, isoscore_with_error, mix,
+    participation_ratio)
+from isoreg.metric import IsoScore
+from isoreg.sequences import SequenceStream, draw_groups, isoscore_by_sequence, isoscore_by_sequence_with_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 
@@ -91,7 +93,7 @@ def test_gradcheck(n, d, correction):
 def test_gradcheck_by_sequence():
     x = torch.randn(6, 3, 4, dtype=torch.float64, requires_grad=True)
     for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(lambda x: isoscore(x, correction="ustat", unit="sequence"), (x,))
+        assert check(lambda x: isoscore_by_sequence(x), (x,))
 
 
 @pytest.mark.parametrize("n, d", [(12, 4), (5, 9)])
@@ -229,8 +231,8 @@ def test_by_sequence_refuses_what_has_no_variance_and_says_so(dtype):
     torch.manual_seed(0)
     for scale in 10.0 ** torch.arange(-3, 4):
         same = (scale * torch.randn(8, dtype=dtype)).expand(6, 4, 8)
-        for score in (isoscore, isoscore_with_error):
-            with pytest.raises(ValueError, match="all rows of a cloud are equal"): score(same, correction="ustat", unit="sequence")
+        for score in (isoscore_by_sequence, isoscore_by_sequence_with_error):
+            with pytest.raises(ValueError, match="all rows of a cloud are equal"): score(same)
 
 
 def test_by_sequence_refuses_estimates_that_are_not_positive():
@@ -239,7 +241,7 @@ def test_by_sequence_refuses_estimates_that_are_not_positive():
     refused, scores = 0, []
     for _ in range(40):
         mask = torch.arange(8) < torch.randint(1, 9, (5, 1))
-        try: scores.append(float(isoscore(torch.randn(5, 1, 200).expand(5, 8, 200), mask, "ustat", unit="sequence")))
+        try: scores.append(float(isoscore_by_sequence(torch.randn(5, 1, 200).expand(5, 8, 200), mask)))
         except ValueError as e:
             assert "add sequences" in str(e)
             refused += 1
@@ -266,7 +268,7 @@ def test_by_sequence_equals_sums_over_distinct_sequences():
     four = mean(4, lambda a, b, c, e: (s[a] @ s[b]) * (s[c] @ s[e]), w)
     square = mean(2, lambda a, b: (P[a] * P[b]).sum(), w) - 2 * mean(3, lambda a, b, c: s[a] @ P[c] @ s[b], w) + four
     trace2 = mean(2, lambda a, b: p[a] * p[b], w) - 2 * mean(3, lambda a, b, c: p[c] * (s[a] @ s[b]), w) + four
-    assert isoscore(x, mask, "ustat", unit="sequence") == pytest.approx((trace2 / square - 1) / 4, rel=1e-9)
+    assert isoscore_by_sequence(x, mask) == pytest.approx((trace2 / square - 1) / 4, rel=1e-9)
 
 
 @pytest.mark.parametrize("correction, heavy", [("gaussian", False), ("ustat", False), ("ustat", True)])
@@ -293,8 +295,8 @@ def test_jackknife_equals_leaving_out_each_row():
 def test_standard_error_by_sequence_sees_the_dependence():
     g = torch.Generator().manual_seed(0)
     x = 0.8 * torch.randn(150, 60, 1, 20, generator=g) + 0.6 * torch.randn(150, 60, 10, 20, generator=g)
-    scatter = float(torch.stack([isoscore(c, correction="ustat", unit="sequence") for c in x]).std())
-    told = np.mean([isoscore_with_error(c, unit="sequence").stderr for c in x[:20]])
+    scatter = float(torch.stack([isoscore_by_sequence(c) for c in x]).std())
+    told = np.mean([isoscore_by_sequence_with_error(c).stderr for c in x[:20]])
     naive = np.mean([isoscore_with_error(c.flatten(0, 1)).stderr for c in x[:20]])
     assert 0.6 < told / scatter < 1.9
     assert naive < 0.75 * scatter  # taking tokens for independent rows promises too much
@@ -306,13 +308,13 @@ def test_standard_error_by_sequence_whatever_the_order():
     x = torch.randn(400, 5, 8, generator=g, dtype=torch.float64)
     x[..., :4] *= torch.linspace(0.2, 3, 400, dtype=torch.float64)[:, None, None]
     draws = [x[torch.randint(400, (400,), generator=g)] for _ in range(200)]
-    right = float(torch.stack([isoscore(c, correction="ustat", unit="sequence") for c in draws]).std())
+    right = float(torch.stack([isoscore_by_sequence(c) for c in draws]).std())
     orders = torch.arange(400), torch.arange(399, -1, -1), torch.randperm(400, generator=g)
-    told = [isoscore_with_error(x[order], unit="sequence") for order in orders]
+    told = [isoscore_by_sequence_with_error(x[order]) for order in orders]
     assert all(0.6 < e.stderr / right < 1.6 for e in told)
     assert told[1].score == pytest.approx(told[0].score, rel=1e-9)
     state = torch.get_rng_state()
-    assert isoscore_with_error(x, unit="sequence") == told[0] and torch.equal(torch.get_rng_state(), state)
+    assert isoscore_by_sequence_with_error(x) == told[0] and torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -323,22 +325,22 @@ def test_error_by_sequence_equals_leaving_out_each_group(m, groups, masked):
     mask = torch.rand(m, 6, generator=g) < 0.6 if masked else torch.ones(m, 6, dtype=torch.bool)
     mask[:, 2] = True
     k = min(groups, m)
-    group = _groups(m, groups)
+    group = draw_groups(m, groups)
     assert group.unique().tolist() == list(range(k)) and max(group.bincount()) - min(group.bincount()) <= 1
-    left = torch.stack([isoscore(x[group != i], mask[group != i], "ustat", unit="sequence") for i in range(k)])
-    told = isoscore_with_error(x, mask if masked else None, unit="sequence", groups=groups)
+    left = torch.stack([isoscore_by_sequence(x[group != i], mask[group != i]) for i in range(k)])
+    told = isoscore_by_sequence_with_error(x, mask if masked else None, groups=groups)
     assert told.stderr == pytest.approx(float(((k - 1) / k * (left - left.mean()).square().sum()).sqrt()), rel=1e-9)
-    assert told.score == pytest.approx(float(isoscore(x, mask, "ustat", unit="sequence")), rel=1e-12) and told.count == m
+    assert told.score == pytest.approx(float(isoscore_by_sequence(x, mask)), rel=1e-12) and told.count == m
 
 
 def test_sequences_can_stream_by_in_pieces_of_any_size():
     g = torch.Generator().manual_seed(0)
     x, mask = torch.randn(40, 7, 6, generator=g, dtype=torch.float64) + 1000, torch.rand(40, 7, generator=g) < 0.7
     mask[5], x[~mask] = False, float("nan")  # a sequence without tokens, and rubbish in the padding
-    whole, held = isoscore_with_error(x, mask, unit="sequence", groups=4), []
+    whole, held = isoscore_by_sequence_with_error(x, mask, groups=4), []
     some = mask.any(-1)
     for times in (1, 3):
-        stream, of = _SequenceStream(4, 6, x.device), [_groups(39, 4) == g for g in range(4)]
+        stream, of = SequenceStream(4, 6, x.device), [draw_groups(39, 4) == g for g in range(4)]
         groups = [list(zip(x[some][i].split(times), mask[some][i].split(times))) for i in of]
         for g, pieces in enumerate(groups):
             for piece in pieces: stream.first(g, *piece)
@@ -390,8 +392,7 @@ x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0,
     (lambda: isoscore(nan), ["points", "NaN", "mask"]),
     (lambda: isoscore(x53, torch.ones(4)), ["mask", "(4,)", "(5, 3)"]),
     (lambda: isoscore(x53, correction="bootstrap"), ["correction", "bootstrap", "ustat"]),
-    (lambda: isoscore(x53, unit="token"), ["unit", "token"]),
-    (lambda: isoscore(x53, correction="ustat", unit="sequence"), ["unit", "n_sequences"]),
+    (lambda: isoscore_by_sequence(x53), ["points", "n_sequences"]),
     (lambda: isoscore_star(x53, torch.eye(3), 1.2), ["zeta", "1.2", "[0, 1]"]),
     (lambda: isoscore_star(x53, torch.eye(3), -0.1), ["zeta", "-0.1"]),
     (lambda: isoscore_star(x53, torch.eye(3), float("nan")), ["zeta", "nan"]),
@@ -415,9 +416,9 @@ x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0,
     (lambda: isoscore_with_error(torch.randn(4, 3)), ["points", "at least 5"]),
     (lambda: isoscore_with_error(torch.randn(3, 3)), ["points", "3 rows", "at least 5"]),
     (lambda: isoscore_with_error(x53, [1, 1, 0, 0, 0]), ["points", "2 rows", "at least 5"]),
-    (lambda: isoscore_with_error(torch.randn(3, 4, 3), unit="sequence"), ["points", "3 sequences", "at least 6"]),
-    (lambda: isoscore_with_error(torch.randn(8, 4, 3), unit="sequence", groups=1), ["groups", "1"]),
-    (lambda: isoscore_with_error(torch.randn(6, 4, 3), unit="sequence", groups=2), ["points", "add sequences"]),
+    (lambda: isoscore_by_sequence_with_error(torch.randn(3, 4, 3)), ["points", "3 sequences", "at least 6"]),
+    (lambda: isoscore_by_sequence_with_error(torch.randn(8, 4, 3), groups=1), ["groups", "1"]),
+    (lambda: isoscore_by_sequence_with_error(torch.randn(6, 4, 3), groups=2), ["points", "add sequences"]),
     (lambda: isoscore(torch.zeros(0, 5, 4)), ["points", "(0, 5, 4)"]),
     (lambda: isoscore_star(torch.zeros(0, 5, 4), torch.eye(4), 0.2), ["points", "(0, 5, 4)"]),
     (lambda: isoscore_star(torch.randn(16).expand(9, 16), torch.eye(16), 0.0), ["points", "zero variance"]),
@@ -436,7 +437,7 @@ x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0,
     (lambda: isoscore(torch.stack([torch.randn(5, 5), torch.eye(5)]) / 3, correction="gaussian"), ["points", "as even as so few rows"]),
     (lambda: seen(torch.eye(16), correction="gaussian").compute(), ["points", "as even as so few rows"]),
     (lambda: seen(torch.eye(16), correction="ustat").compute(), ["points", "as even as so few rows"]),
-    (lambda: isoscore_with_error(torch.randn(8, 4, 3), unit="sequence", groups=2.5), ["groups", "2.5"]),
+    (lambda: isoscore_by_sequence_with_error(torch.randn(8, 4, 3), groups=2.5), ["groups", "2.5"]),
     (lambda: IsoScore(1), ["num_dims", "1"]),
     (lambda: IsoScore(3, zeta=0.5), ["zeta", "reference_cov"]),
     (lambda: IsoScore(3).update(torch.randn(4, 5)), ["points", "5", "num_dims=3"]),
