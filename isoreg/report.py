@@ -6,7 +6,7 @@ __all__ = ['PAPER_MODELS', 'load', 'label', 'provenance', 'summarise', 'clears_m
            'plot_fraction', 'plot_mean_activation', 'plot_forest', 'write_report', 'failures']
 
 # %% ../nbs/10a_report.ipynb #2f0a92db
-import functools
+import html
 import importlib.resources
 import json
 import math
@@ -30,15 +30,15 @@ from isoreg.statistics import (
 
 # %% ../nbs/10a_report.ipynb #faf62b0c
 def load(
-    source,  # folder of runs (record.json and failed.json are searched for), .jsonl file, record (a dict or RunRecord), or list of these
+    source,  # folder of runs (record.json, failed.json), .jsonl file, record (a dict or RunRecord), or a list of these
 ) -> pd.DataFrame:  # one row a run
     """Return one row a run: every setting, and what was measured.
 
     Beside the settings: key, status ("done" or "failed"), error, method (see `label`), protocol ("as released" or
-    "corrected"), metric, value, metrics, collapsed (one class only), majority, isoscore_before and isoscore_after (of the
-    union of layers), the same by layer, intrinsic_dimension_* and mean_activation_* where a record has them, data ("whole",
-    "part", "rebuilt", "toy"), rows, notes, seconds, hardware, commit, attempts (NaN where the record does not say), file
-    and line. What is no record of a run is counted in one warning. `ValueError` if nothing is there."""
+    "corrected"), metric, value, metrics, collapsed (one class only), majority, isoscore_before and isoscore_after (of
+    the union of layers), the same by layer, intrinsic_dimension_* and mean_activation_* where a record has them, data
+    ("whole", "part", "rebuilt", "toy"), rows, notes, seconds, hardware, commit, attempts (NaN where the record does not
+    say), file and line. What is no record of a run is counted in one warning. `ValueError` if nothing is there."""
     rows, wrong = {}, []
     for entry, file, line in _entries(source):
         try: record = _record(entry)
@@ -51,7 +51,7 @@ def load(
     if not rows: raise ValueError(f"source: no record of a run; {left_out}")
     if wrong: warnings.warn(left_out, stacklevel=2)
     df = pd.DataFrame(list(rows.values()))
-    if df.scores[df.dropout.isin(SCORED)].nunique(dropna=False) < 2:  # then their file tells no methods apart
+    if df.scores[df.dropout.isin(GUIDED)].nunique(dropna=False) < 2:  # then their file tells no methods apart
         df["method"] = [label(c, scores=False) for c in df[list(METHOD)].to_dict("records")]
     return df
 
@@ -63,7 +63,7 @@ def _entries(source) -> Iterator[tuple[object, str, int]]:
     elif isinstance(source, dict): yield source, "", 0
     elif hasattr(source, "to_dict"): yield source.to_dict(), "", 0
     elif Path(source).exists(): yield from _read(Path(source))
-    else: raise ValueError(f"source: no file or folder {str(source)!r}; give a folder of runs, a .jsonl file, or records")
+    else: raise ValueError(f"source: no file or folder {str(source)!r}; give a folder, a .jsonl file or records")
 
 # %% ../nbs/10a_report.ipynb #820bb671
 def _read(path: Path) -> Iterator[tuple[str, str, int]]:
@@ -76,7 +76,7 @@ def _read(path: Path) -> Iterator[tuple[str, str, int]]:
             if part.strip() or not number: yield part, file.as_posix(), number
 
 # %% ../nbs/10a_report.ipynb #94fb814d
-# of isoreg.config: the settings of a run with their defaults, and the types of those that may be something else
+# of isoreg.config: the settings of a run with their defaults, the types of those that may be something else, ...
 SETTINGS = {
     "task": "toy-cola", "model": "toy-bert", "data_dir": None, "regularizer": "istar", "lam": None, "zeta": 0.2,
     "layers": "union", "correction": None, "convention": "released", "cosreg_layer": -1, "reference_points": 250_000,
@@ -86,13 +86,14 @@ SETTINGS = {
     "adam_epsilon": None, "pad_to_max": None, "batches": "random", "train_split": "train", "eval_split": None,
     "split_protocol": None, "train_fraction": 1.0, "max_train": None, "max_eval": None, "precision": "auto",
     "length_groups": 1}
-EARLIER = {"length_groups": 1, "batches": "by-length", "adam_epsilon": 1e-8, "pad_to_max": False}
 TYPES = {"layers": int, **dict.fromkeys(("segment_ids", "padding", "pad_to_max"), bool), **dict.fromkeys(
     ("batch_size", "epochs", "accumulation", "max_length", "max_train", "max_eval"), int), **dict.fromkeys(
-    ("lam", "dropout_p", "lr", "warmup", "weight_decay", "clip", "adam_epsilon"), float)}  # of the others that may be None: str
-METHOD = ("regularizer", "lam", "zeta", "layers", "correction", "convention", "cosreg_layer", "reference_points", "padding",
-          "dropout", "scores", "dropout_p", "p_max", "p_min", "aggregate")  # the settings that make a method
-SCORED = ("guided", "constant-mean", "reversed", "shuffled", "type-only")  # dropouts that need scores
+    ("lam", "dropout_p", "lr", "warmup", "weight_decay", "clip", "adam_epsilon"), float)}  # others, or None: str
+# ... those younger than the first records, those that make a method, and the dropouts that need scores
+EARLIER = {"length_groups": 1, "batches": "by-length", "adam_epsilon": 1e-8, "pad_to_max": False}
+METHOD = ("regularizer", "lam", "zeta", "layers", "correction", "convention", "cosreg_layer", "reference_points",
+          "padding", "dropout", "scores", "dropout_p", "p_max", "p_min", "aggregate")
+GUIDED = ("guided", "constant-mean", "reversed", "shuffled", "type-only")
 
 # %% ../nbs/10a_report.ipynb #c04678dd
 def _record(entry) -> dict:
@@ -137,7 +138,8 @@ def _penalty_label(c: dict) -> str:
     more = {"layers": "mean of layers" if c["layers"] == "mean" else f"layer {c['layers']}",
             "correction": f"corrected score ({c['correction']})", "zeta": f"ζ={_number(c['zeta'])}" if shrunk else "",
             "convention": "ζ weighs the sample", "cosreg_layer": f"layer {c['cosreg_layer']}",
-            "reference_points": f"{c['reference_points']} reference points", "padding": "padding counted" if c["padding"] else ""}
+            "reference_points": f"{c['reference_points']} reference points",
+            "padding": "padding counted" if c["padding"] else ""}
     name = f"{_PENALTY.get(c['regularizer'], c['regularizer'])} λ={_number(c['lam'])}"
     return ", ".join([name, *(words for k, words in more.items() if words and c[k] != SETTINGS[k])])
 
@@ -170,18 +172,17 @@ def _row(record: dict, file: str, line: int) -> dict:
     row |= config | {"model_name": Path(config["model"]).name, "method": label(config), "protocol": _protocol(config)}
     row |= {"metric": _get(record, "metric", str), "value": math.nan if error else value}
     row |= {name: _get(record, name) for name in ("metrics", "predictions", "resampled")}
-    data, notes = _get(record, "data"), [_notes(record, name) for name in ("data", "model", "dropout")]
+    data, notes = _get(record, "data"), {p: _get(record, f"{p}.notes", list) for p in ("data", "model", "dropout")}
+    notes = {p: [n for n in found if isinstance(n, str)] for p, found in notes.items()}
     row |= {"collapsed": bool(record.get("collapsed")), "majority": _float(data.get("majority")), **_geometry(record)}
     row |= {"dropout_mean": _get(record, "dropout").get("mean"), "parameters": _get(record, "model").get("parameters"),
-            "data": _data_kind(config, notes[0])}
-    row |= {name: data.get(name) for name in ("fingerprint", "train_rows", "evaluation_rows")} | {"notes": sum(notes, [])}
-    row |= {"seconds": record.get("total_seconds"), "train_seconds": record.get("train_seconds"),
-            "memory_mib": record.get("peak_memory_mib"), "hardware": _hardware(_get(record, "hardware"))}
-    return row | {"commit": record.get("git_commit"), "started": _get(record, "started", str),
-                  "attempts": _float(record.get("attempts")), "file": file, "line": line}
-
-# %% ../nbs/10a_report.ipynb #f14d8ae1
-def _notes(record: dict, part: str) -> list[str]: return [n for n in _get(record, f"{part}.notes", list) if isinstance(n, str)]
+            "data": _data_kind(config, notes["data"])}
+    row |= {name: data.get(name) for name in ("fingerprint", "train_rows", "evaluation_rows")}
+    row |= {"notes": [n for found in notes.values() for n in found], "seconds": record.get("total_seconds"),
+            "train_seconds": record.get("train_seconds"), "memory_mib": record.get("peak_memory_mib"),
+            "hardware": _hardware(_get(record, "hardware")), "commit": record.get("git_commit")}
+    return row | {"started": _get(record, "started", str), "attempts": _float(record.get("attempts")),
+                  "file": file, "line": line}
 
 # %% ../nbs/10a_report.ipynb #0d509fd3
 def _get(record: dict, path: str, kind: type = dict):
@@ -204,7 +205,8 @@ def _geometry(record: dict) -> dict:
         dimension = {k: _floats(v) for k, v in _get(g, "intrinsic_dimension").items()}
         out |= {f"isoscore_{when}": _float(s.get("union")), f"isoscore_layers_{when}": _floats(s.get("layers")),
                 f"isoscore_embeddings_{when}": _float(s.get("embeddings")),
-                f"intrinsic_dimension_{when}": dimension or None, f"mean_activation_{when}": _floats(g.get("mean_activation"))}
+                f"intrinsic_dimension_{when}": dimension or None,
+                f"mean_activation_{when}": _floats(g.get("mean_activation"))}
     return out
 
 # %% ../nbs/10a_report.ipynb #475516c1
@@ -246,7 +248,7 @@ def _left_out(wrong: list[tuple[str, str]]) -> str:
 def provenance(
     df: pd.DataFrame,  # of load
 ) -> str:
-    "Return one paragraph on where these numbers come from: model, data, protocol, seeds, hardware, commit, failed runs."
+    "Return one paragraph on where the numbers come from: model, data, protocol, seeds, hardware, commit, failed runs."
     commits = [c[:8] + "+" * c.endswith("+") for c in df.commit if isinstance(c, str)]
     failed = int((df.status == "failed").sum())
     lines = ["Model " + "; ".join(_model_text(g) for _, g in df.groupby("model_name", sort=False)),
@@ -312,22 +314,23 @@ def _known(values, none: str = "unknown") -> str:
 # %% ../nbs/10a_report.ipynb #5fe78eca
 def summarise(
     df: pd.DataFrame,  # of load
-    by: Sequence[str] | None = None,  # columns that tell rows apart, beside task and method; None: every setting that varies
-    value: str = "value",  # the primary metric, another metric of the records, or a numeric column such as isoscore_after
+    by: Sequence[str] | None = None,  # columns that tell rows apart, beside task and method; None: all that vary
+    value: str = "value",  # the primary metric, another metric of the records, or a numeric column
     level: float = 0.95,  # of the t interval
 ) -> pd.DataFrame:  # one row a group
-    """Return mean, standard deviation, n, t interval, median and worst run of each group; failed and collapsed runs counted.
+    """Return mean, standard deviation, t interval, median and worst of each group; failed and collapsed runs counted.
 
-    Columns: task, the varying settings, method, metric, n (finished), failed, collapsed, mean, sd, low, high, median, worst
-    (the lowest), majority, isoscore_before, isoscore_after and their layers' mean (with _sd and _n, the runs that have one:
-    a run with an undefined layer has no mean over layers), seeds, keys, records. `ValueError` for an unknown column or value."""
+    Columns: task, the varying settings, method, metric, n (finished), failed, collapsed, mean, sd, low, high, median,
+    worst (the lowest), majority, isoscore_before, isoscore_after and their layers' mean (with _sd and _n, the runs that
+    have one: none where a layer is undefined), seeds, keys, records. `ValueError` for an unknown column or value."""
     df = df.reset_index(drop=True)  # of tables put together with pandas.concat, too
     by, values, rows = [*_by(df, by), "method"], _outcome(df, value), []
     for names, g in _ordered(df.groupby(by, dropna=False, sort=False)):
-        majority = g[g.status == "done"].majority.mean() if value == "value" else math.nan
-        rows.append(dict(zip(by, names)) | {"metric": _metric(df, g, value)} | _scores(g, values[g.index].dropna(), level)
-                    | {"majority": majority} | _isotropies(g[g.status == "done"])
-                    | {"seeds": sorted(map(int, g.seed)), "keys": list(g.key), "records": _records(g)})
+        done = g[g.status == "done"]
+        scores = _scores(g, values[g.index].dropna(), level)
+        rows.append({**dict(zip(by, names)), "metric": _metric(df, g, value), **scores,
+                     "majority": done.majority.mean() if value == "value" else math.nan, **_isotropies(done),
+                     "seeds": sorted(map(int, g.seed)), "keys": list(g.key), "records": _records(g)})
     return _table(rows, "summary", by, level, df)
 
 # %% ../nbs/10a_report.ipynb #4b874171
@@ -398,7 +401,7 @@ def _outcome(df: pd.DataFrame, value: str) -> pd.Series:
     found = (df[value] if is_column else df.metrics.map(lambda m: m.get(value))).astype(float)
     done = df.status == "done"
     if done.any() and found[done].isna().all():
-        known = sorted({k for m in df.metrics for k in m} | {c for c in ("value", "isoscore_after", "seconds") if c in df})
+        known = sorted({"value", "isoscore_after", "seconds", *(k for m in df.metrics for k in m)})
         raise ValueError(f"value: {value!r} is in no finished run; use one of {', '.join(known)}")
     return found.where(done)
 
@@ -413,11 +416,11 @@ def clears_majority(
     baseline: str = "base",  # the plain method, a value of the column method
     by: Sequence[str] | None = None,  # as for summarise
 ) -> pd.DataFrame:  # one row a task and setting
-    """Return whether the baseline scores above the best constant answer, by more than two standard errors, so that a task can judge.
+    """Return whether the baseline scores two standard errors above the best constant answer, so that a task can judge.
 
-    Columns: task, the varying settings, metric, n, mean, majority, rows (of evaluation), error (of the mean: seeds and rows),
-    clears. Where a record does not say its rows, error is that of the seeds. Without a finished run `clears` is False; where
-    no majority is recorded there is nothing to clear, and it is True. `ValueError` if no run has the baseline."""
+    Columns: task, the varying settings, metric, n, mean, majority, rows (of evaluation), error (of the mean: seeds, and
+    rows where a record says them), clears: False without a finished run, True where no majority is recorded and so
+    nothing has to be cleared. `ValueError` if no run has the baseline."""
     one_of("baseline", baseline, dict.fromkeys(df.method))
     plain = df[df.method == baseline].reset_index(drop=True)
     by, rows = _by(df, by), []
@@ -425,9 +428,8 @@ def clears_majority(
         x, few, majority = g.value.dropna(), g.evaluation_rows.min(), g[g.status == "done"].majority.mean()
         metric = _metric(plain, g, "value")
         error = score_error(x, few, metric in _CORRELATIONS) if len(x) else math.nan
-        rows.append(dict(zip(by, names)) | {
-            "metric": metric, "n": len(x), "mean": x.mean(), "majority": majority, "rows": few, "error": error,
-            "clears": len(x) > 0 and not x.mean() - majority <= 2 * error})
+        rows.append({**dict(zip(by, names)), "metric": metric, "n": len(x), "mean": x.mean(), "majority": majority,
+                     "rows": few, "error": error, "clears": len(x) > 0 and not x.mean() - majority <= 2 * error})
     return _table(rows, "judges", by, 0.95, plain)
 
 # %% ../nbs/10a_report.ipynb #a68f6d13
@@ -437,21 +439,20 @@ _CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
 def compare(
     df: pd.DataFrame,  # of load
     baseline: str = "base",  # method that the others are compared with, a value of the column method
-    by: Sequence[str] | None = None,  # columns in which pairs agree, beside task and seed; None: every setting that varies
+    by: Sequence[str] | None = None,  # columns in which pairs agree, beside task and seed; None: all that vary
     value: str = "value",  # as for summarise
     level: float = 0.95,  # of the t interval; the tests are at 1 - level
     *,
     of: str | None = None,  # one method, compared with each of the others in turn; takes the place of the baseline
     min_pairs: int = 0,  # rows with fewer complete pairs are left out, and take no part in the correction
 ) -> pd.DataFrame:  # one row a method and setting
-    """Return differences to a baseline, paired by seed: t interval, exact sign-flip test, Holm's correction over the table, verdict.
+    """Return differences paired by seed: t interval, exact sign-flip test, Holm's correction over the table, verdict.
 
-    Columns: task, settings, method, baseline, n (complete pairs), mean, mean_baseline, difference, sd, low, high, p, test,
-    p_holm, unequal, reachable (the smallest p_holm that this row could have had beside the others), seeds_alone and
-    seeds_table (seeds that could reach the level), incomplete (each missing or failed partner by name), failed, least, most,
-    collapsed, collapsed_baseline, differ (settings in which the runs of a pair are not alike, hardware and data among them),
-    differences (by seed), row_error (of the difference, from the evaluation rows), verdict, records and records_baseline
-    ((seed, file, line, key) of each run); from collapsed on of the complete pairs.
+    Columns: task, settings, method, baseline, n (complete pairs), mean, mean_baseline, difference, sd, low, high, p,
+    test, p_holm, unequal, reachable (the smallest p_holm that this row could have had beside the others), seeds_alone
+    and seeds_table (seeds that could reach the level), incomplete (missing or failed partners), failed, least, most;
+    of the complete pairs collapsed, collapsed_baseline, differ (in what the runs of a pair are not alike), differences
+    (by seed), row_error (from the evaluation rows), verdict, records and records_baseline ((seed, file, line, key)).
     `ValueError` if no run has the baseline, no row has so many pairs, or two runs of an arm share a seed."""
     name, fixed = ("baseline", baseline) if of is None else ("of", of)
     one_of(name, fixed, dict.fromkeys(df.method))
@@ -465,15 +466,14 @@ def compare(
     return _table(_judged(rows, 1 - level), "comparison", [*by, "method"], level, df)
 
 # %% ../nbs/10a_report.ipynb #1852328b
-def _arms(df: pd.DataFrame, by: list[str], fixed: str, turned: bool) -> Iterator[tuple[dict, pd.DataFrame, pd.DataFrame]]:
-    "Yield names, runs and runs of the baseline of each comparison; turned: the fixed method is the one that is compared."
+def _arms(df: pd.DataFrame, by: list[str], fixed: str, turned: bool) -> Iterator[tuple]:
+    "Yield names, runs and runs of the baseline of each comparison; turned: the fixed method is the one compared."
     for names, arm in _ordered(df.groupby([*by, "method"], dropna=False, sort=False)):
         if names[-1] == fixed: continue
         same = df.method == fixed
         for c, v in zip(by, names): same &= (df[c] == v) | (df[c].isna() & pd.isna(v))
-        labels, arms = (names[-1], fixed), (arm, df[same])
-        row = dict(zip(by, names)) | dict(zip(("method", "baseline"), labels[::-1] if turned else labels))
-        yield row, *(arms[::-1] if turned else arms)
+        labels, arms, step = (names[-1], fixed), (arm, df[same]), -1 if turned else 1
+        yield dict(zip((*by, "method", "baseline"), (*names[:-1], *labels[::step]))), *arms[::step]
 
 # %% ../nbs/10a_report.ipynb #1e73e853
 def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float, metric: bool) -> dict:
@@ -529,10 +529,9 @@ def _error_of_rows(arm: pd.DataFrame, base: pd.DataFrame) -> float:
     "Return the standard error of the mean difference from the evaluation rows, which all runs share; NaN if not known."
     runs = pd.concat([arm.sort_values("seed"), base.sort_values("seed")])
     same = all(runs[c].map(str).nunique() <= 1 for c in ("fingerprint", "evaluation_rows"))
-    packed = list(runs.resampled)
-    if not packed or not same or not all(p.get("data") for p in packed) or len({p["rows"] for p in packed}) > 1: return math.nan
-    draws = np.stack([unpack(p) for p in packed])
-    return float((draws[: len(arm)] - draws[len(arm) :]).mean(0).std(ddof=1))
+    draws = [unpack(p) if p.get("data") else None for p in runs.resampled]
+    if not same or any(d is None for d in draws) or len(set(map(len, draws))) != 1: return math.nan
+    return float((np.stack(draws[: len(arm)]) - np.stack(draws[len(arm) :])).mean(0).std(ddof=1))
 
 # %% ../nbs/10a_report.ipynb #d1a66eef
 def _judged(rows: list[dict], alpha: float) -> list[dict]:
@@ -568,30 +567,26 @@ def _too_few(row: dict) -> str:
     return f"cannot tell: with {n} pair{'s' * (n > 1)}{odd} p is at least {_p_text(least)}{after}; it takes {takes}"
 
 # %% ../nbs/10a_report.ipynb #5ffde48f
-def _p_text(p: float) -> str: return "" if p != p else "< 0.001" if p < 0.001 else "0.0625" if p == 0.0625 else f"{p:.3f}"
+def _p_text(p: float) -> str:
+    return "" if p != p else "< 0.001" if p < 0.001 else "0.0625" if p == 0.0625 else f"{p:.3f}"
 
 # %% ../nbs/10a_report.ipynb #bfad97bc
 def over_tasks(
     table: pd.DataFrame,  # of compare
 ) -> pd.DataFrame:  # one row a method and setting; task holds the names of its tasks
-    """Return the comparisons of each method over all its tasks together: the mean of the tasks' differences, its interval
-    (Welch and Satterthwaite), one sign-flip test over the pairs of all tasks, Holm's correction over these rows, the verdict.
+    """Return the comparisons of each method over all its tasks: the mean of the tasks' differences, its interval, one
+    sign-flip test over the pairs of all tasks, Holm's correction over these rows, and the verdict.
 
-    The columns of compare; n counts the pairs of all tasks, and differences are weighted so that their mean is the difference.
-    Besides: tasks (how many), agree (those whose difference has the sign of the mean) and p_seeds, of the test that flips all
-    pairs of a seed at once. There is no interval where a task has one pair or equal differences. A task without a pair has no
-    part in the mean; its failed runs count in failed, least and most. A setting in which tasks differ keeps them apart: give
-    compare `by=[]` where each has settings of its own.
-    `ValueError` for a table that is not compare's, has a task twice, or has no pair."""
+    The columns of compare; n counts the pairs of all tasks, and differences are weighted so that their mean is the
+    difference. Besides: tasks (how many), agree (those whose difference has the sign of the mean) and p_seeds, of the
+    test that flips all pairs of a seed at once. There is no interval where a task has one pair or equal differences. A
+    task without a pair counts in failed, least and most alone. Settings in which tasks differ keep them apart: give
+    compare `by=[]`. `ValueError` for a table that is not compare's, has a task twice, or has no pair."""
     if table.attrs.get("kind") != "comparison" or "agree" in table:
         raise ValueError("table: not one of compare, or changed since; pass what compare gives")
-    keys, level, rows = [*(c for c in table.attrs["by"] if c != "task"), "baseline"], table.attrs["level"], []
-    for names, g in table.groupby(keys, dropna=False, sort=False):
-        if not g.n.any(): continue
-        if (twice := g.task.duplicated()).any():
-            raise ValueError(f"table: {g.task[twice].iloc[0]} has two rows of {names[-2]}; pass each comparison once")
-        rows.append({"task": " + ".join(g.task[g.n > 0]), **dict(zip(keys, names)),
-                     "metric": _known(g.metric, "mean of the tasks' metrics"), **_together(g, level)})
+    keys, level = [*(c for c in table.attrs["by"] if c != "task"), "baseline"], table.attrs["level"]
+    rows = [{"task": " + ".join(g.task[g.n > 0]), **dict(zip(keys, names)), **_together(g, level)}
+            for names, g in table.groupby(keys, dropna=False, sort=False) if g.n.any()]
     if not rows: raise ValueError("table: no comparison has a complete pair")
     out = pd.DataFrame(_judged(rows, 1 - level))
     out.attrs = table.attrs
@@ -599,26 +594,27 @@ def over_tasks(
 
 # %% ../nbs/10a_report.ipynb #7e36e116
 def _together(g: pd.DataFrame, level: float) -> dict:
-    "Return one row of compare from those of several tasks. A task without a pair has no part but in what failed."
+    "Return one row of compare from those of several tasks."
+    for t in g.task[g.task.duplicated()]: raise ValueError(f"table: {t} has two rows of {g.method.iloc[0]}; pass one")
     have = g[g.n > 0]
     each = [np.array(d) for d in have.differences]
     spread = all(math.isfinite(t_interval(d)[0]) for d in each)
     low, high = (two_errors(each, level=level)[k] for k in ("low", "high")) if spread else (math.nan, math.nan)
     flat = np.concatenate([d / len(d) for d in each]) / len(each)  # sums to the mean of the means
-    difference, failed = float(flat.sum()), int(g.failed.sum())
-    by_seed = pd.Series(flat).groupby([seed for pairs in have.records for seed, *_ in pairs]).sum()
-    bound = lambda c: float(g[c].fillna(g.difference).mean()) if failed else math.nan
-    p, test = sign_flip(flat)
-    return {"n": len(flat), "mean": have["mean"].mean(), "mean_baseline": have.mean_baseline.mean(),
-            "difference": difference, "sd": math.nan, "low": low, "high": high, "p": p, "test": test,
-            "p_seeds": sign_flip(by_seed)[0], "unequal": int(have.unequal.sum()),
-            "incomplete": [f"{r.task}, {x}" for r in g.itertuples() for x in r.incomplete], "failed": failed,
-            "least": bound("least"), "most": bound("most"), "collapsed": int(g.collapsed.sum()),
-            "collapsed_baseline": int(g.collapsed_baseline.sum()),
-            "differ": list(dict.fromkeys(g.differ.sum())), "differences": tuple((flat * len(flat)).tolist()),
-            "tasks": len(each), "agree": sum(abs(d.mean()) > ROUNDING and d.mean() * difference > 0 for d in each),
-            "row_error": math.sqrt(have.row_error.pow(2).sum(skipna=False)) / len(each),
-            "records": have.records.sum(), "records_baseline": have.records_baseline.sum()}
+    p_seeds = sign_flip(pd.Series(flat).groupby([seed for pairs in have.records for seed, *_ in pairs]).sum())[0]
+    (p, test), difference = sign_flip(flat), float(flat.sum())
+    least, most = g[["least", "most"]].T.fillna(g.difference).T.mean() if g.failed.any() else (math.nan, math.nan)
+    agree = sum(abs(d.mean()) > ROUNDING and d.mean() * difference > 0 for d in each)
+    sums, row_errors = g[["unequal", "failed", "collapsed", "collapsed_baseline"]].sum(), have.row_error.to_numpy()
+    return {"metric": _known(g.metric, "mean of the tasks' metrics"), "n": len(flat), "mean": have["mean"].mean(),
+            "mean_baseline": have.mean_baseline.mean(), "difference": difference, "sd": math.nan, "low": low,
+            "high": high, "p": p, "test": test, "p_seeds": p_seeds, "unequal": int(sums.unequal),
+            "incomplete": [f"{r.task}, {x}" for r in g.itertuples() for x in r.incomplete], "failed": int(sums.failed),
+            "least": least, "most": most, "collapsed": int(sums.collapsed),
+            "collapsed_baseline": int(sums.collapsed_baseline), "differ": list(dict.fromkeys(g.differ.sum())),
+            "differences": tuple((flat * len(flat)).tolist()), "tasks": len(each), "agree": agree,
+            "row_error": float(np.linalg.norm(row_errors)) / len(each), "records": have.records.sum(),
+            "records_baseline": have.records_baseline.sum()}
 
 # %% ../nbs/10a_report.ipynb #88788ed1
 def to_markdown(
@@ -666,7 +662,7 @@ class _Cell:
 
 # %% ../nbs/10a_report.ipynb #d9f37688
 def _linked(cell, base: str) -> str:
-    "Return a cell with its links: one where its records lie in one file, as neighbours or of several runs a seed; else one a seed."
+    "Return a cell with its link if its records lie in one file, as neighbours or several a seed; else with one a seed."
     text, records = _escape(cell), [r for r in getattr(cell, "records", ()) if r[1]]
     if not records: return text
     n, lines = len(records), sorted({r[2] for r in records})
@@ -683,14 +679,15 @@ def _link(text: str, base: str, file: str, lines: Sequence[int], title: str) -> 
     path = os.path.relpath(file).replace(os.sep, "/") if os.path.isabs(file) else file
     starts, ends = ([n for n in lines if n and n + step not in lines] for step in (-1, 1))
     spans = ",".join(f"L{a}" + f"-L{b}" * (b > a) for a, b in zip(starts, ends))
-    title = re.sub(r'[\\"|]', r"\\\g<0>", title)
+    title = re.sub(r'[\\"|]', _BEFORE, title)
     return f'[{text}]({base}{urllib.parse.quote(path)}{"#" * bool(spans)}{spans} "{title}")'
 
 # %% ../nbs/10a_report.ipynb #9e40e2fe
 _MARKS = re.compile(r"[\\`*\[\]|$~^]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])")  # of Markdown: no _ within a word
+_BEFORE = r"\\\g<0>"  # a backslash before it
 
 # %% ../nbs/10a_report.ipynb #b38eba56
-def _escape(text) -> str: return _MARKS.sub(r"\\\g<0>", str(text).replace("\n", " "))
+def _escape(text) -> str: return _MARKS.sub(_BEFORE, str(text).replace("\n", " "))
 
 # %% ../nbs/10a_report.ipynb #2105000f
 def _read_summary(table: pd.DataFrame, digits: int) -> pd.DataFrame:
@@ -698,11 +695,13 @@ def _read_summary(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     for r in table.to_dict("records"):
         majority = f" (majority {r['majority']:.{digits}f})" if r["majority"] == r["majority"] else ""
         rows.append(_names(r, table) | {
-            "metric": r["metric"].replace("_", " ") + majority, "seeds": f"{r['n']}" + f", and {r['failed']} failed" * (r["failed"] > 0),
+            "metric": r["metric"].replace("_", " ") + majority,
+            "seeds": f"{r['n']}" + f", and {r['failed']} failed" * (r["failed"] > 0),
             "mean ± sd": _Cell(_pm(r["mean"], r["sd"], digits) or "no finished run", r["records"]),
             _interval_head(table): _between(r["low"], r["high"], r["n"], digits, none="no run"),
             "median": _pm(r["median"], math.nan, digits), "worst": _pm(r["worst"], math.nan, digits),
-            "one class only": f"{r['collapsed']} of {r['n']}", "IsoScore before": _pm(r["isoscore_before"], math.nan, 3),
+            "one class only": f"{r['collapsed']} of {r['n']}",
+            "IsoScore before": _pm(r["isoscore_before"], math.nan, 3),
             "IsoScore after": _isotropy(r, "isoscore_after"), "its layers, mean": _isotropy(r, "layers_after")})
     return _filled(rows)
 
@@ -735,9 +734,11 @@ def _read_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
 def _read_judges(table: pd.DataFrame, digits: int) -> pd.DataFrame:
     text = lambda x: _pm(x, math.nan, digits)
     return pd.DataFrame([_names(r, table) | {
-        "metric": r["metric"].replace("_", " "), "seeds": f"{r['n']}", "baseline's mean": text(r["mean"]) or "no finished run",
+        "metric": r["metric"].replace("_", " "), "seeds": f"{r['n']}",
+        "baseline's mean": text(r["mean"]) or "no finished run",
         "best constant answer": text(r["majority"]) or "not known", "two standard errors": text(2 * r["error"]),
-        "can judge": "yes" if r["clears"] else "no"} for r in table.to_dict("records")])
+        "can judge": "yes" if r["clears"] else "no"}
+        for r in table.to_dict("records")])
 
 # %% ../nbs/10a_report.ipynb #73bf1302
 _READ = {"summary": _read_summary, "comparison": _read_comparison, "judges": _read_judges}
@@ -784,20 +785,20 @@ def three_columns(
     methods: dict[str, str],  # the paper's name of a method -> ours, as in the column method
     digits: int = 2,  # in the unit of the paper
 ) -> pd.DataFrame:  # task, method, published, as released, corrected, read
-    """Return published numbers beside the runs of either protocol, in the paper's unit: mean, standard deviation, 95 % t
-    interval, n; a cell without runs says "not run".
+    """Return published numbers beside the runs of either protocol, in the paper's unit: mean, standard deviation,
+    95 % t interval, n; a cell without runs says "not run".
 
     `ValueError` if a cell's runs have more than one setting, or a published number has no task."""
     for name in methods: one_of("methods", name, dict.fromkeys(numbers.method))
     numbers, rows = numbers[numbers.method.isin(list(methods))], []
     if numbers.task.isna().any(): raise ValueError("numbers: one has no task; leave it out with dropna(subset='task')")
     for r in numbers.to_dict("records"):
-        ours, sure = methods[r["method"]], f"{r['model']}, {r['statistic']}" + (f" of {int(r['n'])}" if r["n"] == r["n"] else "")
+        ours, sure = methods[r["method"]], f"{r['model']}, {r['statistic']}"
+        if r["n"] == r["n"]: sure += f" of {int(r['n'])}"
         runs = df[(df.task == r["task"]) & (df.method == ours)]
+        measured = {p: _measured(runs[runs.protocol == p], r, digits) for p in ("as released", "corrected")}
         rows.append({"task": r["task"], "method": f"{r['method']}; here {ours}",
-                     "published": f"{_pm(r['value'], r['sd'], digits)} ({sure})"}
-                    | {p: _measured(runs[runs.protocol == p], r, digits) for p in ("as released", "corrected")}
-                    | {"read": r["confidence"]})
+                     "published": f"{_pm(r['value'], r['sd'], digits)} ({sure})", **measured, "read": r["confidence"]})
     out, used = pd.DataFrame(rows), df[df.task.isin(numbers.task) & df.method.isin(list(methods.values()))]
     measured = provenance(used) if len(used) else "nothing yet."
     out.attrs = {"caption": f"Published: {'; '.join(dict.fromkeys(numbers.source))}. Measured: {measured}"}
@@ -816,7 +817,8 @@ def _measured(runs: pd.DataFrame, row: dict, digits: int) -> _Cell:
     if isinstance(row.get("metric"), str) and s.metric not in (row["metric"], "unknown"): more.append(s.metric)
     low, high = (f"{times * x:.{digits}f}" for x in (s.low, s.high))
     reach = f" [{low}, {high}]" if s.low == s.low else " [all equal]" if s.n > 1 else ""
-    return _Cell(f"{_pm(times * s['mean'], times * s['sd'], digits) or 'no finished run'}{reach} ({', '.join(more)})", s.records)
+    mean = _pm(times * s["mean"], times * s["sd"], digits) or "no finished run"
+    return _Cell(f"{mean}{reach} ({', '.join(more)})", s.records)
 
 # %% ../nbs/10a_report.ipynb #63b33bb3
 def rank_correlation(
@@ -827,8 +829,8 @@ def rank_correlation(
 ) -> dict:  # of mean_rank_correlation; settings, left_out (seeds), failed
     """Return the rank correlation over settings, within each seed, and its mean over seeds with a t interval.
 
-    Finished runs count, collapsed ones too. All seeds have the same settings: those with the most, and of several such sets
-    that of most seeds; other seeds are left out and counted. `ValueError` if no seed has three settings that differ."""
+    Finished runs count, collapsed ones too. All seeds have the same settings: those with the most, and of several such
+    sets that of most seeds; others are left out and counted. `ValueError` if no seed has three settings that differ."""
     if df.task.nunique() > 1: raise ValueError(f"df: has the tasks {', '.join(dict.fromkeys(df.task))}; choose one")
     done = df.assign(_y=_outcome(df, y), _x=_outcome(df, x)).dropna(subset=["_x", "_y"])
     settings = {s: tuple(sorted(g.method)) for s, g in done.groupby("seed")}
@@ -845,12 +847,11 @@ def plot_tradeoff(
     log: bool = False,  # logarithmic axis of the isotropy
     kind: str | None = "spearman",  # rank correlation in the title, or "kendall"; None: no number
 ):
-    """Return a figure of the score against the isotropy after training, one panel for each task and setting: runs small, means
-    large with standard deviations.
+    """Return a figure of the score against the isotropy after training, one panel for each task and setting.
 
-    A cross marks a run that answers with one class only; failed runs are counted in the panel, and so are those whose
-    isotropy is not defined. The p of each title is of its panel alone, not corrected for the others.
-    `ValueError` if no finished run has an isotropy."""
+    Small: runs; large: means with standard deviations. A cross marks a run that answers with one class only; failed
+    runs are counted in the panel, and so are those whose isotropy is not defined. The p of each title is of its panel, not corrected for
+    the others. `ValueError` if no finished run has an isotropy."""
     if not df.isoscore_after[df.status == "done"].notna().any():
         raise _NotRecorded("df: no finished run has isoscore_after; there is nothing to draw")
     styles = _styles(df)
@@ -877,8 +878,8 @@ def _draw_arm(ax, arm: pd.DataFrame, style: tuple, above: bool | None):
     spread = np.nan_to_num([x.std(), y.std()])
     ax.plot(x, y, mark, color=colour, mfc="none", ms=4, alpha=0.7)
     ax.plot(x[arm.collapsed], y[arm.collapsed], "x", color=colour, ms=9)
-    ax.errorbar(x.mean(), y.mean(), xerr=spread[0], yerr=spread[1], color=colour, marker=mark, ms=7, capsize=2, lw=1, ls="",
-                label=name)
+    ax.errorbar(x.mean(), y.mean(), xerr=spread[0], yerr=spread[1], color=colour, marker=mark, ms=7, capsize=2, lw=1,
+                ls="", label=name)
     if above is None: return
     end = max(y.max(), y.mean() + spread[1]) if above else min(y.min(), y.mean() - spread[1])
     ax.annotate(name.replace("I-STAR ", "").replace("λ=", "λ = "), (x.mean(), end), xytext=(0, 5 if above else -5),
@@ -896,9 +897,10 @@ def _correlation_text(g: pd.DataFrame, value: str, kind: str) -> str:
     "Return the title's line on the rank correlation of a panel."
     try: c = rank_correlation(g, y=value, kind=kind)
     except ValueError: return "no rank correlation"
-    bounds = f" [{c['low']:.2f}, {c['high']:.2f}]" if c["low"] == c["low"] else ", equal in all seeds" if c["seeds"] > 1 else ""
-    p = _p_text(c["p"])
-    return f"{'ρ' if kind == 'spearman' else 'τ'} = {c['mean']:.2f}{bounds}, p {p if '<' in p else '= ' + p}, n = {c['seeds']}"
+    bounds, p = ", equal in all seeds" if c["seeds"] > 1 else "", _p_text(c["p"])
+    if c["low"] == c["low"]: bounds = f" [{c['low']:.2f}, {c['high']:.2f}]"
+    sign, equals = "ρ" if kind == "spearman" else "τ", "" if "<" in p else "= "
+    return f"{sign} = {c['mean']:.2f}{bounds}, p {equals}{p}, n = {c['seeds']}"
 
 # %% ../nbs/10a_report.ipynb #88ff9492
 def _metric_name(df: pd.DataFrame, value: str) -> str:
@@ -921,7 +923,7 @@ def _pyplot():
 
 # %% ../nbs/10a_report.ipynb #c6e040a8
 def _panels(df: pd.DataFrame, without: Sequence[str] = (), legend: bool = False):
-    "Return a figure with one panel for each task and varying setting, and (axes, runs) of each; with room for a legend."
+    "Return a figure with a panel for each task and varying setting, and (axes, runs) of each; with room for a legend."
     by = [c for c in _by(df, None) if c not in without]
     groups = list(df.groupby(by, dropna=False, sort=False))
     lines = math.ceil(len(groups) / 3)
@@ -935,7 +937,7 @@ def _panels(df: pd.DataFrame, without: Sequence[str] = (), legend: bool = False)
     return fig, [(ax, g) for ax, (_, g) in zip(axes.flat, groups)]
 
 # %% ../nbs/10a_report.ipynb #19572d8f
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito; told apart by colour-blind readers
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, for the colour-blind
 _OWN = {"base": "black", "cosreg": "#009E73", "guided": "#D55E00", "gaussian": "#56B4E9", "constant-mean": "#0072B2",
         "reversed": "#CC79A7", "type-only": "#E69F00"}
 _MARKS_OF = "soD^vP*"
@@ -960,7 +962,7 @@ def _shade(lam: float) -> tuple:
 
 # %% ../nbs/10a_report.ipynb #aa60365c
 def _legend(fig, panels, order: list[str], seeds: dict[str, list[int]] | None = None):
-    "Draw one legend of all panels, beside them, with the seeds of each method: one number, or one a panel where they differ."
+    "Draw one legend of all panels with the seeds of each method: one number, or one a panel where they differ."
     found = {label: handle for ax, _ in panels for handle, label in zip(*ax.get_legend_handles_labels())}
     rank = lambda name: next((i for i, o in enumerate(order) if name == o or name.startswith(o + " (")), len(order))
     names = sorted(found, key=rank)
@@ -975,16 +977,16 @@ def plot_layers(
     tokens: str = "cls",  # intrinsic dimension: of the first token, "cls", or of the mean over tokens, "mean"
     log: bool = False,  # logarithmic axis
 ):
-    """Return a figure of a measure of each hidden state, 0 (the embeddings) to L: mean over seeds with a band from the lowest to
-    the highest, one line a method, before training in grey. In brackets the seeds, by panel where they differ.
+    """Return a figure of a measure of each hidden state, 0 (the embeddings) to L, one line a method.
 
-    A layer where the measure is not defined counts for no seed. `ValueError` if no record has it."""
+    Mean over seeds with a band from the lowest to the highest, before training in grey; in brackets the seeds, by panel
+    where they differ. A layer where the measure is not defined counts for no seed. `ValueError` if no record has it."""
     one_of("what", what, ("isoscore", "intrinsic_dimension"))
     done = df[df.status == "done"]
     lines = {when: {r.Index: v for r in done.itertuples() if (v := _by_layer(r, what, when, tokens)) is not None}
              for when in ("before", "after")}
     if not any(lines.values()):
-        raise _NotRecorded(f"df: no finished run has {what} by layer; measure it with a version of the library that records it")
+        raise _NotRecorded(f"df: no finished run has {what} by layer; measure it with a version that records it")
     (fig, panels), styles = _panels(done, legend=True), {"before training": ("grey", "", ":"), **_styles(done)}
     seeds = {name: [0] * len(panels) for name in styles if name != "before training"}
     for at, (ax, g) in enumerate(panels):
@@ -1021,8 +1023,9 @@ def plot_fraction(
     df: pd.DataFrame,  # of load: several values of train_fraction
     value: str = "value",  # as for summarise
 ):
-    """Return a figure of the score by share of the training part: median over seeds as a line, quartiles as a band, each run as a
-    dot; failed runs are counted in the legend."""
+    """Return a figure of the score by share of the training part.
+
+    Median over seeds as a line, quartiles as a band, each run as a dot; failed runs are counted in the legend."""
     (fig, panels), styles = _panels(df, without=("train_fraction",), legend=True), _styles(df)
     for ax, g in panels:
         for name, arm in g.groupby("method", sort=False):
@@ -1040,17 +1043,17 @@ def plot_fraction(
 def plot_mean_activation(
     df: pd.DataFrame,  # of load, records with mean_activation
 ):
-    """Return a figure of the mean activation of each dimension of the last layer, averaged over seeds: one row a method, one
-    column a task or setting, on one scale.
+    """Return a figure of the mean activation of each dimension of the last layer, averaged over seeds.
 
-    A grey line is the state before training, where recorded. `ValueError` if no record has it."""
+    One row a method, one column a task or setting, on one scale; a grey line is the state before training, where
+    recorded. `ValueError` if no record has it."""
     done = df[(df.status == "done") & df.mean_activation_after.map(lambda v: isinstance(v, list))]
     if not len(done):
-        raise _NotRecorded("df: no finished run has mean_activation; measure it with a version of the library that records it")
+        raise _NotRecorded("df: no finished run has mean_activation; measure it with a version that records it")
     columns, styles = list(done.groupby(_by(done, None), dropna=False, sort=False)), _styles(done)
     size = max(5, 3.6 * len(columns)), 0.6 + 1.3 * len(styles)
-    fig, axes = _pyplot().subplots(len(styles), len(columns), figsize=size, layout="constrained", squeeze=False, sharex="col",
-                                   sharey=True)
+    fig, axes = _pyplot().subplots(len(styles), len(columns), figsize=size, layout="constrained", squeeze=False,
+                                   sharex="col", sharey=True)
     for (names, g), line in zip(columns, axes.T): _activation_column(line, ", ".join(map(_setting, names)), g, styles)
     sizes = np.abs(np.concatenate([np.ravel(v) for v in done.mean_activation_after]))
     usual, largest = float(np.quantile(sizes, 0.99)), float(sizes.max())
@@ -1090,18 +1093,19 @@ def plot_forest(
     comparisons: pd.DataFrame,  # of compare; several can be put together with pandas.concat
     heads: Sequence[str] | None = None,  # one a row: rows with the same head stand together below it
 ):
-    """Return a figure of every difference of a table with its t interval. Filled: Holm p at or below the level; open: not. At the
-    right the pairs, p after Holm, and the verdict.
+    """Return a figure of every difference of a table with its t interval.
 
-    An interval much wider than the differences spread is cut at the border, where an arrow says so."""
+    Filled: Holm p at or below the level; open: not. At the right the pairs, p after Holm, and the verdict. An interval
+    much wider than the differences spread is cut at the border, where an arrow says so."""
     table = comparisons.reset_index(drop=True)
     place, titles = _places(len(table), heads)
     lines, several = len(table) + len(titles), table.baseline.nunique() > 1
     size = 11 if several else 8.5, 0.9 + 0.3 * lines
     fig, ax = _pyplot().subplots(figsize=size, layout="constrained")
     for i, r in zip(place, table.itertuples()): _draw_difference(ax, i, r)
-    settings = [c for c in table.columns[: list(table.columns).index("method") + 1]]
-    names = [", ".join(_setting(r[c]) for c in settings) + f" against {r.baseline}" * several for _, r in table.iterrows()]
+    settings = list(table.columns[: list(table.columns).index("method") + 1])
+    names = [", ".join(map(_setting, r)) for r in table[settings].itertuples(index=False)]
+    if several: names = [f"{name} against {b}" for name, b in zip(names, table.baseline)]
     ax.set_yticks(-place, names, fontsize=8)
     for i, title in titles.items():
         ax.text(0, -i, title, transform=ax.get_yaxis_transform(), va="center", fontsize=8, weight="bold")
@@ -1154,30 +1158,26 @@ def write_report(
     by: Sequence[str] | None = None,  # as for summarise and compare
     base: str = "",  # put before the links to records
 ) -> list[Path]:  # the files
-    """Write summary, comparisons, over_tasks (where there are several) and failures as .md, .html, .tex and .csv, and the figures
-    that the records allow as .png and .pdf. Return the files.
+    """Write summary, comparisons, over_tasks (where there are several) and failures as .md, .html, .tex and .csv.
+
+    And the figures that the records allow, as .png and .pdf. Return the files.
 
     A task whose baseline does not clear the majority rate takes no part in over_tasks, whose caption names it (see
-    `clears_majority`). Links in the tables are as seen from the folder. What an earlier report left there under these names
-    goes. `ValueError` for a file in the folder's place, and as `load` and `compare` raise it."""
-    df, folder, made = source if isinstance(source, pd.DataFrame) else load(source), Path(folder), []
+    `clears_majority`). Links in the .md are as seen from the folder. What an earlier report left there under these
+    names goes. `ValueError` for a file in the folder's place, and as `load` and `compare` raise it."""
+    df, folder = source if isinstance(source, pd.DataFrame) else load(source), Path(folder)
     if folder.is_file(): raise ValueError(f"folder: {str(folder)!r} is a file; give a folder")
     folder.mkdir(parents=True, exist_ok=True)
     df = df.assign(file=[os.path.relpath(f, folder).replace(os.sep, "/") if f else "" for f in df.file])
     tables = _tables(df, baseline, by)
-    for name, suffix in _FILES: (folder / f"{name}.{suffix}").unlink(missing_ok=True)
-    for name, table in tables.items():
-        plain = table.drop(columns=[c for c in ("records", "records_baseline") if c in table])
-        shown = readable(table).map(str)
-        texts = {"md": to_markdown(table, base=base), "html": shown.to_html(index=False), "csv": plain.to_csv(index=False),
-                 "tex": shown.to_latex(index=False, escape=True)}
-        for suffix, text in texts.items():
-            write_atomically(folder / f"{name}.{suffix}", text)
-            made.append(folder / f"{name}.{suffix}")
-    return made + _save_figures(df, tables, folder)
+    contents = {f"{name}.{suffix}": text for name, t in tables.items() for suffix, text in _forms(t, base).items()}
+    contents |= _figures(df, tables)
+    for name in _FILES: (folder / name).unlink(missing_ok=True)
+    for name, content in contents.items(): write_atomically(folder / name, content)
+    return [folder / name for name in contents]
 
 # %% ../nbs/10a_report.ipynb #6f947573
-_FILES = [(name, suffix) for names, suffixes in (
+_FILES = [f"{name}.{suffix}" for names, suffixes in (
     ("summary comparisons over_tasks failures", "md html tex csv"),
     ("tradeoff layers mean_activation intrinsic_dimension fraction forest", "png pdf"))
     for name in names.split() for suffix in suffixes.split()]
@@ -1207,34 +1207,44 @@ def _over_judges(table: pd.DataFrame, able: pd.DataFrame, baseline: str) -> pd.D
     together.attrs = together.attrs | {"caption": left_out + together.attrs["caption"]}
     return together
 
+# %% ../nbs/10a_report.ipynb #3fcc945d
+def _forms(table: pd.DataFrame, base: str) -> dict[str, str]:
+    "Return a table as text in each form, its line of origin with it but in the CSV, which has all columns."
+    shown, origin = readable(table).map(str), _origin(table)
+    plain = table.drop(columns=["records", "records_baseline"], errors="ignore")
+    return {"md": to_markdown(table, base=base),
+            "html": shown.to_html(index=False) + f"\n<p>{html.escape(origin)}</p>\n",
+            "tex": shown.to_latex(index=False, escape=True) + f"\n{re.sub('[&%$#_{}]', _BEFORE, origin)}\n",
+            "csv": plain.to_csv(index=False)}
+
 # %% ../nbs/10a_report.ipynb #5d2bbb5e
-def _save_figures(df: pd.DataFrame, tables: dict, folder: Path) -> list[Path]:
-    "Draw and save the figures that the records allow. Return the files."
+def _figures(df: pd.DataFrame, tables: dict) -> dict[str, bytes]:
+    "Return the files of the figures that the records allow."
     drawn = {"tradeoff": lambda: plot_tradeoff(df), "layers": lambda: plot_layers(df),
              "mean_activation": lambda: plot_mean_activation(df),
              "intrinsic_dimension": lambda: plot_layers(df, "intrinsic_dimension")}
     if df.train_fraction.nunique() > 1: drawn["fraction"] = lambda: plot_fraction(df)
     if "comparisons" in tables: drawn["forest"] = lambda: plot_forest(tables["comparisons"])
-    made = []
+    files = {}
     for name, draw in drawn.items():
         try: fig = draw()
         except _NotRecorded: continue  # these records do not hold what the figure needs
         for suffix, metadata in (("png", None), ("pdf", {"CreationDate": None})):
-            buffer = BytesIO()
-            fig.savefig(buffer, format=suffix, dpi=150, metadata=metadata)
-            write_atomically(folder / f"{name}.{suffix}", buffer.getvalue())
-            made.append(folder / f"{name}.{suffix}")
+            fig.savefig(buffer := BytesIO(), format=suffix, dpi=150, metadata=metadata)
+            files[f"{name}.{suffix}"] = buffer.getvalue()
         _pyplot().close(fig)
-    return made
+    return files
 
 # %% ../nbs/10a_report.ipynb #063c36c8
 def failures(
     df: pd.DataFrame,  # of load
 ) -> pd.DataFrame:  # task, method, seed, run, attempts, error; empty if none failed
-    "Return the runs that failed, with the reason and, where the file says it, how often they were tried; cells link to files."
-    rows = [{"task": r.task, "method": r.method, "seed": str(r.seed), "run": _Cell(r.key, ((r.seed, r.file, r.line, r.key),)),
+    "Return the runs that failed, why and, where the file says it, after how many attempts; runs link to their files."
+    rows = [{"task": r.task, "method": r.method, "seed": str(r.seed),
+             "run": _Cell(r.key, ((r.seed, r.file, r.line, r.key),)),
              "attempts": _setting(r.attempts) if r.attempts == r.attempts else "",
-             "error": (str(r.error).strip().splitlines() or [""])[-1][:200]} for r in df[df.status == "failed"].itertuples()]
+             "error": (str(r.error).strip().splitlines() or [""])[-1][:200]}
+            for r in df[df.status == "failed"].itertuples()]
     out = pd.DataFrame(rows, columns=["task", "method", "seed", "run", "attempts", "error"])
     out.attrs = {"caption": provenance(df)}
     return out

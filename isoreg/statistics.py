@@ -46,7 +46,8 @@ def sign_flip(
     mean = lambda x, axis: np.round(np.mean(x / scale, axis=axis), 10)  # sums that differ by rounding count as equal
     found = stats.permutation_test((d,), mean, permutation_type="samples", vectorized=True, batch=10_000,
                                    n_resamples=np.inf if exact else resamples, random_state=np.random.default_rng(seed))
-    return float(min(1.0, found.pvalue)), f"exact, {2**n} sign patterns" if exact else f"{resamples} random sign patterns"
+    how = f"exact, {2**n} sign patterns" if exact else f"{resamples} random sign patterns"
+    return float(min(1.0, found.pvalue)), how
 
 # %% ../nbs/10_statistics.ipynb #ef1a9b45
 EXACT = 16  # pairs up to which all sign patterns are tried
@@ -91,7 +92,7 @@ def score_error(
     rows: float,  # of evaluation; NaN if they are not known
     correlation: bool = False,  # the score is a correlation, not a rate; a rate above 1 is one in per cent
 ) -> float:
-    "Return the standard error of the mean score for other seeds and other evaluation rows; without rows of the seeds alone."
+    "Return the standard error of the mean score for other seeds and, where they are known, other evaluation rows."
     x = np.asarray(scores, dtype=float)
     mean, few = x.mean(), x.var(ddof=1) / len(x) if len(x) > 1 else 0.0
     if not rows > 1: return math.sqrt(few)
@@ -101,7 +102,7 @@ def score_error(
 # %% ../nbs/10_statistics.ipynb #7f519716
 def two_errors(
     differences: Sequence[Sequence[float]],  # of each task: one number a pair, two or more
-    row_errors: Sequence[float] | None = None,  # of each task: error of its mean from the rows; None: none, the rows stay
+    row_errors: Sequence[float] | None = None,  # of each task: of its mean, from the rows; None: the rows stay
     level: float = 0.95,  # of the interval
 ) -> dict:  # difference, error, freedom, low, high, p; all but the first two NaN without any spread
     """Return the mean of the tasks' differences with its interval for other seeds and evaluation rows, and two-sided p.
@@ -111,7 +112,8 @@ def two_errors(
     T, n = len(d), np.array([len(x) for x in d])
     a = np.array([x.var(ddof=1) for x in d]) / n
     mean, error = float(np.mean([x.mean() for x in d])), math.sqrt((a + r**2).sum()) / T
-    if error <= ROUNDING: return {"difference": mean, "error": 0.0} | dict.fromkeys(("freedom", "low", "high", "p"), math.nan)
+    nothing = dict.fromkeys(("freedom", "low", "high", "p"), math.nan)
+    if error <= ROUNDING: return {"difference": mean, "error": 0.0, **nothing}
     few = ((a / T**2) ** 2 / (n - 1)).sum()
     freedom = error**4 / few if few else math.inf
     reach = float(stats.t.ppf((1 + level) / 2, freedom)) * error
@@ -135,7 +137,7 @@ def equivalence(
     found: dict,  # of two_errors
     margin: float,  # differences within ± this do not matter
 ) -> float:
-    "Return p of the two one-sided tests that the difference lies outside the margin: small where it is shown to be within."
+    "Return p of two one-sided tests: small where the difference is shown to lie within the margin."
     in_range("margin", margin, 0, ends="()")
     return float(stats.t.sf((margin - abs(found["difference"])) / found["error"], found["freedom"]))
 
@@ -165,7 +167,7 @@ def mean_rank_correlation(
     resamples: int = 9_999,  # shuffles within seeds
     seed: int = 0,  # of the shuffles
 ) -> dict:  # kind, mean, low, high, p, each (one a seed), seeds, resamples
-    """Return the mean over seeds of the rank correlation over settings, its t interval, and two-sided p by shuffles within seeds.
+    """Return the mean over seeds of the rank correlation over settings, its t interval, and p by shuffles within seeds.
 
     A seed with fewer than three settings, or all equal, has none. `ValueError` if no seed has one."""
     one_of("kind", kind, ("spearman", "kendall"))
@@ -179,8 +181,8 @@ def mean_rank_correlation(
     if not each: raise ValueError("pairs: no seed has three settings that differ; a rank correlation needs them")
     low, high = np.clip(t_interval(each, level), -1, 1).tolist()
     p = float((1 + np.sum(abs(null) >= abs(sum(each)) - 1e-9)) / (resamples + 1))
-    return {"kind": kind, "mean": float(np.mean(each)), "low": low, "high": high, "p": p, "each": each, "seeds": len(each),
-            "resamples": resamples}
+    return {"kind": kind, "mean": float(np.mean(each)), "low": low, "high": high, "p": p, "each": each,
+            "seeds": len(each), "resamples": resamples}
 
 # %% ../nbs/10_statistics.ipynb #8d2ad3bc
 def _rank_pairs(values, kind: str) -> np.ndarray:
