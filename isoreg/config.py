@@ -317,7 +317,8 @@ class DropoutSettings(Settings):
     p_max: float = _rate(0.1, "guided: rate of the least informative site", before=0.1, flag=False)
     p_min: float = _rate(0.0, "guided: rate of the most informative site", before=0.0, flag=False)
     aggregate: Literal["mean_of_means", "mean", "sum"] = setting(
-        "mean_of_means", "guided: from tensor scores to site scores", before="mean_of_means", family="dropout")
+        "mean_of_means", "guided: from tensor scores to site scores", before="mean_of_means", family="dropout",
+        label=lambda c: f"{c['aggregate']} of tensors")
 
 # %% ../nbs/07b_config.ipynb #33d53afb
 _QUICK = {

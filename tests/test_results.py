@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"
 TABLES = sorted((NBS / "tables").glob("*.ipynb"))
 RECORDS, FIRST, SECOND = (
-    [json.loads(line) for line in (NBS / "results" / f"{name}.jsonl").read_text().splitlines()] for name in ("runs", "istar_first", "second"))
+    [json.loads(line) for line in (NBS / "results" / f"{name}.jsonl").read_text().splitlines()]
+    for name in ("runs", "istar_first", "second")
+)
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 
 
@@ -32,37 +34,64 @@ def shown(notebook):
     return [text for text in texts if text]
 
 
-@pytest.mark.parametrize("path", [*TABLES, NBS / "index.ipynb", NBS / "guides" / "using.ipynb", NBS / "guides" / "reproducing.ipynb"], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [*TABLES, NBS / "index.ipynb", NBS / "guides" / "using.ipynb", NBS / "guides" / "reproducing.ipynb"],
+    ids=lambda p: p.stem,
+)
 def test_stored_page_is_what_the_records_give(path):
     stored = nbformat.read(path, 4)
     fresh = nbformat.read(path, 4)
-    nbclient.NotebookClient(fresh, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    nbclient.NotebookClient(
+        fresh, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
     assert shown(fresh) == shown(stored)
 
 
 @pytest.mark.parametrize("path", [*TABLES, NBS / "index.ipynb", NBS / "guides" / "using.ipynb"], ids=lambda p: p.stem)
 def test_no_cell_without_its_seeds_and_interval(path):
     for text in shown(nbformat.read(path, 4)):
-        text = re.sub(r"(?<!\\)\[((?:\\.|[^\[\]\\])*)\]\([^)]*\)", r"\1", text)      # a link is its text, and its bracket is no interval
-        rows = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines() if line.startswith("|")]
+        text = re.sub(
+            r"(?<!\\)\[((?:\\.|[^\[\]\\])*)\]\([^)]*\)", r"\1", text
+        )  # a link is its text, and its bracket is no interval
+        rows = [
+            [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+            for line in text.splitlines()
+            if line.startswith("|")
+        ]
         if not rows: continue
         head = rows[0]
-        count, reach = next((h for h in head if h in ("seeds", "pairs")), None), next((h for h in head if h.startswith("95")), None)
-        if any("±" in h or h in ("difference", "score") for h in head): assert count and reach, f"{head}: means without seeds or interval"
+        count, reach = (
+            next((h for h in head if h in ("seeds", "pairs")), None),
+            next((h for h in head if h.startswith("95")), None),
+        )
+        if any("±" in h or h in ("difference", "score") for h in head):
+            assert count and reach, f"{head}: means without seeds or interval"
         for row in rows[2:]:
             cells = dict(zip(head, row))
             if count: assert re.match(r"\d+", cells[count]), cells
             if reach: assert cells[reach] and "nan" not in cells[reach], cells
             assert all("[" in cell for name, cell in cells.items() if "(n = " in name and cell), cells
-            for name, cell in cells.items():      # a mean with its seeds in one cell; published numbers have what their papers give
-                if re.search(r"±|\(n ?=", cell) and not (count and reach) and not name.startswith(("published", "verdict")):
-                    over_samples = re.search(r"± \S+ \((?:\d+|six) (?:samples|directions)\)", cell)      # no runs
-                    assert ("[" in cell and re.search(r"n ?=", cell)) or "no interval" in cell or over_samples, f"{name}: {cell}"
+            for (
+                name,
+                cell,
+            ) in cells.items():  # a mean with its seeds in one cell; published numbers have what their papers give
+                if (
+                    re.search(r"±|\(n ?=", cell)
+                    and not (count and reach)
+                    and not name.startswith(("published", "verdict"))
+                ):
+                    over_samples = re.search(r"± \S+ \((?:\d+|six) (?:samples|directions)\)", cell)  # no runs
+                    assert ("[" in cell and re.search(r"n ?=", cell)) or "no interval" in cell or over_samples, (
+                        f"{name}: {cell}"
+                    )
 
 
 def test_every_record_is_whole_and_clean():
     for r in RECORDS + SECOND:
-        assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), f"{r['key']}: commit {r['git_commit']}: local changes, or none"
+        assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), (
+            f"{r['key']}: commit {r['git_commit']}: local changes, or none"
+        )
         assert r["data"]["train_rows"] and r["data"]["evaluation_rows"] and r["hardware"]["precision"]
     assert len({r["key"] for r in RECORDS}) == len(RECORDS)
 
@@ -86,7 +115,12 @@ def test_second_round_is_as_planned():
     "Random batches, one commit, and what an interval with both errors needs."
     assert len({r["git_commit"] for r in SECOND}) == 1
     for r in SECOND:
-        assert r["config"]["batches"] == "random" and len(unpack(r["resampled"])) == 500 and r["loss"]["step"] and r["hardware"]["cpu_flags"]
+        assert (
+            r["config"]["batches"] == "random"
+            and len(unpack(r["resampled"])) == 500
+            and r["loss"]["step"]
+            and r["hardware"]["cpu_flags"]
+        )
 
 
 def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_ran):
@@ -95,7 +129,8 @@ def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_
     runs = expand(load_grid(NBS / "grids" / "small-istar.yaml")).runs
     bare = lambda config: {k: v for k, v in RunConfig.from_record(config).to_dict().items() if k != "length_groups"}
     keys, planned = {run.key for run in runs}, [bare(run.config) for run in runs]
-    for r in FIRST: assert bare(r["config"]) in planned and (r["key"] in keys) == (r["config"]["task"] == "cola"), r["key"]
+    for r in FIRST:
+        assert bare(r["config"]) in planned and (r["key"] in keys) == (r["config"]["task"] == "cola"), r["key"]
 
 
 @pytest.mark.parametrize("kind", ["fisher", "geometry"])
@@ -113,7 +148,9 @@ def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkey
     (tmp_path / place).mkdir(parents=True)
     (tmp_path / place / "record.json").write_text(json.dumps({"tensor_scores": {"a": 1.0}}))
     monkeypatch.chdir(tmp_path)
-    assert sorted(r["key"] for r in stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / "small-landscape.yaml"), overrides={"fisher": place}).runs)
+    assert sorted(r["key"] for r in stored) == sorted(
+        run.key for run in expand(load_grid(NBS / "grids" / "small-landscape.yaml"), overrides={"fisher": place}).runs
+    )
 
 
 def test_keys_follow_from_the_configurations(as_it_ran):
@@ -123,19 +160,25 @@ def test_keys_follow_from_the_configurations(as_it_ran):
 def test_metrics_follow_from_the_kept_predictions(as_it_ran):
     seen = {}
     for r in RECORDS:
-        if r.get("predictions"): seen.setdefault((r["config"]["task"], r["config"]["regularizer"], r["config"]["dropout"], r["config"]["lam"]), r)
+        if r.get("predictions"):
+            seen.setdefault(
+                (r["config"]["task"], r["config"]["regularizer"], r["config"]["dropout"], r["config"]["lam"]), r
+            )
     assert seen
     truth = {}
     for r in seen.values():
         c = r["config"]
         data = truth.setdefault(c["task"], load_task(c["task"], c["data_dir"], c["train_split"], c["eval_split"]))
-        metric = load_metric(data.task).compute(predictions=unpack(r["predictions"]), references=np.array(data.evaluation["label"]))
+        metric = load_metric(data.task).compute(
+            predictions=unpack(r["predictions"]), references=np.array(data.evaluation["label"])
+        )
         assert {m: metric[m] for m in r["metrics"]} == pytest.approx(r["metrics"], abs=1e-6), r["key"]
 
 
 def test_collapsed_means_one_class():
     for r in RECORDS:
-        if r.get("predictions") and r["predictions"]["kind"] == "int16": assert r["collapsed"] == (len(set(unpack(r["predictions"]).tolist())) == 1)
+        if r.get("predictions") and r["predictions"]["kind"] == "int16":
+            assert r["collapsed"] == (len(set(unpack(r["predictions"]).tolist())) == 1)
 
 
 def test_table_of_runs_has_every_record():

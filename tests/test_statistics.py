@@ -1,0 +1,264 @@
+"""Intervals, exact tests, corrections and ratios against SciPy, brute force and simulation."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from isoreg import statistics
+from isoreg.statistics import (
+    equivalence, holm, mean_rank_correlation, missing_bounds, ratio_interval, score_error, seeds_needed, sign_flip,
+    smallest_p, t_interval, two_errors)
+
+
+@given(
+    st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=30).filter(lambda v: np.std(v) > 1e-3),
+    st.sampled_from([0.9, 0.95, 0.99]),
+)
+@settings(max_examples=60, deadline=None)
+def test_t_interval_is_that_of_scipy(values, level):
+    theirs = stats.ttest_1samp(values, 0).confidence_interval(level)
+    np.testing.assert_allclose(t_interval(values, level), theirs, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(t_interval([*values, float("nan")], level), theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_no_interval_from_nothing():
+    assert all(math.isnan(x) for v in ([], [1.0], [0.7] * 5) for x in t_interval(v))
+    with pytest.raises(ValueError, match="level: "): t_interval([1, 2], 95)
+
+
+def test_the_t_interval_covers_and_the_bootstrap_does_not():
+    "At five seeds, 4000 samples: a standard error of 0.35 points."
+    x = np.random.default_rng(1).normal(3, 2, size=(4000, 5))
+    low, high = np.array([t_interval(row) for row in x]).T
+    assert abs(np.mean((low < 3) & (3 < high)) - 0.95) < 0.011
+    boot = stats.bootstrap(
+        (x[:1000],), np.mean, axis=-1, method="percentile", n_resamples=499, random_state=np.random.default_rng(2)
+    ).confidence_interval
+    assert np.mean((boot.low < 3) & (3 < boot.high)) < 0.87
+
+
+@given(st.lists(st.integers(-8, 8), min_size=2, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_sign_flip_by_brute_force(d):
+    flips = [
+        abs(sum(s * x for s, x in zip(signs, d))) >= abs(sum(d)) for signs in itertools.product((-1, 1), repeat=len(d))
+    ]
+    assert sign_flip(np.array(d) / 7)[0] == pytest.approx(np.mean(flips), abs=1e-12)
+    assert sign_flip(-np.array(d) / 7)[0] == pytest.approx(sign_flip(np.array(d) / 7)[0])
+    assert sign_flip(d)[0] >= smallest_p(sum(x != 0 for x in d)) - 1e-12
+
+
+@pytest.mark.parametrize("n", [5, 8, 11])
+def test_sign_flip_of_signed_ranks_is_wilcoxons_test(n):
+    d = np.random.default_rng(n).normal(0.6, 1, n)
+    ranks = np.sign(d) * stats.rankdata(abs(d))
+    assert sign_flip(ranks)[0] == pytest.approx(stats.wilcoxon(d, method="exact").pvalue)
+
+
+def test_many_pairs_are_sampled_and_it_is_said():
+    d = np.random.default_rng(0).normal(0.25, 1, 30)
+    p, how = sign_flip(d)
+    assert (
+        how == "99999 random sign patterns"
+        and p == pytest.approx(stats.ttest_1samp(d, 0).pvalue, rel=0.15)
+        and sign_flip(d) == (p, how)
+    )
+    with pytest.raises(ValueError, match="differences: "): sign_flip([0.1, float("nan")])
+    assert sign_flip([1e-17] * 5)[0] == 1  # equal but for rounding, as compare says too
+    assert sign_flip([])[1] == "no pair" and sign_flip([0.3])[0] == 1
+
+
+@pytest.mark.parametrize(
+    "n, how",
+    [
+        (14, "exact, 16384 sign patterns"),
+        (15, "exact, 32768 sign patterns"),
+        (16, "exact, 65536 sign patterns"),
+        (17, "99999 random sign patterns"),
+    ],
+)
+def test_the_label_and_the_smallest_p_are_true_where_sampling_begins(n, how):
+    "With random patterns the observed one is always counted and the tail is doubled: no p below 2 / (resamples + 1)."
+    p, said = sign_flip(np.ones(n))
+    assert said == how and (p == smallest_p(n) == 2.0 ** (1 - n) if n <= statistics.EXACT else p >= smallest_p(n))
+    assert sign_flip(np.ones(12), resamples=99)[1].startswith("exact")
+
+
+@pytest.mark.parametrize("n", [17, 20, 40])
+def test_no_sampled_p_is_below_the_smallest(n):
+    assert sign_flip(np.arange(1, n + 1) / 7)[0] >= smallest_p(n) >= 2 / (statistics.RESAMPLES + 1)
+
+
+@pytest.mark.parametrize("p", [0.5, [[0.1, 0.2]], [2, 0.1], [-0.1]])
+def test_holm_wants_a_list_of_probabilities(p):
+    with pytest.raises(ValueError, match="p: "): holm(p)
+
+
+def test_holm_on_a_known_example():
+    np.testing.assert_allclose(
+        holm([0.01, 0.02, 0.03, 0.04, 0.05]), [0.05, 0.08, 0.09, 0.09, 0.09]
+    )  # as R's p.adjust gives it
+    np.testing.assert_allclose(holm([0.04, float("nan"), 0.01]), [0.04, float("nan"), 0.02])
+    assert holm([]).size == 0
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_holm_is_the_closed_bonferroni_test(p):
+    "A hypothesis falls only if every set that holds it does: the largest |S| min(p in S) over the sets S that hold it."
+    closed = [
+        min(
+            1,
+            max(
+                len(s) * min(p[j] for j in s)
+                for k in range(1, len(p) + 1)
+                for s in itertools.combinations(range(len(p)), k)
+                if i in s
+            ),
+        )
+        for i in range(len(p))
+    ]
+    ours = holm(p)
+    np.testing.assert_allclose(ours, closed)
+    assert (ours >= np.array(p) - 1e-15).all() and (np.diff(ours[np.argsort(p, kind="stable")]) >= 0).all()
+
+
+@given(st.integers(1, 500), st.sampled_from([0.1, 0.05, 0.01]))
+@settings(max_examples=100, deadline=None)
+def test_seeds_needed_is_the_first_number_that_reaches(tests, alpha):
+    n = seeds_needed(tests, alpha)
+    assert tests * 2 / 2**n <= alpha < tests * 2 / 2 ** (n - 1)
+
+
+def test_a_table_without_effects_has_few_false_findings():
+    "Eight seeds, four methods that do nothing and share a baseline: one or more false in at most 5 % of the tables."
+    rng, wrong, tables = np.random.default_rng(3), 0, 300
+    for _ in range(tables):
+        x = rng.normal(size=(5, 8))
+        wrong += (holm([sign_flip(row - x[0])[0] for row in x[1:]]) <= 0.05).any()
+    assert wrong / tables < 0.05 + 3 * math.sqrt(0.05 * 0.95 / tables)
+
+
+@given(
+    st.lists(st.floats(-0.2, 0.2), min_size=2, max_size=8).filter(lambda x: np.std(x) > 1e-3),
+    st.lists(st.floats(-0.2, 0.2), min_size=2, max_size=8).filter(lambda x: np.std(x) > 1e-3),
+)
+@settings(max_examples=50, deadline=None)
+def test_two_errors_without_a_row_error_is_welch(one, two):
+    "The mean of two tasks is half the difference of one and minus the other, for which SciPy has interval and p."
+    found = two_errors([one, two], [0, 0])
+    welch = stats.ttest_ind(one, [-x for x in two], equal_var=False)
+    interval = welch.confidence_interval()
+    assert [found["low"], found["high"], found["p"]] == pytest.approx(
+        [interval.low / 2, interval.high / 2, welch.pvalue], abs=1e-9
+    )
+    alone = two_errors([one], [0])
+    assert (alone["low"], alone["high"]) == pytest.approx(t_interval(one), abs=1e-12)
+
+
+def test_row_error_widens_and_is_asked_for():
+    d = [0.01, 0.03, 0.02, 0.05]
+    plain, wide = two_errors([d], [0.0]), two_errors([d], [0.02])
+    assert (
+        wide["error"] == pytest.approx(np.hypot(plain["error"], 0.02))
+        and wide["low"] < plain["low"]
+        and wide["p"] > plain["p"]
+    )
+    for bad in (
+        dict(differences=[d], row_errors=[float("nan")]),
+        dict(differences=[d], row_errors=[]),
+        dict(differences=[[0.1]], row_errors=[0.1]),
+    ):
+        with pytest.raises(ValueError, match="row_errors|differences"): two_errors(**bad)
+
+
+# ---- a share of a gain, and equivalence
+
+
+def made_up_pairs(rng, seeds, truth, tasks):
+    z = rng.normal(size=(len(tasks), 2, seeds))
+    z[:, 0] = 0.6 * z[:, 1] + 0.8 * z[:, 0]
+    return [np.c_[truth * gain + spread * a, gain + spread * b] for (gain, spread), (a, b) in zip(tasks, z)]
+
+
+@pytest.mark.parametrize("truth, tasks", [(0.5, [(0.03, 0.02), (0.02, 0.01)]), (-0.2, [(0.03, 0.01)]),
+                                          (1.5, [(0.05, 0.02)] * 3)])
+def test_fieller_holds_the_ratio_as_often_as_it_says(truth, tasks):
+    "Eight seeds, 2000 samples: a standard error of 0.5 points."
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(2000):
+        _, low, high = ratio_interval(made_up_pairs(rng, 8, truth, tasks))
+        held += low <= truth <= high
+    assert abs(held / 2000 - 0.95) < 0.016
+
+
+@given(st.integers(0, 10_000), st.integers(3, 9))
+@settings(max_examples=60, deadline=None)
+def test_fieller_on_one_task_is_where_a_t_test_of_a_less_ratio_times_b_turns(seed, n):
+    "At each bound of the interval the differences a - bound * b have a p of just the level."
+    (pair,) = made_up_pairs(np.random.default_rng(seed), n, 0.5, [(0.05, 0.01)])
+    ratio, *bounds = ratio_interval([pair])
+    assert ratio == pytest.approx(pair[:, 0].mean() / pair[:, 1].mean())
+    if math.isinf(bounds[0]): return
+    for bound in bounds: assert stats.ttest_1samp(pair[:, 0] - bound * pair[:, 1], 0).pvalue == pytest.approx(0.05)
+
+
+def test_fieller_has_no_bounds_where_the_denominator_may_be_zero():
+    pair = np.c_[[0.1, 0.2, 0.3, 0.2], [0.1, -0.1, 0.05, -0.04]]
+    assert stats.ttest_1samp(pair[:, 1], 0).pvalue > 0.05 and ratio_interval([pair])[1:] == (-math.inf, math.inf)
+
+
+def test_fieller_has_the_level_that_is_asked_for():
+    pair = made_up_pairs(np.random.default_rng(0), 8, 0.5, [(0.05, 0.01)])
+    narrow, wide = ratio_interval(pair, 0.8), ratio_interval(pair, 0.99)
+    assert wide[1] < narrow[1] < narrow[0] < narrow[2] < wide[2]
+
+
+@given(st.integers(0, 10_000), st.floats(0.001, 0.05))
+@settings(max_examples=60, deadline=None)
+def test_equivalence_is_the_90_percent_interval_within_the_margin(seed, margin):
+    rng = np.random.default_rng(seed)
+    found = two_errors([rng.normal(0, 0.02, 6), rng.normal(0.01, 0.01, 4)], [0.004, 0.0], level=0.90)
+    within = -margin <= found["low"] and found["high"] <= margin
+    assert within == (equivalence(found, margin) <= 0.05)
+    assert equivalence(found | {"difference": -found["difference"]}, margin) == equivalence(found, margin)
+    with pytest.raises(ValueError, match="margin: "): equivalence(found, 0)
+
+
+# ---- what a score and a missing run leave open
+
+
+def test_the_error_of_a_score_is_that_of_rows_and_seeds():
+    rng, x = np.random.default_rng(0), [0.60, 0.62, 0.61]
+    chance = [np.corrcoef(*rng.normal(size=(2, 120)))[0, 1] for _ in range(4000)]
+    assert score_error([0.1], 120, correlation=True) == pytest.approx(np.std(chance), rel=0.05)
+    assert score_error(x, 277) == pytest.approx(math.hypot(stats.binom(277, 0.61).std() / 277, stats.sem(x)))
+    assert score_error([61.0], 277) == pytest.approx(100 * stats.binom(277, 0.61).std() / 277)
+    assert score_error(x, float("nan")) == pytest.approx(stats.sem(x)) and score_error([0.6], float("nan")) == 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans(), st.booleans()), min_size=1, max_size=5))
+def test_bounds_hold_whatever_a_failed_run_would_have_scored(rows):
+    a, b, lost_a, lost_b = (np.array(c) for c in zip(*rows))
+    least, most = missing_bounds(np.where(lost_a, np.nan, a), np.where(lost_b, np.nan, b), [0.0, 1.0])
+    assert least - 1e-12 <= (a - b).mean() <= most + 1e-12
+    if not (lost_a | lost_b).any(): assert least == most == pytest.approx((a - b).mean())
+
+
+def test_nothing_is_known_of_nothing(): assert all(map(math.isnan, missing_bounds([float("nan")], [float("nan")])))
+
+
+@pytest.mark.parametrize("kind, theirs", [("spearman", stats.spearmanr), ("kendall", stats.kendalltau)])
+def test_mean_rank_correlation_is_that_of_scipy(kind, theirs):
+    pairs = [np.random.default_rng(s).integers(0, 6, size=(2, 7)) for s in range(4)]
+    found = mean_rank_correlation(pairs, kind, resamples=99)
+    each = [theirs(x, y).statistic for x, y in pairs]
+    np.testing.assert_allclose(found["each"], each)
+    np.testing.assert_allclose([found["low"], found["high"]], np.clip(t_interval(each), -1, 1))
+    with pytest.raises(ValueError, match="pairs: no seed"): mean_rank_correlation([([1, 2], [1, 2])])
+    with pytest.raises(ValueError, match="kind: 'pearson'"): mean_rank_correlation(pairs, "pearson")
