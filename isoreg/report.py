@@ -167,13 +167,13 @@ def _hardware(h: dict) -> str:
 # %% ../nbs/10a_report.ipynb #6f93f29d
 def _others(record: dict) -> Iterator[dict]:
     "Return the further tasks that a run was evaluated on, each as a record with the task behind the run's key."
-    for task, found in _section(record, "others").items():
+    for task, found in _get(record, "others").items():
         if not isinstance(found, dict): continue
         data = {n: found.get(n) for n in ("fingerprint", "evaluation_rows", "majority", "sources")}
-        data["notes"] = [*dict.fromkeys(_notes(record, "data") + _notes({"other": found}, "other"))]
+        data["notes"] = [*dict.fromkeys(_get(record, "data.notes", list) + _get(found, "notes", list))]
         yield record | found | {
             "key": f"{record.get('key')}-{task}", "config": record["config"] | {"task": task}, "isoscore": {},
-            "geometry": {}, "data": _section(record, "data") | data, "total_seconds": None, "train_seconds": None}
+            "geometry": {}, "data": _get(record, "data") | data, "total_seconds": None, "train_seconds": None}
 
 # %% ../nbs/10a_report.ipynb #1f0fcb4e
 def _better(kept: dict, new: dict) -> dict:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from isoreg.cli import _finished, _lines, app, read_points, run_command, score_model, score_points, spectrum
 from isoreg.config import RECIPES, RunConfig, about
 from isoreg.record import RunRecord
-from isoreg.isoscore import isoscore, isoscore_with_error
+from isoreg.isoscore import isoscore
 from isoreg.sequences import isoscore_by_sequence_with_error
 from isoreg.notebook import execute, run_notebook_path
 from isoreg.report import load

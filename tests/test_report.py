@@ -1,7 +1,6 @@
 """Records to rows, verdicts, tables that equal the stored ones, published numbers with sources, figures."""
 
 import ast
-import dataclasses
 import html
 import itertools
 import json
