@@ -3,14 +3,13 @@
 # %% auto #0
 __all__ = ['NOTEBOOKS', 'FULL', 'CONTEXT_MIB', 'ASSUMED_MIB', 'RAM_MIB', 'ATTEMPTS', 'PLACE', 'SEARCH_SEEDS', 'config_class',
            'Block', 'Grid', 'grid_path', 'load_grid', 'Run', 'Plan', 'expand', 'Folder', 'set_aside', 'publish',
-           'restore', 'keep_warm', 'KernelDied', 'Kernel', 'Outcome', 'is_disk_full', 'run_one', 'gpu_need',
-           'plan_jobs', 'Gpus', 'find_gpus', 'machine', 'Report', 'DiskFull', 'sweep', 'gpu_share', 'sweep_on_ray',
-           'time_left', 'status', 'Choice', 'choose', 'final_grid']
+           'restore', 'KernelDied', 'Kernel', 'Outcome', 'is_disk_full', 'run_one', 'gpu_need', 'plan_jobs', 'Gpus',
+           'find_gpus', 'machine', 'Report', 'DiskFull', 'sweep', 'gpu_share', 'sweep_on_ray', 'time_left', 'status',
+           'Choice', 'choose', 'final_grid']
 
 # %% ../nbs/09_sweep.ipynb #e4887660
 import ast
 import contextlib
-import copy
 import dataclasses
 import difflib
 import errno
@@ -282,7 +281,7 @@ def expand(
     for block in grid.blocks:
         if only and block.name not in only: continue
         kind, hits, count, before = config_class(block.notebook), defaultdict(int), 0, len(runs)
-        names = sorted({f.name for f in dataclasses.fields(kind)}.union(*(b.axes for b in grid.blocks)))
+        names = sorted(set(kind().to_dict()).union(*(b.axes for b in grid.blocks)))
         for entry in block.exclude:
             for n in entry:
                 if n not in names: raise ValueError(f"{block.name}: exclude: {_unknown(n, names)}")
@@ -446,72 +445,6 @@ def restore(
         if not dry_run: write_atomically(folder.out / run.key / "record.json", json.dumps(record, indent=1) + "\n")
     return found
 
-# %% ../nbs/09_sweep.ipynb #884e27de
-class _Kept:
-    "A function that remembers its last few answers. `key(arguments)` decides what the same question is."
-
-    def __init__(self, function: Callable, key: Callable, size: int = 2):
-        self.function, self.key, self.size, self.answers, self.hits = function, key, size, {}, 0
-        functools.update_wrapper(self, function)
-
-    def __call__(self, *arguments, **named):
-        key = self.key(*arguments, **named)
-        if key in self.answers: self.hits += 1
-        else:
-            while len(self.answers) >= self.size: self.answers.pop(next(iter(self.answers)))
-            self.answers[key] = self.function(*arguments, **named), arguments  # the arguments too: their ids stay taken
-        return self.answers[key][0]
-
-
-def _stamp(folder) -> tuple:
-    "Names, sizes and times of the files in a folder: changed files are read again."
-    if not folder or not Path(folder).is_dir(): return ()
-    return tuple((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(Path(folder).iterdir()) if p.is_file())
-
-
-def _task_key(task, data_dir=None, train_split="train", eval_split=None, split_protocol="official", seed=0, train_fraction=1.0, max_train=None, max_eval=None):
-    from isoreg.tasks import get_task
-    whole = split_protocol == "official" and train_fraction == 1 and max_train is None  # the seed shuffles nothing
-    stamp = _stamp(Path(data_dir) / get_task(task).folder) if data_dir else ()
-    return task, data_dir, train_split, eval_split, split_protocol, None if whole else seed, train_fraction, max_train, max_eval, stamp
-
-# %% ../nbs/09_sweep.ipynb #ddfc8538
-class _KeptWeights:
-    "In the place of an Auto class: the second time, the weights of the first, and missing ones drawn anew as `from_pretrained` does."
-
-    def __init__(self, auto): self.auto, self.last = auto, None
-
-    def from_pretrained(self, source, **named):
-        key = source, _stamp(source), repr(sorted(named.items()))
-        if self.last is None or self.last[0] != key:
-            model, info = self.auto.from_pretrained(source, **named)
-            weights = {k: v.detach().clone() for k, v in model.state_dict().items() if k not in info["missing_keys"]}
-            self.last = key, type(model), copy.deepcopy(model.config), weights
-            return model, info
-        _, kind, config, weights = self.last
-        return kind.from_pretrained(None, config=copy.deepcopy(config), state_dict={k: v.clone() for k, v in weights.items()},
-                                    **{k: v for k, v in named.items() if k in ("dtype", "output_loading_info")})
-
-
-def _rows_key(rows, *rest): return id(rows), *((x.name_or_path, _stamp(x.name_or_path)) if hasattr(x, "pad_token") else getattr(x, "name", x) for x in rest)
-
-
-def keep_warm() -> None:
-    "Let `isoreg.finetune` in this process keep rows, tokens, tokenizer and weights of the last task. Results stay the same bit for bit."
-    from isoreg import finetune
-    if isinstance(finetune.load_task, _Kept): return
-    finetune.load_task = _Kept(finetune.load_task, _task_key)
-    for name in ("encode", "encode_squad_train", "encode_squad_eval"):
-        setattr(finetune, name, _Kept(getattr(finetune, name), _rows_key, 4))
-    for name in ("AutoModelForSequenceClassification", "AutoModelForQuestionAnswering"):
-        setattr(finetune, name, _KeptWeights(getattr(finetune, name)))
-    kept = _Kept(finetune.AutoTokenizer.from_pretrained, lambda source: (source, _stamp(source)), 1)
-
-    class Tokenizers:
-        @staticmethod
-        def from_pretrained(source): return copy.deepcopy(kept(source))  # a run that sets its padding token leaves the next one's as it was
-    finetune.AutoTokenizer = Tokenizers
-
 # %% ../nbs/09_sweep.ipynb #2314ccfd
 _held = None  # the lock of this kernel's run
 
@@ -524,7 +457,6 @@ def _begin(lock: str, notebook: str) -> bool:
     try: lock.acquire()
     except Timeout: return False
     _held = lock
-    if notebook == "finetune": keep_warm()
     with contextlib.suppress(OSError): Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of the memory counts from here
     return True
 

@@ -698,51 +698,6 @@ def test_warm_runs_equal_cold_ones_bit_for_bit(toy, tmp_path):
     assert report.code == 0 and report.found == 1
 
 
-def test_kept_weights_give_the_model_of_a_cold_start():
-    code = """
-import copy, torch
-from isoreg import finetune
-from isoreg.config import RunConfig
-from isoreg.models import load_model
-from isoreg.sweep import keep_warm
-def state(seed, task):
-    model, _, notes = load_model(RunConfig(task=task, seed=seed))
-    return model, {k: v.clone() for k, v in model.state_dict().items()}, notes, torch.get_rng_state()
-cold = {(t, s): state(s, t)[1:] for t in ("toy-cola", "toy-stsb") for s in (0, 1)}
-keep_warm(); keep_warm()
-for t, s in [("toy-cola", 0), ("toy-cola", 1), ("toy-cola", 0), ("toy-stsb", 0), ("toy-stsb", 1), ("toy-cola", 1)]:
-    model, weights, notes, rng = state(s, t)
-    assert all(torch.equal(weights[k], v) for k, v in cold[t, s][0].items()) and weights.keys() == cold[t, s][0].keys(), (t, s)
-    assert notes == cold[t, s][1] and torch.equal(rng, cold[t, s][2]) and not model.training
-    with torch.no_grad(): [p.add_(1) for p in model.parameters()]  # training must not reach what is kept
-a = finetune.load_task("toy-cola", seed=0); assert a is finetune.load_task("toy-cola", seed=1)
-b = finetune.load_task("toy-cola", seed=0, max_train=50); assert b is not finetune.load_task("toy-cola", seed=1, max_train=50)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-
-
-def test_a_warm_kernel_keeps_the_notes_on_the_padding_token(tmp_path):
-    code = f"""
-from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
-from isoreg import finetune
-from isoreg.sweep import keep_warm
-from isoreg.toy import toy_tokenizer
-t = toy_tokenizer()
-GPT2ForSequenceClassification(GPT2Config(vocab_size=len(t), n_embd=32, n_layer=1, n_head=2, n_positions=64)).save_pretrained({str(tmp_path)!r})
-PreTrainedTokenizerFast(tokenizer_object=t._tokenizer, model_max_length=64, unk_token="[UNK]", eos_token="[SEP]").save_pretrained({str(tmp_path)!r})
-keep_warm()
-config = finetune.RunConfig(model={str(tmp_path)!r}, recipe="toy")
-(_, one, first), (_, two, second) = finetune.load_model(config), finetune.load_model(config)
-assert first == second and "padding token set to [SEP]" in first and one is not two, (first, second)
-rows = finetune.load_task("toy-cola", max_eval=8)
-a, b = (finetune.encode(rows.evaluation, rows.task, t, 64) for t in (one, two))
-assert a is b and finetune.encode.hits == 1
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-
-
 def test_ray_gives_the_same_records(toy, tmp_path):
     pytest.importorskip("ray")
     path, out, _ = toy
