@@ -764,15 +764,16 @@ def help_text(
 
 def options_table(
     kind: type[Settings],  # a configuration
+    flags: bool = True,  # show how the command line takes a setting, not its name alone
 ) -> str:
-    "Return a Markdown table of all settings: name, flag, default, meaning."
+    "Return a Markdown table of all settings: name, default, meaning."
     lines = ["| setting | default | meaning |", "|:--|:--|:--|"]
     for heading, fields in groups(kind).items():
         lines.append(f"| **{heading}** | | |")
         for name, f in fields.items():
             words = f" ({', '.join(choices(f)) or bounds(f)})" if choices(f) or bounds(f) else ""
-            flag = f"`--{name.replace('_', '-')}`" if about(f).flag else f"`--set {name}=`"
-            lines.append(f"| {flag} | {default_text(f)} | {f.description}{words} |")
+            given = f"--{name.replace('_', '-')}" if about(f).flag else f"--set {name}="
+            lines.append(f"| `{given if flags else name}` | {default_text(f)} | {f.description}{words} |")
     return "\n".join(lines)
 
 # %% ../nbs/07b_config.ipynb #b7a13cad
