@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['geometry', 'average_cosine', 'partition_score', 'variance_explained', 'effective_rank', 'rankme', 'nearest_two',
-           'two_nn', 'outlier_dimensions', 'Dimensions', 'mean_activation']
+           'two_nn', 'Dimensions', 'outlier_dimensions', 'mean_activation']
 
 # %% ../nbs/02_geometry.ipynb #931dac7f
 import functools
@@ -332,6 +332,15 @@ def two_nn(
     raise ValueError("points: the two nearest neighbours are equally far from every point, as in a grid; "
                      "no dimension follows")
 
+# %% ../nbs/02_geometry.ipynb #52951c87
+class Dimensions(NamedTuple):
+    "What stands out among the coordinates; lists begin with the most extreme."
+    mean: Tensor  # (d,) float64
+    std: Tensor  # (d,) float64, divisor n - 1
+    by_mean: list[int]  # mean at least sigmas standard deviations of the means from their mean
+    by_variance: list[int]  # variance at least ratio times the average variance
+    largest: list[int]  # the k of largest standard deviation
+
 # %% ../nbs/02_geometry.ipynb #52951c86
 @torch.no_grad()
 def outlier_dimensions(
@@ -341,7 +350,7 @@ def outlier_dimensions(
     *,
     sigmas: float = 3.0,  # distance of a dimension's mean from the others' that counts as far
     ratio: float = 5.0,  # Rudman, Chen and Eickhoff 2023
-) -> "Dimensions":
+) -> Dimensions:
     """Return mean and standard deviation of each dimension, and the dimensions that stand out.
 
     `ValueError` for fewer than 2 points or a bad threshold.
@@ -361,15 +370,6 @@ def _largest_first(value: Tensor, chosen: Tensor) -> list[int]:
     "Return where `chosen` (d,) is true, the largest value first."
     order = value.argsort(descending=True, stable=True)
     return order[chosen[order]].tolist()
-
-# %% ../nbs/02_geometry.ipynb #52951c87
-class Dimensions(NamedTuple):
-    "What stands out among the coordinates; lists begin with the most extreme."
-    mean: Tensor  # (d,) float64
-    std: Tensor  # (d,) float64, divisor n - 1
-    by_mean: list[int]  # mean at least sigmas standard deviations of the means from their mean
-    by_variance: list[int]  # variance at least ratio times the average variance
-    largest: list[int]  # the k of largest standard deviation
 
 # %% ../nbs/02_geometry.ipynb #52951c88
 @torch.no_grad()

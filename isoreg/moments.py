@@ -22,7 +22,7 @@ def moments(
     points,  # (..., n, d) tensor or array; float16 and bfloat16 are summed in float32, whole numbers in float64
     mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts; other rows may hold anything, NaN too
     order: int = 2,  # 2, or 4 for m3 and m4 too
-) -> "Moments":
+):  # Moments: count (...), mean (..., d), m2 (..., d, d), and of order 4 m3 (..., d) and m4 (...)
     """Return the moments of each cloud in `points`, in one pass without a centred copy; differentiable, in one product.
 
     Memory beside the input: the result and a buffer of 1.5 MiB (64 MiB on an accelerator). The gradient comes back in
