@@ -51,8 +51,7 @@ def load(
     if not rows: raise ValueError(f"source: no record of a run; {left_out}")
     if wrong: warnings.warn(left_out, stacklevel=2)
     df = pd.DataFrame(list(rows.values()))
-    if df.scores[df.dropout.isin(GUIDED)].nunique(dropna=False) < 2:  # then their file tells no methods apart
-        df["method"] = [label(c, scores=False) for c in df[list(METHOD)].to_dict("records")]
+    df["method"] = _methods(df)
     return df
 
 # %% ../nbs/10a_report.ipynb #3d299e67
@@ -117,12 +116,22 @@ def _fits(name: str, value) -> bool:
 # %% ../nbs/10a_report.ipynb #a2d51114
 def label(
     config: dict,  # settings of a run; what is missing has its default
-    scores: bool = True,  # name the file of scores; load leaves it out where all guided runs read the same
+    scores: bool = True,  # name the file of scores; load leaves out the one that most guided runs read
 ) -> str:
     "Return a readable name of the method: penalty and dropout, and whatever of their settings is not the default."
     known = {k: v for k, v in config.items() if k in METHOD and v == v}  # NaN is nothing
     c = SETTINGS | known
     return " + ".join(filter(None, (_penalty_label(c), _dropout_label(c, scores)))) or "base"
+
+# %% ../nbs/10a_report.ipynb #d0e9aaba
+def _methods(df: pd.DataFrame) -> list[str]:
+    "Return the name of each run's method. The scores that most guided runs read go unnamed, any others are named."
+    files = df.scores[df.dropout.isin(GUIDED)].value_counts(dropna=False)
+    alone = len(files) == 1 or len(files) > 1 and files.iloc[0] > files.iloc[1]
+    usual = files.index[0] if alone and isinstance(files.index[0], str) else None
+    own = lambda c: usual and c["dropout"] in GUIDED and not isinstance(c["scores"], str)
+    settings = df[list(METHOD)].to_dict("records")
+    return [label(c, scores=c["scores"] != usual) + " with scores of its own" * bool(own(c)) for c in settings]
 
 # %% ../nbs/10a_report.ipynb #dbbcc11f
 _PENALTY = {"istar": "I-STAR", "cosreg": "CosReg"}
