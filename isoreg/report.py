@@ -54,8 +54,7 @@ def load(
     if not rows: raise ValueError(f"source: no record of a run; {left_out}")
     if wrong: warnings.warn(left_out, stacklevel=2)
     df = pd.DataFrame(list(rows.values()))
-    if df.scores[df.dropout.isin(GUIDED)].nunique(dropna=False) < 2:  # then their file tells no methods apart
-        df["method"] = [label(c, scores=False) for c in df[list(METHOD)].to_dict("records")]
+    df["method"] = _methods(df)
     return df
 
 # %% ../nbs/10a_report.ipynb #3d299e67
@@ -174,6 +173,16 @@ def _others(record: dict) -> Iterator[dict]:
         yield record | found | {
             "key": f"{record.get('key')}-{task}", "config": record["config"] | {"task": task}, "isoscore": {},
             "geometry": {}, "data": _get(record, "data") | data, "total_seconds": None, "train_seconds": None}
+
+# %% ../nbs/10a_report.ipynb #c671766f
+def _methods(df: pd.DataFrame) -> list[str]:
+    "Return the name of each run's method. The scores that most guided runs read go unnamed, any others are named."
+    files = df.scores[df.dropout.isin(GUIDED)].value_counts(dropna=False)
+    alone = len(files) == 1 or len(files) > 1 and files.iloc[0] > files.iloc[1]
+    usual = files.index[0] if alone and isinstance(files.index[0], str) else None
+    own = lambda c: usual and c["dropout"] in GUIDED and not isinstance(c["scores"], str)
+    settings = df[list(METHOD)].to_dict("records")
+    return [label(c, scores=c["scores"] != usual) + " with scores of its own" * bool(own(c)) for c in settings]
 
 # %% ../nbs/10a_report.ipynb #1f0fcb4e
 def _better(kept: dict, new: dict) -> dict:
