@@ -37,12 +37,13 @@ from transformers import (
 
 import isoreg
 from .corpus import TextBatches
-from .dropout import AGGREGATES, CONTROLS, HOWS, apply_dropout, load_schedule
 from .files import pack, record_files, unpack, write_atomically
 from .fisher import empirical_fisher, load_scores
 from .geometry import two_nn
 from .istar import CosReg, IStar, check_lam, eval_mode, measure_isotropy
 from .isoscore import CONVENTIONS, CORRECTIONS, check_zeta
+from .noise import HOWS, apply_dropout, load_schedule
+from .schedules import AGGREGATES, CONTROLS
 from .tasks import (
     PROTOCOLS, TASKS, Task, TaskData, encode, encode_squad_eval, encode_squad_train, get_task, load_metric, load_task, squad_predictions, squad_scores)
 from .toy import TOY_TASKS, toy_model_path
@@ -949,7 +950,7 @@ def _front_matter(record: RunRecord, c: RunConfig) -> str:
 def _load_it(record: RunRecord, c: RunConfig) -> list[str]:
     "Lines of Python that load the model with its dropout."
     kind = "AutoModelForQuestionAnswering" if get_task(c.task).kind == "qa" else "AutoModelForSequenceClassification"
-    lines = [f"from transformers import {kind}, AutoTokenizer"] + (["from isoreg.dropout import load_dropout"] if c.dropout != "standard" else [])
+    lines = [f"from transformers import {kind}, AutoTokenizer"] + (["from isoreg.noise import load_dropout"] if c.dropout != "standard" else [])
     lines += ["", 'folder = "."  # of this card', f"model, tokenizer = {kind}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)"]
     if c.dropout == "mixout": lines += ["load_dropout(model, pretrained=weights)  # state dict of the model that the training began with"]
     elif c.dropout != "standard": lines += ["load_dropout(model)"]

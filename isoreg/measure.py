@@ -23,7 +23,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
 from .corpus import LOSSES, TextBatches, load_texts, sample_losses
-from .dropout import dropout_sites, guided_schedule, site_scores
 from .files import record_files, write_atomically
 from .finetune import DIALECT, _config_schema, _fingerprint, _git_commit, _hardware, _Parameters, _peak_memory_mib, _plain, _source, _typed, _versions, check_vocabulary, load_tokenizer, missing_weights, scores_source
 from .fisher import FisherEstimate, agreement, empirical_fisher, load_scores, model_fingerprint
@@ -31,6 +30,8 @@ from .geometry import geometry
 from .isoscore import isoscore
 from .istar import eval_mode
 from .landscape import NORMS, ONE_D, WHICH, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
+from .schedules import guided_schedule, site_scores
+from .sites import dropout_sites
 from .toy import toy_corpus
 
 # %% ../nbs/08c_measure.ipynb #30630e29

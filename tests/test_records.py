@@ -13,9 +13,9 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 from typer.testing import CliRunner
 
 from isoreg.cli import app
-from isoreg.dropout import dropout_sites
 from isoreg.finetune import RunConfig, RunRecord, command, model_card, pack, record_schema, run, sentence_vectors, unpack
 from isoreg.measure import FisherConfig, GeometryConfig, LandscapeConfig, measure_fisher, measure_geometry, measure_landscape, measurement_schema
+from isoreg.sites import dropout_sites
 from isoreg.tasks import encode, load_metric, load_task
 from isoreg.toy import toy_model_path
 
@@ -113,7 +113,7 @@ def test_model_loads_as_its_card_says_with_its_dropout(tmp_path):
 
 
 def test_card_of_a_plain_run_needs_no_more_than_transformers(done):
-    assert "isoreg.dropout" not in model_card(done[0])
+    assert "isoreg.noise" not in model_card(done[0])
 
 
 @pytest.mark.parametrize("values", [

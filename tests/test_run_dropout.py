@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from isoreg.dropout import HOWS, save_schedule
+from isoreg.noise import HOWS, save_schedule
 from isoreg.finetune import RunConfig, RunRecord, run, scores_source
 
 SMALL = dict(task="toy-cola", max_train=64, max_eval=32, epochs=1)

@@ -1,274 +1,23 @@
-"""Dropout sites are found, set and seen; schedules are equations 9 and 10; noise has its moments; everything can be undone."""
+"""Rates are set, seen and undone; noise has its moments; Mixout its expectation; what was done survives a file."""
 import copy
 import json
 import math
 import pickle
-import random
 import warnings
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-import transformers.modeling_utils
-from hypothesis import given
-from hypothesis import strategies as st
+from small_models import BERT, EVERY, IDS, make, output, rates, scores_of
 from torch import nn
 
-from isoreg.dropout import (
-    AGGREGATES, CONTROLS, HOWS, Applied, DropoutSchedule, Site, apply_dropout, control_schedule, dropout, dropout_sites, gaussian_dropout, guided_schedule, load_dropout,
-    load_schedule, mix_weights, mixout, released_schedule, save_schedule, set_dropout, site_scores)
-from isoreg.fisher import FisherEstimate, empirical_fisher
+from isoreg.noise import (
+    HOWS, Applied, DropoutSchedule, apply_dropout, dropout, gaussian_dropout, load_dropout, load_schedule, mix_weights, mixout, save_schedule, set_dropout)
+from isoreg.schedules import CONTROLS, guided_schedule, released_schedule, site_scores
+from isoreg.sites import dropout_sites
 
-BERT = dict(vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32)
-SMALL = {  # name: (config class, model class, settings, attention implementations, Counter of kinds)
-    "bert": ("Bert", "ForSequenceClassification", BERT, 2, dict(embedding=1, attention_probs=2, attention_output=2, ffn_output=2, classifier=1)),
-    "roberta": ("Roberta", "ForSequenceClassification", BERT, 2, dict(embedding=1, attention_probs=2, attention_output=2, ffn_output=2, classifier=1)),
-    "albert": ("Albert", "ForSequenceClassification", BERT | dict(embedding_size=8, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1), 2,
-               dict(embedding=1, attention_probs=1, attention_output=1, classifier=1)),
-    "electra": ("Electra", "ForSequenceClassification", BERT | dict(embedding_size=8), 2,
-                dict(embedding=1, attention_probs=2, attention_output=2, ffn_output=2, classifier=1)),
-    "distilbert": ("DistilBert", "ForSequenceClassification", dict(vocab_size=99, dim=16, n_layers=2, n_heads=2, hidden_dim=32, max_position_embeddings=32), 2,
-                   dict(embedding=1, attention_probs=2, ffn_output=2, classifier=1)),
-    "gpt2": ("GPT2", "LMHeadModel", dict(vocab_size=99, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2), 2,
-             dict(embedding=1, attention_probs=2, attention_output=2, ffn_output=2)),
-    "t5": ("T5", "ForConditionalGeneration", dict(vocab_size=99, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0), 2,
-           dict(embedding=2, attention_probs=3, attention_output=3, ffn_inner=2, ffn_output=2)),
-    "modernbert": ("ModernBert", "ForSequenceClassification", BERT | dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
-                   attention_dropout=0.1, mlp_dropout=0.1, embedding_dropout=0.1), 2,
-                   dict(embedding=1, attention_probs=2, attention_output=2, ffn_inner=2, classifier=1)),
-    "mpnet": ("MPNet", "ForSequenceClassification", BERT, 1, dict(embedding=1, attention_probs=2, attention_output=2, ffn_output=2, classifier=1)),
-    "deberta": ("DebertaV2", "ForSequenceClassification", BERT | dict(relative_attention=True, pos_att_type=["p2c", "c2p"]), 1,
-                dict(embedding=1, other=2, attention_probs=2, attention_output=2, ffn_output=2, classifier=2)),
-    "llama": ("Llama", "ForCausalLM", BERT | dict(num_key_value_heads=1, attention_dropout=0.1), 2, dict(attention_probs=2)),
-    "qwen2": ("Qwen2", "ForCausalLM", BERT | dict(num_key_value_heads=1, attention_dropout=0.1), 2, dict(attention_probs=2)),
-    "opt": ("OPT", "ForCausalLM", dict(vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=16,
-            max_position_embeddings=32, attention_dropout=0.1), 2, dict(attention_probs=2, residual=2)),
-}
-
-
-def make(name="bert", attention="eager", head=None, **settings):
-    family, default, config, _, _ = SMALL[name]
-    torch.manual_seed(0)
-    extra = {} if SMALL[name][3] == 1 else {"attn_implementation": attention}
-    try: return getattr(transformers, family + (default if head is None else head))(getattr(transformers, family + "Config")(**config | settings, **extra))
-    except ValueError as error:
-        if "does not support an attention implementation" in str(error): pytest.skip(f"{name} has no SDPA in transformers {transformers.__version__}")
-        raise
-
-
-IDS = torch.arange(5, 17)[None]
-
-
-@torch.no_grad()
-def output(model, ids=IDS):
-    extra = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    return model(input_ids=ids, **extra)[0]
-
-
-def rates(model, **options): return {s.name: s.p for s in dropout_sites(model, **options)}
-
-
-def scores_of(model, seed=0):
-    draw = random.Random(seed)
-    return {n: draw.random() for n, _ in model.named_parameters()}
-
-
-EVERY = [(name, attention) for name in SMALL for attention in ("eager", "sdpa")[: SMALL[name][3]]]
-
-
-# sites
-
-@pytest.mark.parametrize("name,attention", EVERY)
-def test_sites_have_the_kinds_of_the_architecture_and_unique_names(name, attention):
-    sites = dropout_sites(make(name, attention))
-    assert Counter(s.kind for s in sites) == SMALL[name][4]
-    assert len({s.name for s in sites}) == len(sites)
-    assert all(s.tensors and len(s.tensors) == len(s.sizes) for s in sites)
-
-
-@pytest.mark.parametrize("name,attention", EVERY)
-def test_each_site_alone_makes_two_passes_differ_and_none_makes_them_agree(name, attention):
-    model = make(name, attention).train()
-    sites = dropout_sites(model)
-    names = [s.name for s in sites]
-    for alone in [*names, None]:
-        with set_dropout(model, {n: 0.6 * (n == alone) for n in names}, verify=False, sites=sites):
-            passes = [output(model) for _ in range(6)]  # a head with two units may keep both by chance
-            assert any(not torch.equal(passes[0], p) for p in passes[1:]) == (alone is not None), alone
-
-
-@pytest.mark.parametrize("name", [n for n in SMALL if SMALL[n][3] == 2])
-def test_sites_and_tensors_do_not_depend_on_the_attention_implementation(name):
-    bare = lambda attention: [(s.name, s.kind, s.p, s.tensors) for s in dropout_sites(make(name, attention))]
-    assert bare("eager") == bare("sdpa")
-
-
-@pytest.mark.parametrize("name,heads", [
-    ("bert", ["Model", "ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForTokenClassification"]),
-    ("roberta", ["Model", "ForMaskedLM"]), ("distilbert", ["Model", "ForMaskedLM"]), ("gpt2", ["Model", "ForSequenceClassification"]),
-    ("t5", ["ForConditionalGeneration", "ForSequenceClassification", "Model"]), ("modernbert", ["Model", "ForMaskedLM"])])
-def test_names_agree_between_heads(name, heads):
-    seen = [[(s.name, s.tensors) for s in dropout_sites(make(name, head=h)) if s.kind != "classifier"] for h in heads]
-    assert all(other == seen[0] for other in seen)
-    model = make(name, head=heads[0])
-    assert all(set(site_scores(make(name, head=h), scores_of(model))) == {n for n, _ in seen[0]} for h in heads)
-
-
-def test_released_grouping_of_bert_is_that_of_the_released_notebook():
-    groups = {s.name: set(s.tensors) for s in dropout_sites(make())}
-    both = lambda *modules: {f"{m}.{k}" for m in modules for k in ("weight", "bias")}
-    layer = "encoder.layer.1."
-    assert groups["embeddings"] == {f"embeddings.{k}_embeddings.weight" for k in ("word", "position", "token_type")} | both("embeddings.LayerNorm")
-    assert groups[layer + "attention_probs"] == both(*(layer + "attention.self." + k for k in ("query", "key", "value")))
-    assert groups[layer + "attention_output"] == both(layer + "attention.output.dense", layer + "attention.output.LayerNorm")
-    assert groups[layer + "ffn_output"] == both(layer + "output.dense", layer + "output.LayerNorm")
-    assert not any("intermediate" in t for g in groups.values() for t in g)
-
-
-def test_preceding_grouping_takes_every_tensor_in_the_order_of_execution():
-    model = make()
-    groups = {s.name: set(s.tensors) for s in dropout_sites(model, "preceding")}
-    both = lambda *modules: {f"encoder.layer.1.{m}.{k}" for m in modules for k in ("weight", "bias")}
-    assert groups["encoder.layer.1.attention_output"] == both("attention.output.dense")
-    assert groups["encoder.layer.1.ffn_output"] == both("attention.output.LayerNorm", "intermediate.dense", "output.dense")
-    everything = {n.removeprefix("bert.") for n, _ in model.named_parameters() if not n.startswith("classifier")}
-    assert set().union(*groups.values()) == everything
-    assert sum(map(len, groups.values())) == len(everything)  # each once
-
-
-@pytest.mark.parametrize("name,site,tensors", [
-    ("gpt2", "h.0.attention_probs", {"h.0.attn.c_attn"}), ("gpt2", "h.0.attention_output", {"h.0.attn.c_proj"}), ("gpt2", "embeddings", {"wte", "wpe"}),
-    ("t5", "encoder.block.0.layer.0.attention_output", {"encoder.block.0.layer.0.SelfAttention.o"}), ("t5", "decoder.embeddings", {"shared"}),
-    ("mpnet", "encoder.layer.0.attention_output", {"encoder.layer.0.attention.attn.o", "encoder.layer.0.attention.LayerNorm"}),
-    ("deberta", "encoder.layer.0.attention_probs", {f"encoder.layer.0.attention.self.{k}_proj" for k in ("query", "key", "value", "pos_key", "pos_query")}),
-    ("opt", "decoder.layers.0.residual", {f"decoder.layers.0.{k}" for k in ("self_attn.out_proj", "fc1", "fc2", "final_layer_norm")}),
-    ("modernbert", "layers.0.attention_output", {"layers.0.attn.Wo"})])
-def test_tensors_of_modules_with_several_sites_are_shared_out(name, site, tensors):
-    found = next(s for s in dropout_sites(make(name)) if s.name == site)
-    assert {t.rpartition(".")[0] for t in found.tensors} == tensors
-
-
-def test_albert_has_one_site_for_all_its_layers_and_its_unused_dropout_is_none():
-    model = make("albert", num_hidden_layers=5)
-    group = "encoder.albert_layer_groups.0.albert_layers.0."
-    sites = {s.name: s for s in dropout_sites(model)}
-    assert sites[group + "attention_probs"].calls == sites[group + "attention_output"].calls == 5
-    assert {t.split(".")[-2] for t in sites[group + "attention_output"].tensors} == {"dense", "LayerNorm"}
-    assert isinstance(model.get_submodule("albert." + group + "dropout"), nn.Dropout)  # it exists, and is never called
-    with pytest.raises(ValueError, match="no sites of this model"): set_dropout(model, {group + "ffn_output": 0.2}, partial=True)
-
-
-def test_looking_leaves_no_trace():
-    model = make("modernbert")
-    model.layer_mode = model.model.layers[0].eval()
-    before = {n: (m.training, type(m)) for n, m in model.named_modules()}
-    state, config = copy.deepcopy(model.state_dict()), model.config.to_dict()
-    torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    want = torch.rand(3), random.random(), np.random.rand()
-    torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    dropout_sites(model)
-    assert torch.equal(torch.rand(3), want[0]) and random.random() == want[1] and np.random.rand() == want[2]
-    assert {n: (m.training, type(m)) for n, m in model.named_modules()} == before
-    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items()) and model.config.to_dict() == config
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_looking_leaves_no_trace_after_an_error():
-    class Broken(nn.Module):
-        def forward(self, x): raise RuntimeError("on purpose")
-    model = make("modernbert", attention_dropout=0.0)
-    model.head = Broken()
-    before = {n: (m.training, type(m), getattr(m, "p", None)) for n, m in model.named_modules()}
-    state = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="on purpose"): dropout_sites(model)
-    assert {n: (m.training, type(m), getattr(m, "p", None)) for n, m in model.named_modules()} == before
-    assert torch.equal(torch.get_rng_state(), state)
-    F.dropout(torch.ones(2), 0.5)  # no mode or hook is left behind
-    assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
-
-
-def test_identity_in_place_of_a_dropout_can_be_set_and_comes_back():
-    model = make("modernbert", attention_dropout=0.0, mlp_dropout=0.0, embedding_dropout=0.0).train()
-    drop = model.model.layers[0].attn
-    old = drop.out_drop
-    assert isinstance(old, nn.Identity)
-    with set_dropout(model, {"layers.0.attention_output": 0.4}, partial=True):
-        assert drop.out_drop.p == 0.4 and not torch.equal(output(model), output(model))
-    assert drop.out_drop is old and torch.equal(output(model), output(model))
-
-
-def test_plain_torch_modules_with_a_batch():
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    sites = dropout_sites(model, batch=torch.randn(2, 5, 16))
-    assert [s.kind for s in sites] == ["attention_probs", "attention_output", "ffn_inner", "ffn_output"] * 2
-    with set_dropout(model, {s.name: 0.0 for s in sites}, batch=torch.randn(2, 5, 16)):
-        x = torch.randn(1, 5, 16)
-        assert torch.equal(model.train()(x), model(x))
-    with pytest.raises(ValueError, match="batch: none given"): dropout_sites(model)
-
-
-def test_a_wrapped_model_is_looked_into():
-    class Wrapper(nn.Module):
-        def __init__(self, module): super().__init__(); self.module = module
-    model = make()
-    assert dropout_sites(Wrapper(model)) == dropout_sites(model)
-
-
-def opaque(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
-    "An attention kernel that PyTorch's dropout functions know nothing of."
-    probs = torch.softmax(query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5), -1)
-    return (probs * (torch.rand_like(probs) >= dropout) / (1 - dropout) @ value).transpose(1, 2).contiguous(), None
-
-
-def deaf(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
-    "One that takes a rate and does not use it."
-    return opaque(module, query, key, value, attention_mask, 0.0, scaling)
-
-
-def with_kernel(name, kernel):
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
-    from transformers.modeling_utils import AttentionInterface
-    AttentionInterface.register(kernel.__name__ + "_for_test", kernel)
-    AttentionMaskInterface.register(kernel.__name__ + "_for_test", eager_mask)
-    if name == "bert" and transformers.__version__ < "5": pytest.skip("BERT takes other attention functions from transformers 5 on")
-    return make(name, kernel.__name__ + "_for_test").train()
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "opt"])
-def test_attention_kernels_are_seen_at_the_table_and_in_the_output(name):
-    model = with_kernel(name, opaque)
-    table = dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)
-    bare = lambda m: [(s.name, s.kind, s.tensors, s.calls) for s in dropout_sites(m)]
-    assert bare(model) == bare(make(name))
-    names = list(rates(model))
-    with set_dropout(model, {n: 0.0 for n in names}): assert torch.equal(output(model), output(model))
-    with set_dropout(model, {n: 0.3 * ("probs" in n) for n in names}): assert not torch.equal(output(model), output(model))
-    with pytest.raises(ValueError, match="inside a kernel"): gaussian_dropout(model)
-    assert dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS) == table
-
-
-def test_a_kernel_that_ignores_its_rate_is_an_error():
-    model = with_kernel("gpt2", deaf)
-    before = rates(model)
-    message = "h.0.attention_probs.*p=0.2 was set, no dropout was applied.*deaf_for_test"
-    with pytest.raises(RuntimeError, match=message): set_dropout(model, {n: 0.2 for n in before})
-    assert rates(model) == before
-
-
-def test_a_dropout_inside_an_lstm_is_seen_in_the_output_alone():
-    model = nn.LSTM(8, 8, 2, dropout=0.2)
-    site, = dropout_sites(model, batch=torch.randn(5, 1, 8))
-    assert (site.p, site.calls, site.handles) == (0.2, 0, ("dropout",))
-    with set_dropout(model, {site.name: 0.0}, batch=torch.randn(5, 1, 8)):
-        x = torch.randn(5, 1, 8)
-        assert torch.equal(model.train()(x)[0], model(x)[0])
-
-
-# setting, verifying, undoing
 
 @pytest.mark.parametrize("name,attention", EVERY)
 def test_every_rate_arrives_where_it_should(name, attention, monkeypatch):
@@ -393,8 +142,8 @@ def test_schedules_step_by_step_without_a_look():
 
 
 @pytest.mark.parametrize("bad,message", [
-    ({"embeddings": 1.0}, r"embeddings.*1.0 is no rate"), ({"embeddings": -0.1}, "is no rate"), ({"embeddings": float("nan")}, "is no rate"),
-    ({"embeddings": "0.1"}, "is no rate"), ({"embeddings": True}, "is no rate"), ({}, "no mapping"), (0.1, "no mapping"),
+    ({"embeddings": 1.0}, r"embeddings.*1.0 is out of range"), ({"embeddings": -0.1}, "is out of range"), ({"embeddings": float("nan")}, "is out of range"),
+    ({"embeddings": "0.1"}, "is not a number"), ({"embeddings": True}, "is not a number"), ({}, "no mapping"), (0.1, "no mapping"),
     ({"embedings": 0.1}, "did you mean 'embeddings'"), ({"embeddings": 0.1}, "6 of 7 sites have no rate")])
 def test_bad_schedules(bad, message):
     model = make()
@@ -422,6 +171,7 @@ def test_a_model_without_dropout():
 
 
 # disk
+
 
 @pytest.mark.parametrize("name", ["bert", "t5", "modernbert", "gpt2"])
 def test_the_schedule_travels_with_the_model(name, tmp_path):
@@ -498,10 +248,10 @@ def test_notes_that_cannot_be_put_on():
     set_dropout(model, {"embeddings": 0.2}, partial=True)
     with pytest.raises(ValueError, match="pretrained: has no meaning"): load_dropout(model, pretrained={})
     model.config.dropout_schedule = {"kind": "concrete", "rates": {"embeddings": 0.2}}
-    with pytest.raises(ValueError, match="kind 'concrete'"): load_dropout(model)
+    with pytest.raises(ValueError, match="kind .*'concrete' is unknown"): load_dropout(model)
     model = make()
     mixout(model, keep_dropout=True); gaussian_dropout(model)
-    with pytest.raises(ValueError, match="gaussian.mixout"): load_dropout(model)
+    with pytest.raises(ValueError, match="gaussian.mixout' is unknown"): load_dropout(model)
     model = make()
     model.config.dropout_schedule = {"kind": "gaussian", "rates": {"embeddings": 0.2, "encoder.layer.0.ffn_output": 0.1}}
     set_dropout(model, {"encoder.layer.1.ffn_output": 0.3}, partial=True)  # a note that does not hold is not carried on
@@ -519,193 +269,19 @@ def test_schedule_files(tmp_path):
     assert content["model_type"] == "bert" and content["notes"] == {"aggregate": "sum"} and [p.name for p in path.parent.iterdir()] == ["s.json"]
     (tmp_path / "plain.json").write_text('{"embeddings": 0.2}')
     assert load_schedule(tmp_path / "plain.json") == {"embeddings": 0.2}
-    for text, message in (("{", "cannot be read"), ('{"a": 2}', "is no rate"), ("[1]", "no mapping"),
-                          ('{"a": NaN}', "is no rate"), ('{"format": "x"}', "no mapping")):
+    for text, message in (("{", "cannot be read"), ('{"a": 2}', "is out of range"), ("[1]", "no mapping"),
+                          ('{"a": NaN}', "is out of range"), ('{"format": "x"}', "no mapping")):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match=f"bad.json.*{message}"): load_schedule(tmp_path / "bad.json")
     with pytest.raises(ValueError, match="missing.json"): load_schedule(tmp_path / "missing.json")
-    with pytest.raises(ValueError, match="is no rate"): save_schedule(tmp_path / "x.json", {"a": 1.5})
+    with pytest.raises(ValueError, match="is out of range"): save_schedule(tmp_path / "x.json", {"a": 1.5})
     with pytest.raises(ValueError, match="notes"): save_schedule(tmp_path / "x.json", {"a": 0.5}, model=None, x=torch.ones(1))
     with pytest.raises(ValueError, match=r"path: a dict is no path; write save_schedule\(path, schedule\)"): save_schedule({"a": 0.5}, tmp_path / "x.json")
     assert not (tmp_path / "x.json").exists()
 
 
-# scores and schedules
-
-def test_site_scores_against_a_loop():
-    model = make()
-    scores, sites = scores_of(model), dropout_sites(model)
-    parameters = dict(model.named_parameters())
-    got = {a: site_scores(model, scores, a) for a in AGGREGATES}
-    for s in (s for s in sites if s.kind != "classifier"):
-        f = [scores["bert." + t] for t in s.tensors]
-        entries = torch.cat([torch.full((parameters["bert." + t].numel(),), scores["bert." + t], dtype=torch.float64) for t in s.tensors])
-        assert got["mean_of_means"][s.name] == pytest.approx(sum(f) / len(f))
-        assert got["mean"][s.name] == pytest.approx(float(entries.mean()))
-        assert got["sum"][s.name] == pytest.approx(float(entries.sum()))
-    assert "classifier" not in got["sum"] and got["sum"] == site_scores(sites, scores, "sum")
-
-
-def test_bad_scores():
-    model = make()
-    scores = scores_of(model)
-    key = "bert.encoder.layer.0.output.dense.weight"
-    for value in (float("nan"), float("inf"), -1.0):
-        with pytest.raises(ValueError, match="encoder.layer.0.output.dense.weight"): site_scores(model, scores | {key: value})
-    with pytest.raises(ValueError, match="1 of 33 tensors have none, for example 'encoder.layer.0.output.dense.weight'"):
-        site_scores(model, {k: v for k, v in scores.items() if k != key})
-    with pytest.raises(ValueError, match="aggregate"): site_scores(model, scores, "median")
-    with pytest.raises(ValueError, match="scores"): site_scores(model, {})
-    with pytest.raises(ValueError, match="tensors have none"): site_scores(model, scores_of(make("gpt2")))
-    with pytest.raises(ValueError, match="frozen during the estimate are left out"): site_scores(model, {n: v for n, v in scores.items() if "embeddings" not in n})
-    with pytest.raises(ValueError, match="has a str"): site_scores(model, scores | {key: "0.1"})
-    empty = [Site("a", "other", 0.1, (), (), ("a",), 1, "a")]
-    with pytest.raises(ValueError, match="stands for no tensor"): site_scores(empty, scores)
-
-
-@pytest.mark.parametrize("level", ["tensor", "diagonal"])
-def test_scores_of_an_estimate(level):
-    source = make(head="ForMaskedLM", num_hidden_layers=1)
-    rows = [{"input_ids": torch.randint(3, 99, (2, 8)), "attention_mask": torch.ones(2, 8, dtype=torch.long)} for _ in range(2)]
-    for r in rows: r["labels"] = torch.where(torch.arange(8) % 3 == 0, r["input_ids"], -100)
-    estimate = empirical_fisher(source, rows, level)
-    model = make(num_hidden_layers=1)
-    for a in AGGREGATES: assert site_scores(model, estimate, a) == site_scores(model, estimate.scores(), a)
-    assert apply_dropout(model, "guided", scores=estimate)["scores"] == site_scores(model, estimate)
-    for call in (site_scores, lambda m, s: apply_dropout(m, "guided", scores=s)):
-        with pytest.raises(ValueError, match=r"scores: .* has a Tensor.*\.scores\(\)"): call(make(num_hidden_layers=1), estimate.mean())
-
-
-def estimate_of(model, value=1.0):
-    return FisherEstimate({n: torch.tensor(value * q.numel() * (1 + i)) for i, (n, q) in enumerate(model.named_parameters())}, 1, "tensor", "mlm",
-                          numel={n: q.numel() for n, q in model.named_parameters()})
-
-
-def test_scores_of_another_model_are_refused():
-    model, deep, wide = make(), make(head="ForMaskedLM", num_hidden_layers=4), make(head="ForMaskedLM", hidden_size=32)
-    before = rates(model)
-    for call in (site_scores, lambda m, s: apply_dropout(m, "guided", scores=s), lambda m, s: apply_dropout(m, "shuffled", scores=s)):
-        for scores in (scores_of(deep), estimate_of(deep)):
-            with pytest.raises(ValueError, match=r"scores: name 'encoder.layer.2', a layer that the model does not have"): call(model, scores)
-        with pytest.raises(ValueError, match=r"'encoder.layer.0.attention.self.query.weight' has 1024 scalars in the estimate, 256 in the model"): call(model, estimate_of(wide))
-        with pytest.raises(ValueError, match="tensors have none"): call(deep, scores_of(model))
-    assert rates(model) == before
-    some = [s for s in dropout_sites(model) if "layer.1" not in s.name]
-    assert len(site_scores(some, estimate_of(model))) == len(some) - 1  # part of the sites, scores of all
-    grown = make()
-    grown.resize_token_embeddings(120)
-    assert site_scores(grown, estimate_of(model)) == site_scores(model, estimate_of(model))
-
-
-class Wrap(nn.Module):
-    def __init__(self, enc): super().__init__(); self.enc = enc; self.cls = nn.Linear(16, 2)
-    def forward(self, input_ids): return self.cls(self.enc(input_ids=input_ids)[0][:, 0])
-
-
-@pytest.mark.parametrize("name,head", [("bert", "ForMaskedLM"), ("distilbert", "ForMaskedLM"), ("llama", "ForCausalLM"), ("t5", "ForConditionalGeneration")])
-def test_scores_fit_an_encoder_inside_another_module(name, head):
-    scores = scores_of(make(name, head=head))
-    inner = make(name, head="EncoderModel" if name == "t5" else "Model")
-    plain = apply_dropout(inner, "guided", scores=scores)
-    plain.undo()
-    wrapped = apply_dropout(Wrap(inner), "guided", scores=scores, batch={"input_ids": IDS})
-    assert list(wrapped["rates"].values()) == list(plain["rates"].values()) == list(rates(inner).values())
-    assert [n.removeprefix("enc.") for n in wrapped["rates"]] == list(plain["rates"])
-
-
-def test_the_remedy_for_scores_that_do_not_fit_a_wrapper_works():
-    scores, inner = scores_of(make(head="ForMaskedLM")), make(head="Model")
-
-    class Pair(Wrap):
-        def __init__(self): super().__init__(inner); self.first = nn.Sequential(nn.Embedding(99, 16), nn.Dropout(0.1))
-        def forward(self, input_ids): return self.cls(self.enc(inputs_embeds=self.first(input_ids))[0][:, 0])
-    with pytest.raises(ValueError, match="such as model.enc, give that part") as error: apply_dropout(Pair(), "guided", scores=scores, batch={"input_ids": IDS})
-    assert "prefix" not in str(error.value)
-    assert apply_dropout(Pair().enc, "guided", scores=scores)["mean"] == pytest.approx(0.05)
-    assert site_scores(make(), {f"a.b.{n}": v for n, v in scores.items()}, prefix="a.b.bert") == site_scores(make(), scores)
-
-
-def test_scores_from_a_path(tmp_path):
-    estimate, model = estimate_of(make()), make()
-    estimate.save(tmp_path / "estimate")
-    (tmp_path / "sc.json").write_text(json.dumps(estimate.scores()))
-    want = apply_dropout(make(), "guided", scores=estimate)
-    for path in (tmp_path / "estimate", str(tmp_path / "sc.json")):
-        assert apply_dropout(make(), "guided", scores=path) == want and site_scores(model, path) == want["scores"]
-    with pytest.raises(ValueError, match="scalars in the estimate"): site_scores(make(hidden_size=32), tmp_path / "estimate")
-    with pytest.raises(ValueError, match="scores: .*none.json"): apply_dropout(model, "guided", scores=tmp_path / "none.json")
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0, 0.9), st.floats(0, 0.9))
-def test_guided_schedule_is_equation_10(values, a, b):
-    p_min, p_max = sorted((a, b))
-    scores = {f"s{i}": v for i, v in enumerate(values)}
-    plan = guided_schedule(scores, p_max, p_min)
-    assert list(plan) == list(scores)
-    n, order = len(values), sorted(range(len(values)), key=lambda i: (values[i], i))  # ascending, ties by place
-    for i, at in enumerate(order): assert plan[f"s{at}"] == pytest.approx(p_max - i * (p_max - p_min) / max(1, n - 1), abs=1e-12)
-    assert all(p_min <= p <= p_max for p in plan.values()) and plan[f"s{order[0]}"] == p_max
-    if n > 1: assert plan[f"s{order[-1]}"] == p_min
-
-
-def test_equal_scores_lose_no_site():
-    plan = guided_schedule(dict.fromkeys("abcde", 1.0))
-    assert list(plan) == list("abcde") and list(plan.values()) == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0])
-
-
-def test_shapes():
-    scores = dict(zip("abc", (3.0, 1.0, 2.0)))
-    assert guided_schedule(scores, 0.4, 0.2, lambda u: (1 - u) ** 2) == pytest.approx({"b": 0.4, "c": 0.25, "a": 0.2})
-    for bad in ("cosine", lambda u: 2 - u, lambda u: float("nan")):
-        with pytest.raises(ValueError, match="shape"): guided_schedule(scores, shape=bad)
-    with pytest.raises(ValueError, match="p_max"): guided_schedule(scores, 1.0)
-    with pytest.raises(ValueError, match="p_min: 0.2 is above"): guided_schedule(scores, 0.1, 0.2)
-    with pytest.raises(ValueError, match="site 'b' has nan"): guided_schedule(scores | {"b": float("nan")})
-    with pytest.raises(ValueError, match="no site"): guided_schedule({})
-    with pytest.raises(ValueError, match="a FisherEstimate is no mapping.*site_scores"): guided_schedule(estimate_of(make()))
-
-
-def test_the_released_schedule_is_the_authors_arithmetic():
-    plan = released_schedule()
-    assert np.allclose(sorted(plan.values()), np.arange(0, 0.099, 0.00275), atol=1e-12) and len(plan) == 37
-    assert np.mean(list(plan.values())) == pytest.approx(0.0495)
-    assert plan["embeddings"] == 0 and plan["encoder.layer.7.attention_probs"] == 0.099 and plan["encoder.layer.3.ffn_output"] == 0.00275
-    assert plan["encoder.layer.11.attention_output"] == 0.066 and plan["encoder.layer.11.ffn_output"] == 0.033
-    deep = make(num_hidden_layers=12)
-    assert set_dropout(deep, plan)["mean"] == pytest.approx(0.0495) and rates(deep)["classifier"] == 0.1  # never scheduled
-
-
-@given(st.lists(st.floats(0, 0.9), min_size=1, max_size=20), st.integers(0, 2**31))
-def test_controls_keep_the_mean_and_the_sites(values, seed):
-    plan = {f"s{i}": v for i, v in enumerate(values)}
-    kinds = [Site(n, "ab"[i % 2], 0.1, (), (), (), 1, "") for i, n in enumerate(plan)]
-    for kind in CONTROLS:
-        control = control_schedule(kind, plan, kinds, seed)
-        assert list(control) == list(plan) and math.fsum(control.values()) == pytest.approx(math.fsum(values), abs=1e-9)
-    assert sorted(control_schedule("shuffled", plan, seed=seed).values()) == sorted(values) == sorted(control_schedule("reversed", plan).values())
-    mirrored = control_schedule("reversed", plan)
-    for a in plan:
-        for b in plan:
-            if plan[a] < plan[b]: assert mirrored[a] >= mirrored[b]
-
-
-def test_controls_do_what_they_say():
-    plan = released_schedule()
-    sites = dropout_sites(make(num_hidden_layers=12))
-    by_type = control_schedule("type-only", plan, sites)
-    means = dict(embedding=0.0, attention_probs=0.0839, attention_output=0.0509, ffn_output=0.0179)
-    assert all(round(by_type[s.name], 4) == means[s.kind] for s in sites if s.kind != "classifier")
-    assert list(control_schedule("constant-mean", plan).values()) == pytest.approx([0.0495] * 37)
-    shuffled = [control_schedule("shuffled", plan, seed=s) for s in (0, 0, 1)]
-    assert shuffled[0] == shuffled[1] != shuffled[2]
-    assert [shuffled[0][n] for n in ("embeddings", "encoder.layer.0.attention_probs")] == [0.066, 0.09075]  # the same everywhere
-    with pytest.raises(ValueError, match="kind: 'random'"): control_schedule("random", plan)
-    with pytest.raises(ValueError, match="sites: type-only"): control_schedule("type-only", plan)
-    with pytest.raises(ValueError, match="no sites"): control_schedule("type-only", plan, make())
-    with pytest.raises(ValueError, match="is no rate"): control_schedule("reversed", {"a": 2.0})
-
-
 # Gaussian dropout
+
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("released", [False, True])
@@ -745,7 +321,7 @@ def test_gaussian_noise_reaches_every_site_and_leaves_again(name, attention):
 
 @pytest.mark.parametrize("causal,mask,gqa", [(False, None, False), (True, None, False), (False, "bool", False), (False, "float", True)])
 def test_noisy_attention_without_noise_is_the_fused_attention(causal, mask, gqa):
-    from isoreg.dropout import _noisy_attention
+    from isoreg.noise import _noisy_attention
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 6, 8), *torch.randn(2, 2, 2 if gqa else 4, 6, 8)
     keep = torch.rand(2, 1, 6, 6) > 0.4
@@ -809,6 +385,7 @@ def test_noise_follows_an_identity_that_becomes_a_dropout():
 
 
 # Mixout
+
 
 @pytest.mark.parametrize("unit", ["neuron", "weight"])
 @pytest.mark.parametrize("p", [0.3, 0.9])
@@ -878,6 +455,7 @@ def test_mixout_with_given_weights():
 
 
 # one function for a training run
+
 
 def batch(n=4):
     torch.manual_seed(5)
@@ -969,31 +547,6 @@ def test_schedules_and_files_in_place_of_a_name(tmp_path):
     assert apply_dropout(make(), {**plan, "classifier": 0.3})["rates"]["classifier"] == 0.3  # by name it can be set
 
 
-@pytest.mark.parametrize("how", ["guided", *CONTROLS])
-@pytest.mark.parametrize("name", ["bert", "deberta"])
-def test_a_control_from_a_file_is_the_control_from_scores(name, how, tmp_path):
-    scores = scores_of(make(name))
-    guided = apply_dropout(make(name), "guided", scores=scores, p_max=0.2, p_min=0.02)
-    model = make(name)
-    want, sites = apply_dropout(make(name), how, scores=scores, p_max=0.2, p_min=0.02, seed=3), dropout_sites(model)
-    head = {s.name: s.p for s in sites if s.kind == "classifier"}
-    for schedule in (save_schedule(tmp_path / "rates.json", guided["rates"]), save_schedule(tmp_path / "applied.json", guided), guided, dict(guided)):
-        done = apply_dropout(model, how, schedule=schedule, seed=3)
-        assert done["rates"] == want["rates"] == rates(model) and done["mean"] == want["mean"]
-        assert {n: p for n, p in done["rates"].items() if n in head} == head  # untouched
-        done.undo()
-    if how in CONTROLS:
-        bare = {n: p for n, p in guided["rates"].items() if n not in head}
-        assert control_schedule(how, guided, model, 3) == control_schedule(how, bare, sites, 3) == {n: p for n, p in want["rates"].items() if n not in head}
-        if how != "type-only": assert control_schedule(how, guided["rates"], seed=3) == control_schedule(how, bare, seed=3)
-
-
-def test_a_control_knows_the_head_by_kind_and_refuses_it_alone():
-    vgg = [Site(n, "other", 0.5, (), (), (), 1, "") for n in ("classifier.2", "classifier.5")]  # named so, but no head of a pretrained model
-    assert control_schedule("reversed", {"classifier.2": 0.1, "classifier.5": 0.3}, vgg) == {"classifier.2": 0.3, "classifier.5": 0.1}
-    with pytest.raises(ValueError, match="head's dropout only.*pass sites="): control_schedule("reversed", {"classifier.2": 0.1, "classifier.5": 0.3})
-
-
 def test_what_was_applied_is_a_schedule(tmp_path):
     done = apply_dropout(make(), "constant", p=0.3)
     path = save_schedule(tmp_path / "s.json", done)
@@ -1010,8 +563,8 @@ def test_what_was_applied_is_a_schedule(tmp_path):
     ("giuded", {}, "did you mean 'guided'"), (3, {}, "how: 3"), ("guided", {}, "either the scores"),
     ("guided", {"p": 0.1, "scores": {"a": 1.0}}, "p_max and p_min"),
     ("standard", {"p": 0.1}, "use constant"), ("constant", {}, "needs a rate"), ("gaussian", {"scores": {"a": 1.0}}, "no meaning"),
-    ("constant", {"p": 1.0}, "is no rate"),
-    ("mixout", {"p": 1.2}, "is no rate"), ("missing.json", {}, "missing.json"), ({"a": 0.1}, {"schedule": {"a": 0.1}}, "given twice"),
+    ("constant", {"p": 1.0}, "is out of range"),
+    ("mixout", {"p": 1.2}, "is out of range"), ("missing.json", {}, "missing.json"), ({"a": 0.1}, {"schedule": {"a": 0.1}}, "given twice"),
     ("shuffled", {"scores": {"a": 1.0}, "schedule": {"a": 0.1}}, "either"), ("guided", {"scores": {"a": 1.0}}, "tensors have none")])
 def test_bad_calls_change_nothing(how, kwargs, message):
     model = make()
@@ -1027,7 +580,7 @@ def test_what_is_no_model_or_no_function_is_refused_at_once():
 
 
 def test_applied_is_a_plain_dict_for_the_world():
-    done = Applied({"a": 1}, [])
+    done = Applied({"a": 1})
     assert json.dumps(done) == '{"a": 1}' and type(copy.deepcopy(done)) is dict
 
 
@@ -1101,13 +654,6 @@ def test_a_compiled_model_that_has_run_gets_the_regulariser(how):
         done.undo()
         assert torch.equal(compiled(**inputs).logits, compiled(**inputs).logits)
         if how == "mixout": torch.testing.assert_close(compiled(**inputs).logits, before)
-
-
-def test_a_shuffle_that_cannot_be_repeated_is_refused():
-    rates = {"a": 0.1, "b": 0.2, "c": 0.3}
-    for seed in (None, 1.5, True):
-        with pytest.raises(ValueError, match="seed: "): control_schedule("shuffled", rates, seed=seed)
-    assert control_schedule("shuffled", rates, seed=np.int64(3)) == control_schedule("shuffled", rates, seed=3)
 
 
 def test_the_authors_rates_are_an_arm_of_bert_base_alone():
