@@ -3,14 +3,14 @@
 # %% auto #0
 __all__ = ['dropout_sites', 'Site']
 
-# %% ../nbs/06_sites.ipynb #45ba97bd
+# %% ../nbs/06_sites.ipynb #403da429
 import contextlib
 import inspect
 import math
 import random
 import re
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -110,7 +110,7 @@ class _Call:
     noise: bool = False  # Gaussian noise took its place
     handle: str | None = None  # where its rate is kept; None for a rate that belongs to nobody
 
-# %% ../nbs/06_sites.ipynb #a25d18de
+# %% ../nbs/06_sites.ipynb #9d989ef3
 class _Recorder(TorchFunctionMode):
     "Records the dropout calls of a forward pass, and the parameters used before each."
 
@@ -118,10 +118,10 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.names = {id(t): name for name, t in model.named_parameters()}
         self.paths = {id(m): path for path, m in model.named_modules()}
-        self.calls, self.events = [], []  # the calls; and in order: names of parameters as they are used, and calls
+        self.events = []  # names of parameters as they are used, and calls
         self.ran, self.stack = set(), []  # paths of modules: of all that ran, of those that run now
         self.origins, self.alive = {}, []  # of tensors by id, which is unique among the living
-        self.used, self.maps, self.embedded, self.in_kernel = [], None, False, False
+        self.used, self.maps, self.embedded = {}, None, False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -138,12 +138,15 @@ def _tensors(values: Iterable) -> list[Tensor]:
     "Return the tensors among some values, and those in their lists and tuples."
     return [t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)]
 
-# %% ../nbs/06_sites.ipynb #c6f17b2a
+# %% ../nbs/06_sites.ipynb #2b0ae70d
+@property
+def _calls(self) -> list[_Call]: return [e for e in self.events if isinstance(e, _Call)]
+
 def _note_parameters(self, inputs):
     "Note which parameters a function reads."
     names = [self.names[id(t)] for t in inputs if id(t) in self.names]
     self.events += names
-    self.used += [n for n in dict.fromkeys(names) if n not in self.used]
+    self.used.update(dict.fromkeys(names))
 
 def _note_origin(self, func, inputs, output):
     "Note what a function's outputs are."
@@ -155,12 +158,11 @@ def _note_origin(self, func, inputs, output):
     self.origins.update({id(t): origin for t in outputs})
     self.alive += outputs
 
-_Recorder.note_parameters, _Recorder.note_origin = _note_parameters, _note_origin
+_Recorder.calls, _Recorder.note_parameters, _Recorder.note_origin = _calls, _note_parameters, _note_origin
 
-# %% ../nbs/06_sites.ipynb #9aa8ba18
+# %% ../nbs/06_sites.ipynb #d3d0a8bd
 def _note_call(self, func, args, kwargs, noise=False):
-    "Note a call of a dropout function, unless it is inside a kernel whose rate is noted already."
-    if self.in_kernel: return
+    "Note a call of a dropout function."
     origin = self.origins.get(id(args[0] if args else kwargs.get("input")))
     attention = origin == "probs" or func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
     self.add_call(applied_rate(func, args, kwargs), attention, origin, noise=noise)
@@ -169,43 +171,38 @@ def _add_call(self, p, attention, origin=None, **marks):
     "Add a call with all that happened since the last one."
     module = self.stack[-1] if self.stack else ""
     call = _Call(p, module, attention, origin, self.maps, self.embedded, tuple(self.used), **marks)
-    self.calls.append(call)
     self.events.append(call)
-    self.used, self.embedded = [], False
+    self.used, self.embedded = {}, False
     if attention: self.maps = 0
 
 _Recorder.note_call, _Recorder.add_call = _note_call, _add_call
 
-# %% ../nbs/06_sites.ipynb #b44234af
+# %% ../nbs/06_sites.ipynb #733a4d96
 def _watched_kernels(model: nn.Module, recorder: _Recorder) -> dict[str, Callable]:
     "Return the model's attention kernels by name, other than SDPA, so wrapped that they report their rates."
     def watched(kernel):
         def call(module, *args, dropout=0.0, **kwargs):
             recorder.add_call(float(dropout), attention=True, opaque=True)
-            with patch.object(recorder, "in_kernel", True): return kernel(module, *args, dropout=dropout, **kwargs)
+            return kernel(module, *args, dropout=dropout, **kwargs)
         return call
     names = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules()}
     return {n: watched(k) for n, k in ALL_ATTENTION_FUNCTIONS.items() if n in names - {"eager", "sdpa"}}
 
-# %% ../nbs/06_sites.ipynb #cd418039
+# %% ../nbs/06_sites.ipynb #063709a5
 recorders: list[_Recorder] = []  # the running ones; Gaussian noise reports to the last
 
 def record_calls(model: nn.Module, batch) -> _Recorder:
     "Return the record of one forward pass in the model's present mode."
-    recorder, hooks = _Recorder(model), nn.modules.module
-    def enter(module, args):
-        recorder.stack.append(recorder.paths.get(id(module), ""))
-        recorder.ran.add(recorder.stack[-1])
-    def leave(module, args, output): recorder.stack.pop()
-    with contextlib.ExitStack() as cleanup:
-        cleanup.callback(hooks.register_module_forward_pre_hook(enter).remove)
-        cleanup.callback(hooks.register_module_forward_hook(leave).remove)
-        cleanup.enter_context(patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, _watched_kernels(model, recorder)))
-        recorders.append(recorder)
-        cleanup.callback(recorders.remove, recorder)
-        cleanup.enter_context(recorder)
-        _forward(model, batch)
-    return recorder
+    r, hooks = _Recorder(model), nn.modules.module
+    def enter(module, args): r.stack.append(r.paths.get(id(module), "")); r.ran.add(r.stack[-1])
+    def leave(module, args, output): r.stack.pop()
+    kernels = patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, _watched_kernels(model, r))
+    before, after = hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)
+    recorders.append(r)
+    try:
+        with kernels, r: _forward(model, batch)
+    finally: before.remove(), after.remove(), recorders.remove(r)
+    return r
 
 # %% ../nbs/06_sites.ipynb #ce73803e
 _NO_RATE = re.compile("layer_?drop|drop_?path", re.I)  # these skip whole layers
@@ -230,7 +227,7 @@ def trial(model: nn.Module):
 
 def _gpus(model: nn.Module) -> list[int]: return sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
 
-# %% ../nbs/06_sites.ipynb #12231d99
+# %% ../nbs/06_sites.ipynb #deb5ef0f
 def _forward(model: nn.Module, batch):
     "Return the output of one forward pass; the batch is a mapping by name, a tuple or tensor by position, or None."
     device = next((t.device for t in model.parameters()), torch.device("cpu"))
@@ -242,46 +239,40 @@ def _forward(model: nn.Module, batch):
     try: return model(**inputs)
     except (TypeError, ValueError, IndexError, AttributeError) as e:
         if batch is not None: raise
-        raise ValueError(f"batch: a {type(model).__name__} does not run on a made-up short text ({e}); "
-                         "pass batch=, the inputs of a forward pass") from e
+        raise ValueError(f"batch: {type(model).__name__} does not run on a made-up text ({e}); pass batch=, its inputs") from e
 
-# %% ../nbs/06_sites.ipynb #8c8e7a80
+# %% ../nbs/06_sites.ipynb #e6ba045b
 def _example(model: nn.Module) -> dict[str, Tensor]:
     "Return a batch of one short text for a transformers model; `ValueError` where none can be made up."
     config = getattr(model, "config", None)
     vocabulary, pad, eos, limit = (getattr(config, k, None) for k in (
         "vocab_size", "pad_token_id", "eos_token_id", "max_position_embeddings"))
     if not isinstance(vocabulary, int) or vocabulary < 2:
-        raise ValueError(f"batch: none given, and a {type(model).__name__} has no vocabulary to make one from; "
-                         "pass batch=, the inputs of one forward pass")
+        raise ValueError(f"batch: none given, and {type(model).__name__} has no vocabulary to make one; pass batch=, its inputs")
     usable = [i for i in range(min(vocabulary, 64)) if i not in (pad, eos)] or [1]
     length = max(2, min(8, limit - 2)) if isinstance(limit, int) and limit > 0 else 8
-    ids = torch.tensor([[usable[(3 + i) % len(usable)] for i in range(length)]])
+    ids = torch.tensor(usable)[(3 + torch.arange(length)) % len(usable)][None]
     if isinstance(eos, int) and 0 <= eos < vocabulary: ids[:, -1] = eos
     if "MultipleChoice" in type(model).__name__: ids = ids[:, None]
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     decodes = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in inspect.signature(model.forward).parameters
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | ({"decoder_input_ids": ids} if decodes else {})
+    return batch | {"decoder_input_ids": ids} if decodes else batch
 
-# %% ../nbs/06_sites.ipynb #00cbc235
+# %% ../nbs/06_sites.ipynb #2c3be0e0
 def _rate_name(m: nn.Module) -> str | None:
     "Return the attribute with the rate of a dropout module; None for any other module."
-    if isinstance(m, _DropoutNd): return "p"
-    named = "dropout" in type(m).__name__.lower()
+    named = isinstance(m, _DropoutNd) or "dropout" in type(m).__name__.lower()
     return next((a for a in ("p", "drop_prob") if named and isinstance(getattr(m, a, None), (int, float))), None)
-
-def _is_rate(name: str, value) -> bool:
-    "Return whether an attribute looks like a rate."
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return "drop" in name.lower() and not _NO_RATE.search(name) and number and 0 <= value < 1
 
 def _candidates(model: nn.Module) -> list[str]:
     "Return the handles of everything that may hold a rate, in module order."
-    found = []
+    is_rate = lambda k, v: type(v) in (int, float) and 0 <= v < 1 and "drop" in k.lower() and not _NO_RATE.search(k)
+    handles = []
     for path, m in model.named_modules():
-        if _rate_name(m): found.append(path)
-        elif not isinstance(m, nn.Identity): found += [f"{path}.{k}".lstrip(".") for k, v in vars(m).items() if _is_rate(k, v)]
-        elif "drop" in path.rpartition(".")[2].lower(): found.append(path)
-    return found
+        if isinstance(m, nn.Identity): handles += [path] * ("drop" in path.rpartition(".")[2].lower())
+        elif _rate_name(m): handles.append(path)
+        else: handles += [f"{path}.{k}".lstrip(".") for k, v in vars(m).items() if is_rate(k, v)]
+    return handles
 
 # %% ../nbs/06_sites.ipynb #124ee547
 def _owner(model: nn.Module, handle: str) -> tuple[nn.Module, str, object]:
@@ -392,16 +383,26 @@ def _unique_names(kinds: Mapping[str, str], prefix: str) -> dict[str, str]:
         names = {h: rename(h) if count[n] > 1 else n for h, n in names.items()}
     return names
 
-# %% ../nbs/06_sites.ipynb #766faad8
-def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, own: Sequence[str]) -> list[str]:
-    """Return the tensors of the submodule that holds the dropout, of which `own` are the tensors.
+# %% ../nbs/06_sites.ipynb #5df51e58
+def _tensors_of_site(model, handle: str, kinds: Mapping[str, str], events: Sequence, grouping: str) -> dict[str, int]:
+    "Return the tensors that stand for a site with their sizes, in the order of the model."
+    calls = [e for e in events if isinstance(e, _Call) and e.handle == handle]
+    ids = set(map(id, model.get_submodule(_module(handle)).parameters()))
+    own, names = {t for t, q in model.named_parameters() if id(q) in ids}, {t for c in calls for t in c.tensors}
+    if not calls: names = own
+    elif grouping == "released" and kinds[handle] not in ("classifier", "other"):
+        names = _submodule_tensors(handle, kinds, events, own)
+    return {t: q.numel() for t, q in model.named_parameters() if t in names}
+
+# %% ../nbs/06_sites.ipynb #d1169eef
+def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, own: set[str]) -> set[str]:
+    """Return the tensors of the submodule that holds the dropout, of all its `own` ones.
 
     Where sites share it, each tensor goes to the next of them in the order of execution, and what follows the last to the last."""
     within = lambda a, b: a == b or b == "" or a.startswith(b + ".")
-    mine = _module(handle)
+    mine, used, sites = _module(handle), {}, []  # tensor -> how many were used before it; (the same number, handle) of each site
     inside = [h for h, k in kinds.items() if k not in ("classifier", "other") and within(_module(h), mine)]
     around = [h for h, k in kinds.items() if k != "other" and within(mine, _module(h)) and _NUMBERED.search(_module(h))]
-    used, sites = {}, []  # tensor -> how many were used before it; and (the same number, handle) of each site
     for e in events:  # the first round of a module that is run several times
         if isinstance(e, _Call):
             repeated = kinds.get(e.handle) == "embedding" and e.handle in [h for _, h in sites]
@@ -410,9 +411,9 @@ def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, 
             if e in used and sites and used[e] < sites[-1][0]: break
             used.setdefault(e, len(used))
     last = next((h for _, h in reversed(sites) if h in inside), None)
-    return [t for t, i in used.items() if next((h for at, h in sites if at > i), last) == handle]
+    return {t for t, i in used.items() if next((h for at, h in sites if at > i), last) == handle}
 
-# %% ../nbs/06_sites.ipynb #e514f7d2
+# %% ../nbs/06_sites.ipynb #5956ed52
 @dataclass
 class Found:
     "What one look at a model tells."
@@ -429,33 +430,26 @@ class Found:
         "Return the site of a call of this look; None for a rate that belongs to nobody."
         return next((s for s in self.sites if s.handles[0] == call.handle), None)
 
-# %% ../nbs/06_sites.ipynb #5de521ac
+# %% ../nbs/06_sites.ipynb #063dd692
 def find_sites(model: nn.Module, batch, grouping: str = "released") -> Found:
     "Give each candidate a rate of its own and return what arrives; `ValueError` if there is no site."
     record, hidden, dead = _record_candidates(model, batch)
-    prefix, parameters, calls = base_prefix(model), dict(model.named_parameters()), defaultdict(list)
-    for c in record.calls: calls[c.handle].append(c)
-    stray = _stray(model, calls.pop(None, []))
-    order = [h for h in _candidates(model) if h in calls or h in hidden] if hidden else list(calls)
-    if not order:
+    calls = {h: [c for c in record.calls if c.handle == h] for h in (_candidates(model) if hidden else dict.fromkeys(c.handle for c in record.calls if c.handle))}
+    prefix, stray = base_prefix(model), _stray(model, record.calls)
+    kinds = {h: _kind(h, prefix, cs) for h, cs in calls.items() if cs or h in hidden}
+    if not kinds:
         why = [f"{', '.join(dead[:3])}: never applied"] * bool(dead) + [stray] * bool(stray)
-        raise ValueError("; ".join([f"model: a {type(model).__name__} has no dropout site", *why]))
-    kinds = {h: _kind(h, prefix, calls[h]) for h in order}
-    names, local, sites = _unique_names(kinds, prefix), lambda path: path.removeprefix(prefix), []
-    rank, by_id = {t: i for i, t in enumerate(parameters)}, {id(q): t for t, q in parameters.items()}
-    for h in order:
-        own = list(dict.fromkeys(by_id[id(q)] for q in model.get_submodule(_module(h)).parameters()))
-        tensors = {t for c in calls[h] for t in c.tensors} if calls[h] else own
-        if calls[h] and grouping == "released" and kinds[h] not in ("classifier", "other"):
-            tensors = _submodule_tensors(h, kinds, record.events, own)
-        tensors = sorted(tensors, key=rank.get)
+        raise ValueError("; ".join([f"model: {type(model).__name__} has no dropout site", *why]))
+    sites, local = [], lambda path: path.removeprefix(prefix)
+    for h, name in _unique_names(kinds, prefix).items():
+        tensors = _tensors_of_site(model, h, kinds, record.events, grouping)
         path = calls[h][0].module if calls[h] else _module(h)
         twins = [d for d in dead if kinds[h] == "attention_probs" and _same_probabilities(d, h)]
-        sites.append(Site(names[h], kinds[h], get_rate(model, h), tuple(map(local, tensors)),
-                          tuple(parameters[t].numel() for t in tensors), (h, *twins), len(calls[h]), shown_module(model, path)))
+        sites.append(Site(name, kinds[h], get_rate(model, h), tuple(map(local, tensors)), tuple(tensors.values()),
+                          (h, *twins), len(calls[h]), shown_module(model, path)))
     return Found(sites, record.calls, stray)
 
-# %% ../nbs/06_sites.ipynb #a2db1c5e
+# %% ../nbs/06_sites.ipynb #e7e24b4e
 def unwrapped(model: nn.Module) -> nn.Module:
     "Return the model inside DistributedDataParallel or torch.compile; `ValueError` for what is no torch module."
     if not isinstance(model, nn.Module):
@@ -469,8 +463,8 @@ def base_prefix(model: nn.Module) -> str:
     base = getattr(model, "base_model", model)
     return next((path + "." for path, m in model.named_modules() if m is base and path), "")
 
-# %% ../nbs/06_sites.ipynb #cfa1427e
-def shown_module(model: nn.Module, path: str) -> str: return f"{path} ({type(model.get_submodule(path)).__name__})"
+# %% ../nbs/06_sites.ipynb #108c524f
+def shown_module(model: nn.Module, path: str) -> str: return f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
 
 def versions(model: nn.Module) -> str:
     "Return the attention implementation and the version of transformers, for messages."
@@ -479,5 +473,5 @@ def versions(model: nn.Module) -> str:
 
 def _stray(model: nn.Module, calls: Sequence[_Call]) -> str:
     "Return a message on calls whose rate belongs to nobody; empty if there are none."
-    rates = dict.fromkeys(f"p={c.p:g} in {shown_module(model, c.module)}" for c in calls if c.p > 0)
+    rates = dict.fromkeys(f"p={c.p:g} in {shown_module(model, c.module)}" for c in calls if c.handle is None and c.p > 0)
     return f"model: applies dropout at rates that cannot be set: {', '.join(rates)}; {versions(model)}" if rates else ""
