@@ -34,7 +34,7 @@ PLACES = _hierarchy(":building garden yard forest wood park river market hill br
 KIND_OF = ANIMATE | INANIMATE | PLACES
 HYPONYMS = {noun: [low for low, high in KIND_OF.items() if high == noun] for noun in KIND_OF}
 
-# %% ../nbs/06a_toy.ipynb #00e0049e
+# %% ../nbs/06a_toy.ipynb #b03d5578
 TRANSITIVE = "chase pursue see spot help assist like carry find push draw follow want need".split()
 INTRANSITIVE = "sleep rest run sing wait jump fall dance shout yell arrive smile".split()
 ADJECTIVES = ("big large small little happy glad quick fast clever smart old young red blue green brown strange quiet nice "
@@ -43,7 +43,7 @@ ADVERBS = "quickly rapidly quietly silently slowly today now alone".split()
 PREPOSITIONS = "in near beside behind outside".split()
 WORD_SETS = [list(ANIMATE), list(INANIMATE), list(PLACES), TRANSITIVE, INTRANSITIVE, ADJECTIVES, ADVERBS, PREPOSITIONS]
 
-# %% ../nbs/06a_toy.ipynb #8258a2e1
+# %% ../nbs/06a_toy.ipynb #eb92d226
 _PAIRS = ("rabbit bunny doctor physician boy lad girl lass gift present stone rock picture image car auto garden yard forest wood "
           "road street chase pursue see spot help assist sleep rest shout yell big large small little happy glad quick fast "
           "clever smart quickly rapidly quietly silently near beside").split()
@@ -87,7 +87,7 @@ class NP:
     place: Place | None = None
     rel: "Rel | None" = None
 
-# %% ../nbs/06a_toy.ipynb #7634734b
+# %% ../nbs/06a_toy.ipynb #04df1ac4
 @dataclass(frozen=True)
 class Rel:
     "A relative clause: `that sees the dog` (no `doer`), `that the dogs see` (`doer` given), `that sleeps` (neither)."
@@ -124,7 +124,7 @@ def tagged(
     words, place = _np_words(clause.subject) + verb + _np_words(clause.object) + adverb, _place_words(clause.place)
     return place + words if clause.fronted else words + place
 
-# %% ../nbs/06a_toy.ipynb #55400241
+# %% ../nbs/06a_toy.ipynb #0b63fb85
 def _place_words(place):
     if place is None: return []
     return [(place.prep, "prep"), (place.det, "det"), (with_s(place.noun) if place.plural else place.noun, "noun")]
@@ -154,7 +154,7 @@ def draw(
     if rng.random() < 0.35: clause = replace(clause, place=_draw_place(rng), fronted=closed or rng.random() < 0.2)
     return replace(clause, negated=rng.random() < 0.2)
 
-# %% ../nbs/06a_toy.ipynb #ae42f698
+# %% ../nbs/06a_toy.ipynb #41212cb7
 def _draw_place(rng):
     plural = rng.random() < 0.3
     prep, det = _pick(rng, PREPOSITIONS), _pick(rng, ["the", "these"] if plural else ["the", "this"])
@@ -205,7 +205,7 @@ def _spoil_agreement(clause: Clause, rng: random.Random) -> list | None:
     "Make the verb disagree with a subject right beside it: `two dogs sleeps`."
     return None if clause.subject.place or clause.subject.rel else _flip_first(clause, "verb")
 
-# %% ../nbs/06a_toy.ipynb #73f884c1
+# %% ../nbs/06a_toy.ipynb #e659d4ce
 def _spoil_attractor(clause: Clause, rng: random.Random) -> list | None:
     "Make the verb agree with a noun in between, not with its subject: `the dog near these houses sleep`."
     s = clause.subject
@@ -243,7 +243,7 @@ def _spoil_order(clause: Clause, rng: random.Random) -> list | None:
     i = _pick(rng, [i for i in range(len(words) - 1) if (words[i][1], words[i + 1][1]) in bad])
     return words[:i] + [words[i + 1], words[i]] + words[i + 2:]
 
-# %% ../nbs/06a_toy.ipynb #b4ed86cb
+# %% ../nbs/06a_toy.ipynb #b7e44fd2
 def _spoil_argument(clause: Clause, rng: random.Random) -> list | None:
     "Give a verb an object it cannot take, or none where it needs one: `the dog sleeps the cat`, `the dog chases today`."
     return tagged(replace(clause, verb=_pick(rng, INTRANSITIVE if clause.object else TRANSITIVE)))
@@ -253,7 +253,7 @@ def _spoil_roles(clause: Clause, rng: random.Random) -> list | None:
     if not clause.object or clause.object.noun not in INANIMATE or clause.subject.place or clause.subject.rel: return None
     return tagged(replace(clause, subject=clause.object, object=clause.subject))
 
-# %% ../nbs/06a_toy.ipynb #d56d14bc
+# %% ../nbs/06a_toy.ipynb #75859c7d
 VIOLATIONS = {f.__name__.removeprefix("_spoil_"): f for f in (
     _spoil_agreement, _spoil_attractor, _spoil_relative, _spoil_number, _spoil_determiner, _spoil_order, _spoil_argument,
     _spoil_roles)}
@@ -280,7 +280,7 @@ def polarity(
     settled = clause.object.det in DEFINITE and verb < 0  # `does not see the big cat` presupposes one
     return {"subject": noun, "object": 0 if settled else verb * object_noun, "rest": verb * object_verb}
 
-# %% ../nbs/06a_toy.ipynb #644ea803
+# %% ../nbs/06a_toy.ipynb #5374a879
 def edit(
     clause: Clause,  # the sentence
     part: str,  # "subject", "object" or "rest"
@@ -292,7 +292,7 @@ def edit(
     else: options = [replace(clause, **{part: np}) for np in _np_edits(getattr(clause, part), general, rng, part == "subject")]
     return _pick(rng, options) if options else None
 
-# %% ../nbs/06a_toy.ipynb #96090128
+# %% ../nbs/06a_toy.ipynb #68104855
 def _np_edits(np, general, rng, is_subject):
     "Return all noun phrases one step more general, or some that are one step more special."
     out = []
@@ -324,7 +324,7 @@ def draw_premise(rng: random.Random) -> Clause:
         down = clause.negated or MONOTONE[clause.subject.det][1] < 0
         if not (down and clause.object and clause.object.det not in DEFINITE | {"a"}): return clause
 
-# %% ../nbs/06a_toy.ipynb #4919944b
+# %% ../nbs/06a_toy.ipynb #435bc899
 def _monotone_pair(rng: random.Random, label: int) -> tuple[Clause, Clause]:
     "Return a pair that differs by one edit whose direction and polarity decide the label, at times by a neutral one too."
     sign = -1 if rng.random() < 0.4 else 1  # the polarity of the part that decides
@@ -356,7 +356,7 @@ def _quantifier_pair(rng: random.Random, label: int) -> tuple[Clause, Clause]:
     pair = tuple(replace(clause, subject=replace(clause.subject, det=d)) for d in (strong, weak))
     return pair if label == 0 else pair[::-1]
 
-# %% ../nbs/06a_toy.ipynb #8310304e
+# %% ../nbs/06a_toy.ipynb #74f7ab33
 ROLES = {"subject": ("subject", "noun"), "verb": ("verb",), "object": ("object", "noun"), "place": ("place", "noun"),
          "subject adjective": ("subject", "adj"), "object adjective": ("object", "adj"), "adverb": ("adverb",),
          "preposition": ("place", "prep")}
@@ -394,7 +394,7 @@ def _unlike(word: str, rng: random.Random) -> str:
 
 def _word_set(word: str) -> list[str]: return next(s for s in WORD_SETS if word in s)
 
-# %% ../nbs/06a_toy.ipynb #7e1be675
+# %% ../nbs/06a_toy.ipynb #bdd17357
 def _moved_pair(rng: random.Random, label: int) -> tuple[Clause, Clause]:
     "Return a pair with the place moved (entailment), or subject and object exchanged (none)."
     while True:
@@ -452,7 +452,7 @@ def sts_pair(
     if rng.random() < 0.3: b = replace(b, subject=replace(b.subject, plural=not b.subject.plural, det="the"))
     return a, b
 
-# %% ../nbs/06a_toy.ipynb #de11b4b6
+# %% ../nbs/06a_toy.ipynb #592b9ad4
 def _change_role(b: Clause, role: str, rng: random.Random) -> Clause:
     "Return the sentence with another word in a role; an empty role is filled, and an optional one emptied, by chance."
     word = get_role(b, role)
@@ -466,7 +466,8 @@ def _new_word(word: str, rng: random.Random) -> str:
     "Return a synonym, a relative, or another word, with equal chance where there is one."
     words = _word_set(word)
     near = [w for w in words if w != word and likeness(word, w) == 0.5]
-    return _pick(rng, [SYNONYM[word]] * (word in SYNONYM) + ([_pick(rng, near)] if near else []) + [_pick(rng, words)])
+    synonym = [SYNONYM[word]] if word in SYNONYM else []
+    return _pick(rng, synonym + ([_pick(rng, near)] if near else []) + [_pick(rng, words)])
 
 # %% ../nbs/06a_toy.ipynb #9d19053e
 TOY_TASKS = ("toy-cola", "toy-rte", "toy-stsb")
@@ -519,7 +520,7 @@ def toy_vocabulary() -> list[str]:  # the words, special tokens first
     words |= {form for w in [*KIND_OF, *TRANSITIVE, *INTRANSITIVE] for form in (w, with_s(w))}
     return _SPECIAL + sorted(words)
 
-# %% ../nbs/06a_toy.ipynb #654e8a75
+# %% ../nbs/06a_toy.ipynb #dfa7a19d
 def toy_tokenizer() -> PreTrainedTokenizerFast:  # of 64 tokens at most
     "Return the word-level tokenizer of the toy language, with BERT's special tokens and segment ids."
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(toy_vocabulary())}, unk_token="[UNK]"))
