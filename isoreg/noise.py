@@ -4,7 +4,7 @@
 __all__ = ['dropout', 'HOWS', 'set_dropout', 'Applied', 'gaussian_dropout', 'mix_weights', 'mixout', 'load_dropout',
            'save_schedule', 'load_schedule', 'DropoutSchedule', 'apply_dropout']
 
-# %% ../nbs/06c_noise.ipynb #5e67d5b4
+# %% ../nbs/06c_noise.ipynb #71307d4d
 import contextlib
 import copy
 import inspect
@@ -32,25 +32,26 @@ from .files import write_atomically
 from .fisher import FisherEstimate
 from .schedules import (CONTROLS, check_names, check_rate, check_schedule, control_schedule, guided_schedule,
                               released_schedule, site_scores)
-from .sites import (Found, Site, applied_rate, base_prefix, dropout_sites, find_sites, get_rate, rates_at, record_calls,
-                          recorders, seen_in_output, set_rate, shown_module, trial, unwrapped, versions)
+from .sites import (Found, Site, applied_rate, base_prefix, dropout_sites, find_sites, get_rate, rates_at,
+                          record_calls, recorders, seen_in_output, set_rate, shown_module, trial, unwrapped, versions)
 
-# %% ../nbs/06c_noise.ipynb #4654bc22
+# %% ../nbs/06c_noise.ipynb #4ad43b35
 def set_dropout(
     model: nn.Module,  # as for dropout_sites
     schedule: Mapping[str, float],  # site -> p in [0, 1)
     *,
-    partial: bool = False,  # allow sites without a rate, which stay as they are; the classifier's may always be left out
+    partial: bool = False,  # allow sites without a rate, which stay as they are; the classifier's may be left out
     verify: bool = True,  # run the model and compare each rate with what is applied
-    sites: Sequence[Site] | None = None,  # with verify=False: from an earlier dropout_sites, to set rates without a look
+    sites: Sequence[Site] | None = None,  # with verify=False: those of an earlier look, to set rates without one
     batch=None,  # as for dropout_sites
 ) -> "Applied":  # {"rates", "mean", "calls"}; undo(), or leaving a with block, puts everything back
     """Set the rate of each site by name, check that it is the one applied, and note it in the model's configuration.
 
-    **A saved model does not come back with its rates by itself.** transformers has no field for the rate of one site, so
-    `from_pretrained` gives every site the rate of its global fields, often 0.1, and says nothing. Call `load_dropout(model)` after
-    loading. `ValueError` for a rate outside [0, 1), an unknown or a missing name; `RuntimeError` if a rate does not arrive. The model
-    is unchanged after an error. Call it before training, not inside `torch.compile`d code.
+    **A saved model does not come back with its rates by itself.** transformers has no field for the rate of one
+    site, so `from_pretrained` gives every site the rate of its global fields, often 0.1, and says nothing. Call
+    `load_dropout(model)` after loading. `ValueError` for a rate outside [0, 1), an unknown or a missing name;
+    `RuntimeError` if a rate does not arrive. The model is unchanged after an error. Call it before training, not
+    inside `torch.compile`d code.
     """
     model, rates = unwrapped(model), check_schedule(schedule)
     found = find_sites(model, batch) if verify or sites is None else Found(sites, [], "")
@@ -75,7 +76,7 @@ def _rates_now(sites: Sequence[Site], rates: Mapping[str, float]) -> dict:
     planned = [now[s.name] for s in sites if s.kind != "classifier"] or list(now.values())
     return {"rates": now, "mean": math.fsum(planned) / max(1, len(planned))}
 
-# %% ../nbs/06c_noise.ipynb #bc6fb49a
+# %% ../nbs/06c_noise.ipynb #c9c6e057
 _CHANGES = weakref.WeakValueDictionary()  # number -> change that can be undone, in the order of the changes
 
 class Applied(dict):
@@ -91,7 +92,7 @@ class Applied(dict):
     def undo(self):
         "Put the model back as it was; a second call does nothing. `RuntimeError` if a later change is not undone yet."
         for c in self._later():
-            raise RuntimeError(f"undo: a later change ({c.get('how', 'of rates')}) lies on top; undo the later one first")
+            raise RuntimeError(f"undo: a later change ({c.get('how', 'rates')}) lies on top; undo the later one first")
         steps, self._undo = self._undo, None
         if steps: steps.close()
 
@@ -108,9 +109,9 @@ class Applied(dict):
 
     def __reduce__(self): return dict, (dict(self),)
 
-# %% ../nbs/06c_noise.ipynb #a9aed2c2
+# %% ../nbs/06c_noise.ipynb #a5472e6e
 def _verify(model: nn.Module, found: Found, rates: Mapping[str, float], batch) -> int:
-    "Return the number of calls whose rate was compared with that of its site; `RuntimeError` for the first that differs."
+    "Return the number of calls whose rate was compared with that of its site; `RuntimeError` if one differs."
     want, owned = _rates_now(found.sites, rates)["rates"], [s for s in map(found.site_of, found.calls) if s]
     with trial(model): seen = [c for c in record_calls(model, batch).calls if c.p > 0]
     for s, c in zip_longest([s for s in owned if want[s.name] > 0], seen):
@@ -139,14 +140,15 @@ def _fault(model: nn.Module, site: Site | str, what: str) -> RuntimeError:
     where = f"site {site.name!r}, {site.module}" if isinstance(site, Site) else site
     return RuntimeError(f"dropout: {where}: {what}; {versions(model)}. The model is unchanged")
 
-# %% ../nbs/06c_noise.ipynb #9742c999
+# %% ../nbs/06c_noise.ipynb #1c59317d
 _NOTE = "dropout_schedule"  # attribute of the configuration
 _GAUSSIAN = {"gaussian", "gaussian-released"}
 
 def _installed(model: nn.Module) -> dict[str, dict]:
     "Return the settings of the regularisers that hang on the model as hooks, by kind."
     hooks = (getattr(h, "__self__", None) for m in model.modules() for h in m._forward_pre_hooks.values())
-    return {h.settings["kind"]: h.settings for h in hooks if isinstance(h, (_GaussianHook, _MixoutHook))}
+    settings = (getattr(h, "dropout_settings", None) for h in hooks)
+    return {s["kind"]: s for s in settings if s}
 
 def _read_note(model: nn.Module) -> dict:
     "Return kind and rates from the configuration; of the older form, site -> p, the kind is rates."
@@ -176,7 +178,7 @@ def _noisy(p: float, released: bool, /, input: Tensor, *rest, **others) -> Tenso
     std = p / (1 - p) if released else math.sqrt(p / (1 - p))
     return input * torch.empty_like(input).normal_(1, std)
 
-# %% ../nbs/06c_noise.ipynb #b11be61c
+# %% ../nbs/06c_noise.ipynb #dd1b3cb9
 def gaussian_dropout(
     model: nn.Module,  # as for dropout_sites
     p: float | None = None,  # rate of every site but the classifier's; None leaves all rates as they are
@@ -184,12 +186,12 @@ def gaussian_dropout(
     released: bool = False,  # standard deviation p/(1-p), and noise at evaluation too
     batch=None,  # as for dropout_sites
 ) -> Applied:
-    """Replace every dropout by Gaussian noise: N(1, p/(1-p)) in train mode, nothing at evaluation (Wang and Manning 2013).
+    """Replace every dropout by Gaussian noise: N(1, p/(1-p)) in train mode, none at evaluation (Wang, Manning 2013).
 
-    It works by hooks, so names in `state_dict` and copies are as before; `load_dropout` puts it on again after loading.
-    `ValueError` if it is on already or a site lies in a kernel that cannot be replaced. `RuntimeError` that names the site where a
-    mask stays a mask: only `F.dropout` and `F.scaled_dot_product_attention` are replaced, not AlphaDropout, Dropout1d to 3d,
-    MultiheadAttention or `torch.dropout`.
+    It works by hooks, so names in `state_dict` and copies are as before; `load_dropout` puts it on again after
+    loading. `ValueError` if it is on already or a site lies in a kernel that cannot be replaced. `RuntimeError`
+    that names the site where a mask stays a mask: only `F.dropout` and `F.scaled_dot_product_attention` are
+    replaced, not AlphaDropout, Dropout1d to 3d, MultiheadAttention or `torch.dropout`.
     """
     model = unwrapped(model)
     if _GAUSSIAN & _installed(model).keys(): raise ValueError("model: has Gaussian dropout already; undo it first")
@@ -208,7 +210,7 @@ def gaussian_dropout(
         about = {"calls": sum(c.handle is not None for c in found.calls), "released": released}
         return Applied(_rates_now(found.sites, rates) | about, undo, model)
 
-# %% ../nbs/06c_noise.ipynb #1a10e49f
+# %% ../nbs/06c_noise.ipynb #0fa30703
 class _GaussianHook(TorchFunctionMode):
     """Turns dropout calls into multiplicative Gaussian noise of the same rate, around a module's forward.
 
@@ -217,7 +219,7 @@ class _GaussianHook(TorchFunctionMode):
     def __init__(self, released: bool):
         super().__init__()
         self.released, self.training = released, []
-        self.settings = {"kind": "gaussian-released" if released else "gaussian"}
+        self.dropout_settings = {"kind": "gaussian-released" if released else "gaussian"}
 
     def enter(self, module, args):
         self.training.append(module.training)
@@ -250,9 +252,9 @@ def _noisy_attention(p, released, /, query, key, value, attn_mask=None, dropout_
 
 _REPLACED = {F.dropout: _noisy, F.scaled_dot_product_attention: _noisy_attention}
 
-# %% ../nbs/06c_noise.ipynb #20989592
+# %% ../nbs/06c_noise.ipynb #bfe8ef42
 def _hang(undo: contextlib.ExitStack, hooks: Mapping[str, object], model: nn.Module):
-    "Register both halves of each hook at the module of its path, the second to run on errors too; what is compiled starts anew."
+    "Register both halves of each hook at the module of its path, the second to run on errors too."
     for path, hook in hooks.items():
         module = model.get_submodule(path)
         undo.callback(module.register_forward_pre_hook(hook.enter).remove)
@@ -278,7 +280,7 @@ def mix_weights(
     kept = torch.empty(shape, dtype=w.dtype, device=w.device).bernoulli_(1 - p)  # 1 - M
     return u + kept / (1 - p) * (w - u)
 
-# %% ../nbs/06c_noise.ipynb #864d9958
+# %% ../nbs/06c_noise.ipynb #ba369f8b
 def mixout(
     model: nn.Module,  # with its pretrained weights, before training
     p: float = 0.7,  # probability of the pretrained value; Lee et al. use 0.7 to 0.9
@@ -290,18 +292,19 @@ def mixout(
 ) -> Applied:
     """Mix every linear map of the encoder with its pretrained weights, in train mode (Lee, Cho and Kang 2020).
 
-    Pooler, head and biases are not mixed. A hook mixes the weight just before its module runs: parameters keep their names,
-    `state_dict`, copies, autocast and gradient checkpointing work as before. Memory: one more copy of the mixed weights, which
-    `save_pretrained` does not save: `load_dropout` asks for them. `ValueError` for a bad p, a second Mixout, a model without linear
-    maps, or weights that do not fit.
+    Pooler, head and biases are not mixed. A hook mixes the weight just before its module runs: parameters keep
+    their names, `state_dict`, copies, autocast and gradient checkpointing work as before. Memory: one more copy of
+    the mixed weights, which `save_pretrained` does not save: `load_dropout` asks for them. `ValueError` for a bad
+    p, a second Mixout, a model without linear maps, or weights that do not fit.
     """
     p, unit, model = check_rate("p", p), one_of("unit", unit, ("neuron", "weight")), unwrapped(model)
     if "mixout" in _installed(model): raise ValueError("model: has Mixout already; undo it first")
     linear = _linear_maps(model)
-    hooks = {q: _MixoutHook(_reference(model, q, pretrained), p, unit, int(isinstance(m, nn.Linear))) for q, m in linear.items()}
+    hook = lambda q, m: _MixoutHook(_reference(model, q, pretrained), p, unit, inputs=int(isinstance(m, nn.Linear)))
+    hooks = {q: hook(q, m) for q, m in linear.items()}
     with trial(model): ran = record_calls(model, batch).ran
     mixed = {path: hook for path, hook in hooks.items() if path in ran}
-    if not mixed: raise ValueError(f"model: no linear map of {type(model).__name__}'s encoder runs as a module; nothing to mix")
+    if not mixed: raise ValueError("model: no linear map of the encoder runs as a module; nothing to mix")
     sites = _sites_or_none(model, batch)
     encoder = {s.name: s.p * keep_dropout for s in sites if s.kind != "classifier"}
     with _note_kept(model) as undo:
@@ -311,23 +314,23 @@ def mixout(
         about = {"p": p, "unit": unit, "mixed": len(mixed), "not_called": [q for q in linear if q not in mixed]}
         return Applied(_rates_now(sites, encoder) | about, undo, model)
 
-# %% ../nbs/06c_noise.ipynb #a58d18a3
+# %% ../nbs/06c_noise.ipynb #038636c4
 class _MixoutHook:
     "Puts the mixed weight before the parameter while a module runs: an instance attribute is found before a parameter."
 
     def __init__(self, u: Tensor, p: float, unit: str, inputs: int):
         self.u, self.inputs = u, inputs
-        self.settings = {"kind": "mixout", "p": p, "unit": unit}
+        self.dropout_settings = {"kind": "mixout", "p": p, "unit": unit}
 
     def enter(self, module, args):
-        p, unit, w = self.settings["p"], self.settings["unit"], module._parameters["weight"]
+        p, unit, w = self.dropout_settings["p"], self.dropout_settings["unit"], module._parameters["weight"]
         if not module.training or p == 0: return
         if self.u.device != w.device or self.u.dtype != w.dtype: self.u = self.u.to(w)
         module.__dict__["weight"] = mix_weights(w, self.u, p, unit, self.inputs)
 
     def leave(self, module, args, output): module.__dict__.pop("weight", None)
 
-# %% ../nbs/06c_noise.ipynb #0a0539fd
+# %% ../nbs/06c_noise.ipynb #e0cd60a8
 def _linear_maps(model: nn.Module) -> dict[str, nn.Module]:
     "Return the linear maps of the encoder by path, without pooler and head."
     prefix, head = base_prefix(model), re.compile("pooler|lm_head|classifier")
@@ -339,24 +342,25 @@ def _reference(model: nn.Module, path: str, pretrained: Mapping[str, Tensor] | N
     w, local = model.get_submodule(path).weight, path.removeprefix(base_prefix(model))
     u = w if pretrained is None else pretrained.get(f"{path}.weight", pretrained.get(f"{local}.weight"))
     if u is not None and u.shape == w.shape: return u.detach().clone()
-    raise ValueError(f"pretrained: no weight of shape {tuple(w.shape)} for {path!r}; pass the state dict of the same base model")
+    raise ValueError(f"pretrained: no weight of shape {tuple(w.shape)} for {path!r}; pass those of the same base model")
 
 def _sites_or_none(model: nn.Module, batch) -> list[Site]:
     try: return dropout_sites(model, batch=batch)
     except ValueError: return []
 
-# %% ../nbs/06c_noise.ipynb #0689f251
+# %% ../nbs/06c_noise.ipynb #5fa1fdb3
 def load_dropout(
     model: nn.Module,  # fresh from from_pretrained
     *,
-    pretrained: Mapping[str, Tensor] | None = None,  # of Mixout only: state dict of the model that the training began with
+    pretrained: Mapping[str, Tensor] | None = None,  # of Mixout only: state dict that the training began with
     verify: bool = True,  # as for set_dropout
     batch=None,  # as for dropout_sites
 ) -> Applied:  # as of set_dropout, gaussian_dropout or mixout, with "kind"
-    """Put on again what `set_dropout`, `gaussian_dropout` or `mixout` left in the configuration; `from_pretrained` does not.
+    """Put on again what `set_dropout`, `gaussian_dropout` or `mixout` left in the configuration; `from_pretrained` does
+    not.
 
-    A classifier's rate is skipped where the model has another head. `ValueError` if the configuration holds no note or an unknown
-    kind, and for Mixout without `pretrained`: the weights that it mixes with are not in the file.
+    A classifier's rate is skipped where the model has another head. `ValueError` if the configuration holds no note
+    or an unknown kind, and for Mixout without `pretrained`: the weights that it mixes with are not in the file.
     """
     model = unwrapped(model)
     note = _checked_note(model, pretrained)
@@ -371,24 +375,25 @@ def load_dropout(
         if kind in _GAUSSIAN:
             about |= undo.enter_context(gaussian_dropout(model, released=kind.endswith("released"), batch=batch))
         if kind == "mixout":
-            about |= undo.enter_context(mixout(model, note["p"], unit=note["unit"], keep_dropout=True, pretrained=pretrained,
-                                               batch=batch))
+            done = mixout(model, note["p"], unit=note["unit"], keep_dropout=True, pretrained=pretrained, batch=batch)
+            about |= undo.enter_context(done)
         return Applied(about | {"kind": kind}, undo, model)
 
-# %% ../nbs/06c_noise.ipynb #fffc7ce3
+# %% ../nbs/06c_noise.ipynb #cd49b30b
 def _checked_note(model: nn.Module, pretrained) -> dict:
     "Return the configuration's note; `ValueError` if there is none, of a known kind, that goes with `pretrained`."
     if not getattr(getattr(model, "config", None), _NOTE, None):
         raise ValueError(f"model: its configuration has no {_NOTE}; it was saved without set_dropout")
     note = _read_note(model)
-    kind = one_of(f"model: the kind in its configuration's {_NOTE}", note["kind"], ("rates", *sorted(_GAUSSIAN), "mixout"))
-    if kind != "mixout" and pretrained is not None: raise ValueError(f"pretrained: has no meaning for {kind}; leave it out")
+    kind = one_of(f"model: the kind in its {_NOTE}", note["kind"], ("rates", *sorted(_GAUSSIAN), "mixout"))
+    if kind != "mixout" and pretrained is not None:
+        raise ValueError(f"pretrained: has no meaning for {kind}; leave it out")
     if kind == "mixout" and pretrained is None:
-        raise ValueError("pretrained: the model was trained with Mixout, whose reference is not in its file; pass the state dict of "
-                         "the pretrained model, or use set_dropout for other rates")
+        raise ValueError("pretrained: the model was trained with Mixout, whose reference is not in its file; "
+                         "pass the state dict of the pretrained model, or use set_dropout for other rates")
     return note
 
-# %% ../nbs/06c_noise.ipynb #e0d085a0
+# %% ../nbs/06c_noise.ipynb #20cf98d8
 def save_schedule(
     path: str | Path,  # JSON file; written whole or not at all
     schedule: Mapping[str, float],  # site -> p, or what apply_dropout gave
@@ -396,14 +401,15 @@ def save_schedule(
     model: nn.Module | None = None,  # whose type is noted
     **notes,  # anything else for JSON: scores, seed, aggregate, ...
 ) -> Path:
-    "Write a schedule to a JSON file and return its path. `ValueError` for a bad path or schedule, or notes that JSON cannot hold."
+    "Write a schedule to a JSON file; return its path. `ValueError` for a bad path, schedule or note."
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"path: a {type(path).__name__} is no path; write save_schedule(path, schedule)")
     config = None if model is None else getattr(unwrapped(model), "config", None)
     content = {"format": "isoreg-dropout-schedule-1", "model_type": getattr(config, "model_type", None),
                "rates": check_schedule(schedule), "notes": notes}
     try: text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as e: raise ValueError(f"notes: JSON cannot hold them ({e}); pass plain numbers and text") from e
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"notes: JSON cannot hold them ({e}); pass plain numbers and text") from e
     write_atomically(path, text)
     return Path(path)
 
@@ -419,7 +425,7 @@ def load_schedule(
     try: return check_schedule(rates)
     except ValueError as e: raise ValueError(f"schedule: {path}: {e}") from e
 
-# %% ../nbs/06c_noise.ipynb #c182936b
+# %% ../nbs/06c_noise.ipynb #2443fe8f
 class DropoutSchedule(TrainerCallback):
     """Sets the rate of named sites before each step of a Trainer, and restores them after training.
 
@@ -428,17 +434,17 @@ class DropoutSchedule(TrainerCallback):
 
     def __init__(
         self,
-        rates: Callable[[float], Mapping[str, float]],  # progress in [0, 1] -> {site: p}; sites left out keep their rate
+        rates: Callable[[float], Mapping[str, float]],  # progress in [0, 1] -> {site: p}; others keep their rate
         batch=None,  # as for dropout_sites
     ):
         if not callable(rates):
-            raise ValueError(f"rates: a {type(rates).__name__} is no function of the progress; for rates that stay use set_dropout")
+            raise ValueError(f"rates: a {type(rates).__name__} is no function of the progress; or use set_dropout")
         self.rates, self.batch, self.applied, self.sites = rates, batch, None, None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if self.applied is not None: self.applied.undo()  # a training that was interrupted never came to its end
         self.sites = dropout_sites(model, batch=self.batch)
-        self.applied = set_dropout(model, {s.name: s.p for s in self.sites}, batch=self.batch)  # remembers; changes nothing
+        self.applied = set_dropout(model, {s.name: s.p for s in self.sites}, batch=self.batch)  # changes nothing
         set_dropout(model, self.rates(0.0), partial=True, batch=self.batch)
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
@@ -447,15 +453,15 @@ class DropoutSchedule(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs): self.applied.undo()
 
-# %% ../nbs/06c_noise.ipynb #d91ca562
+# %% ../nbs/06c_noise.ipynb #2a5dae37
 HOWS = ("standard", "constant", "guided", "guided-released", *CONTROLS, "gaussian", "gaussian-released", "mixout")
 
 def apply_dropout(
     model: nn.Module,  # with its pretrained weights, before training
-    how: str | Path | Mapping[str, float] = "standard",  # a name of HOWS, a schedule, a schedule file, or what this gave
+    how: str | Path | Mapping[str, float] = "standard",  # a name of HOWS, a schedule, or a file of one
     *,
-    p: float | None = None,  # constant, gaussian: the rate of all sites (None: the model's); mixout: probability (None: 0.7)
-    scores: Mapping[str, float] | FisherEstimate | str | Path | None = None,  # guided and its controls: as for site_scores
+    p: float | None = None,  # constant, gaussian: the rate (None: the model's); mixout: probability (None: 0.7)
+    scores: Mapping[str, float] | FisherEstimate | str | Path | None = None,  # guided, controls: as for site_scores
     schedule: Mapping[str, float] | str | Path | None = None,  # guided and its controls: a schedule in place of scores
     seed: int = 0,  # of "shuffled"
     p_max: float = 0.1,  # guided: rate of the least informative site
@@ -465,9 +471,10 @@ def apply_dropout(
     grouping: str = "released",  # of dropout_sites
     batch=None,  # as for dropout_sites
 ) -> Applied:  # how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
-    """Put a dropout regulariser on a model and return what was done, a dict for JSON; `standard` changes nothing, to the bit.
+    """Put a dropout regulariser on a model and return what was done, for JSON; `standard` changes nothing.
 
-    `ValueError` for an unknown name, arguments that are missing or have no meaning for `how`, and whatever the parts raise.
+    `ValueError` for an unknown name, arguments that are missing or have no meaning for `how`, and whatever the
+    parts raise.
     """
     model = unwrapped(model)
     how, schedule = _read_how(how, schedule)
@@ -484,7 +491,7 @@ def apply_dropout(
         done = set_dropout(model, _planned(how, sites, schedule, p, seed), batch=batch)
     return Applied(_describe(model, how, done, **extra), done._undo, model)
 
-# %% ../nbs/06c_noise.ipynb #4e89a72c
+# %% ../nbs/06c_noise.ipynb #c0bb3f5b
 def _guided(model, sites, scores, p_max, p_min, shape, aggregate, grouping) -> tuple[dict, dict]:
     "Return the guided schedule of some scores, and what to note of it."
     by_site = site_scores(sites, scores, aggregate, model=model)
@@ -500,14 +507,17 @@ def _planned(how, sites, schedule, p, seed) -> Mapping[str, float]:
 def _describe(model: nn.Module, how: str, done: Mapping, **extra) -> dict:
     "Return what was done under the name of the way it was done, with notes in words."
     sites = sum(not n.startswith("classifier") for n in done["rates"])
-    notes = [f"mean rate {done['mean']:.4f} over {sites} sites" + (f", {done['calls']} calls checked" if done.get("calls") else "")]
+    checked = f", {done['calls']} calls checked" if done.get("calls") else ""
+    notes = [f"mean rate {done['mean']:.4f} over {sites} sites{checked}"]
     if how == "standard": notes = ["the model's own rates, untouched" if done["rates"] else "the model has no dropout"]
     if how == "gaussian-released": notes.append("noise is on at evaluation too, standard deviation p/(1-p)")
-    if done.get("not_called"): notes.append(f"{len(done['not_called'])} linear maps are not run as modules and are not mixed")
+    missed = len(done.get("not_called", ()))
+    if missed: notes.append(f"{missed} linear maps are not run as modules and are not mixed")
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return {"how": how, "attention": attention, "transformers": transformers.__version__, **done, **extra, "notes": notes}
+    head = {"how": how, "attention": attention, "transformers": transformers.__version__}
+    return {**head, **done, **extra, "notes": notes}
 
-# %% ../nbs/06c_noise.ipynb #8dc58609
+# %% ../nbs/06c_noise.ipynb #7a3aff2c
 def _read_how(how, schedule) -> tuple[str, dict[str, float] | None]:
     "Return the name and the schedule; a schedule or a file in place of a name is read."
     read = lambda s: check_schedule(load_schedule(s) if isinstance(s, (str, Path)) else s)
@@ -522,7 +532,7 @@ def _check_arguments(how, p, scores, schedule, of_scores: Mapping):
     needs_scores = how in ("guided", *CONTROLS)
     if how == "constant" and p is None: raise ValueError("p: constant needs a rate")
     if p is not None and how not in ("constant", "mixout", *_GAUSSIAN):
-        raise ValueError(f"p: has no meaning for {how}; use constant to change all rates, or p_max and p_min for guided ones")
+        raise ValueError(f"p: has no meaning for {how}; use constant, or p_max and p_min for guided rates")
     if needs_scores and (scores is None) == (schedule is None):
         raise ValueError(f"scores: {how} needs either the scores of the tensors or a schedule")
     if not needs_scores and (scores is not None or (schedule is not None and how != "schedule")):

@@ -17,14 +17,93 @@ from .checks import did_you_mean, in_range, one_of
 from .fisher import FisherEstimate, load_scores
 from .sites import Site, base_prefix, dropout_sites, unwrapped
 
-# %% ../nbs/06b_schedules.ipynb #d79ea689
+# %% ../nbs/06b_schedules.ipynb #49db6bf6
+def check_rate(name: str, p) -> float: return float(in_range(name, p, 0, 1, ends="[)"))
+
+def check_schedule(schedule) -> dict[str, float]:
+    "Return the rates of a schedule, or of what `apply_dropout` gave; `ValueError` for what is none."
+    if isinstance(schedule, Mapping) and isinstance(schedule.get("rates"), Mapping): schedule = schedule["rates"]
+    if not isinstance(schedule, Mapping) or not schedule:
+        raise ValueError(f"schedule: {schedule!r} is no mapping from sites to rates; see guided_schedule")
+    return {str(n): check_rate(f"schedule[{n!r}]", p) for n, p in schedule.items()}
+
+def _check_guided(scores, p_max, p_min, shape):
+    "Check the arguments of `guided_schedule`."
+    if not isinstance(scores, Mapping) or not scores:
+        what = "has no site" if isinstance(scores, Mapping) else "is no mapping from sites to scores"
+        raise ValueError(f"scores: a {type(scores).__name__} {what}; pass what site_scores gave")
+    in_range("p_min", p_min, 0, check_rate("p_max", p_max), hint="at most p_max: less information gets the higher rate")
+    for name, v in scores.items(): in_range(f"scores[{name!r}]", v, hint="estimate it again")
+    if shape != "linear" and not callable(shape):
+        raise ValueError(f"shape: {shape!r} is unknown; use 'linear' or a function of the rank in [0, 1]")
+
+# %% ../nbs/06b_schedules.ipynb #b47a843b
+def check_names(rates: Mapping[str, float], kinds: Mapping[str, str], complete: bool):
+    "Check the names of a schedule against those of the model, name -> kind; `complete`: none may be missing."
+    unknown = [n for n in rates if n not in kinds]
+    if unknown:
+        hint = did_you_mean(unknown[0], kinds) or f"it has {', '.join(list(kinds)[:3])}, ... "
+        raise ValueError(f"schedule: {len(unknown)} names are no sites of this model, such as {unknown[0]!r}; {hint}"
+                         "Was it made for another model?")
+    body = [n for n, kind in kinds.items() if kind != "classifier"]
+    missing = [n for n in body if n not in rates]
+    if complete and missing:
+        raise ValueError(f"schedule: {len(missing)} of {len(body)} sites have no rate, for example {missing[0]!r}; "
+                         "was it made for another model? partial=True leaves them as they are")
+
+# %% ../nbs/06b_schedules.ipynb #6e34d6b7
+def _tensor_scores(sites: Sequence[Site], scores, prefix: str | None, model: nn.Module | None) -> dict[str, float]:
+    "Return the score of each tensor of the sites, by its name in the model; `ValueError` where they do not fit."
+    named, sizes = _read_scores(scores)
+    wanted = dict.fromkeys(t for s in sites for t in s.tensors)
+    rename = _renaming(list(named), list(wanted), prefix)
+    f = {rename(n): v for n, v in named.items()}
+    if model is not None: _check_layers(unwrapped(model), wanted, f)
+    missing = [t for t in wanted if t not in f]
+    if missing:
+        raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have none, for example {missing[0]!r}; take "
+                         "the scores of the same model (parameters that were frozen during the estimate are left out); "
+                         "where the encoder is a part of it, such as model.enc, give that part in place of the model")
+    for s in sites:
+        if not s.tensors: raise ValueError(f"sites: {s.name!r} stands for no tensor; use grouping='preceding'")
+    for t in wanted: in_range(f"scores[{t!r}]", f[t], 0, hint="pass an estimate or its .scores()")
+    _check_sizes(sites, {rename(n): m for n, m in sizes.items()})
+    return f
+
+# %% ../nbs/06b_schedules.ipynb #c4e1366e
+def _read_scores(scores) -> tuple[dict[str, float], dict[str, int]]:
+    "Return the scores by parameter name, read if they are a path, and the numbers of scalars that an estimate knows."
+    if isinstance(scores, (str, Path)):
+        scores = FisherEstimate.load(scores) if (Path(scores) / "fisher.json").is_file() else load_scores(scores)
+    if isinstance(scores, FisherEstimate): return scores.scores(), scores.numel
+    if isinstance(scores, Mapping) and scores: return dict(scores), {}
+    raise ValueError("scores: need a mapping from names to mean squared gradients, a FisherEstimate, or a path")
+
+# %% ../nbs/06b_schedules.ipynb #9784f11e
+def _check_sizes(sites: Sequence[Site], sizes: Mapping[str, int]):
+    "Check the sizes of an estimate's tensors against those of the model; embeddings may have grown."
+    for t, m in ((t, m) for s in sites if s.kind != "embedding" for t, m in zip(s.tensors, s.sizes)):
+        if sizes.get(t, m) != m:
+            raise ValueError(f"scores: {t!r} has {sizes[t]} scalars in the estimate, {m} in the model; "
+                             "take the scores of the same model")
+
+def _check_layers(model: nn.Module, wanted: Sequence[str], f: Mapping[str, float]):
+    "Check that the scores name no layer beyond those of the model."
+    numbered = lambda n: {(n[: m.start()], m[0]) for m in re.finditer(r"(^|\.)\d+(?=\.|$)", n)}
+    parameters = [n.removeprefix(base_prefix(model)) for n, _ in model.named_parameters(remove_duplicate=False)]
+    own, stacks = {at for n in parameters for at in numbered(n)}, {stack for t in wanted for stack, _ in numbered(t)}
+    for stack, layer in (at for n in f for at in sorted(numbered(n)) if at[0] in stacks and at not in own):
+        raise ValueError(f"scores: name {stack + layer!r}, a layer that the model does not have; "
+                         "take the scores of the same model")
+
+# %% ../nbs/06b_schedules.ipynb #1021b5fe
 def guided_schedule(
     scores: Mapping[str, float],  # site -> score, from site_scores; the order breaks ties
     p_max: float = 0.1,  # rate of the least informative site
     p_min: float = 0.0,  # rate of the most informative site
     shape: str | Callable[[float], float] = "linear",  # or a function of the rank u in [0, 1] to a share in [0, 1]
 ) -> dict[str, float]:  # site -> p, in the order of the scores
-    """Return rates by rank, p_max for the lowest score (Sharma et al. 2024, equations 9 and 10); one site alone gets p_max.
+    """Return rates by rank, p_max for the lowest score (Sharma et al. 2024, eqs 9, 10); one site alone gets p_max.
 
     `ValueError` for NaN scores and bad rates."""
     _check_guided(scores, p_max, p_min, shape)
@@ -36,7 +115,7 @@ def guided_schedule(
         p[name] = float(p_min if share == 0 else p_max - (1 - share) * (p_max - p_min))
     return {name: p[name] for name in scores}
 
-# %% ../nbs/06b_schedules.ipynb #978f6449
+# %% ../nbs/06b_schedules.ipynb #6c1849ca
 _RELEASED_STEP = 0.00275
 _RELEASED_ORDER = {  # layers of BERT-base from the highest rate to the lowest
     "attention_probs": (7, 10, 9, 8, 1, 6, 11, 2, 0, 5, 3, 4),
@@ -51,19 +130,20 @@ def released_schedule() -> dict[str, float]:  # 37 sites of BERT-base, in model 
     model_order = ["embeddings"] + [f"encoder.layer.{i}.{kind}" for i in range(12) for kind in _RELEASED_ORDER]
     return {name: rates[name] for name in model_order}
 
-# %% ../nbs/06b_schedules.ipynb #01453bec
+# %% ../nbs/06b_schedules.ipynb #cdf0cc9a
 CONTROLS = ("constant-mean", "reversed", "shuffled", "type-only")
 
 def control_schedule(
     kind: str,  # "constant-mean", "reversed", "shuffled" or "type-only"
     schedule: Mapping[str, float],  # site -> p
-    sites: nn.Module | Sequence[Site] | None = None,  # model or its sites: for "type-only", and to tell the head from the rest
+    sites: nn.Module | Sequence[Site] | None = None,  # model or its sites: for "type-only", and to know the head
     seed: int = 0,  # for "shuffled"; the same on every machine and Python version
 ) -> dict[str, float]:  # site -> p, in the order of the schedule, without the head's
-    """Return a control for a guided schedule, of the same mean rate; the head (without `sites`: classifier) is left out.
+    """Return a control for a guided schedule, of the same mean rate, without the head (without `sites`: classifier).
 
-    `reversed` gives the site of the i-th highest rate the i-th lowest; `shuffled` permutes the rates over all sites. `ValueError`
-    for an unknown kind, bad rates, a seed that is no integer, a schedule of the head alone, or one of another model.
+    `reversed` gives the site of the i-th highest rate the i-th lowest; `shuffled` permutes the rates over all
+    sites. `ValueError` for an unknown kind, bad rates, a seed that is no integer, a schedule of the head alone, or
+    one of another model.
     """
     one_of("kind", kind, CONTROLS)
     kind_of = {s.name: s.kind for s in (dropout_sites(sites) if isinstance(sites, nn.Module) else sites or ())}
@@ -73,12 +153,12 @@ def control_schedule(
                          "(pass sites= if these are no head's)")
     if kind == "constant-mean": return dict.fromkeys(rates, _mean(rates.values()))
     if kind == "reversed": return _reversed(rates)
-    if kind == "shuffled": return _shuffled(rates, in_range("seed", seed, whole=True, hint="a draw that can be repeated"))
+    if kind == "shuffled": return _shuffled(rates, in_range("seed", seed, whole=True))
     if sites is None: raise ValueError("sites: type-only needs the model or its sites, to know the kind of each name")
     check_names(rates, kind_of, complete=False)
     return {n: _mean(p for m, p in rates.items() if kind_of[m] == kind_of[n]) for n in rates}
 
-# %% ../nbs/06b_schedules.ipynb #7a0585be
+# %% ../nbs/06b_schedules.ipynb #4506211d
 def _mean(values) -> float:
     values = list(values)
     return math.fsum(values) / len(values)
@@ -94,23 +174,25 @@ def _shuffled(rates: Mapping[str, float], seed: int) -> dict[str, float]:
     keys = [draw.random() for _ in values]
     return dict(zip(rates, [values[i] for i in sorted(range(len(keys)), key=keys.__getitem__)]))
 
-# %% ../nbs/06b_schedules.ipynb #4c92f0f4
-_AGGREGATE = {"mean_of_means": lambda f, m: f.mean(), "mean": lambda f, m: (f * m).sum() / m.sum(), "sum": lambda f, m: (f * m).sum()}
+# %% ../nbs/06b_schedules.ipynb #10957314
+_AGGREGATE = {"mean_of_means": lambda f, m: f.mean(), "mean": lambda f, m: (f * m).sum() / m.sum(),
+              "sum": lambda f, m: (f * m).sum()}
 AGGREGATES = tuple(_AGGREGATE)
 
 def site_scores(
     sites: nn.Module | Sequence[Site],  # a model, or what dropout_sites gave (with its grouping)
-    scores: Mapping[str, float] | FisherEstimate | str | Path,  # parameter name -> mean squared gradient; the estimate; a path
+    scores: Mapping[str, float] | FisherEstimate | str | Path,  # parameter -> mean squared gradient; a path
     aggregate: str = "mean_of_means",  # "mean_of_means" (as released), "mean" (over scalars) or "sum"
     *,
-    prefix: str | None = None,  # of the base model in the names of the scores; None: the first part of a name, if that fits
+    prefix: str | None = None,  # of the base model in names of scores; None: the first part of a name, if that fits
     model: nn.Module | None = None,  # the model of these sites, to refuse scores that name layers it does not have
 ) -> dict[str, float]:  # site -> score, in the order of the sites, without the classifier's
     """Return the scores of the sites from those of their tensors, which may be of any head.
 
-    Of a `FisherEstimate` its `.scores()` are taken, of a path what `load_scores` reads. `ValueError` for a tensor without a score
-    (parameters that were frozen during the estimate have none), a score that is a tensor, NaN or negative, a site without tensors,
-    and scores of another model: tensors of other sizes (embeddings may have grown), or, with a model, other layers.
+    Of a `FisherEstimate` its `.scores()` are taken, of a path what `load_scores` reads. `ValueError` for a tensor
+    without a score (parameters that were frozen during the estimate have none), a score that is a tensor, NaN or
+    negative, a site without tensors, and scores of another model: tensors of other sizes (embeddings may have
+    grown), or, with a model, other layers.
     """
     one_of("aggregate", aggregate, AGGREGATES)
     if isinstance(sites, nn.Module): model, sites = sites, dropout_sites(sites)
@@ -119,89 +201,12 @@ def site_scores(
     arrays = lambda s: (np.array([f[t] for t in s.tensors], float), np.array(s.sizes, float))
     return {s.name: float(_AGGREGATE[aggregate](*arrays(s))) for s in sites}
 
-# %% ../nbs/06b_schedules.ipynb #8578c354
+# %% ../nbs/06b_schedules.ipynb #fd682112
 def _renaming(names: Sequence[str], wanted: Sequence[str], prefix: str | None) -> Callable[[str], str]:
     "Return the function from names of scores to names of tensors that meets the most of the wanted ones."
     parts = next(iter(wanted), "").split(".")
-    around = [a for a in ("".join(f"{q}." for q in parts[:i]) for i in range(len(parts))) if all(t.startswith(a) for t in wanted)]
-    heads = [prefix and prefix + "."] if prefix is not None else dict.fromkeys(["", *(n.split(".")[0] + "." for n in names)])
+    paths = ["".join(f"{q}." for q in parts[:i]) for i in range(len(parts))]
+    around = [a for a in paths if all(t.startswith(a) for t in wanted)]
+    heads = [prefix and f"{prefix}."] if prefix is not None else {"": 0} | {n.split(".")[0] + ".": 0 for n in names}
     ways = [lambda n, a=a, q=q: a + n.removeprefix(q) for a in around for q in heads]
     return max(ways, key=lambda rename: len(set(map(rename, names)) & set(wanted)))
-
-# %% ../nbs/06b_schedules.ipynb #c091e2c3
-def check_rate(name: str, p) -> float: return float(in_range(name, p, 0, 1, ends="[)"))
-
-def check_schedule(schedule) -> dict[str, float]:
-    "Return the rates of a schedule, or of what `apply_dropout` gave; `ValueError` for what is none."
-    if isinstance(schedule, Mapping) and isinstance(schedule.get("rates"), Mapping): schedule = schedule["rates"]
-    if isinstance(schedule, Mapping) and schedule: return {str(n): check_rate(f"schedule[{n!r}]", p) for n, p in schedule.items()}
-    raise ValueError(f"schedule: {schedule!r} is no mapping from sites to rates; see guided_schedule")
-
-def _check_guided(scores, p_max, p_min, shape):
-    "Check the arguments of `guided_schedule`."
-    if not isinstance(scores, Mapping) or not scores:
-        what = "has no site" if isinstance(scores, Mapping) else "is no mapping from sites to scores"
-        raise ValueError(f"scores: a {type(scores).__name__} {what}; pass what site_scores gave")
-    in_range("p_min", p_min, 0, check_rate("p_max", p_max), hint="no more than p_max: less information gets the higher rate")
-    for name, v in scores.items(): in_range(f"scores[{name!r}]", v, hint="estimate it again")
-    if shape != "linear" and not callable(shape):
-        raise ValueError(f"shape: {shape!r} is unknown; use 'linear' or a function of the rank in [0, 1]")
-
-# %% ../nbs/06b_schedules.ipynb #7b0cc0ec
-def check_names(rates: Mapping[str, float], kinds: Mapping[str, str], complete: bool):
-    "Check the names of a schedule against those of the model, name -> kind; `complete`: none may be missing."
-    unknown = [n for n in rates if n not in kinds]
-    if unknown:
-        hint = did_you_mean(unknown[0], kinds) or f"it has {', '.join(list(kinds)[:3])}, ... "
-        raise ValueError(f"schedule: {len(unknown)} names are no sites of this model, for example {unknown[0]!r}; {hint}"
-                         "Was it made for another model?")
-    body = [n for n, kind in kinds.items() if kind != "classifier"]
-    missing = [n for n in body if n not in rates]
-    if complete and missing:
-        raise ValueError(f"schedule: {len(missing)} of {len(body)} sites have no rate, for example {missing[0]!r}; "
-                         "was it made for another model? partial=True leaves them as they are")
-
-# %% ../nbs/06b_schedules.ipynb #b0c1d879
-def _tensor_scores(sites: Sequence[Site], scores, prefix: str | None, model: nn.Module | None) -> dict[str, float]:
-    "Return the score of each tensor of the sites, by its name in the model; `ValueError` where they do not fit."
-    named, sizes = _read_scores(scores)
-    wanted = dict.fromkeys(t for s in sites for t in s.tensors)
-    rename = _renaming(list(named), list(wanted), prefix)
-    f = {rename(n): v for n, v in named.items()}
-    if model is not None: _check_layers(unwrapped(model), wanted, f)
-    missing = [t for t in wanted if t not in f]
-    if missing:
-        raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have none, for example {missing[0]!r}; take the scores of "
-                         "the same model (parameters that were frozen during the estimate are left out of it); where the encoder "
-                         "is a part of the model, such as model.enc, give that part in place of the model")
-    for s in sites:
-        if not s.tensors: raise ValueError(f"sites: {s.name!r} stands for no tensor; use grouping='preceding' or leave it out")
-    for t in wanted: in_range(f"scores[{t!r}]", f[t], 0, hint="a mean squared gradient, as a FisherEstimate or its .scores() has it")
-    _check_sizes(sites, {rename(n): m for n, m in sizes.items()})
-    return f
-
-# %% ../nbs/06b_schedules.ipynb #07ab4f63
-def _read_scores(scores) -> tuple[dict[str, float], dict[str, int]]:
-    "Return the scores by parameter name, read if they are a path, and the numbers of scalars that an estimate knows."
-    if isinstance(scores, (str, Path)):
-        scores = FisherEstimate.load(scores) if (Path(scores) / "fisher.json").is_file() else load_scores(scores)
-    if isinstance(scores, FisherEstimate): return scores.scores(), scores.numel
-    if isinstance(scores, Mapping) and scores: return dict(scores), {}
-    raise ValueError("scores: need a mapping from parameter names to mean squared gradients, not empty, a FisherEstimate, "
-                     "or the path of either")
-
-# %% ../nbs/06b_schedules.ipynb #02d4a471
-def _check_sizes(sites: Sequence[Site], sizes: Mapping[str, int]):
-    "Check the sizes of an estimate's tensors against those of the model; embeddings may have grown."
-    for t, m in ((t, m) for s in sites if s.kind != "embedding" for t, m in zip(s.tensors, s.sizes)):
-        if sizes.get(t, m) != m:
-            raise ValueError(f"scores: {t!r} has {sizes[t]} scalars in the estimate, {m} in the model; "
-                             "take the scores of the same model")
-
-def _check_layers(model: nn.Module, wanted: Sequence[str], f: Mapping[str, float]):
-    "Check that the scores name no layer beyond those of the model."
-    numbered = lambda n: {(n[: m.start()], m[0]) for m in re.finditer(r"(^|\.)\d+(?=\.|$)", n)}
-    parameters = [n.removeprefix(base_prefix(model)) for n, _ in model.named_parameters(remove_duplicate=False)]
-    own, stacks = {layer for n in parameters for layer in numbered(n)}, {stack for t in wanted for stack, _ in numbered(t)}
-    for stack, layer in (layer for n in f for layer in sorted(numbered(n)) if layer[0] in stacks and layer not in own):
-        raise ValueError(f"scores: name {stack + layer!r}, a layer that the model does not have; take the scores of the same model")

@@ -27,31 +27,32 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import one_of
 
-# %% ../nbs/06_sites.ipynb #5bca8585
+# %% ../nbs/06_sites.ipynb #c2cdd011
 def dropout_sites(
     model: nn.Module,  # a transformers model, or any module with batch=; may be wrapped by DDP or torch.compile
-    grouping: str = "released",  # tensors of a site: "released", its submodule; "preceding", all used since the last site
+    grouping: str = "released",  # tensors of a site: "released", of its submodule; "preceding", used since the last
     *,
     batch=None,  # inputs of one forward pass (dict, tuple or tensor); None makes one up for a text model
 ) -> list["Site"]:  # in the order of execution
     """Return every site where the model applies dropout in train mode, found by one forward pass.
 
-    The tensors are those of the released code of Sharma et al. (2024), or those of the pass. Shared layers (ALBERT) are one
-    site that is called several times. The model is left as it was. Cost: one forward pass over eight tokens, two more and one
-    for each candidate if some are dead. `ValueError` if there is no site; a warning if a rate arrives that cannot be set.
+    The tensors are those of the released code of Sharma et al. (2024), or those of the pass. Shared layers (ALBERT)
+    are one site that is called several times. The model is left as it was. Cost: one forward pass over eight
+    tokens, two more and one for each candidate if some are dead. `ValueError` if there is no site; a warning if a
+    rate arrives that cannot be set.
     """
     found = find_sites(unwrapped(model), batch, one_of("grouping", grouping, ("released", "preceding")))
     if found.stray: warnings.warn(found.stray)
     return found.sites
 
-# %% ../nbs/06_sites.ipynb #986f4afb
+# %% ../nbs/06_sites.ipynb #4fc354bf
 @dataclass(frozen=True)
 class Site:
     """A site where the model applies dropout, with one rate.
 
-    `kind` is `embedding`, `attention_probs`, `attention_output`, `ffn_inner` (between the two maps of an FFN), `ffn_output`,
-    `residual` (attention and FFN output at one rate, as in OPT), `classifier` (outside the base model) or `other`. Names are
-    relative to the base model, so they agree between heads.
+    `kind` is `embedding`, `attention_probs`, `attention_output`, `ffn_inner` (between the two maps of an FFN),
+    `ffn_output`, `residual` (attention and FFN output at one rate, as in OPT), `classifier` (outside the base
+    model) or `other`. Names are relative to the base model, so they agree between heads.
     """
     name: str  # for example "encoder.layer.0.attention_probs"
     kind: str
@@ -204,12 +205,12 @@ def record_calls(model: nn.Module, batch) -> _Recorder:
     finally: before.remove(), after.remove(), recorders.remove(r)
     return r
 
-# %% ../nbs/06_sites.ipynb #ce73803e
+# %% ../nbs/06_sites.ipynb #4f307ef8
 _NO_RATE = re.compile("layer_?drop|drop_?path", re.I)  # these skip whole layers
 
 @contextlib.contextmanager
 def trial(model: nn.Module):
-    "Enter train mode without gradient, checkpointing or layer drop; modes, buffers and every random state are put back."
+    "Enter train mode without gradient, checkpointing or layer drop; modes, buffers, random states are put back."
     modes, buffers = [(m, m.training) for m in model.modules()], [(b, b.clone()) for b in model.buffers()]
     off = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if isinstance(v, (bool, int, float))
            and (k == "gradient_checkpointing" or _NO_RATE.search(k))]
@@ -227,11 +228,11 @@ def trial(model: nn.Module):
 
 def _gpus(model: nn.Module) -> list[int]: return sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
 
-# %% ../nbs/06_sites.ipynb #deb5ef0f
+# %% ../nbs/06_sites.ipynb #6e58ec95
 def _forward(model: nn.Module, batch):
     "Return the output of one forward pass; the batch is a mapping by name, a tuple or tensor by position, or None."
     device = next((t.device for t in model.parameters()), torch.device("cpu"))
-    if device.type == "meta": raise ValueError("model: lies on the meta device and cannot be run; load its weights first")
+    if device.type == "meta": raise ValueError("model: lies on the meta device and cannot run; load its weights")
     move = lambda v: v.to(device) if isinstance(v, Tensor) else v
     if batch is not None and not isinstance(batch, Mapping):
         return model(*map(move, batch if isinstance(batch, (tuple, list)) else (batch,)))
@@ -239,23 +240,24 @@ def _forward(model: nn.Module, batch):
     try: return model(**inputs)
     except (TypeError, ValueError, IndexError, AttributeError) as e:
         if batch is not None: raise
-        raise ValueError(f"batch: {type(model).__name__} does not run on a made-up text ({e}); pass batch=, its inputs") from e
+        raise ValueError(f"batch: the model does not run on a made-up text ({e}); pass batch=, its inputs") from e
 
-# %% ../nbs/06_sites.ipynb #e6ba045b
+# %% ../nbs/06_sites.ipynb #283764c3
 def _example(model: nn.Module) -> dict[str, Tensor]:
     "Return a batch of one short text for a transformers model; `ValueError` where none can be made up."
     config = getattr(model, "config", None)
     vocabulary, pad, eos, limit = (getattr(config, k, None) for k in (
         "vocab_size", "pad_token_id", "eos_token_id", "max_position_embeddings"))
     if not isinstance(vocabulary, int) or vocabulary < 2:
-        raise ValueError(f"batch: none given, and {type(model).__name__} has no vocabulary to make one; pass batch=, its inputs")
+        raise ValueError("batch: none given, and the model has no vocabulary to make one; pass batch=, its inputs")
     usable = [i for i in range(min(vocabulary, 64)) if i not in (pad, eos)] or [1]
     length = max(2, min(8, limit - 2)) if isinstance(limit, int) and limit > 0 else 8
     ids = torch.tensor(usable)[(3 + torch.arange(length)) % len(usable)][None]
     if isinstance(eos, int) and 0 <= eos < vocabulary: ids[:, -1] = eos
     if "MultipleChoice" in type(model).__name__: ids = ids[:, None]
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    decodes = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in inspect.signature(model.forward).parameters
+    takes = inspect.signature(model.forward).parameters
+    decodes = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes
     return batch | {"decoder_input_ids": ids} if decodes else batch
 
 # %% ../nbs/06_sites.ipynb #2c3be0e0
@@ -394,13 +396,14 @@ def _tensors_of_site(model, handle: str, kinds: Mapping[str, str], events: Seque
         names = _submodule_tensors(handle, kinds, events, own)
     return {t: q.numel() for t, q in model.named_parameters() if t in names}
 
-# %% ../nbs/06_sites.ipynb #d1169eef
+# %% ../nbs/06_sites.ipynb #4f10aa5d
 def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, own: set[str]) -> set[str]:
     """Return the tensors of the submodule that holds the dropout, of all its `own` ones.
 
-    Where sites share it, each tensor goes to the next of them in the order of execution, and what follows the last to the last."""
+    Where sites share it, each tensor goes to the next of them in the order of execution, and what follows the last
+    to the last."""
     within = lambda a, b: a == b or b == "" or a.startswith(b + ".")
-    mine, used, sites = _module(handle), {}, []  # tensor -> how many were used before it; (the same number, handle) of each site
+    mine, used, sites = _module(handle), {}, []  # tensor -> how many were used before; (that number, handle) per site
     inside = [h for h, k in kinds.items() if k not in ("classifier", "other") and within(_module(h), mine)]
     around = [h for h, k in kinds.items() if k != "other" and within(mine, _module(h)) and _NUMBERED.search(_module(h))]
     for e in events:  # the first round of a module that is run several times
@@ -430,11 +433,12 @@ class Found:
         "Return the site of a call of this look; None for a rate that belongs to nobody."
         return next((s for s in self.sites if s.handles[0] == call.handle), None)
 
-# %% ../nbs/06_sites.ipynb #063dd692
+# %% ../nbs/06_sites.ipynb #8f6ee58c
 def find_sites(model: nn.Module, batch, grouping: str = "released") -> Found:
     "Give each candidate a rate of its own and return what arrives; `ValueError` if there is no site."
     record, hidden, dead = _record_candidates(model, batch)
-    calls = {h: [c for c in record.calls if c.handle == h] for h in (_candidates(model) if hidden else dict.fromkeys(c.handle for c in record.calls if c.handle))}
+    order = _candidates(model) if hidden else dict.fromkeys(c.handle for c in record.calls if c.handle)
+    calls = {h: [c for c in record.calls if c.handle == h] for h in order}
     prefix, stray = base_prefix(model), _stray(model, record.calls)
     kinds = {h: _kind(h, prefix, cs) for h, cs in calls.items() if cs or h in hidden}
     if not kinds:
@@ -449,7 +453,7 @@ def find_sites(model: nn.Module, batch, grouping: str = "released") -> Found:
                           (h, *twins), len(calls[h]), shown_module(model, path)))
     return Found(sites, record.calls, stray)
 
-# %% ../nbs/06_sites.ipynb #e7e24b4e
+# %% ../nbs/06_sites.ipynb #40e085a2
 def unwrapped(model: nn.Module) -> nn.Module:
     "Return the model inside DistributedDataParallel or torch.compile; `ValueError` for what is no torch module."
     if not isinstance(model, nn.Module):
@@ -463,8 +467,9 @@ def base_prefix(model: nn.Module) -> str:
     base = getattr(model, "base_model", model)
     return next((path + "." for path, m in model.named_modules() if m is base and path), "")
 
-# %% ../nbs/06_sites.ipynb #108c524f
-def shown_module(model: nn.Module, path: str) -> str: return f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
+# %% ../nbs/06_sites.ipynb #326b3075
+def shown_module(model: nn.Module, path: str) -> str:
+    return f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
 
 def versions(model: nn.Module) -> str:
     "Return the attention implementation and the version of transformers, for messages."
@@ -473,5 +478,6 @@ def versions(model: nn.Module) -> str:
 
 def _stray(model: nn.Module, calls: Sequence[_Call]) -> str:
     "Return a message on calls whose rate belongs to nobody; empty if there are none."
-    rates = dict.fromkeys(f"p={c.p:g} in {shown_module(model, c.module)}" for c in calls if c.handle is None and c.p > 0)
+    calls = [c for c in calls if c.handle is None and c.p > 0]
+    rates = dict.fromkeys(f"p={c.p:g} in {shown_module(model, c.module)}" for c in calls)
     return f"model: applies dropout at rates that cannot be set: {', '.join(rates)}; {versions(model)}" if rates else ""

@@ -24,29 +24,29 @@ def _hierarchy(text: str) -> dict[str, str]:
     "Return noun -> the noun right above it, empty at the top, from parts of the form above:nouns."
     return {noun: part.partition(":")[0] for part in text.split(";") for noun in part.partition(":")[2].split()}
 
-ANIMATE = _hierarchy(":animal;animal:dog cat horse bird rabbit bunny;dog:poodle beagle;cat:kitten;horse:pony;bird:owl robin;"
-                     ":person;person:doctor physician teacher artist child farmer;doctor:surgeon;teacher:tutor;"
-                     "artist:painter poet;child:boy lad girl lass")
-INANIMATE = _hierarchy(":toy fruit vehicle gift present stone rock picture image;toy:ball doll kite;fruit:apple pear plum;"
-                       "vehicle:car auto truck bicycle")
+ANIMATE = _hierarchy(":animal;animal:dog cat horse bird rabbit bunny;dog:poodle beagle;cat:kitten;horse:pony;"
+                     "bird:owl robin;:person;person:doctor physician teacher artist child farmer;doctor:surgeon;"
+                     "teacher:tutor;artist:painter poet;child:boy lad girl lass")
+INANIMATE = _hierarchy(":toy fruit vehicle gift present stone rock picture image;toy:ball doll kite;"
+                       "fruit:apple pear plum;vehicle:car auto truck bicycle")
 PLACES = _hierarchy(":building garden yard forest wood park river market hill bridge road street lake;"
                     "building:house school barn mill")
 KIND_OF = ANIMATE | INANIMATE | PLACES
 HYPONYMS = {noun: [low for low, high in KIND_OF.items() if high == noun] for noun in KIND_OF}
 
-# %% ../nbs/06a_toy.ipynb #b03d5578
+# %% ../nbs/06a_toy.ipynb #d43e205d
 TRANSITIVE = "chase pursue see spot help assist like carry find push draw follow want need".split()
 INTRANSITIVE = "sleep rest run sing wait jump fall dance shout yell arrive smile".split()
-ADJECTIVES = ("big large small little happy glad quick fast clever smart old young red blue green brown strange quiet nice "
-              "dirty").split()
+ADJECTIVES = ("big large small little happy glad quick fast clever smart old young red blue green brown strange quiet "
+              "nice dirty").split()
 ADVERBS = "quickly rapidly quietly silently slowly today now alone".split()
 PREPOSITIONS = "in near beside behind outside".split()
 WORD_SETS = [list(ANIMATE), list(INANIMATE), list(PLACES), TRANSITIVE, INTRANSITIVE, ADJECTIVES, ADVERBS, PREPOSITIONS]
 
-# %% ../nbs/06a_toy.ipynb #eb92d226
-_PAIRS = ("rabbit bunny doctor physician boy lad girl lass gift present stone rock picture image car auto garden yard forest wood "
-          "road street chase pursue see spot help assist sleep rest shout yell big large small little happy glad quick fast "
-          "clever smart quickly rapidly quietly silently near beside").split()
+# %% ../nbs/06a_toy.ipynb #28d53015
+_PAIRS = ("rabbit bunny doctor physician boy lad girl lass gift present stone rock picture image car auto garden yard "
+          "forest wood road street chase pursue see spot help assist sleep rest shout yell big large small little "
+          "happy glad quick fast clever smart quickly rapidly quietly silently near beside").split()
 SYNONYM = {a: b for pair in zip(_PAIRS[::2], _PAIRS[1::2]) for a, b in (pair, pair[::-1])}
 
 # %% ../nbs/06a_toy.ipynb #887fd9fb
@@ -87,7 +87,7 @@ class NP:
     place: Place | None = None
     rel: "Rel | None" = None
 
-# %% ../nbs/06a_toy.ipynb #04df1ac4
+# %% ../nbs/06a_toy.ipynb #97bbd2fb
 @dataclass(frozen=True)
 class Rel:
     "A relative clause: `that sees the dog` (no `doer`), `that the dogs see` (`doer` given), `that sleeps` (neither)."
@@ -124,7 +124,7 @@ def tagged(
     words, place = _np_words(clause.subject) + verb + _np_words(clause.object) + adverb, _place_words(clause.place)
     return place + words if clause.fronted else words + place
 
-# %% ../nbs/06a_toy.ipynb #0b63fb85
+# %% ../nbs/06a_toy.ipynb #f2dec47e
 def _place_words(place):
     if place is None: return []
     return [(place.prep, "prep"), (place.det, "det"), (with_s(place.noun) if place.plural else place.noun, "noun")]
@@ -154,7 +154,7 @@ def draw(
     if rng.random() < 0.35: clause = replace(clause, place=_draw_place(rng), fronted=closed or rng.random() < 0.2)
     return replace(clause, negated=rng.random() < 0.2)
 
-# %% ../nbs/06a_toy.ipynb #41212cb7
+# %% ../nbs/06a_toy.ipynb #9fa19122
 def _draw_place(rng):
     plural = rng.random() < 0.3
     prep, det = _pick(rng, PREPOSITIONS), _pick(rng, ["the", "these"] if plural else ["the", "this"])
@@ -205,7 +205,7 @@ def _spoil_agreement(clause: Clause, rng: random.Random) -> list | None:
     "Make the verb disagree with a subject right beside it: `two dogs sleeps`."
     return None if clause.subject.place or clause.subject.rel else _flip_first(clause, "verb")
 
-# %% ../nbs/06a_toy.ipynb #e659d4ce
+# %% ../nbs/06a_toy.ipynb #a2fdaff5
 def _spoil_attractor(clause: Clause, rng: random.Random) -> list | None:
     "Make the verb agree with a noun in between, not with its subject: `the dog near these houses sleep`."
     s = clause.subject
@@ -243,20 +243,21 @@ def _spoil_order(clause: Clause, rng: random.Random) -> list | None:
     i = _pick(rng, [i for i in range(len(words) - 1) if (words[i][1], words[i + 1][1]) in bad])
     return words[:i] + [words[i + 1], words[i]] + words[i + 2:]
 
-# %% ../nbs/06a_toy.ipynb #b7e44fd2
+# %% ../nbs/06a_toy.ipynb #27f2e092
 def _spoil_argument(clause: Clause, rng: random.Random) -> list | None:
-    "Give a verb an object it cannot take, or none where it needs one: `the dog sleeps the cat`, `the dog chases today`."
+    "Give a verb an object it cannot take, or none where it needs one: `the dog sleeps the cat`, `the dog chases`."
     return tagged(replace(clause, verb=_pick(rng, INTRANSITIVE if clause.object else TRANSITIVE)))
 
 def _spoil_roles(clause: Clause, rng: random.Random) -> list | None:
     "Exchange subject and object where only one of them can act: `the stones follow a girl`."
-    if not clause.object or clause.object.noun not in INANIMATE or clause.subject.place or clause.subject.rel: return None
-    return tagged(replace(clause, subject=clause.object, object=clause.subject))
+    subject, thing = clause.subject, clause.object
+    if not thing or thing.noun not in INANIMATE or subject.place or subject.rel: return None
+    return tagged(replace(clause, subject=thing, object=subject))
 
-# %% ../nbs/06a_toy.ipynb #75859c7d
+# %% ../nbs/06a_toy.ipynb #e8704951
 VIOLATIONS = {f.__name__.removeprefix("_spoil_"): f for f in (
-    _spoil_agreement, _spoil_attractor, _spoil_relative, _spoil_number, _spoil_determiner, _spoil_order, _spoil_argument,
-    _spoil_roles)}
+    _spoil_agreement, _spoil_attractor, _spoil_relative, _spoil_number, _spoil_determiner, _spoil_order,
+    _spoil_argument, _spoil_roles)}
 
 # %% ../nbs/06a_toy.ipynb #9d91eb58
 def cola_row(rng: random.Random, kinds: tuple[str, ...] = tuple(VIOLATIONS)) -> dict:
@@ -280,19 +281,21 @@ def polarity(
     settled = clause.object.det in DEFINITE and verb < 0  # `does not see the big cat` presupposes one
     return {"subject": noun, "object": 0 if settled else verb * object_noun, "rest": verb * object_verb}
 
-# %% ../nbs/06a_toy.ipynb #5374a879
+# %% ../nbs/06a_toy.ipynb #cc7e38ea
 def edit(
     clause: Clause,  # the sentence
     part: str,  # "subject", "object" or "rest"
     general: bool,  # more general (True) or more special (False)
     rng: random.Random,  # the source of chance
 ) -> Clause | None:  # the edited sentence, None if the part offers no such edit
-    "Return the sentence one step up or down at a part: adjective, noun in the hierarchy, relative clause, place, adverb."
+    "Return the sentence one step up or down at a part: adjective, noun, relative clause, place or adverb."
     if part == "rest": options = _rest_edits(clause, general, rng)
-    else: options = [replace(clause, **{part: np}) for np in _np_edits(getattr(clause, part), general, rng, part == "subject")]
+    else:
+        phrases = _np_edits(getattr(clause, part), general, rng, part == "subject")
+        options = [replace(clause, **{part: np}) for np in phrases]
     return _pick(rng, options) if options else None
 
-# %% ../nbs/06a_toy.ipynb #68104855
+# %% ../nbs/06a_toy.ipynb #83b01d27
 def _np_edits(np, general, rng, is_subject):
     "Return all noun phrases one step more general, or some that are one step more special."
     out = []
@@ -324,9 +327,9 @@ def draw_premise(rng: random.Random) -> Clause:
         down = clause.negated or MONOTONE[clause.subject.det][1] < 0
         if not (down and clause.object and clause.object.det not in DEFINITE | {"a"}): return clause
 
-# %% ../nbs/06a_toy.ipynb #435bc899
+# %% ../nbs/06a_toy.ipynb #a67715b1
 def _monotone_pair(rng: random.Random, label: int) -> tuple[Clause, Clause]:
-    "Return a pair that differs by one edit whose direction and polarity decide the label, at times by a neutral one too."
+    "Return a pair that differs by an edit whose direction and polarity decide the label, at times by one more."
     sign = -1 if rng.random() < 0.4 else 1  # the polarity of the part that decides
     general = (sign > 0) == (label == 0)
     while True:
@@ -344,7 +347,8 @@ def _monotone_pair(rng: random.Random, label: int) -> tuple[Clause, Clause]:
 
 # %% ../nbs/06a_toy.ipynb #f6153ced
 _WEAKER = [pair.split(">") for pair in (  # the first entails the second
-    "every>a each>one one>a this>a the>a all>most all>some most>some many>some two>some three>two these>some the>some").split()]
+    "every>a each>one one>a this>a the>a all>most all>some most>some many>some two>some three>two these>some "
+    "the>some").split()]
 
 def _quantifier_pair(rng: random.Random, label: int) -> tuple[Clause, Clause]:
     "Return a pair that differs in the determiner of the subject; the hypothesis has the weaker one if the label is 0."
@@ -356,7 +360,7 @@ def _quantifier_pair(rng: random.Random, label: int) -> tuple[Clause, Clause]:
     pair = tuple(replace(clause, subject=replace(clause.subject, det=d)) for d in (strong, weak))
     return pair if label == 0 else pair[::-1]
 
-# %% ../nbs/06a_toy.ipynb #74f7ab33
+# %% ../nbs/06a_toy.ipynb #5977cd5a
 ROLES = {"subject": ("subject", "noun"), "verb": ("verb",), "object": ("object", "noun"), "place": ("place", "noun"),
          "subject adjective": ("subject", "adj"), "object adjective": ("object", "adj"), "adverb": ("adverb",),
          "preposition": ("place", "prep")}
@@ -394,7 +398,7 @@ def _unlike(word: str, rng: random.Random) -> str:
 
 def _word_set(word: str) -> list[str]: return next(s for s in WORD_SETS if word in s)
 
-# %% ../nbs/06a_toy.ipynb #bdd17357
+# %% ../nbs/06a_toy.ipynb #21506f3f
 def _moved_pair(rng: random.Random, label: int) -> tuple[Clause, Clause]:
     "Return a pair with the place moved (entailment), or subject and object exchanged (none)."
     while True:
@@ -452,7 +456,7 @@ def sts_pair(
     if rng.random() < 0.3: b = replace(b, subject=replace(b.subject, plural=not b.subject.plural, det="the"))
     return a, b
 
-# %% ../nbs/06a_toy.ipynb #592b9ad4
+# %% ../nbs/06a_toy.ipynb #2edc6232
 def _change_role(b: Clause, role: str, rng: random.Random) -> Clause:
     "Return the sentence with another word in a role; an empty role is filled, and an optional one emptied, by chance."
     word = get_role(b, role)
@@ -481,8 +485,8 @@ def toy_task(
 ) -> Dataset:  # columns as in the table at the top, and idx
     """Return the rows of a toy task.
 
-    They depend on `name`, `split` and `seed` alone; the first k rows do not depend on `n`. `ValueError` for an unknown name or
-    split."""
+    They depend on `name`, `split` and `seed` alone; the first k rows do not depend on `n`. `ValueError` for an
+    unknown name or split."""
     one_of("name", name, TOY_TASKS); one_of("split", split, TOY_SIZES)
     in_range("n", n, 1, whole=True, optional=True)
     rows = _first_rows(name, split, seed, n or TOY_SIZES[split])
@@ -520,7 +524,7 @@ def toy_vocabulary() -> list[str]:  # the words, special tokens first
     words |= {form for w in [*KIND_OF, *TRANSITIVE, *INTRANSITIVE] for form in (w, with_s(w))}
     return _SPECIAL + sorted(words)
 
-# %% ../nbs/06a_toy.ipynb #dfa7a19d
+# %% ../nbs/06a_toy.ipynb #d5f69a6c
 def toy_tokenizer() -> PreTrainedTokenizerFast:  # of 64 tokens at most
     "Return the word-level tokenizer of the toy language, with BERT's special tokens and segment ids."
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(toy_vocabulary())}, unk_token="[UNK]"))

@@ -1,4 +1,5 @@
 """Dropout sites are found, named and verified by what a model does, and looking leaves no trace."""
+
 import copy
 import random
 from collections import Counter
@@ -42,10 +43,27 @@ def test_sites_and_tensors_do_not_depend_on_the_attention_implementation(name):
     assert bare("eager") == bare("sdpa")
 
 
-@pytest.mark.parametrize("name,heads", [
-    ("bert", ["Model", "ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForTokenClassification"]),
-    ("roberta", ["Model", "ForMaskedLM"]), ("distilbert", ["Model", "ForMaskedLM"]), ("gpt2", ["Model", "ForSequenceClassification"]),
-    ("t5", ["ForConditionalGeneration", "ForSequenceClassification", "Model"]), ("modernbert", ["Model", "ForMaskedLM"])])
+@pytest.mark.parametrize(
+    "name,heads",
+    [
+        (
+            "bert",
+            [
+                "Model",
+                "ForMaskedLM",
+                "ForSequenceClassification",
+                "ForQuestionAnswering",
+                "ForMultipleChoice",
+                "ForTokenClassification",
+            ],
+        ),
+        ("roberta", ["Model", "ForMaskedLM"]),
+        ("distilbert", ["Model", "ForMaskedLM"]),
+        ("gpt2", ["Model", "ForSequenceClassification"]),
+        ("t5", ["ForConditionalGeneration", "ForSequenceClassification", "Model"]),
+        ("modernbert", ["Model", "ForMaskedLM"]),
+    ],
+)
 def test_names_agree_between_heads(name, heads):
     seen = [[(s.name, s.tensors) for s in dropout_sites(make(name, head=h)) if s.kind != "classifier"] for h in heads]
     assert all(other == seen[0] for other in seen)
@@ -57,9 +75,15 @@ def test_released_grouping_of_bert_is_that_of_the_released_notebook():
     groups = {s.name: set(s.tensors) for s in dropout_sites(make())}
     both = lambda *modules: {f"{m}.{k}" for m in modules for k in ("weight", "bias")}
     layer = "encoder.layer.1."
-    assert groups["embeddings"] == {f"embeddings.{k}_embeddings.weight" for k in ("word", "position", "token_type")} | both("embeddings.LayerNorm")
-    assert groups[layer + "attention_probs"] == both(*(layer + "attention.self." + k for k in ("query", "key", "value")))
-    assert groups[layer + "attention_output"] == both(layer + "attention.output.dense", layer + "attention.output.LayerNorm")
+    assert groups["embeddings"] == {
+        f"embeddings.{k}_embeddings.weight" for k in ("word", "position", "token_type")
+    } | both("embeddings.LayerNorm")
+    assert groups[layer + "attention_probs"] == both(
+        *(layer + "attention.self." + k for k in ("query", "key", "value"))
+    )
+    assert groups[layer + "attention_output"] == both(
+        layer + "attention.output.dense", layer + "attention.output.LayerNorm"
+    )
     assert groups[layer + "ffn_output"] == both(layer + "output.dense", layer + "output.LayerNorm")
     assert not any("intermediate" in t for g in groups.values() for t in g)
 
@@ -69,19 +93,40 @@ def test_preceding_grouping_takes_every_tensor_in_the_order_of_execution():
     groups = {s.name: set(s.tensors) for s in dropout_sites(model, "preceding")}
     both = lambda *modules: {f"encoder.layer.1.{m}.{k}" for m in modules for k in ("weight", "bias")}
     assert groups["encoder.layer.1.attention_output"] == both("attention.output.dense")
-    assert groups["encoder.layer.1.ffn_output"] == both("attention.output.LayerNorm", "intermediate.dense", "output.dense")
+    assert groups["encoder.layer.1.ffn_output"] == both(
+        "attention.output.LayerNorm", "intermediate.dense", "output.dense"
+    )
     everything = {n.removeprefix("bert.") for n, _ in model.named_parameters() if not n.startswith("classifier")}
     assert set().union(*groups.values()) == everything
     assert sum(map(len, groups.values())) == len(everything)  # each once
 
 
-@pytest.mark.parametrize("name,site,tensors", [
-    ("gpt2", "h.0.attention_probs", {"h.0.attn.c_attn"}), ("gpt2", "h.0.attention_output", {"h.0.attn.c_proj"}), ("gpt2", "embeddings", {"wte", "wpe"}),
-    ("t5", "encoder.block.0.layer.0.attention_output", {"encoder.block.0.layer.0.SelfAttention.o"}), ("t5", "decoder.embeddings", {"shared"}),
-    ("mpnet", "encoder.layer.0.attention_output", {"encoder.layer.0.attention.attn.o", "encoder.layer.0.attention.LayerNorm"}),
-    ("deberta", "encoder.layer.0.attention_probs", {f"encoder.layer.0.attention.self.{k}_proj" for k in ("query", "key", "value", "pos_key", "pos_query")}),
-    ("opt", "decoder.layers.0.residual", {f"decoder.layers.0.{k}" for k in ("self_attn.out_proj", "fc1", "fc2", "final_layer_norm")}),
-    ("modernbert", "layers.0.attention_output", {"layers.0.attn.Wo"})])
+@pytest.mark.parametrize(
+    "name,site,tensors",
+    [
+        ("gpt2", "h.0.attention_probs", {"h.0.attn.c_attn"}),
+        ("gpt2", "h.0.attention_output", {"h.0.attn.c_proj"}),
+        ("gpt2", "embeddings", {"wte", "wpe"}),
+        ("t5", "encoder.block.0.layer.0.attention_output", {"encoder.block.0.layer.0.SelfAttention.o"}),
+        ("t5", "decoder.embeddings", {"shared"}),
+        (
+            "mpnet",
+            "encoder.layer.0.attention_output",
+            {"encoder.layer.0.attention.attn.o", "encoder.layer.0.attention.LayerNorm"},
+        ),
+        (
+            "deberta",
+            "encoder.layer.0.attention_probs",
+            {f"encoder.layer.0.attention.self.{k}_proj" for k in ("query", "key", "value", "pos_key", "pos_query")},
+        ),
+        (
+            "opt",
+            "decoder.layers.0.residual",
+            {f"decoder.layers.0.{k}" for k in ("self_attn.out_proj", "fc1", "fc2", "final_layer_norm")},
+        ),
+        ("modernbert", "layers.0.attention_output", {"layers.0.attn.Wo"}),
+    ],
+)
 def test_tensors_of_modules_with_several_sites_are_shared_out(name, site, tensors):
     found = next(s for s in dropout_sites(make(name)) if s.name == site)
     assert {t.rpartition(".")[0] for t in found.tensors} == tensors
@@ -94,7 +139,8 @@ def test_albert_has_one_site_for_all_its_layers_and_its_unused_dropout_is_none()
     assert sites[group + "attention_probs"].calls == sites[group + "attention_output"].calls == 5
     assert {t.split(".")[-2] for t in sites[group + "attention_output"].tensors} == {"dense", "LayerNorm"}
     assert isinstance(model.get_submodule("albert." + group + "dropout"), nn.Dropout)  # it exists, and is never called
-    with pytest.raises(ValueError, match="no sites of this model"): set_dropout(model, {group + "ffn_output": 0.2}, partial=True)
+    with pytest.raises(ValueError, match="no sites of this model"):
+        set_dropout(model, {group + "ffn_output": 0.2}, partial=True)
 
 
 def test_looking_leaves_no_trace():
@@ -114,12 +160,15 @@ def test_looking_leaves_no_trace():
 
 def test_looking_leaves_no_trace_after_an_error():
     class Broken(nn.Module):
-        def forward(self, x): raise RuntimeError("on purpose")
+        def forward(self, x):
+            raise RuntimeError("on purpose")
+
     model = make("modernbert", attention_dropout=0.0)
     model.head = Broken()
     before = {n: (m.training, type(m), getattr(m, "p", None)) for n, m in model.named_modules()}
     state = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="on purpose"): dropout_sites(model)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        dropout_sites(model)
     assert {n: (m.training, type(m), getattr(m, "p", None)) for n, m in model.named_modules()} == before
     assert torch.equal(torch.get_rng_state(), state)
     F.dropout(torch.ones(2), 0.5)  # no mode or hook is left behind
@@ -144,12 +193,16 @@ def test_plain_torch_modules_with_a_batch():
     with set_dropout(model, {s.name: 0.0 for s in sites}, batch=torch.randn(2, 5, 16)):
         x = torch.randn(1, 5, 16)
         assert torch.equal(model.train()(x), model(x))
-    with pytest.raises(ValueError, match="batch: none given"): dropout_sites(model)
+    with pytest.raises(ValueError, match="batch: none given"):
+        dropout_sites(model)
 
 
 def test_a_wrapped_model_is_looked_into():
     class Wrapper(nn.Module):
-        def __init__(self, module): super().__init__(); self.module = module
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
     model = make()
     assert dropout_sites(Wrapper(model)) == dropout_sites(model)
 
@@ -168,9 +221,11 @@ def deaf(module, query, key, value, attention_mask, dropout=0.0, scaling=None, *
 def with_kernel(name, kernel):
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
     from transformers.modeling_utils import AttentionInterface
+
     AttentionInterface.register(kernel.__name__ + "_for_test", kernel)
     AttentionMaskInterface.register(kernel.__name__ + "_for_test", eager_mask)
-    if name == "bert" and transformers.__version__ < "5": pytest.skip("BERT takes other attention functions from transformers 5 on")
+    if name == "bert" and transformers.__version__ < "5":
+        pytest.skip("BERT takes other attention functions from transformers 5 on")
     return make(name, kernel.__name__ + "_for_test").train()
 
 
@@ -181,9 +236,12 @@ def test_attention_kernels_are_seen_at_the_table_and_in_the_output(name):
     bare = lambda m: [(s.name, s.kind, s.tensors, s.calls) for s in dropout_sites(m)]
     assert bare(model) == bare(make(name))
     names = list(rates(model))
-    with set_dropout(model, {n: 0.0 for n in names}): assert torch.equal(output(model), output(model))
-    with set_dropout(model, {n: 0.3 * ("probs" in n) for n in names}): assert not torch.equal(output(model), output(model))
-    with pytest.raises(ValueError, match="inside a kernel"): gaussian_dropout(model)
+    with set_dropout(model, {n: 0.0 for n in names}):
+        assert torch.equal(output(model), output(model))
+    with set_dropout(model, {n: 0.3 * ("probs" in n) for n in names}):
+        assert not torch.equal(output(model), output(model))
+    with pytest.raises(ValueError, match="inside a kernel"):
+        gaussian_dropout(model)
     assert dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS) == table
 
 
@@ -191,13 +249,14 @@ def test_a_kernel_that_ignores_its_rate_is_an_error():
     model = with_kernel("gpt2", deaf)
     before = rates(model)
     message = "h.0.attention_probs.*p=0.2 was set, no dropout was applied.*deaf_for_test"
-    with pytest.raises(RuntimeError, match=message): set_dropout(model, {n: 0.2 for n in before})
+    with pytest.raises(RuntimeError, match=message):
+        set_dropout(model, {n: 0.2 for n in before})
     assert rates(model) == before
 
 
 def test_a_dropout_inside_an_lstm_is_seen_in_the_output_alone():
     model = nn.LSTM(8, 8, 2, dropout=0.2)
-    site, = dropout_sites(model, batch=torch.randn(5, 1, 8))
+    (site,) = dropout_sites(model, batch=torch.randn(5, 1, 8))
     assert (site.p, site.calls, site.handles) == (0.2, 0, ("dropout",))
     with set_dropout(model, {site.name: 0.0}, batch=torch.randn(5, 1, 8)):
         x = torch.randn(5, 1, 8)
