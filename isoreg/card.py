@@ -83,7 +83,7 @@ def _how_to_load(c: RunConfig) -> str:
     own = {"standard": "", "mixout": "\nload_dropout(model, pretrained=weights)  # state dict that the training began with"}
     load = own.get(c.dropout, "\nload_dropout(model)")
     lines = f"""```python
-from transformers import {kind}, AutoTokenizer{load and chr(10) + "from isoreg.dropout import load_dropout"}
+from transformers import {kind}, AutoTokenizer{load and chr(10) + "from isoreg.noise import load_dropout"}
 
 folder = "."  # of this card
 model, tokenizer = {kind}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder){load}

@@ -461,7 +461,7 @@ def _check_dropout(c):
     "`ValueError` for settings of the dropout that do not go together."
     words = choices(type(c).model_fields["dropout"])
     if c.dropout.endswith(".json"):
-        from isoreg.dropout import load_schedule
+        from isoreg.noise import load_schedule
         load_schedule(c.dropout)
     elif c.dropout not in words:
         raise ValueError(f"dropout: {c.dropout!r} is unknown; use {', '.join(words)}, or a schedule file (.json)")

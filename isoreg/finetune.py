@@ -32,7 +32,7 @@ from .corpus import TextBatches, load_texts
 from .data import (
     MissingSplit, TaskData, encode, encode_squad_eval, encode_squad_train, load_evaluation, load_metric, load_task, resample,
     squad_predictions)
-from .dropout import apply_dropout
+from .noise import apply_dropout
 from .files import file_kind, pack, unpack, write_atomically
 from .fisher import FisherEstimate, empirical_fisher, load_scores
 from .geometry import two_nn

@@ -22,7 +22,8 @@ from transformers import (
 from .config import (
     FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, TextSettings, config_schema, earlier, scores_source)
 from .corpus import TextBatches, load_texts, sample_losses
-from .dropout import dropout_sites, guided_schedule, site_scores
+from .schedules import guided_schedule, site_scores
+from .sites import dropout_sites
 from .files import record_files, write_atomically
 from .fisher import FisherEstimate, agreement, empirical_fisher, model_fingerprint
 from .geometry import geometry

@@ -117,15 +117,15 @@ def test_each_recipe_fills_all_that_is_open():
 
 
 def test_words_are_those_of_the_functions():
-    from isoreg import corpus, data, dropout, isoscore, landscape
+    from isoreg import corpus, data, isoscore, landscape, noise, schedules
     field = RunConfig.model_fields
-    assert choices(field["dropout"]) == dropout.HOWS or set(choices(field["dropout"])) == set(dropout.HOWS)
-    assert choices(field["aggregate"]) == dropout.AGGREGATES and (None, *choices(field["correction"])) == isoscore.CORRECTIONS
+    assert set(choices(field["dropout"])) == set(noise.HOWS)
+    assert choices(field["aggregate"]) == schedules.AGGREGATES and (None, *choices(field["correction"])) == isoscore.CORRECTIONS
     assert choices(field["convention"]) == isoscore.CONVENTIONS and choices(field["split_protocol"]) == data.PROTOCOLS
     field = LandscapeConfig.model_fields
     assert choices(field["loss"]) == corpus.LOSSES and choices(field["one_d"]) == landscape.ONE_D and choices(field["norm"]) == landscape.NORMS
     assert choices(field["subset"]) == ("all", *landscape.WHICH)
-    assert set(module.GUIDED) == {"guided", *dropout.CONTROLS}
+    assert set(module.GUIDED) == {"guided", *schedules.CONTROLS}
 
 
 def test_method_labels_tell_the_stored_methods_apart():

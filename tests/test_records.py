@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 from typer.testing import CliRunner
 
 from isoreg.cli import app
-from isoreg.dropout import dropout_sites
+from isoreg.sites import dropout_sites
 from isoreg.card import model_card
 from isoreg.config import RunConfig, command
 from isoreg.files import pack, unpack
@@ -118,7 +118,7 @@ def test_model_loads_as_its_card_says_with_its_dropout(tmp_path):
 
 
 def test_card_of_a_plain_run_needs_no_more_than_transformers(done):
-    assert "isoreg.dropout" not in model_card(done[0])
+    assert "isoreg.noise" not in model_card(done[0])
 
 
 @pytest.mark.parametrize("values", [

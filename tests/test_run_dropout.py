@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from isoreg.dropout import HOWS, save_schedule
+from isoreg.noise import HOWS, save_schedule
 from isoreg.card import model_card
 from isoreg.config import RunConfig, scores_source
 from isoreg.finetune import run
@@ -100,7 +100,7 @@ def test_scores_source_and_the_record(tmp_path):
 
 def test_a_text_gives_one_schedule_to_all_tasks_and_seeds(tmp_path, monkeypatch):
     from isoreg.corpus import TextBatches
-    from isoreg.dropout import guided_schedule, site_scores
+    from isoreg.schedules import guided_schedule, site_scores
     from isoreg.fisher import empirical_fisher
     from isoreg.models import load_tokenizer
     from isoreg.toy import toy_corpus, toy_model_path

@@ -1,4 +1,5 @@
 """The toy language: grammar, labels, determinism, separation of train and validation, and the shipped model."""
+
 import os
 import random
 import subprocess
@@ -8,15 +9,49 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from isoreg.toy import (DEFINITE, KIND_OF, MONOTONE, NP, PLURAL, ROLES, SINGULAR, SYNONYM, TOY_TASKS, VIOLATIONS, WORD_SETS, Clause,
-                        Place, cola_row, draw, draw_premise, edit, get_role, likeness, polarity, rte_pair, set_role, side, similarity,
-                        sts_pair, tagged, text, toy_corpus, toy_model_path, toy_pairs, toy_task, toy_tokenizer, toy_vocabulary, with_s)
+from isoreg.toy import (
+    DEFINITE,
+    KIND_OF,
+    MONOTONE,
+    NP,
+    PLURAL,
+    ROLES,
+    SINGULAR,
+    SYNONYM,
+    TOY_TASKS,
+    VIOLATIONS,
+    WORD_SETS,
+    Clause,
+    Place,
+    cola_row,
+    draw,
+    draw_premise,
+    edit,
+    get_role,
+    likeness,
+    polarity,
+    rte_pair,
+    set_role,
+    side,
+    similarity,
+    sts_pair,
+    tagged,
+    text,
+    toy_corpus,
+    toy_model_path,
+    toy_pairs,
+    toy_task,
+    toy_tokenizer,
+    toy_vocabulary,
+    with_s,
+)
 
 seeds = st.integers(0, 10**6).map(random.Random)
 texts = lambda rows: {v for r in rows for k, v in r.items() if k.startswith("sentence")}
 
 
 # ---- grammar ---------------------------------------------------------------------------------------------------------------------
+
 
 @given(seeds)
 @settings(max_examples=200, deadline=None)
@@ -37,7 +72,7 @@ def test_agreement_by_an_independent_reading(rng):
     det, noun = words[0][0], next(w for w, t in words if t == "noun")
     verb = next(w for w, t in words if t == "verb")
     plural_noun = noun in {with_s(n) for n in KIND_OF}
-    assert plural_noun != verb.endswith("s")                    # dogs sleep, a dog sleeps
+    assert plural_noun != verb.endswith("s")  # dogs sleep, a dog sleeps
     assert ("a" if det == "an" else det) in (PLURAL if plural_noun else SINGULAR)
 
 
@@ -46,7 +81,7 @@ def test_words_have_one_spelling_each():
     assert len(words) == len(set(words)) < 400
     assert not set(KIND_OF) & {with_s(n) for n in KIND_OF}
     flat = [w for s in WORD_SETS for w in s]
-    assert len(flat) == len(set(flat))                          # no word in two classes
+    assert len(flat) == len(set(flat))  # no word in two classes
     assert all(SYNONYM[SYNONYM[w]] == w for w in SYNONYM)
 
 
@@ -73,25 +108,42 @@ def test_cola_labels_are_balanced_within_each_kind():
     for kind in VIOLATIONS:
         rows = [cola_row(random.Random(s), (kind,)) for s in range(300)]
         assert 0.38 < sum(r["label"] for r in rows) / 300 < 0.62
-        length = [sum(len(r["sentence"].split()) for r in rows if r["label"] == y) / sum(r["label"] == y for r in rows) for y in (0, 1)]
-        assert abs(length[0] - length[1]) < 1.0                 # length does not tell
+        length = [
+            sum(len(r["sentence"].split()) for r in rows if r["label"] == y) / sum(r["label"] == y for r in rows)
+            for y in (0, 1)
+        ]
+        assert abs(length[0] - length[1]) < 1.0  # length does not tell
 
 
 # ---- entailment, checked in a finite model -------------------------------------------------------------------------------------
 
-QUANTIFIERS = {"a": lambda n, v: bool(n & v), "some": lambda n, v: bool(n & v), "one": lambda n, v: bool(n & v),
-               "two": lambda n, v: len(n & v) >= 2, "three": lambda n, v: len(n & v) >= 3, "every": lambda n, v: n <= v,
-               "each": lambda n, v: n <= v, "all": lambda n, v: n <= v, "no": lambda n, v: not n & v}
+QUANTIFIERS = {
+    "a": lambda n, v: bool(n & v),
+    "some": lambda n, v: bool(n & v),
+    "one": lambda n, v: bool(n & v),
+    "two": lambda n, v: len(n & v) >= 2,
+    "three": lambda n, v: len(n & v) >= 3,
+    "every": lambda n, v: n <= v,
+    "each": lambda n, v: n <= v,
+    "all": lambda n, v: n <= v,
+    "no": lambda n, v: not n & v,
+}
 SETS = [frozenset(i for i in range(3) if k >> i & 1) for k in range(8)]
 
 
 @pytest.mark.parametrize("det", QUANTIFIERS)
 def test_monotonicity_table_against_all_sets_of_three(det):
-    """Each sign of the table holds for all sets; each opposite sign fails for some."""
+    """Each sign of the table holds for all sets; each oppopart sign fails for some."""
     q, pairs = QUANTIFIERS[det], [(a, b) for a in SETS for b in SETS if a <= b]
     noun, verb = MONOTONE[det]
-    up = (all(not q(a, v) or q(b, v) for a, b in pairs for v in SETS), all(not q(n, a) or q(n, b) for a, b in pairs for n in SETS))
-    down = (all(not q(b, v) or q(a, v) for a, b in pairs for v in SETS), all(not q(n, b) or q(n, a) for a, b in pairs for n in SETS))
+    up = (
+        all(not q(a, v) or q(b, v) for a, b in pairs for v in SETS),
+        all(not q(n, a) or q(n, b) for a, b in pairs for n in SETS),
+    )
+    down = (
+        all(not q(b, v) or q(a, v) for a, b in pairs for v in SETS),
+        all(not q(n, b) or q(n, a) for a, b in pairs for n in SETS),
+    )
     assert (noun, verb) == tuple(1 if u else -1 if d else 0 for u, d in zip(up, down)) and noun and verb
 
 
@@ -108,17 +160,28 @@ def holds(clause, world):
 
 @given(seeds, st.sampled_from(["a", "every", "no"]), st.booleans(), st.sampled_from(["subject", "rest"]))
 @settings(max_examples=60, deadline=None)
-def test_edits_entail_just_as_polarity_says(rng, det, general, site):
+def test_edits_entail_just_as_polarity_says(rng, det, general, part):
     clause = Clause(NP(det, "dog", False, adj="old"), "sleep", adverb="quietly" if general else "")
     if not general:
         clause = replace(clause, subject=replace(clause.subject, adj=""))
-    other = edit(clause, site, general, rng)
+    other = edit(clause, part, general, rng)
     if other is None or other.place or other.subject.place or other.subject.rel:
         return
-    words = ["dog", "animal", "poodle", "beagle", "cat", "old", "sleep", "quietly", other.subject.adj or "old", other.adverb or "quietly"]
+    words = [
+        "dog",
+        "animal",
+        "poodle",
+        "beagle",
+        "cat",
+        "old",
+        "sleep",
+        "quietly",
+        other.subject.adj or "old",
+        other.adverb or "quietly",
+    ]
     worlds = [[{w for w in words if rng.random() < 0.6} for _ in range(3)] for _ in range(1500)]
     entails = all(holds(other, w) for w in worlds if holds(clause, w))
-    assert entails == (polarity(clause)[site] == (1 if general else -1))
+    assert entails == (polarity(clause)[part] == (1 if general else -1))
 
 
 @given(seeds)
@@ -132,6 +195,7 @@ def test_pairs_differ_and_premises_have_one_reading(rng):
 
 
 # ---- similarity --------------------------------------------------------------------------------------------------------------
+
 
 @given(seeds)
 @settings(max_examples=200, deadline=None)
@@ -150,6 +214,7 @@ def test_similarity_falls_with_distance_of_the_word():
 
 
 # ---- tasks -------------------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", TOY_TASKS)
 def test_train_and_validation_share_no_sentence_for_any_seed(name):
@@ -181,20 +246,35 @@ def test_default_sizes_and_majorities():
 
 def test_another_process_with_another_hash_seed_gives_the_same_rows():
     code = "from isoreg.toy import *; print([toy_task(n, 'validation', 60).to_list() for n in TOY_TASKS], toy_corpus(40), toy_pairs(20), toy_vocabulary())"
-    outputs = {subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": h}, capture_output=True, text=True, check=True).stdout
-               for h in ("1", "2")}
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": h},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for h in ("1", "2")
+    }
     here = f"{[toy_task(n, 'validation', 60).to_list() for n in TOY_TASKS]} {toy_corpus(40)} {toy_pairs(20)} {toy_vocabulary()}\n"
     assert outputs == {here}
 
 
-@pytest.mark.parametrize("arguments, word", [(("toy-sst", "train"), "name='toy-sst'"), (("toy-rte", "test"), "split='test'"),
-                                             (("toy-rte", "train", 0), "n=0")])
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (("toy-sst", "train"), "name: 'toy-sst' is unknown"),
+        (("toy-rte", "test"), "split: 'test' is unknown"),
+        (("toy-rte", "train", 0), "n: 0 is out of range"),
+    ],
+)
 def test_bad_arguments_are_named(arguments, word):
     with pytest.raises(ValueError, match=word):
         toy_task(*arguments)
 
 
 # ---- tokenizer and model ---------------------------------------------------------------------------------------------------------
+
 
 def test_tokenizer_round_trip_and_segments():
     tokenizer = toy_tokenizer()
@@ -209,6 +289,7 @@ def test_tokenizer_round_trip_and_segments():
 
 def test_shipped_model_loads_offline_and_knows_agreement():
     from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+
     folder = toy_model_path()
     assert (folder / "model.safetensors").stat().st_size < 2.5e6
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -217,13 +298,21 @@ def test_shipped_model_loads_offline_and_knows_agreement():
     assert tokenizer.get_vocab() == toy_tokenizer().get_vocab()
     a, b = toy_pairs(1)[0]
     assert dict(tokenizer(a, b)) == dict(toy_tokenizer()(a, b))
-    classifier, report = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, output_loading_info=True)
+    classifier, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=3, output_loading_info=True
+    )
     assert all(k.startswith("cls.") for k in report["unexpected_keys"]) and classifier.config.hidden_dropout_prob == 0.1
     assert all(k.startswith(("classifier", "bert.pooler")) for k in report["missing_keys"])
     prefer = []
-    for sentence, right, wrong in (("the dog near these houses [MASK].", "sleeps", "sleep"), ("the dogs near this house [MASK].", "sleep", "sleeps"),
-                                   ("two [MASK] sleep.", "cats", "cat"), ("every [MASK] sleeps.", "cat", "cats")):
+    for sentence, right, wrong in (
+        ("the dog near these houses [MASK].", "sleeps", "sleep"),
+        ("the dogs near this house [MASK].", "sleep", "sleeps"),
+        ("two [MASK] sleep.", "cats", "cat"),
+        ("every [MASK] sleeps.", "cat", "cats"),
+    ):
         batch = tokenizer(sentence, return_tensors="pt")
         logits = model.eval()(**batch).logits[0, batch["input_ids"][0].tolist().index(tokenizer.mask_token_id)]
-        prefer.append(bool(logits[tokenizer.convert_tokens_to_ids(right)] > logits[tokenizer.convert_tokens_to_ids(wrong)]))
+        prefer.append(
+            bool(logits[tokenizer.convert_tokens_to_ids(right)] > logits[tokenizer.convert_tokens_to_ids(wrong)])
+        )
     assert all(prefer)

@@ -1,0 +1,913 @@
+"""Rates are set, seen and undone; noise has its moments; Mixout its expectation; what was done survives a file."""
+
+import copy
+import json
+import math
+import pickle
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from small_models import BERT, EVERY, IDS, make, output, rates, scores_of
+from torch import nn
+
+from isoreg.noise import (
+    HOWS,
+    Applied,
+    DropoutSchedule,
+    apply_dropout,
+    dropout,
+    gaussian_dropout,
+    load_dropout,
+    load_schedule,
+    mix_weights,
+    mixout,
+    save_schedule,
+    set_dropout,
+)
+from isoreg.schedules import CONTROLS, guided_schedule, released_schedule, site_scores
+from isoreg.sites import dropout_sites
+
+
+@pytest.mark.parametrize("name,attention", EVERY)
+def test_every_rate_arrives_where_it_should(name, attention, monkeypatch):
+    model = make(name, attention).train()
+    sites = dropout_sites(model)
+    wanted = {s.name: round(0.01 * (i + 1), 2) for i, s in enumerate(sites)}
+    applied = set_dropout(model, wanted)
+    seen = []  # an independent record: the functions themselves are replaced
+    plain, fused = F.dropout, F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "dropout", lambda x, p=0.5, training=True, inplace=False: seen.append(p) or plain(x, p, training)
+    )
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *a, dropout_p=0.0, **k: seen.append(dropout_p) or fused(*a, dropout_p=dropout_p, **k),
+    )
+    output(model)
+    assert Counter(seen) == Counter({wanted[s.name]: s.calls for s in sites}) and applied["calls"] == len(seen)
+    assert json.loads(json.dumps(applied))["rates"] == wanted
+
+
+def test_the_measured_share_of_zeros_is_the_rate():
+    model = make("bert", "sdpa", num_hidden_layers=1).train()
+    shares = {}
+    with set_dropout(model, {n: 0.1 * (i + 1) for i, n in enumerate(rates(model))}):
+        hook = lambda name: lambda m, a, out: shares.update({name: float((out[a[0] != 0] == 0).float().mean())})
+        for name, m in model.named_modules():
+            if isinstance(m, nn.Dropout):
+                m.register_forward_hook(hook(name))
+        with torch.no_grad():
+            model(IDS.repeat(400, 1))
+        assert abs(shares["bert.embeddings.dropout"] - 0.1) < 0.01
+        assert abs(shares["bert.encoder.layer.0.attention.output.dropout"] - 0.3) < 0.01
+        assert abs(shares["bert.encoder.layer.0.output.dropout"] - 0.4) < 0.01
+        attention = model.bert.encoder.layer[0].attention.self  # one token: its probability is 1, or dropped
+        with torch.no_grad():
+            out = attention(torch.ones(20_000, 1, 16))[0]
+        assert abs(float((out[:, 0, 0] == 0).float().mean()) - 0.2) < 0.01
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "modernbert", "opt"])
+def test_undo_and_context_manager_put_everything_back(name):
+    model = make(name, attention_dropout=0.0) if name == "modernbert" else make(name)
+    before, config = rates(model), model.config.to_dict()
+    modules = {n: id(m) for n, m in model.named_modules()}
+    with dropout(model, {n: 0.33 for n in before}) as applied:
+        assert set(rates(model).values()) == {0.33} == set(applied["rates"].values())
+    assert (
+        rates(model) == before
+        and model.config.to_dict() == config
+        and {n: id(m) for n, m in model.named_modules()} == modules
+    )
+    outer = set_dropout(model, {n: 0.2 for n in before})
+    with pytest.raises(KeyError):
+        with set_dropout(model, {n: 0.3 for n in before}):
+            raise KeyError
+    assert set(rates(model).values()) == {0.2} and model.config.dropout_schedule == {
+        "kind": "rates",
+        "rates": {n: 0.2 for n in before},
+    }
+    outer.undo()
+    outer.undo()
+    assert rates(model) == before and not hasattr(model.config, "dropout_schedule")
+
+
+@pytest.mark.parametrize(
+    "first,second", [("guided", "constant"), ("constant", "gaussian"), ("mixout", "guided"), ("gaussian", "mixout")]
+)
+def test_undo_out_of_order_is_refused_and_puts_nothing_back(first, second):
+    model = make()
+    before, config = rates(model), model.config.to_dict()
+    below = apply_dropout(model, first, **arguments(first, model))
+    middle, note = rates(model), dict(model.config.dropout_schedule)
+    top = apply_dropout(model, second, **arguments(second, model))
+    now, noted = rates(model), dict(model.config.dropout_schedule)
+    other = make()
+    elsewhere = apply_dropout(other, "constant", p=0.4)  # a change of another model lies on nothing here
+    with pytest.raises(RuntimeError, match=f"{second}.*undo the later one first"):
+        below.undo()
+    assert rates(model) == now and model.config.dropout_schedule == noted
+    top.undo()
+    assert rates(model) == middle and model.config.dropout_schedule == note
+    below.undo()
+    top.undo()
+    below.undo()
+    assert (
+        rates(model) == before
+        and model.config.to_dict() == config
+        and not any(m._forward_pre_hooks for m in model.modules())
+    )
+    elsewhere.undo()
+    assert rates(other) == before
+
+
+def test_undo_out_of_order_between_a_model_and_its_parts_and_on_leaving_with():
+    model = make()
+    before, config = rates(model), model.config.to_dict()
+    below, top = apply_dropout(model, "constant", p=0.2), apply_dropout(model.bert, "constant", p=0.3)
+    with pytest.raises(RuntimeError, match="later one first"):
+        below.undo()
+    top.undo()
+    below.undo()
+    with apply_dropout(model, "constant", p=0.2):
+        held = set_dropout(model, {"embeddings": 0.3}, partial=True)
+    assert rates(model) == before and model.config.to_dict() == config
+    held.undo()
+    assert rates(model) == before and model.config.to_dict() == config
+    below = set_dropout(model, {"embeddings": 0.3}, partial=True)
+    set_dropout(model, {"embeddings": 0.4}, partial=True)  # that nobody can take back goes with the one below
+    below.undo()
+    assert rates(model) == before and model.config.to_dict() == config
+
+
+def test_a_failed_check_names_the_site_and_leaves_the_model_alone():
+    class Floored(nn.Dropout):
+        def forward(self, x):
+            return F.dropout(x, max(self.p, 0.05), self.training)
+
+    model = make("bert", "sdpa")
+    model.bert.encoder.layer[1].output.dropout = Floored(0.1)
+    before, config = rates(model), model.config.to_dict()
+    message = (
+        r"encoder.layer.1.ffn_output.*Floored.*p=0.02 was set, p=0.05 was applied.*sdpa.*transformers "
+        + transformers.__version__
+    )
+    with pytest.raises(RuntimeError, match=message):
+        set_dropout(model, {n: 0.02 for n in before})
+    assert rates(model) == before and model.config.to_dict() == config
+
+
+def test_a_rate_out_of_reach_is_no_silent_success():
+    class Captured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.call = lambda x, on: F.dropout(x, 0.1, on)
+
+        def forward(self, x):
+            return self.call(x, self.training)
+
+    model = make()
+    model.bert.encoder.layer[0].output.dropout = Captured()
+    with pytest.warns(UserWarning, match=r"cannot be set: p=0.1 in bert.encoder.layer.0.output.dropout \(Captured\)"):
+        names = rates(model)
+    with pytest.raises(RuntimeError, match="Captured"):
+        set_dropout(model, {n: 0.2 for n in names})
+    assert rates_quietly(model) == names
+
+
+def rates_quietly(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return rates(model)
+
+
+def test_schedules_step_by_step_without_a_look():
+    model = make()
+    sites = dropout_sites(model)
+    calls = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    for p in (0.3, 0.2, 0.0):
+        set_dropout(model, {s.name: p for s in sites}, verify=False, sites=sites)
+    assert not calls
+    handle.remove()
+    assert set(rates(model).values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    "bad,message",
+    [
+        ({"embeddings": 1.0}, r"embeddings.*1.0 is out of range"),
+        ({"embeddings": -0.1}, "is out of range"),
+        ({"embeddings": float("nan")}, "is out of range"),
+        ({"embeddings": "0.1"}, "is not a number"),
+        ({"embeddings": True}, "is not a number"),
+        ({}, "no mapping"),
+        (0.1, "no mapping"),
+        ({"embedings": 0.1}, "did you mean 'embeddings'"),
+        ({"embeddings": 0.1}, "6 of 7 sites have no rate"),
+    ],
+)
+def test_bad_schedules(bad, message):
+    model = make()
+    before = rates(model)
+    with pytest.raises(ValueError, match=message):
+        set_dropout(model, bad)
+    assert rates(model) == before
+
+
+def test_a_schedule_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="no sites of this model.*another model"):
+        set_dropout(make(), rates(make("gpt2")))
+    with pytest.raises(ValueError, match="no sites of this model"):
+        set_dropout(make(), released_schedule())  # twelve layers on two
+    deep = make(num_hidden_layers=3)
+    with pytest.raises(ValueError, match="3 of 10 sites have no rate.*another model"):
+        set_dropout(deep, rates(make()))
+    set_dropout(deep, rates(make()), partial=True)
+
+
+def test_a_model_without_dropout():
+    model = nn.Sequential(nn.Linear(4, 4))
+    for call in (
+        dropout_sites,
+        lambda m, **k: set_dropout(m, {"x": 0.1}, **k),
+        lambda m, **k: gaussian_dropout(m, **k),
+    ):
+        with pytest.raises(ValueError, match="no dropout site"):
+            call(model, batch=torch.ones(1, 4))
+    assert apply_dropout(model, "standard", batch=torch.ones(1, 4))["rates"] == {}
+    with pytest.raises(ValueError, match="grouping"):
+        dropout_sites(make(), "layers")
+    with pytest.raises(ValueError, match="meta device"):
+        with torch.device("meta"):
+            dropout_sites(make())
+
+
+# disk
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "modernbert", "gpt2"])
+def test_the_schedule_travels_with_the_model(name, tmp_path):
+    model = make(name)
+    wanted = {n: round(0.01 * (i + 1), 2) for i, n in enumerate(rates(model))}
+    set_dropout(model, wanted)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dropout_schedule"] == {"kind": "rates", "rates": wanted}
+    loaded = type(model).from_pretrained(tmp_path)
+    assert rates(loaded) == rates(make(name)) != wanted  # plain loading gives the rates of the global fields
+    applied = load_dropout(loaded)
+    assert rates(loaded) == wanted
+    applied.undo()
+    base = load_dropout(type(model.base_model).from_pretrained(tmp_path))  # without the head
+    assert base["rates"] == {n: p for n, p in wanted.items() if n != "classifier"}
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder).train()
+
+
+def test_a_note_of_the_older_form_is_read():
+    model, wanted = make(), {n: 0.01 * (i + 1) for i, n in enumerate(rates(make()))}
+    model.config.dropout_schedule = dict(wanted)
+    assert load_dropout(model)["kind"] == "rates" and rates(model) == wanted
+    assert model.config.dropout_schedule == {"kind": "rates", "rates": wanted}
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("p", [0.2, None])
+def test_gaussian_dropout_comes_back_as_noise(p, released, tmp_path):
+    model = make(hidden_dropout_prob=0.3)
+    own = rates(model)
+    noise = gaussian_dropout(model, p, released=released)
+    raised = set_dropout(model, {"embeddings": 0.4}, partial=True)  # the noise stays noise
+    loaded = saved(model, tmp_path)
+    before = loaded.config.to_dict()
+    applied = load_dropout(loaded)
+    kind = "gaussian-released" if released else "gaussian"
+    assert (
+        applied["kind"] == kind == model.config.dropout_schedule["kind"]
+        and rates(loaded) == rates(model) == applied["rates"]
+        and rates(loaded)["embeddings"] == 0.4
+    )
+    torch.manual_seed(0)
+    x = loaded.bert.embeddings.dropout(torch.ones(200_000))
+    assert x.std() == pytest.approx(0.4 / 0.6 if released else math.sqrt(0.4 / 0.6), rel=0.02)
+    applied.undo()
+    assert loaded.config.to_dict() == before and not any(m._forward_pre_hooks for m in loaded.modules())
+    raised.undo()
+    noise.undo()
+    assert rates(model) == own and not hasattr(model.config, "dropout_schedule")
+
+
+@pytest.mark.parametrize("how", [{}, {"unit": "weight", "keep_dropout": True}])
+def test_mixout_is_refused_or_put_on_again(how, tmp_path):
+    model, start = make(), make().state_dict()
+    done = mixout(model, 0.6, **how)
+    for q in model.parameters():
+        q.data.mul_(1.1)
+    loaded = saved(model, tmp_path)
+    was = rates(loaded)
+    with pytest.raises(ValueError, match="pretrained: .*Mixout.*not in its file"):
+        load_dropout(loaded)
+    with pytest.raises(ValueError, match="no weight of shape"):
+        load_dropout(loaded, pretrained={})
+    assert rates(loaded) == was and not any(m._forward_pre_hooks for m in loaded.modules())
+    applied = load_dropout(loaded, pretrained=start)
+    assert (
+        applied["kind"] == "mixout"
+        and applied["p"] == 0.6
+        and applied["mixed"] == done["mixed"]
+        and rates(loaded) == rates(model)
+    )
+    torch.manual_seed(3)
+    there = output(model.train())
+    torch.manual_seed(3)
+    torch.testing.assert_close(output(loaded.train()), there)  # the same draws
+    assert loaded.config.dropout_schedule == model.config.dropout_schedule
+    done.undo()
+    assert not hasattr(model.config, "dropout_schedule")
+
+
+def test_notes_that_cannot_be_put_on():
+    model = make()
+    set_dropout(model, {"embeddings": 0.2}, partial=True)
+    with pytest.raises(ValueError, match="pretrained: has no meaning"):
+        load_dropout(model, pretrained={})
+    model.config.dropout_schedule = {"kind": "concrete", "rates": {"embeddings": 0.2}}
+    with pytest.raises(ValueError, match="kind .*'concrete' is unknown"):
+        load_dropout(model)
+    model = make()
+    mixout(model, keep_dropout=True)
+    gaussian_dropout(model)
+    with pytest.raises(ValueError, match="gaussian.mixout' is unknown"):
+        load_dropout(model)
+    model = make()
+    model.config.dropout_schedule = {
+        "kind": "gaussian",
+        "rates": {"embeddings": 0.2, "encoder.layer.0.ffn_output": 0.1},
+    }
+    set_dropout(model, {"encoder.layer.1.ffn_output": 0.3}, partial=True)  # a note that does not hold is not carried on
+    assert model.config.dropout_schedule == {
+        "kind": "rates",
+        "rates": {"encoder.layer.0.ffn_output": 0.1, "encoder.layer.1.ffn_output": 0.3},
+    }
+
+
+def test_load_dropout_without_a_schedule():
+    with pytest.raises(ValueError, match="no dropout_schedule"):
+        load_dropout(make())
+
+
+def test_schedule_files(tmp_path):
+    path = save_schedule(tmp_path / "new" / "s.json", released_schedule(), model=make(), aggregate="sum")
+    assert load_schedule(path) == released_schedule() and list(load_schedule(path)) == list(released_schedule())
+    content = json.loads(path.read_text())
+    assert (
+        content["model_type"] == "bert"
+        and content["notes"] == {"aggregate": "sum"}
+        and [p.name for p in path.parent.iterdir()] == ["s.json"]
+    )
+    (tmp_path / "plain.json").write_text('{"embeddings": 0.2}')
+    assert load_schedule(tmp_path / "plain.json") == {"embeddings": 0.2}
+    for text, message in (
+        ("{", "cannot be read"),
+        ('{"a": 2}', "is out of range"),
+        ("[1]", "no mapping"),
+        ('{"a": NaN}', "is out of range"),
+        ('{"format": "x"}', "no mapping"),
+    ):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match=f"bad.json.*{message}"):
+            load_schedule(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="missing.json"):
+        load_schedule(tmp_path / "missing.json")
+    with pytest.raises(ValueError, match="is out of range"):
+        save_schedule(tmp_path / "x.json", {"a": 1.5})
+    with pytest.raises(ValueError, match="notes"):
+        save_schedule(tmp_path / "x.json", {"a": 0.5}, model=None, x=torch.ones(1))
+    with pytest.raises(ValueError, match=r"path: a dict is no path; write save_schedule\(path, schedule\)"):
+        save_schedule({"a": 0.5}, tmp_path / "x.json")
+    assert not (tmp_path / "x.json").exists()
+
+
+# Gaussian dropout
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_gaussian_moments(attention, released, p):
+    model = make("bert", attention, num_hidden_layers=1)
+    gaussian_dropout(model, p, released=released)
+    std = p / (1 - p) if released else math.sqrt(p / (1 - p))
+    torch.manual_seed(0)
+    for training in (True, False):
+        model.train(training)
+        on = training or released
+        x = model.bert.embeddings.dropout(torch.full((200_000,), 2.0)) / 2
+        assert abs(x.mean() - 1) < 0.01 and x.std() == pytest.approx(std * on, rel=0.02)
+        layer = model.bert.encoder.layer[0].attention.self
+        with torch.no_grad():
+            noisy, exact = layer(torch.ones(40_000, 1, 16))[0], layer.value(torch.ones(1, 1, 16))
+        factor = (noisy / exact)[:, 0, [0, -1]]  # one token: its probability is 1; one entry of each head
+        assert abs(factor.mean() - 1) < 0.02 and factor.std() == pytest.approx(std * on, rel=0.03, abs=1e-5)
+        assert model.training == training and layer.training == training
+
+
+@pytest.mark.parametrize("name,attention", EVERY)
+def test_gaussian_noise_reaches_every_site_and_leaves_again(name, attention):
+    model = make(name, attention).train()
+    rest = output(model.eval())
+    sites = dropout_sites(model)
+    names = [s.name for s in sites]
+    noise = gaussian_dropout(model)
+    for alone in names:
+        with set_dropout(model, {n: 0.3 * (n == alone) for n in names}, verify=False, sites=sites):
+            torch.manual_seed(0)
+            assert not torch.equal(output(model.train()), output(model))
+            torch.testing.assert_close(output(model.eval()), rest, rtol=0, atol=0)
+    noise.undo()
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "causal,mask,gqa", [(False, None, False), (True, None, False), (False, "bool", False), (False, "float", True)]
+)
+def test_noisy_attention_without_noise_is_the_fused_attention(causal, mask, gqa):
+    from isoreg.noise import _noisy_attention
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 6, 8), *torch.randn(2, 2, 2 if gqa else 4, 6, 8)
+    keep = torch.rand(2, 1, 6, 6) > 0.4
+    keep[0, 0, 2] = False if mask == "bool" else True
+    m = None if mask is None else keep if mask == "bool" else torch.randn(2, 1, 6, 6)
+    ours = _noisy_attention(0.0, False, query, key, value, attn_mask=m, is_causal=causal, enable_gqa=gqa)
+    torch.testing.assert_close(
+        ours, F.scaled_dot_product_attention(query, key, value, attn_mask=m, is_causal=causal, enable_gqa=gqa)
+    )
+
+
+def test_gaussian_twice_or_at_a_bad_rate():
+    model = make()
+    with pytest.raises(ValueError, match="p: 1.0"):
+        gaussian_dropout(model, 1.0)
+    gaussian_dropout(model)
+    with pytest.raises(ValueError, match="already"):
+        gaussian_dropout(model)
+    stock = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    with pytest.raises(RuntimeError, match="MultiheadAttention"):
+        gaussian_dropout(stock, batch=torch.randn(1, 3, 16))
+
+
+class Bare(nn.Module):
+    "A dropout by torch.dropout itself."
+
+    def __init__(self, p=0.1):
+        super().__init__()
+        self.dropout = p
+
+    def forward(self, x):
+        return torch.dropout(x, self.dropout, self.training)
+
+
+class OneD(nn.Dropout1d):
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", [OneD, nn.AlphaDropout, nn.FeatureAlphaDropout, Bare])
+def test_a_mask_that_noise_cannot_replace_is_refused_by_name(kind):
+    for p, own in ((None, 0.1), (0.2, 0.1), (None, 0.0)):  # at rate 0 as well: it may be raised later
+        model = make()
+        model.bert.encoder.layer[1].output.dropout = kind(own)
+        before, config = rates(model), model.config.to_dict()
+        with pytest.raises(RuntimeError, match=rf"encoder.layer.1.*{kind.__name__}.*Bernoulli mask stays on"):
+            gaussian_dropout(model, p)
+        assert (
+            rates(model) == before
+            and model.config.to_dict() == config
+            and not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+        )
+
+
+@pytest.mark.parametrize("kind,shape", [(nn.Dropout2d, (2, 3, 4, 4)), (nn.Dropout3d, (2, 3, 4, 4, 4))])
+def test_masks_of_images_are_refused_too(kind, shape):
+    with pytest.raises(RuntimeError, match=f"{kind.__name__}.*Bernoulli"):
+        gaussian_dropout(nn.Sequential(nn.Flatten(-1), kind(0.2)), batch=torch.randn(shape))
+
+
+def test_a_mask_that_comes_after_the_noise_is_seen():
+    model = make()
+    gaussian_dropout(model)
+    model.bert.encoder.layer[1].output.dropout = nn.Dropout(0.1)  # without the noise
+    with pytest.raises(RuntimeError, match="encoder.layer.1.ffn_output.*Bernoulli"):
+        set_dropout(model, {"embeddings": 0.2}, partial=True)
+
+
+def test_noise_follows_an_identity_that_becomes_a_dropout():
+    model = make("modernbert", attention_dropout=0.0, embedding_dropout=0.0, mlp_dropout=0.0).train()
+    noise = gaussian_dropout(model)
+    names = [n for n in rates(model) if n != "classifier"]
+    set_dropout(model, {n: 0.2 for n in names})  # looks for noise at each
+    layer = model.model.embeddings.drop
+    x = layer(torch.ones(50_000))
+    assert isinstance(layer, nn.Dropout) and x.std() == pytest.approx(0.5, rel=0.03)
+    noise.undo()
+    assert set(layer(torch.ones(1000)).unique().tolist()) == {0.0, 1.25}
+
+
+# Mixout
+
+
+@pytest.mark.parametrize("unit", ["neuron", "weight"])
+@pytest.mark.parametrize("p", [0.3, 0.9])
+def test_mixout_expectation_values_and_gradient(unit, p):
+    torch.manual_seed(0)
+    w, u = torch.randn(4, 6, dtype=torch.float64, requires_grad=True), torch.randn(4, 6, dtype=torch.float64)
+    draws = torch.stack([mix_weights(w, u, p, unit) for _ in range(4000)])
+    spread = (w - u).abs() * math.sqrt(p / (1 - p))  # of one draw
+    assert ((draws.mean(0) - w).abs() < 5 * spread / math.sqrt(4000)).all()
+    replaced = torch.isclose(draws, u)
+    other = (w - p * u) / (1 - p)
+    assert (replaced | torch.isclose(draws, other)).all()
+    assert abs(float(replaced.double().mean()) - p) < 0.02
+    assert bool((replaced == replaced[:, :1]).all()) == (unit == "neuron")  # whole columns
+    (grad,) = torch.autograd.grad(draws[0].sum(), w)
+    torch.testing.assert_close(grad, (~replaced[0]).double() / (1 - p))
+    assert torch.equal(mix_weights(w, u, 0.0, unit), w)
+
+
+def test_mixout_of_zero_weights_is_dropout_of_the_inputs():
+    torch.manual_seed(0)
+    w, x = torch.randn(4, 6), torch.randn(3, 6)
+    mixed = mix_weights(w, torch.zeros_like(w), 0.5)
+    kept = mixed.abs().amax(0) > 0
+    torch.testing.assert_close(x @ mixed.T, (x * kept / 0.5) @ w.T)
+
+
+def test_mixout_at_zero_is_the_identity_to_the_bit_and_at_the_start_too():
+    model = make("bert", "sdpa").train()
+    with set_dropout(model, {n: 0.0 for n in rates(model)}):
+        plain = output(model)
+    for p in (0.0, 0.7):
+        with mixout(model, p), set_dropout(model, {"classifier": 0.0}, partial=True):
+            assert torch.equal(output(model), plain)
+
+
+@pytest.mark.parametrize("name,maps", [("bert", 12), ("gpt2", 8), ("albert", 7), ("modernbert", 8)])
+def test_mixout_mixes_the_maps_of_the_encoder_only(name, maps):
+    model = make(name).train()
+    state = list(model.state_dict())
+    applied = mixout(model)
+    assert (
+        applied["mixed"] == maps
+        and applied["mean"] == 0
+        and applied["rates"].get("classifier", 0.0) == rates(make(name)).get("classifier", 0.0)
+    )
+    for q in model.parameters():
+        q.data.mul_(1.01)
+    assert not torch.equal(output(model), output(model))
+    assert torch.equal(output(model.eval()), output(model))  # off in eval
+    assert list(model.state_dict()) == state and not any("weight" in m.__dict__ for m in model.modules())
+    applied.undo()
+    model.train()
+    assert rates(model) == rates(make(name))
+
+
+def test_mixout_after_an_error_and_bad_input():
+    model = make().train()
+    mixout(model)
+    with pytest.raises(Exception):
+        model(input_ids=torch.full((1, 4), 10_000))
+    assert not any("weight" in m.__dict__ for m in model.modules())
+    with pytest.raises(ValueError, match="already"):
+        mixout(model)
+    for kwargs, message in ((dict(p=1.0), "p: 1.0"), (dict(unit="layer"), "unit"), (dict(pretrained={}), "pretrained")):
+        fresh = make()
+        with pytest.raises(ValueError, match=message):
+            mixout(fresh, **kwargs)
+        assert rates(fresh) == rates(make())
+
+
+def test_mixout_with_given_weights():
+    model, other = make(num_hidden_layers=1).train(), make(num_hidden_layers=1)
+    for q in other.parameters():
+        q.data.mul_(1.5)
+    for state in (other.state_dict(), other.bert.state_dict()):
+        with mixout(model, 0.5, pretrained=state):
+            assert not torch.equal(output(model), output(model))
+
+
+# one function for a training run
+
+
+def batch(n=4):
+    torch.manual_seed(5)
+    return {
+        "input_ids": torch.randint(3, 99, (n, 12)),
+        "attention_mask": torch.ones(n, 12, dtype=torch.long),
+        "labels": torch.arange(n) % 2,
+    }
+
+
+def train(model, steps=3, autocast=False):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.train()
+    for _ in range(steps):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(**batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_standard_is_the_untouched_model_to_the_bit(attention):
+    plain, standard = make("bert", attention), make("bert", attention)
+    report = apply_dropout(standard, "standard")
+    assert report["rates"] == rates(plain) and standard.config.to_dict() == plain.config.to_dict()
+    assert standard.training == plain.training
+    for a, b in zip(train(plain).values(), train(standard).values()):
+        assert torch.equal(a, b)
+
+
+def arguments(how, model):
+    if how == "constant":
+        return {"p": 0.2}
+    return {"scores": scores_of(model)} if how in ("guided", *CONTROLS) else {}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("how", [h for h in HOWS if h != "guided-released"])  # whose rates are of twelve layers
+def test_every_way_trains_under_autocast_and_can_be_saved_copied_and_undone(how, attention, tmp_path):
+    model = make("bert", attention)
+    names, before = list(model.state_dict()), rates(model)
+    report = apply_dropout(model, how, **arguments(how, model))
+    assert (
+        report["how"] == how
+        and json.loads(json.dumps(report)) == report
+        and set(report["rates"]) == set(before)
+        and report["rates"]["classifier"] == 0.1
+    )
+    assert copy.deepcopy(report) == dict(report) == pickle.loads(pickle.dumps(report))
+    if how not in ("mixout",):
+        assert rates(model) == report["rates"]
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert list(twin.state_dict()) == names == [n for n in model.state_dict()]
+    plain, copied = train(model), train(twin)
+    for a, b in zip(plain.values(), copied.values()):
+        assert torch.equal(a, b)  # the copy has the same regulariser
+    half = train(model, autocast=True)
+    assert all(torch.isfinite(t).all() for t in half.values())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)  # plain transformers
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    report.undo()
+    assert rates(model) == before and not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("how", ["gaussian", "gaussian-released", "mixout", "constant"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_gradient_checkpointing_gives_the_same_gradients(how, attention):
+    gradients = []
+    for checkpointing in (False, True):
+        model = make("bert", attention).train()
+        apply_dropout(model, how, **arguments(how, model))
+        for p in model.parameters():
+            p.data.mul_(1.05)
+        if checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
+                {"use_reentrant": False}
+            )
+        on = [m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        assert any(on) == checkpointing
+        dropout_sites(model)  # a look does not switch it off
+        assert on == [m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        torch.manual_seed(2)
+        model(**batch()).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b)
+
+
+def test_guided_from_scores_of_the_pretraining_model_on_the_classifier():
+    scores = scores_of(make(head="ForMaskedLM"))
+    model = make()
+    report = apply_dropout(
+        model, "guided", scores=scores, p_max=0.2, p_min=0.05, aggregate="mean", grouping="preceding"
+    )
+    by_site = site_scores(dropout_sites(model, "preceding"), scores, "mean")
+    assert {n: p for n, p in report["rates"].items() if n != "classifier"} == guided_schedule(by_site, 0.2, 0.05)
+    assert report["scores"] == by_site and report["aggregate"] == "mean" and report["mean"] == pytest.approx(0.125)
+    report.undo()
+    for how in CONTROLS:
+        assert apply_dropout(model, how, scores=scores, p_max=0.2, p_min=0.05)["mean"] == pytest.approx(0.125)
+
+
+def test_schedules_and_files_in_place_of_a_name(tmp_path):
+    plan = {n: 0.07 for n in rates(make()) if n != "classifier"}
+    path = save_schedule(tmp_path / "s.json", plan)
+    for how in (plan, path, str(path)):
+        assert apply_dropout(make(), how)["rates"] == plan | {"classifier": 0.1}
+    assert apply_dropout(make(), "reversed", schedule=str(path))["rates"] == plan | {"classifier": 0.1}
+    assert apply_dropout(make(), "guided", schedule=plan)["how"] == "guided"
+    assert apply_dropout(make(), {**plan, "classifier": 0.3})["rates"]["classifier"] == 0.3  # by name it can be set
+
+
+def test_what_was_applied_is_a_schedule(tmp_path):
+    done = apply_dropout(make(), "constant", p=0.3)
+    path = save_schedule(tmp_path / "s.json", done)
+    (tmp_path / "plain.json").write_text(json.dumps(done))
+    assert load_schedule(path) == load_schedule(tmp_path / "plain.json") == done["rates"]
+    for how in (done, dict(done), path):
+        assert apply_dropout(make(), how)["rates"] == done["rates"]
+    assert set_dropout(make(), done)["rates"] == done["rates"]
+
+
+@pytest.mark.parametrize(
+    "how,kwargs,message",
+    [
+        ("constant", {"p": 0.1, "p_max": 0.5}, "p_max: 0.5 has no meaning for constant"),
+        ("gaussian", {"p_min": 0.01}, "p_min: 0.01 has no meaning"),
+        (
+            "guided",
+            {"schedule": {"embeddings": 0.1}, "p_max": 0.5},
+            "p_max: 0.5 has no meaning for a finished schedule",
+        ),
+        ("standard", {"shape": math.cos}, "shape: .* for standard"),
+        ("mixout", {"aggregate": "sum"}, "aggregate: 'sum'"),
+        ("giuded", {}, "did you mean 'guided'"),
+        (3, {}, "how: 3"),
+        ("guided", {}, "either the scores"),
+        ("guided", {"p": 0.1, "scores": {"a": 1.0}}, "p_max and p_min"),
+        ("standard", {"p": 0.1}, "use constant"),
+        ("constant", {}, "needs a rate"),
+        ("gaussian", {"scores": {"a": 1.0}}, "no meaning"),
+        ("constant", {"p": 1.0}, "is out of range"),
+        ("mixout", {"p": 1.2}, "is out of range"),
+        ("missing.json", {}, "missing.json"),
+        ({"a": 0.1}, {"schedule": {"a": 0.1}}, "given twice"),
+        ("shuffled", {"scores": {"a": 1.0}, "schedule": {"a": 0.1}}, "either"),
+        ("guided", {"scores": {"a": 1.0}}, "tensors have none"),
+    ],
+)
+def test_bad_calls_change_nothing(how, kwargs, message):
+    model = make()
+    before, config = rates(model), model.config.to_dict()
+    with pytest.raises(ValueError, match=message):
+        apply_dropout(model, how, **kwargs)
+    assert rates(model) == before and model.config.to_dict() == config
+
+
+def test_what_is_no_model_or_no_function_is_refused_at_once():
+    for call in (
+        dropout_sites,
+        gaussian_dropout,
+        mixout,
+        apply_dropout,
+        load_dropout,
+        lambda m: set_dropout(m, {"a": 0.1}),
+    ):
+        with pytest.raises(ValueError, match="model: 'bert-base-uncased' is a str, no torch module; load it first"):
+            call("bert-base-uncased")
+    with pytest.raises(ValueError, match="rates: a dict is no function of the progress"):
+        DropoutSchedule({"embeddings": 0.1})
+
+
+def test_applied_is_a_plain_dict_for_the_world():
+    done = Applied({"a": 1})
+    assert json.dumps(done) == '{"a": 1}' and type(copy.deepcopy(done)) is dict
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("how", HOWS)
+def test_on_a_gpu(how):
+    model = make("bert", "sdpa").cuda()
+    state = torch.cuda.get_rng_state()
+    report = apply_dropout(model, how, **arguments(how, model))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    inputs = {k: v.cuda() for k, v in batch().items()}
+    model.train()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(**inputs).loss
+    loss.backward()
+    assert torch.isfinite(loss) and report["rates"]
+
+
+def test_rates_over_time_in_the_trainer(tmp_path):
+    config = transformers.BertConfig(**BERT, num_labels=2)
+    rows = [{"input_ids": [2, 5 + i % 7, 6, 3], "attention_mask": [1] * 4, "labels": i % 2} for i in range(32)]
+
+    def train(rates):
+        torch.manual_seed(0)
+        model = transformers.BertForSequenceClassification(config)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=8,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            save_strategy="no",
+        )
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[DropoutSchedule(rates)])
+        seen = []
+        model.bert.embeddings.dropout.register_forward_hook(lambda m, a, o: seen.append(m.p))
+        trainer.train()
+        return model, seen
+
+    model, seen = train(lambda progress: {"embeddings": 0.5 * (1 - progress)})
+    assert seen[-4:] == pytest.approx([0.5, 0.375, 0.25, 0.125])  # the calls before are the checks
+    assert {s.p for s in dropout_sites(model)} == {0.1} and not hasattr(model.config, "dropout_schedule")
+    for wrong, message in (({"nowhere": 0.5}, "nowhere"), ({"embeddings": 1.0}, "embeddings")):
+        with pytest.raises(ValueError, match=message):
+            train(lambda progress: wrong)
+
+
+def test_rates_come_back_after_an_interruption(tmp_path):
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=8,
+        patch_size=4,
+        hidden_dropout_prob=0.1,
+    )
+    model = transformers.ViTForImageClassification(config)
+    rows = [{"pixel_values": torch.randn(3, 8, 8), "labels": i % 2} for i in range(16)]
+    own = [s.p for s in dropout_sites(model, batch={"pixel_values": torch.zeros(1, 3, 8, 8)})]
+    schedule = DropoutSchedule(
+        lambda progress: {"embeddings.dropout": 0.5 * (1 - progress)}, batch={"pixel_values": torch.zeros(1, 3, 8, 8)}
+    )
+
+    class Stop(transformers.TrainerCallback):
+        times = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.times += 1
+            if self.times == 1:
+                raise KeyboardInterrupt
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=8,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[schedule, Stop()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert [s.p for s in dropout_sites(model, batch={"pixel_values": torch.zeros(1, 3, 8, 8)})] == own and not hasattr(
+        model.config, "dropout_schedule"
+    )
+
+
+@pytest.mark.parametrize("how", ["mixout", "gaussian"])
+def test_a_compiled_model_that_has_run_gets_the_regulariser(how):
+    rate = 0.0 if how == "mixout" else 0.3
+    model = make("bert", hidden_dropout_prob=rate, attention_probs_dropout_prob=rate).train()
+    start = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
+    compiled, inputs = torch.compile(model, backend="eager"), {k: v for k, v in batch().items() if k != "labels"}
+    with torch.no_grad():
+        before = compiled(**inputs).logits
+        assert torch.equal(before, compiled(**inputs).logits) == (rate == 0)
+        done = mixout(compiled, 0.5, pretrained=start) if how == "mixout" else gaussian_dropout(compiled, released=True)
+        if how == "gaussian":
+            compiled.eval()  # its noise stays at evaluation
+        assert not torch.equal(compiled(**inputs).logits, compiled(**inputs).logits)
+        done.undo()
+        assert torch.equal(compiled(**inputs).logits, compiled(**inputs).logits)
+        if how == "mixout":
+            torch.testing.assert_close(compiled(**inputs).logits, before)
+
+
+def test_the_authors_rates_are_an_arm_of_bert_base_alone():
+    model = transformers.AutoModelForSequenceClassification.from_config(
+        transformers.BertConfig(
+            vocab_size=60, hidden_size=24, num_hidden_layers=12, num_attention_heads=2, intermediate_size=32
+        )
+    )
+    done = apply_dropout(model, "guided-released")
+    assert {n: p for n, p in done["rates"].items() if not n.startswith("classifier")} == pytest.approx(
+        released_schedule()
+    ) and done["mean"] == pytest.approx(0.0495)
+    small = transformers.AutoModelForSequenceClassification.from_config(
+        transformers.BertConfig(
+            vocab_size=60, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+        )
+    )
+    with pytest.raises(ValueError, match="no sites of this model"):
+        apply_dropout(small, "guided-released")

@@ -1,0 +1,263 @@
+"""Dropout sites are found, named and verified by what a model does, and looking leaves no trace."""
+
+import copy
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+import transformers.modeling_utils
+from small_models import EVERY, SMALL, make, output, rates, scores_of
+from torch import nn
+
+from isoreg.noise import gaussian_dropout, set_dropout
+from isoreg.schedules import site_scores
+from isoreg.sites import dropout_sites
+
+
+@pytest.mark.parametrize("name,attention", EVERY)
+def test_sites_have_the_kinds_of_the_architecture_and_unique_names(name, attention):
+    sites = dropout_sites(make(name, attention))
+    assert Counter(s.kind for s in sites) == SMALL[name][4]
+    assert len({s.name for s in sites}) == len(sites)
+    assert all(s.tensors and len(s.tensors) == len(s.sizes) for s in sites)
+
+
+@pytest.mark.parametrize("name,attention", EVERY)
+def test_each_site_alone_makes_two_passes_differ_and_none_makes_them_agree(name, attention):
+    model = make(name, attention).train()
+    sites = dropout_sites(model)
+    names = [s.name for s in sites]
+    for alone in [*names, None]:
+        with set_dropout(model, {n: 0.6 * (n == alone) for n in names}, verify=False, sites=sites):
+            passes = [output(model) for _ in range(6)]  # a head with two units may keep both by chance
+            assert any(not torch.equal(passes[0], p) for p in passes[1:]) == (alone is not None), alone
+
+
+@pytest.mark.parametrize("name", [n for n in SMALL if SMALL[n][3] == 2])
+def test_sites_and_tensors_do_not_depend_on_the_attention_implementation(name):
+    bare = lambda attention: [(s.name, s.kind, s.p, s.tensors) for s in dropout_sites(make(name, attention))]
+    assert bare("eager") == bare("sdpa")
+
+
+@pytest.mark.parametrize(
+    "name,heads",
+    [
+        (
+            "bert",
+            [
+                "Model",
+                "ForMaskedLM",
+                "ForSequenceClassification",
+                "ForQuestionAnswering",
+                "ForMultipleChoice",
+                "ForTokenClassification",
+            ],
+        ),
+        ("roberta", ["Model", "ForMaskedLM"]),
+        ("distilbert", ["Model", "ForMaskedLM"]),
+        ("gpt2", ["Model", "ForSequenceClassification"]),
+        ("t5", ["ForConditionalGeneration", "ForSequenceClassification", "Model"]),
+        ("modernbert", ["Model", "ForMaskedLM"]),
+    ],
+)
+def test_names_agree_between_heads(name, heads):
+    seen = [[(s.name, s.tensors) for s in dropout_sites(make(name, head=h)) if s.kind != "classifier"] for h in heads]
+    assert all(other == seen[0] for other in seen)
+    model = make(name, head=heads[0])
+    assert all(set(site_scores(make(name, head=h), scores_of(model))) == {n for n, _ in seen[0]} for h in heads)
+
+
+def test_released_grouping_of_bert_is_that_of_the_released_notebook():
+    groups = {s.name: set(s.tensors) for s in dropout_sites(make())}
+    both = lambda *modules: {f"{m}.{k}" for m in modules for k in ("weight", "bias")}
+    layer = "encoder.layer.1."
+    assert groups["embeddings"] == {
+        f"embeddings.{k}_embeddings.weight" for k in ("word", "position", "token_type")
+    } | both("embeddings.LayerNorm")
+    assert groups[layer + "attention_probs"] == both(
+        *(layer + "attention.self." + k for k in ("query", "key", "value"))
+    )
+    assert groups[layer + "attention_output"] == both(
+        layer + "attention.output.dense", layer + "attention.output.LayerNorm"
+    )
+    assert groups[layer + "ffn_output"] == both(layer + "output.dense", layer + "output.LayerNorm")
+    assert not any("intermediate" in t for g in groups.values() for t in g)
+
+
+def test_preceding_grouping_takes_every_tensor_in_the_order_of_execution():
+    model = make()
+    groups = {s.name: set(s.tensors) for s in dropout_sites(model, "preceding")}
+    both = lambda *modules: {f"encoder.layer.1.{m}.{k}" for m in modules for k in ("weight", "bias")}
+    assert groups["encoder.layer.1.attention_output"] == both("attention.output.dense")
+    assert groups["encoder.layer.1.ffn_output"] == both(
+        "attention.output.LayerNorm", "intermediate.dense", "output.dense"
+    )
+    everything = {n.removeprefix("bert.") for n, _ in model.named_parameters() if not n.startswith("classifier")}
+    assert set().union(*groups.values()) == everything
+    assert sum(map(len, groups.values())) == len(everything)  # each once
+
+
+@pytest.mark.parametrize(
+    "name,site,tensors",
+    [
+        ("gpt2", "h.0.attention_probs", {"h.0.attn.c_attn"}),
+        ("gpt2", "h.0.attention_output", {"h.0.attn.c_proj"}),
+        ("gpt2", "embeddings", {"wte", "wpe"}),
+        ("t5", "encoder.block.0.layer.0.attention_output", {"encoder.block.0.layer.0.SelfAttention.o"}),
+        ("t5", "decoder.embeddings", {"shared"}),
+        (
+            "mpnet",
+            "encoder.layer.0.attention_output",
+            {"encoder.layer.0.attention.attn.o", "encoder.layer.0.attention.LayerNorm"},
+        ),
+        (
+            "deberta",
+            "encoder.layer.0.attention_probs",
+            {f"encoder.layer.0.attention.self.{k}_proj" for k in ("query", "key", "value", "pos_key", "pos_query")},
+        ),
+        (
+            "opt",
+            "decoder.layers.0.residual",
+            {f"decoder.layers.0.{k}" for k in ("self_attn.out_proj", "fc1", "fc2", "final_layer_norm")},
+        ),
+        ("modernbert", "layers.0.attention_output", {"layers.0.attn.Wo"}),
+    ],
+)
+def test_tensors_of_modules_with_several_sites_are_shared_out(name, site, tensors):
+    found = next(s for s in dropout_sites(make(name)) if s.name == site)
+    assert {t.rpartition(".")[0] for t in found.tensors} == tensors
+
+
+def test_albert_has_one_site_for_all_its_layers_and_its_unused_dropout_is_none():
+    model = make("albert", num_hidden_layers=5)
+    group = "encoder.albert_layer_groups.0.albert_layers.0."
+    sites = {s.name: s for s in dropout_sites(model)}
+    assert sites[group + "attention_probs"].calls == sites[group + "attention_output"].calls == 5
+    assert {t.split(".")[-2] for t in sites[group + "attention_output"].tensors} == {"dense", "LayerNorm"}
+    assert isinstance(model.get_submodule("albert." + group + "dropout"), nn.Dropout)  # it exists, and is never called
+    with pytest.raises(ValueError, match="no sites of this model"):
+        set_dropout(model, {group + "ffn_output": 0.2}, partial=True)
+
+
+def test_looking_leaves_no_trace():
+    model = make("modernbert")
+    model.layer_mode = model.model.layers[0].eval()
+    before = {n: (m.training, type(m)) for n, m in model.named_modules()}
+    state, config = copy.deepcopy(model.state_dict()), model.config.to_dict()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    want = torch.rand(3), random.random(), np.random.rand()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    dropout_sites(model)
+    assert torch.equal(torch.rand(3), want[0]) and random.random() == want[1] and np.random.rand() == want[2]
+    assert {n: (m.training, type(m)) for n, m in model.named_modules()} == before
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items()) and model.config.to_dict() == config
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_looking_leaves_no_trace_after_an_error():
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("on purpose")
+
+    model = make("modernbert", attention_dropout=0.0)
+    model.head = Broken()
+    before = {n: (m.training, type(m), getattr(m, "p", None)) for n, m in model.named_modules()}
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        dropout_sites(model)
+    assert {n: (m.training, type(m), getattr(m, "p", None)) for n, m in model.named_modules()} == before
+    assert torch.equal(torch.get_rng_state(), state)
+    F.dropout(torch.ones(2), 0.5)  # no mode or hook is left behind
+    assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
+
+
+def test_identity_in_place_of_a_dropout_can_be_set_and_comes_back():
+    model = make("modernbert", attention_dropout=0.0, mlp_dropout=0.0, embedding_dropout=0.0).train()
+    drop = model.model.layers[0].attn
+    old = drop.out_drop
+    assert isinstance(old, nn.Identity)
+    with set_dropout(model, {"layers.0.attention_output": 0.4}, partial=True):
+        assert drop.out_drop.p == 0.4 and not torch.equal(output(model), output(model))
+    assert drop.out_drop is old and torch.equal(output(model), output(model))
+
+
+def test_plain_torch_modules_with_a_batch():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    sites = dropout_sites(model, batch=torch.randn(2, 5, 16))
+    assert [s.kind for s in sites] == ["attention_probs", "attention_output", "ffn_inner", "ffn_output"] * 2
+    with set_dropout(model, {s.name: 0.0 for s in sites}, batch=torch.randn(2, 5, 16)):
+        x = torch.randn(1, 5, 16)
+        assert torch.equal(model.train()(x), model(x))
+    with pytest.raises(ValueError, match="batch: none given"):
+        dropout_sites(model)
+
+
+def test_a_wrapped_model_is_looked_into():
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    model = make()
+    assert dropout_sites(Wrapper(model)) == dropout_sites(model)
+
+
+def opaque(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
+    "An attention kernel that PyTorch's dropout functions know nothing of."
+    probs = torch.softmax(query @ key.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5), -1)
+    return (probs * (torch.rand_like(probs) >= dropout) / (1 - dropout) @ value).transpose(1, 2).contiguous(), None
+
+
+def deaf(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
+    "One that takes a rate and does not use it."
+    return opaque(module, query, key, value, attention_mask, 0.0, scaling)
+
+
+def with_kernel(name, kernel):
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(kernel.__name__ + "_for_test", kernel)
+    AttentionMaskInterface.register(kernel.__name__ + "_for_test", eager_mask)
+    if name == "bert" and transformers.__version__ < "5":
+        pytest.skip("BERT takes other attention functions from transformers 5 on")
+    return make(name, kernel.__name__ + "_for_test").train()
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "opt"])
+def test_attention_kernels_are_seen_at_the_table_and_in_the_output(name):
+    model = with_kernel(name, opaque)
+    table = dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)
+    bare = lambda m: [(s.name, s.kind, s.tensors, s.calls) for s in dropout_sites(m)]
+    assert bare(model) == bare(make(name))
+    names = list(rates(model))
+    with set_dropout(model, {n: 0.0 for n in names}):
+        assert torch.equal(output(model), output(model))
+    with set_dropout(model, {n: 0.3 * ("probs" in n) for n in names}):
+        assert not torch.equal(output(model), output(model))
+    with pytest.raises(ValueError, match="inside a kernel"):
+        gaussian_dropout(model)
+    assert dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS) == table
+
+
+def test_a_kernel_that_ignores_its_rate_is_an_error():
+    model = with_kernel("gpt2", deaf)
+    before = rates(model)
+    message = "h.0.attention_probs.*p=0.2 was set, no dropout was applied.*deaf_for_test"
+    with pytest.raises(RuntimeError, match=message):
+        set_dropout(model, {n: 0.2 for n in before})
+    assert rates(model) == before
+
+
+def test_a_dropout_inside_an_lstm_is_seen_in_the_output_alone():
+    model = nn.LSTM(8, 8, 2, dropout=0.2)
+    (site,) = dropout_sites(model, batch=torch.randn(5, 1, 8))
+    assert (site.p, site.calls, site.handles) == (0.2, 0, ("dropout",))
+    with set_dropout(model, {site.name: 0.0}, batch=torch.randn(5, 1, 8)):
+        x = torch.randn(5, 1, 8)
+        assert torch.equal(model.train()(x)[0], model(x)[0])
