@@ -204,9 +204,11 @@ def check_scores(
     except ValueError as error: raise ValueError(f"scores: {str(error).removeprefix('source: ')}") from None
 
 
-def _digest(value: str) -> str | None:
+def _digest(name: str, value: str) -> str | None:
     "Return 16 digits of the sha256 of what a setting reads; None for a data set on the hub, which is its name."
-    if not value.startswith(CORPUS): return scores_source(value)["sha256"][:16]
+    if not value.startswith(CORPUS):
+        try: return scores_source(value)["sha256"][:16]
+        except ValueError as error: raise ValueError(f"{name}: {str(error).removeprefix('scores: ')}") from None
     files = [s for s in scores_texts(value) if file_kind(s)]
     whole = b"".join(hashlib.sha256(Path(f).read_bytes()).digest() for f in files)
     return hashlib.sha256(whole).hexdigest()[:16] if files else None
@@ -218,7 +220,7 @@ def _identity(self) -> dict:
     family = {n: about(f).family for n, f in fields.items() if about(f).family}
     changed = {family[n] for n in family if values[n] != about(fields[n]).before}
     files = [n for n, f in fields.items() if about(f).file and values[n] not in (None, *choices(f))]
-    digests = {f"{n}_sha256": _digest(values[n]) for n in files}
+    digests = {f"{n}_sha256": _digest(n, values[n]) for n in files}
     found = {n: v for n, v in values.items() if n not in family or family[n] in changed}
     return found | {n: v for n, v in digests.items() if v is not None}
 

@@ -33,7 +33,8 @@ from .fisher import FisherEstimate
 from .schedules import (CONTROLS, check_names, check_rate, check_schedule, control_schedule, guided_schedule,
                               released_schedule, site_scores)
 from .sites import (Found, Site, applied_rate, base_prefix, dropout_sites, find_sites, get_rate, rates_at,
-                          record_calls, recorders, seen_in_output, set_rate, shown_module, trial, unwrapped, versions)
+                          record_calls, recorders, seen_in_output, set_rate, shown_module, trial, unwrapped,
+                          versions_of)
 
 # %% ../nbs/06c_noise.ipynb #4ad43b35
 def set_dropout(
@@ -44,7 +45,7 @@ def set_dropout(
     verify: bool = True,  # run the model and compare each rate with what is applied
     sites: Sequence[Site] | None = None,  # with verify=False: those of an earlier look, to set rates without one
     batch=None,  # as for dropout_sites
-) -> "Applied":  # {"rates", "mean", "calls"}; undo(), or leaving a with block, puts everything back
+) -> dict:  # an Applied of rates, mean and calls; undo(), or leaving a with block, puts everything back
     """Set the rate of each site by name, check that it is the one applied, and note it in the model's configuration.
 
     **A saved model does not come back with its rates by itself.** transformers has no field for the rate of one
@@ -138,7 +139,7 @@ def _applied(want: float, got: float | None) -> str:
 
 def _fault(model: nn.Module, site: Site | str, what: str) -> RuntimeError:
     where = f"site {site.name!r}, {site.module}" if isinstance(site, Site) else site
-    return RuntimeError(f"dropout: {where}: {what}; {versions(model)}. The model is unchanged")
+    return RuntimeError(f"dropout: {where}: {what}; {versions_of(model)}. The model is unchanged")
 
 # %% ../nbs/06c_noise.ipynb #1c59317d
 _NOTE = "dropout_schedule"  # attribute of the configuration

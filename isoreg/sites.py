@@ -471,7 +471,7 @@ def base_prefix(model: nn.Module) -> str:
 def shown_module(model: nn.Module, path: str) -> str:
     return f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
 
-def versions(model: nn.Module) -> str:
+def versions_of(model: nn.Module) -> str:
     "Return the attention implementation and the version of transformers, for messages."
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return f"attention {attention or 'unknown'}, transformers {transformers.__version__}"
@@ -480,4 +480,5 @@ def _stray(model: nn.Module, calls: Sequence[_Call]) -> str:
     "Return a message on calls whose rate belongs to nobody; empty if there are none."
     calls = [c for c in calls if c.handle is None and c.p > 0]
     rates = dict.fromkeys(f"p={c.p:g} in {shown_module(model, c.module)}" for c in calls)
-    return f"model: applies dropout at rates that cannot be set: {', '.join(rates)}; {versions(model)}" if rates else ""
+    if not rates: return ""
+    return f"model: applies dropout at rates that cannot be set: {', '.join(rates)}; {versions_of(model)}"
