@@ -55,8 +55,8 @@ def model_card(
         f"Fine-tuned by [isoreg](https://github.com/isoreg/isoreg): {method_label(record.config)}. "
         "One run, one seed: a demonstration of the settings, not a result.",
         _scores_table(record), f"Evaluated on {rows} ({c.split_protocol} split).", "## Load it", _how_to_load(c),
-        "## Limits", _list(_limits(record, c)), "## Settings", _list(settings), "## To make it again", f"    {command(c)}",
-        "## Where it was made", _list(made), "## Notes", _list(notes or ["none"])]
+        "## Limits", _list(_limits(record, c)), "## Settings", _list(settings),
+        "## To make it again", f"    {command(c)}", "## Where it was made", _list(made), "## Notes", _list(notes or ["none"])]
     return _front_matter(record, c) + "\n" + _without_paths("\n\n".join(parts) + "\n", record, c)
 
 # %% ../nbs/08d_card.ipynb #598ee1b1
@@ -69,7 +69,8 @@ def _number(x) -> str: return "undefined" if x is None or not math.isfinite(x) e
 def _scores_table(record: RunRecord) -> str:
     "Return the table of metrics and isotropy."
     rows = [(m, _number(v)) for m, v in record.metrics.items()]
-    rows += [(f"{m} on {name}", _number(v)) for name, other in record.others.items() for m, v in other["metrics"].items()]
+    for name, other in record.others.items():
+        rows += [(f"{m} on {name}", _number(v)) for m, v in other["metrics"].items()]
     before, after = (_number(record.isoscore[when]["union"]) for when in ("before", "after"))
     rows += [(f"majority rule, {record.metric}", _number(record.data["majority"])),
              ("one class only", "yes" if record.collapsed else "no"),
@@ -80,8 +81,8 @@ def _scores_table(record: RunRecord) -> str:
 def _how_to_load(c: RunConfig) -> str:
     "Return the Python that loads the model with its dropout."
     kind = "AutoModelForQuestionAnswering" if get_task(c.task).kind == "qa" else "AutoModelForSequenceClassification"
-    own = {"standard": "", "mixout": "\nload_dropout(model, pretrained=weights)  # state dict that the training began with"}
-    load = own.get(c.dropout, "\nload_dropout(model)")
+    mixout = "\nload_dropout(model, pretrained=weights)  # state dict that the training began with"
+    load = {"standard": "", "mixout": mixout}.get(c.dropout, "\nload_dropout(model)")
     lines = f"""```python
 from transformers import {kind}, AutoTokenizer{load and chr(10) + "from isoreg.noise import load_dropout"}
 
@@ -89,8 +90,9 @@ folder = "."  # of this card
 model, tokenizer = {kind}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder){load}
 ```"""
     if not load: return lines + "\n\nIn evaluation mode, which `from_pretrained` gives, no dropout acts."
-    return lines + ("\n\n`from_pretrained` alone sets one rate everywhere and says nothing: `load_dropout` reads the rates of this "
-                    "run from the configuration. They matter when training goes on; in evaluation mode no dropout acts.")
+    return lines + (
+        "\n\n`from_pretrained` alone sets one rate everywhere and says nothing: `load_dropout` reads the rates of "
+        "this run from the configuration. They matter when training goes on; in evaluation mode no dropout acts.")
 
 # %% ../nbs/08d_card.ipynb #8653d555
 def _limits(record: RunRecord, c: RunConfig) -> list[str]:

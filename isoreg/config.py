@@ -198,7 +198,8 @@ def check_scores(
             also = "" if Path(scores).exists() else f", or {CORPUS} and the name of a text"
             raise ValueError(f"{error}{also}") from None
     if not scores_texts(scores):
-        raise ValueError(f"scores: {scores!r} names no text; write {CORPUS} and a file, or name:configuration:split of the hub")
+        raise ValueError(f"scores: {scores!r} names no text; "
+                         f"write {CORPUS} and a file, or name:configuration:split of the hub")
     try:
         for source in scores_texts(scores): file_kind(source)
     except ValueError as error: raise ValueError(f"scores: {str(error).removeprefix('source: ')}") from None
@@ -832,12 +833,13 @@ def command(
 ) -> str:
     "Return the shell command that makes this run: `isoreg run` with every setting that is not the default."
     given = ("task", "model", "data_dir", "regularizer", "seed")
-    usual = RunConfig(**{n: getattr(config, n) for n in ("task", "model", "recipe", "regularizer", "data_dir")}).to_dict()
+    usual = RunConfig(**{n: getattr(config, n) for n in (*given[:4], "recipe")}).to_dict()
     words = ["isoreg run"]
     for name, value in config.to_dict().items():
         asked = name in given or (name == "recipe" and value != _default_recipe(config))
         if value is None or (not asked and value == usual[name]): continue
         text = json.dumps(value) if isinstance(value, bool) else str(value)
         flag = about(RunConfig.model_fields[name]).flag
-        words.append(f"--{name.replace('_', '-')} {shlex.quote(text)}" if flag else f"--set {shlex.quote(f'{name}={text}')}")
+        option = f"--{name.replace('_', '-')} {shlex.quote(text)}"
+        words.append(option if flag else f"--set {shlex.quote(f'{name}={text}')}")
     return " ".join(words)

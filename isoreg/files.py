@@ -20,7 +20,10 @@ def write_atomically(
     path: str | Path,  # the file; its folder is made
     content: str | bytes,  # all of it
 ) -> None:
-    "Write a file so that it is either the old one or the new one, never a part. An existing file keeps its permissions, a new one has those of the umask."
+    """Write a file so that it is either the old one or the new one, never a part.
+
+    An existing file keeps its permissions, a new one has those of the umask.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
@@ -54,7 +57,8 @@ def file_kind(
 ) -> str | None:  # "text", "parquet", "json" or "csv"; None for a data set on the hub
     "Return of what kind the file of a corpus is. `ValueError` for a file that is not there, or of unknown kind."
     kind, here = _CORPORA.get(Path(source).suffix.lower()), Path(source).is_file()
-    if kind and not here: raise ValueError(f"source: no file {source!r}; give a file or the name of a data set on the hub")
+    if kind and not here:
+        raise ValueError(f"source: no file {source!r}; give a file or the name of a data set on the hub")
     if here and not kind:
         raise ValueError(f"source: the file {source!r} is of unknown kind; known are {', '.join(_CORPORA)}")
     return kind

@@ -23,15 +23,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import (
-    AutoModelForMaskedLM, DataCollatorWithPadding, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments, set_seed)
+    AutoModelForMaskedLM, DataCollatorWithPadding, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments,
+    set_seed)
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from .card import save_model
 from .config import GUIDED, PENALTIES, RATED, RunConfig, scores_source, scores_texts
 from .corpus import TextBatches, load_texts
 from .data import (
-    MissingSplit, TaskData, encode, encode_squad_eval, encode_squad_train, load_evaluation, load_metric, load_task, resample,
-    squad_predictions)
+    MissingSplit, TaskData, encode, encode_squad_eval, encode_squad_train, load_evaluation, load_metric, load_task,
+    resample, squad_predictions)
 from .noise import apply_dropout
 from .files import file_kind, pack, unpack, write_atomically
 from .fisher import FisherEstimate, empirical_fisher, load_scores
@@ -135,7 +136,7 @@ def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenize
     options, notes, source = {}, [], {}
     if config.dropout in GUIDED:
         scores, source, notes = _scores(config, data, tokenizer)
-        options = dict(scores=scores, p_max=config.p_max, p_min=config.p_min, aggregate=config.aggregate, seed=config.seed)
+        options = {n: getattr(config, n) for n in ("p_max", "p_min", "aggregate", "seed")} | {"scores": scores}
     elif config.dropout in RATED: options = dict(p=config.dropout_p)
     done = dict(apply_dropout(model, config.dropout, **options))
     if source: done["scores_source"] = source
@@ -185,7 +186,8 @@ def _corpus_texts(scores: str) -> tuple[list[str], dict]:
 def _own_fisher(name: str, tokenizer, texts: list[str], max_length: int, corpus: str) -> FisherEstimate:
     "Return the Fisher information of the checkpoint's masked-language-model head on texts."
     advice = "give --scores, a file that the notebook runs/fisher wrote for this model"
-    try: model, info = AutoModelForMaskedLM.from_pretrained(model_source(name), dtype=torch.float32, output_loading_info=True)
+    options = dict(dtype=torch.float32, output_loading_info=True)
+    try: model, info = AutoModelForMaskedLM.from_pretrained(model_source(name), **options)
     except (ValueError, OSError) as error:
         why = str(error).splitlines()[0]
         raise ValueError(f"scores: {name!r} has no masked-language-model form ({why}); {advice}") from None
@@ -197,7 +199,7 @@ def _own_fisher(name: str, tokenizer, texts: list[str], max_length: int, corpus:
     return empirical_fisher(model.to("cuda" if torch.cuda.is_available() else "cpu"), batches)
 
 # %% ../nbs/08_finetune.ipynb #a48930d9
-def _make_trainer(config: RunConfig, model: nn.Module, tokenizer, data: TaskData, folder: str, progress) -> PenaltyTrainer:
+def _make_trainer(config: RunConfig, model, tokenizer, data: TaskData, folder: str, progress) -> PenaltyTrainer:
     "Return the trainer with its rows; `sample` is a loader of evaluation rows in one random order, without labels."
     train, rows, scores = _encoded(config, data, tokenizer, model)
     pad = dict(padding="max_length", max_length=config.max_length) if config.pad_to_max else {}
@@ -207,7 +209,8 @@ def _make_trainer(config: RunConfig, model: nn.Module, tokenizer, data: TaskData
     steps = config.epochs * math.ceil(math.ceil(len(train) / config.batch_size) / config.accumulation)
     trainer = _InOrder(
         model, training_arguments(config, folder, steps, data.task.kind), train_dataset=train, eval_dataset=rows,
-        data_collator=DataCollatorWithPadding(tokenizer, **pad), compute_metrics=scores, penalty=penalty, callbacks=callbacks)
+        data_collator=DataCollatorWithPadding(tokenizer, **pad), compute_metrics=scores, penalty=penalty,
+        callbacks=callbacks)
     trainer.sample = _sample(rows, DataCollatorWithPadding(tokenizer))
     return trainer
 
@@ -300,7 +303,9 @@ def _encoded(config: RunConfig, data: TaskData, tokenizer, model: nn.Module) -> 
         windows = encode_squad_eval(data.evaluation, tokenizer, config.max_length)
         rows = windows.remove_columns(["offset_mapping", "example_id"])
         rows = rows.add_column("start_positions", [0] * len(rows)).add_column("end_positions", [0] * len(rows))
-    else: train, rows = (encode(part, data.task, tokenizer, config.max_length) for part in (data.train, data.evaluation))
+    else:
+        parts = (data.train, data.evaluation)
+        train, rows = (encode(part, data.task, tokenizer, config.max_length) for part in parts)
     if not config.segment_ids or "token_type_ids" not in inspect.signature(model.forward).parameters:
         train, rows = (d.remove_columns([c for c in d.column_names if c == "token_type_ids"]) for d in (train, rows))
     return train, rows, Scores(data, windows)
@@ -360,7 +365,7 @@ def _measured(entry: dict, kind: str) -> dict:
 
 # %% ../nbs/08_finetune.ipynb #9221bdc6
 class ProgressFile(TrainerCallback):
-    "Write {stage, step, total, loss} to a JSON file, at most twice a second: papermill's process is not the one that waits."
+    "Write {stage, step, total, loss} to a JSON file, at most twice a second, for the process that waits."
 
     def __init__(
         self,
@@ -377,7 +382,8 @@ class ProgressFile(TrainerCallback):
         "Write the file, atomically."
         if self.path is None: return
         self.last = time.monotonic()
-        write_atomically(self.path, json.dumps(plain({"stage": stage, "step": step, "total": total, "loss": self.loss})))
+        state = {"stage": stage, "step": step, "total": total, "loss": self.loss}
+        write_atomically(self.path, json.dumps(plain(state)))
 
     def on_log(self, args, state, control, logs=None, **kwargs): self.loss = (logs or {}).get("loss", self.loss)
 
@@ -427,9 +433,10 @@ def _dimension(x: torch.Tensor) -> float | None:
 def rerun(
     record: dict,  # of a run, of any age
     **where,  # settings that say where files lie now, such as data_dir or model
-) -> dict:  # equal; value, isoscore and commit as (stored, now); rows, the predictions that differ; versions that differ
+) -> dict:  # equal; value, isoscore, commit as (stored, now); rows: predictions that differ; versions that differ
     "Repeat a stored run and return what is equal. `ValueError` for a record without predictions, and as `run`."
-    if not record.get("predictions"): raise ValueError(f"record: {record.get('key')} keeps no predictions to compare with")
+    if not record.get("predictions"):
+        raise ValueError(f"record: {record.get('key')} keeps no predictions to compare with")
     now = run(RunConfig.from_record(record["config"] | where)).to_dict()
     old, new = (unpack(r["predictions"]) for r in (record, now))
     rows = sum(bool(a != b) for a, b in zip(old, new)) + abs(len(old) - len(new))

@@ -24,7 +24,7 @@ from .toy import toy_model_path
 def load_model(
     config: RunConfig,  # task, model and seed count
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:  # model, tokenizer, notes
-    """Return the pretrained encoder with a fresh head for the task, in float32; the head is drawn with the seed of the run.
+    """Return the pretrained encoder in float32, with a head for the task that is drawn with the seed of the run.
 
     A head and a pooler may be new, and the notes name them. `ValueError` where any other weight is missing, and as
     `load_tokenizer`.
@@ -148,14 +148,15 @@ def check_vocabulary(
     texts: Sequence[str],  # of the run
     limit: int = 1000,  # texts looked at, drawn with one seed
 ) -> list[str]:  # what is odd, in words; empty if nothing is
-    "Warn where over 5 % of the tokens are unknown, or the vocabulary does not fit the embedding rows; return the warnings."
+    "Warn of over 5 % unknown tokens, and of a vocabulary that does not fit the embedding rows; return the warnings."
     odd = _fits(tokenizer, model)
     if tokenizer.unk_token_id is not None:
         picks = np.random.default_rng(0).permutation(len(texts))[:limit]
         encoded = (tokenizer(texts[k], add_special_tokens=False, truncation=True)["input_ids"] for k in picks)
         unknown = np.array([i == tokenizer.unk_token_id for ids in encoded for i in ids])
         if unknown.sum() > 0.05 * len(unknown):
-            odd.append(f"{unknown.mean():.0%} of the tokens are unknown to the tokenizer; is it of another language or model?")
+            odd.append(f"{unknown.mean():.0%} of the tokens are unknown to the tokenizer; "
+                       "is it of another language or model?")
     for line in odd: warnings.warn(line)
     return odd
 

@@ -31,14 +31,16 @@ def check_parameters(
     unknown = [n for cell in cells for n in _assigned(cell) if n not in known and n not in extra]
     if unknown and not kind: raise ValueError(f"{unknown[0]}: unknown parameter; {near(unknown[0], extra)}")
     types = {n: namespace["__annotations__"][n] for n in extra if n in namespace.get("__annotations__", {})}
-    further = create_model("Further", __base__=Settings, **{n: (t, setting(namespace[n], "")) for n, t in types.items()})
+    fields = {n: (t, setting(namespace[n], "")) for n, t in types.items()}
+    further = create_model("Further", __base__=Settings, **fields)
     namespace |= further(**{n: namespace[n] for n in types}).to_dict()
     return {n: namespace[n] for n in [n for n in known if n in namespace] + unknown}
 
 
 def _assigned(cell: str) -> list[str]:
     "Return the names that the statements of a cell assign."
-    return [t.id for s in ast.parse(cell).body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)]
+    assigned = [t for s in ast.parse(cell).body if isinstance(s, ast.Assign) for t in s.targets]
+    return [t.id for t in assigned if isinstance(t, ast.Name)]
 
 # %% ../nbs/08a_notebook.ipynb #d1aa0d3c
 def run_notebook_path(

@@ -48,7 +48,7 @@ class RunRecord:
     value: float | None = kept("of the primary metric after the last epoch: no maximum over epochs")
     metrics: dict[str, float | None] = kept("all metrics after the last epoch", dict)
     epochs: list[dict] = kept("one for each epoch", list)
-    isoscore: dict = kept("before, after: union, layers, embeddings, points of held-out tokens; IsoScore* with zeta = 0", dict)
+    isoscore: dict = kept("of held-out tokens before and after: union, layers, embeddings, points", dict)
     geometry: dict = kept("after training: intrinsic_dimension by hidden state, mean_activation of the last", dict)
     predictions: dict = kept("of the evaluation rows, in their order; packed, see `unpack`", dict)
     others: dict = kept("further tasks evaluated once, after training: value, metrics, predictions, by task", dict)
@@ -149,7 +149,8 @@ def versions() -> dict[str, str]:
     "Return the versions of Python, isoreg and the libraries below it, as far as they are installed."
     found = {"python": platform.python_version(), "isoreg": isoreg.__version__}
     for name in _LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError): found[name] = importlib.metadata.version(name)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 # %% ../nbs/07c_record.ipynb #5bb4443c

@@ -178,7 +178,7 @@ def _others(record: dict) -> Iterator[dict]:
 def _methods(df: pd.DataFrame) -> list[str]:
     "Return the name of each run's method. The scores that most guided runs read go unnamed, any others are named."
     files = df.scores[df.dropout.isin(GUIDED)].value_counts(dropna=False)
-    alone = len(files) == 1 or len(files) > 1 and files.iloc[0] > files.iloc[1]
+    alone = len(files) == 1 or (len(files) > 1 and files.iloc[0] > files.iloc[1])
     usual = files.index[0] if alone and isinstance(files.index[0], str) else None
     own = lambda c: usual and c["dropout"] in GUIDED and not isinstance(c["scores"], str)
     settings = df[list(METHOD)].to_dict("records")
@@ -579,7 +579,7 @@ def gain_share(
     method: str,  # whose gain is the numerator
     of: str,  # whose gain is the denominator
 ) -> tuple[float, float, float, int]:  # share, low, high, pairs; NaN and no pair where no task has two seeds of both
-    "Return the share of one method's gain that another has, over all tasks with the same weight, with Fieller's interval."
+    "Return the share of one method's gain that another has, tasks weighted equally, with Fieller's interval."
     pairs = []
     for _, g in table.groupby("task"):
         gains = [dict(zip((seed for seed, *_ in r.records), r.differences)) for m in (method, of)
