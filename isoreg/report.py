@@ -467,8 +467,8 @@ def compare(
     one_of(name, fixed, dict.fromkeys(df.method))
     df = df.reset_index(drop=True)
     by, values = _by(df, by), _outcome(df, value)
-    rows = [row | {"metric": _metric(df, arm, value), **_pair(arm, base, values, level, value == "value")}
-            for row, arm, base in _arms(df, by, fixed, of is not None)]
+    rows = [row | {"metric": _metric(df, pd.concat(arms), value), **_pair(row, *arms, values, level, value == "value")}
+            for row, *arms in _arms(df, by, fixed, of is not None)]
     if not rows: raise ValueError(f"{name}: every run is {fixed!r}; there is nothing to compare it with")
     rows = [r for r in rows if r["n"] >= min_pairs]
     if not rows: raise ValueError(f"min_pairs: no comparison has {min_pairs} complete pairs; give a smaller number")
@@ -485,11 +485,11 @@ def _arms(df: pd.DataFrame, by: list[str], fixed: str, turned: bool) -> Iterator
         yield dict(zip((*by, "method", "baseline"), (*names[:-1], *labels[::step]))), *arms[::step]
 
 # %% ../nbs/10a_report.ipynb #1e73e853
-def _pair(arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float, metric: bool) -> dict:
+def _pair(row: dict, arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, level: float, metric: bool) -> dict:
     "Return the comparison of two arms, runs paired by seed; metric: the values have a majority rate and row errors."
     for g in (arm, base): _check_pairs(g)
     a, b = (pd.Series(values[g.index].to_numpy(), index=g.seed, dtype=float) for g in (arm, base))
-    lonely, broken = _incomplete(a, b, _known(arm.method, "the baseline"), _known(base.method, "the baseline"))
+    lonely, broken = _incomplete(a, b, row["method"], row["baseline"])
     both = sorted(set(a.index) & set(b.index))
     a, b = a.reindex(both), b.reindex(both)
     d = (a - b).dropna()
@@ -631,7 +631,7 @@ def gain_share(
     method: str,  # whose gain is the numerator
     of: str,  # whose gain is the denominator
 ) -> tuple[float, float, float, int]:  # share, low, high, pairs; NaN and no pair where no task has two seeds of both
-    "Return the share of one method's gain that another has, over all tasks with the same weight, with Fieller's interval."
+    "Return the share of one method's gain that another has, over all tasks with equal weight, with Fieller's interval."
     pairs = []
     for _, g in table.groupby("task"):
         gains = [dict(zip((seed for seed, *_ in r.records), r.differences)) for m in (method, of)
@@ -874,8 +874,8 @@ def plot_tradeoff(
     """Return a figure of the score against the isotropy after training, one panel for each task and setting.
 
     Small: runs; large: means with standard deviations. A cross marks a run that answers with one class only; failed
-    runs are counted in the panel, and so are those whose isotropy is not defined. The p of each title is of its panel, not corrected for
-    the others. `ValueError` if no finished run has an isotropy."""
+    runs are counted in the panel, and so are those whose isotropy is not defined. The p of each title is of its panel,
+    not corrected for the others. `ValueError` if no finished run has an isotropy."""
     if not df.isoscore_after[df.status == "done"].notna().any():
         raise _NotRecorded("df: no finished run has isoscore_after; there is nothing to draw")
     styles = _styles(df)
