@@ -127,7 +127,7 @@ def label(
 def _methods(df: pd.DataFrame) -> list[str]:
     "Return the name of each run's method. The scores that most guided runs read go unnamed, any others are named."
     files = df.scores[df.dropout.isin(GUIDED)].value_counts(dropna=False)
-    alone = len(files) == 1 or len(files) > 1 and files.iloc[0] > files.iloc[1]
+    alone = len(files) == 1 or (len(files) > 1 and files.iloc[0] > files.iloc[1])
     usual = files.index[0] if alone and isinstance(files.index[0], str) else None
     own = lambda c: usual and c["dropout"] in GUIDED and not isinstance(c["scores"], str)
     settings = df[list(METHOD)].to_dict("records")
