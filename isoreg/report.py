@@ -790,14 +790,19 @@ def _between(low: float, high: float, n: int, digits: int, signed: bool = False,
 
 # %% ../nbs/10a_report.ipynb #2636f277
 def published(
-    **which: str,  # paper ("I-STAR", "guided dropout", "IsoScore"), table, task, method or model, as the paper calls it
+    paper: str | None = None,  # "I-STAR", "guided dropout" or "IsoScore"
+    table: str | None = None,  # such as "Table 1"
+    task: str | None = None,  # a name of isoreg.tasks.TASKS
+    method: str | None = None,  # as the paper calls it
+    model: str | None = None,  # as the paper calls it
 ) -> pd.DataFrame:  # paper, table, model, task, metric, method, statistic, value, sd, n, unit, confidence, source, note
     """Return the numbers that the papers print, each with its source; a value is a number, or a list of them.
 
     `confidence` says how surely the number was read: certain, high, medium. `ValueError` if nothing fits."""
     path = importlib.resources.files("isoreg") / "assets" / "published.json"
     out = pd.DataFrame(json.loads(path.read_text(encoding="utf-8")))
-    for name, wanted in which.items():
+    wanted = {"paper": paper, "table": table, "task": task, "method": method, "model": model}
+    for name, wanted in ((n, w) for n, w in wanted.items() if w is not None):
         one_of(name, wanted, [v for v in dict.fromkeys(out[name]) if isinstance(v, str)])
         out = out[out[name] == wanted]
     return out.reset_index(drop=True)
