@@ -55,7 +55,11 @@ def setting(
 option = partial(setting, flag=True)
 
 
-def about(field: FieldInfo) -> About: return field.json_schema_extra
+def about(
+    field: FieldInfo,  # of a configuration
+) -> About:
+    "Return what is known of a setting beside its type, its bounds and its default."
+    return field.json_schema_extra
 
 # %% ../nbs/07b_config.ipynb #09a1a088
 def kinds(

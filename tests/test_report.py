@@ -21,10 +21,10 @@ matplotlib.use("Agg")
 from isoreg.files import pack
 from isoreg import report
 from isoreg.report import (
-    clears_majority, compare, failures, label, load, over_tasks, plot_forest, plot_fraction, plot_layers,
+    clears_majority, compare, failures, gain_share, label, load, over_tasks, plot_forest, plot_fraction, plot_layers,
     plot_mean_activation, plot_tradeoff, provenance, published, rank_correlation,
     readable, summarise, three_columns, to_markdown, write_report)
-from isoreg.statistics import t_interval
+from isoreg.statistics import ratio_interval, t_interval
 
 NBS = Path(__file__).parents[1] / "nbs"
 FIRST = NBS / "results" / "istar_first.jsonl"
@@ -1372,6 +1372,31 @@ def test_when_every_run_failed_the_table_still_comes(tmp_path):
 def test_rounding_is_no_spread():
     assert all(math.isnan(x) for x in t_interval([0.7 - 0.6, 0.1, 0.4 - 0.3]))
     assert compare(arms(none=[0.6, 0.3, 0.1], plus=[0.1 * 6, 0.1 * 3, 0.1])).verdict[0] == "equal in all 3 pairs"
+
+
+def test_a_task_without_the_compared_method_has_no_pair():
+    runs = [record(m, s, 0.6 + 0.01 * s) for m in (NONE, PLUS) for s in range(2)] + [record(NONE, 0, 0.5, task="cola")]
+    table = compare(load(runs), of="I-STAR λ=1").set_index("task")
+    assert list(table.n) == [0, 2] and table.metric["cola"] == "accuracy"
+    assert table.incomplete["cola"] == ["seed 0: no run of I-STAR λ=1"]
+    assert list(compare(load(runs), of="I-STAR λ=1", min_pairs=1).task) == ["rte"]
+
+
+def test_the_share_of_a_gain_is_fieller_of_the_pairs():
+    gains = {PLUS["lam"]: [0.02, 0.01, 0.03], MINUS["lam"]: [0.05, 0.04, 0.06]}
+    runs = [record(m, s, 0.5 + (gains[m["lam"]][s] if m["lam"] else 0)) for m in (NONE, PLUS, MINUS) for s in range(3)]
+    runs += [record(m, 0, 0.5, task="cola") for m in (NONE, PLUS)]
+    *found, n = gain_share(compare(load(runs)), "I-STAR λ=1", "I-STAR λ=-1")
+    assert n == 3 and found == pytest.approx(ratio_interval([np.c_[gains[1.0], gains[-1.0]]]))
+    assert gain_share(compare(load(runs)), "I-STAR λ=1", "guided dropout")[3] == 0
+
+
+def test_other_scores_do_not_rename_the_usual_ones():
+    guided = lambda scores, seed: record({"regularizer": "none", "dropout": "guided", "scores": scores}, seed, 0.6)
+    usual = [guided("results/minilm_scores.json", s) for s in range(3)]
+    found = load([*usual, guided("out/run-a/full", 0), guided(None, 0)])
+    assert list(found.method[:3]) == ["guided dropout"] * 3
+    assert list(found.method[3:]) == ["guided dropout scores run-a", "guided dropout with scores of its own"]
 
 
 def test_one_method_against_each_other_mirrors_the_baseline():

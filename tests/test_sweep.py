@@ -603,9 +603,9 @@ def test_measurements_say_their_peak(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: called.append(1))
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 512 * 2**20)
-    monkeypatch.setattr(measure, "_hardware", lambda: {"gpu": "some"})
-    record = measure.record_of(measure.GeometryConfig(), [], measure._begin())
-    assert called and record["peak_memory_mib"] == 512 == _peak(record) and record["key"] == measure.GeometryConfig().key
+    monkeypatch.setattr(measure, "hardware", lambda: {"gpu": "some"})
+    record = measure.record_of(GeometryConfig(), [], measure._begin())
+    assert called and record["peak_memory_mib"] == 512 == _peak(record) and record["key"] == GeometryConfig().key
 
 
 def test_gpus_are_found_without_touching_them(tmp_path, monkeypatch):

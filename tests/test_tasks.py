@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from isoreg.data import (
-    MissingSplit, encode, encode_squad_eval, encode_squad_train, find_tasks, load_metric, load_task,
+    _SCORES, MissingSplit, encode, encode_squad_eval, encode_squad_train, find_tasks, load_metric, load_task,
     normalize_answer, rows_fingerprint, split_rows, squad_predictions, squad_scores)
-from isoreg.tasks import TASKS, Task, _METRICS, _SCORES, get_task
+from isoreg.tasks import _METRICS, TASKS, Task, get_task
 from isoreg.toy import toy_tokenizer
 
 DATA = os.environ.get("ISOREG_DATA")
