@@ -17,7 +17,7 @@ import sweep_stub
 from typer.testing import CliRunner
 
 from isoreg.cli import app
-from isoreg.config import RunConfig
+from isoreg.config import GeometryConfig, RunConfig
 from isoreg.sweep import (
     Folder, Gpus, Kernel, Run, _Board, _ray_run, _receive, choose, expand, final_grid, find_gpus, gpu_need, gpu_share, grid_path, is_disk_full, load_grid, plan_jobs, restore, run_one, set_aside,
     status, sweep, sweep_on_ray, time_left)
