@@ -23,7 +23,7 @@ from isoreg.finetune import sentence_vectors
 from isoreg.geometry import (
     Dimensions, average_cosine, effective_rank, geometry, mean_activation, nearest_two, outlier_dimensions, partition_score, rankme, two_nn, variance_explained)
 from isoreg.isoscore import isoscore
-from isoreg.config import GeometryConfig
+from isoreg.config import GeometryConfig, choices
 from isoreg.measure import collect_measurements, layer_points, load_body, measure_geometry
 from isoreg.notebook import execute, run_notebook_path
 from isoreg.toy import toy_corpus, toy_tokenizer
@@ -435,7 +435,7 @@ def gpt2(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@pytest.mark.parametrize("pooling", measure.POOLINGS)
+@pytest.mark.parametrize("pooling", choices(GeometryConfig.model_fields["pooling"]))
 def test_record_by_single_texts(tmp_path, gpt2, kind, pooling):
     config = GeometryConfig(**TINY, pooling=pooling, **({"model": gpt2} if kind == "decoder" else {}))
     record = measure_geometry(config, tmp_path)
