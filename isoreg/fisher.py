@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from .checks import in_range, one_of
 from .corpus import (
-    LOSSES, TextBatches, check_head, check_loss, decoder_inputs, head_input, model_losses, predicted_positions,
+    LOSSES, TextBatches, check_head, decoder_inputs, head_input, model_losses, predicted_positions,
     sample_losses)
 from .files import write_atomically
 from .istar import eval_mode
@@ -549,8 +550,8 @@ def _loss_for(model, batches, loss: str | Callable | None) -> str | Callable:
     if loss is None:
         remedy = " or ".join(f"loss={n!r}" for n in known or LOSSES)
         raise ValueError(f"loss: the class {type(model).__name__} does not tell it; give {remedy}, or a function")
-    check_loss(loss)
     if callable(loss): return loss
+    one_of("loss", loss, LOSSES, also="a function of model and batch")
     if made and loss != made: raise ValueError(f"loss: {loss!r}, but the batches were made for {made!r}; leave it out or rebuild the batches")
     check_head(model, loss)
     return loss

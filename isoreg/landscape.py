@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
-from .corpus import LOSSES, TextBatches, check_loss, sample_losses
+from .checks import in_range, one_of
+from .corpus import LOSSES, TextBatches, sample_losses
 from .files import write_atomically
 from .istar import eval_mode, same_draws
 
@@ -478,7 +479,7 @@ class _Passes(_Kept):
     "The mean loss over the batches, again and again; the batches of every pass are checked to be those of the first."
 
     def __init__(self, model: nn.Module, batches: Iterable, loss: str | Callable, precision: str = "fp32", room: int = 0, reduction: str = "sample"):
-        check_loss(loss)
+        if not callable(loss): one_of("loss", loss, LOSSES, also="a function of model and batch")
         if reduction not in REDUCTIONS: raise ValueError(f"reduction: {reduction!r} is unknown; use sample, or batch (as released)")
         if callable(loss) and reduction != "sample": raise ValueError(f"reduction: {reduction!r} is for the named losses; a function decides for itself")
         if precision not in PRECISIONS: raise ValueError(f"precision: {precision!r} is unknown; use fp32 or bf16")
