@@ -188,7 +188,7 @@ def test_collecting(tmp_path, fisher_run):
     (FisherConfig, dict(loss="mse"), "loss: 'mse'"), (FisherConfig, dict(shares="1,x"), "shares: '1,x'"), (FisherConfig, dict(shares="200"), "shares"), (FisherConfig, dict(draws=0), "draws: 0"),
     (FisherConfig, dict(level="row"), "level: 'row'"), (FisherConfig, dict(precision="fp16"), "precision: 'fp16'"), (FisherConfig, dict(model="./nowhere"), "model: no config.json"),
     (FisherConfig, dict(limit=0), "limit: 0"), (FisherConfig, dict(span=0.5), "span: 0.5"), (FisherConfig, dict(seed=-1), "seed: -1"), (LandscapeConfig, dict(subset="half"), "subset: 'half'"), (LandscapeConfig, dict(share=0.0), "share: 0.0"),
-    (LandscapeConfig, dict(points=4), "n: 4 points"), (LandscapeConfig, dict(reduction="mean"), "reduction: 'mean'"), (LandscapeConfig, dict(fisher="nowhere"), "scores: 'nowhere'"), (LandscapeConfig, dict(batch_size="8"), "batch_size: '8'")])
+    (LandscapeConfig, dict(points=4), "points: 4 do not hold"), (LandscapeConfig, dict(reduction="mean"), "reduction: 'mean'"), (LandscapeConfig, dict(fisher="nowhere"), "scores: 'nowhere'"), (LandscapeConfig, dict(batch_size="8"), "batch_size: '8'")])
 def test_bad_settings_fail_before_anything_is_loaded(kind, wrong, message):
     with pytest.raises(ValueError, match=message): kind(**wrong)
 
