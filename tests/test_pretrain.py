@@ -129,7 +129,7 @@ def test_a_configuration_with_its_own_heldout_text_comes_back():
     assert PretrainConfig.from_dict(config.to_dict()) == config and config.heldout_share == 0
     run, = expand(Grid("g", (Block("g", "mlm_head", {"heldout": "toy", "steps": 2}),))).runs
     assert PretrainConfig.from_dict(run.parameters) == config and run.key == config.key
-    with pytest.raises(ValueError, match="heldout_share: 0.0"): PretrainConfig(heldout_share=0.0)
+    with pytest.raises(ValueError, match="heldout_share: 0 "): PretrainConfig(heldout_share=0.0)
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -194,7 +194,7 @@ KILLED = dict(steps=50, limit=400, train_encoder=True, seed=3)
 
 def kill_at(out: Path, step: int):
     "Start the run in a process of its own and kill it as soon as it writes the checkpoint of this step."
-    program = f"import torch; torch.set_num_threads(1)\nfrom isoreg.pretrain import *\npretrain(PretrainConfig(**{KILLED!r}), {str(out)!r}, 2, 5)"
+    program = f"import torch; torch.set_num_threads(1)\nfrom isoreg.config import PretrainConfig\nfrom isoreg.pretrain import pretrain\npretrain(PretrainConfig(**{KILLED!r}), {str(out)!r}, 2, 5)"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     wanted = out / PretrainConfig(**KILLED).key / f"checkpoint-{step}"
     while process.poll() is None and not wanted.exists(): time.sleep(0.001)
@@ -324,7 +324,7 @@ def toy_notebook(values: dict):
 
 
 @pytest.mark.parametrize("wrong, message", [
-    ({"stpes": 4}, "stpes: unknown parameter; known are steps, batch_size"), ({"steps": "two"}, "steps: 'two' is not int; give a whole number"), ({"lr": True}, "lr: True is not float; give a number")])
+    ({"stpes": 4}, "stpes: unknown parameter; did you mean steps"), ({"steps": "two"}, "steps: 'two' is not int; give a whole number"), ({"lr": True}, "lr: True is not float; give a number")])
 def test_the_toy_notebook_refuses_wrong_parameters(wrong, message, tmp_path):
     with pytest.raises(ValueError, match=message): toy_notebook(wrong | {"out": str(tmp_path / "model")})
     assert not (tmp_path / "model").exists()
