@@ -540,13 +540,12 @@ def score_model(
     Warns where many words are unknown to the tokenizer, and where it does not fit the embedding matrix.
     """
     import torch
-    from isoreg.models import check_vocabulary, load_tokenizer, model_source
+    from isoreg.models import check_vocabulary, has_decoder, load_tokenizer, read_body
     from isoreg.isoscore import isoscore_from_cov
-    from isoreg.measure import _has_decoder, _read_body
     tokenizer = load_tokenizer(model)
-    with _quiet(): encoder = _read_body(model_source(model), model).eval()
+    with _quiet(): encoder = read_body(model).eval()
     check_vocabulary(tokenizer, encoder, lines)
-    whole = _has_decoder(encoder)
+    whole = has_decoder(encoder)
     if whole: encoder = encoder.get_encoder()
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
     batch = tokenizer(lines, truncation=True, max_length=min(max_length, tokenizer.model_max_length), padding=True, return_tensors="pt") if lines else {}

@@ -387,7 +387,7 @@ def _outdated(record: dict) -> bool:
     "Whether a record was made from a file of scores that is there and has been changed since. Its key is of the path, not of the content."
     path = record["config"].get("fisher") if record.get("fisher_sha256") and isinstance(record.get("config"), dict) else None
     if not isinstance(path, str) or not Path(path).exists(): return False
-    from isoreg.measure import _fisher_changed
+    from isoreg.measure import fisher_changed as _fisher_changed
     return _fisher_changed(record)
 
 

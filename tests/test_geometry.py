@@ -476,7 +476,7 @@ def test_pooling_is_that_of_the_finetuning_record(tmp_path):
 def test_points_are_drawn_alike_in_all_layers_and_layers_chosen(tmp_path):
     model, tokenizer, _ = load_body(GeometryConfig())
     batches = TextBatches(toy_corpus(40, seed=1), tokenizer, "clm", 7)
-    every, some = layer_points(model, batches), layer_points(model, batches, most=50, seed=3)
+    every, some = layer_points(model, batches), layer_points(model, batches, limit=50, seed=3)
     rows = [int((every[1][0] == x).all(1).nonzero()[0, 0]) for x in some[1][0]]
     assert some[1].shape[1] == 50 and some[2] == every[1].shape[1]
     assert all(any((e == x).all() for e in every[1][-1]) for x in some[1][-1]) and len(set(rows)) > 20
