@@ -2,6 +2,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from pathlib import Path
 import nbformat
 
 from isoreg.files import write_atomically
-from isoreg.sweep import NOTEBOOKS, DiskFull, expand, load_grid, sweep
+from isoreg.grid import NOTEBOOKS, expand, load_grid
+from isoreg.sweep import DiskFull, Local, sweep
 
 CELLS = """
 task = "a"; seed = 0; wait = 0.0; fail = ""; log = ""; out = "runs"
@@ -29,7 +31,7 @@ class StubConfig:
     task: str = "a"
     seed: int = 0
     wait: float = 0.0  # seconds
-    fail: str = ""  # always, once, die, full
+    fail: str = ""  # always, once, die, kill, full
     log: str = ""  # file that is told of each start and each record
 
     def __post_init__(self):
@@ -58,11 +60,15 @@ def work(config, out):
     time.sleep(config.wait)
     if config.fail == "always": raise ValueError("this run cannot work")
     if config.fail == "full": raise OSError(28, "No space left on device")
-    if config.fail == "die": __import__("os")._exit(9)
+    if config.fail == "die": os._exit(9)
+    if config.fail == "kill":
+        os.write(2, b"last words")  # past the notebook, as what crashes does
+        os.kill(os.getpid(), 9)
     if config.fail == "once" and not (mark := Path(config.log + config.key)).exists():
         mark.touch()
-        raise ValueError("not at the first time")
-    record = {"key": config.key, "status": "done", "config": config.to_dict(), "value": hashlib.sha256(config.key.encode()).hexdigest(), "total_seconds": config.wait}
+        raise ConnectionError("not at the first time")
+    record = {"key": config.key, "status": "done", "config": config.to_dict(), "value": hashlib.sha256(config.key.encode()).hexdigest(), "total_seconds": config.wait,
+              "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
     write_atomically(folder / "record.json", json.dumps(record))
     tell(config, "record")
     return record
@@ -82,7 +88,8 @@ if __name__ == "__main__":
     grid, out = sys.argv[1:3]
     options = {k: json.loads(v) for k, v in (a.split("=") for a in sys.argv[3:])}
     enter(Path(grid).parent)
-    try: report = sweep(expand(load_grid(grid)), out, tell=lambda line: print(line, flush=True), **options)
+    executor = Local(options.pop("jobs", None))
+    try: report = sweep(expand(load_grid(grid)), out, executor, log=lambda line: print(line, flush=True), **options)
     except DiskFull as error: sys.exit(f"full: {error}")
     except KeyboardInterrupt: sys.exit(130)
     if report.stopped: print("stopped:", report.stopped)
