@@ -300,13 +300,13 @@ class Local:
 
     def __init__(self, jobs: int | None = None):  # workers; None: see plan_jobs
         plan_jobs(1, jobs=jobs)
-        self.asked, self.kernels, self.stopped = jobs, [], False
+        self.asked, self.jobs, self.pool = jobs, 1, None
 
     def start(self, folder: Folder, runs: int) -> str:
         cores, names, ram = machine()
         jobs, threads = plan_jobs(cores, len(names), ram, self.asked)
         self.folder, self.jobs, self.env = folder, max(1, min(jobs, runs)), _environment(threads)
-        self.pool, self.gpus = ThreadPoolExecutor(self.jobs), queue.SimpleQueue()
+        self.pool, self.gpus, self.kernels, self.stopped = ThreadPoolExecutor(self.jobs), queue.SimpleQueue(), [], False
         for i in range(self.jobs): self.gpus.put({"CUDA_VISIBLE_DEVICES": names[i % len(names)]} if names else {})
         threads = int(self.env["OMP_NUM_THREADS"])
         return (f"{self.jobs} worker{'s' * (self.jobs > 1)} with {threads} thread{'s' * (threads > 1)} each"
@@ -324,6 +324,7 @@ class Local:
         if self.stopped: _kill(kernel)
 
     def stop(self):
+        if self.pool is None: return
         self.stopped = True
         for kernel in list(self.kernels): _kill(kernel)
         self.pool.shutdown(cancel_futures=True)
@@ -369,7 +370,7 @@ class OnRay:
         try: import ray
         except ImportError: raise ValueError("ray: is not installed; pip install 'isoreg[ray]'") from None
         plan_jobs(1, jobs=jobs)
-        self.ray, self.address, self.asked, self.tasks, self.own = ray, address, jobs, set(), False
+        self.ray, self.address, self.asked, self.jobs, self.tasks, self.own = ray, address, jobs, 1, set(), False
 
     def start(self, folder: Folder, runs: int) -> str:
         self.own = not self.ray.is_initialized()
@@ -590,22 +591,30 @@ def sweep(
     `KeyboardInterrupt` (also from SIGTERM) kills what runs and is passed on; `ValueError` for a folder that cannot be
     written; `DiskFull` where there is no room to begin.
     """
-    begun, folder, executor = time.monotonic(), Folder(out), executor or Local()
+    folder = Folder(out)
     _check_writable(folder)
-    s = _look(plan, folder, executor, retry_failed, log)
+    s = _look(plan, folder, executor or Local(), retry_failed, log)
+    if s.waiting: _work(s, on_progress)
+    else: log(f"{s.report.found} done, 0 to do, {len(s.report.failed)} failed earlier")
+    s.report.seconds = time.time() - s.begun
+    with contextlib.suppress(OSError): _write_plan(s, _now())
+    return s.report
+
+
+def _work(s: _State, on_progress: Callable[[dict], None]):
+    "Start the executor, do what is waiting, and whatever happens, stop it and let go of the claims."
     with _signals():
         try:
-            where = executor.start(folder, len(s.waiting)) if s.waiting else "nothing to start"
-            log(f"{s.report.found} done, {len(s.waiting)} to do, {len(s.report.failed)} failed earlier; {where}")
+            where = s.executor.start(s.folder, len(s.waiting))
+            s.log(f"{s.report.found} done, {len(s.waiting)} to do, {len(s.report.failed)} failed earlier; {where}")
             _write_plan(s)
             _loop(s, on_progress)
         except DiskFull as error:
-            s.report.stopped = (f"the disk is full: {error.strerror}. What is done stays; make room in {folder.out} "
+            s.report.stopped = (f"the disk is full: {error.strerror}. What is done stays; make room in {s.folder.out} "
                                 "and give the same command again")
-        finally: _stop(s)
-    s.report.seconds = time.monotonic() - begun
-    with contextlib.suppress(OSError): _write_plan(s, _now())
-    return s.report
+        finally:
+            s.executor.stop()
+            for job in s.running.values(): job.claim.release()
 
 # %% ../nbs/09a_sweep.ipynb #6bc6078d
 def _check_writable(folder: Folder):
@@ -632,14 +641,6 @@ def _look(plan: Plan, folder: Folder, executor: Executor, retry_failed: bool, lo
         else: waiting.append(run)
     return _State(plan, folder, executor, log, report, waiting, earlier, seconds)
 
-
-def _stop(s: _State):
-    "End what runs, and let go of the claims."
-    try:
-        if hasattr(s.executor, "jobs"): s.executor.stop()
-    finally:
-        for job in s.running.values(): job.claim.release()
-
 # %% ../nbs/09a_sweep.ipynb #ee71470f
 def time_left(
     todo: list[tuple],  # the groups of the runs that are missing
@@ -657,7 +658,7 @@ def time_left(
 def _write_plan(s: _State, ended: str | None = None):
     "Write the runs of a plan for `isoreg status`; another choice of blocks or values is another file."
     digest = hashlib.sha256("\n".join(sorted(r.key for r in s.plan.runs)).encode()).hexdigest()[:8]
-    about = {"grid": s.plan.name, "begun": s.begun, "ended": ended, "jobs": getattr(s.executor, "jobs", 1),
+    about = {"grid": s.plan.name, "begun": s.begun, "ended": ended, "jobs": s.executor.jobs,
              "runs": [asdict(r) for r in s.plan.runs]}
     write_atomically(s.folder.home / f"{s.plan.name}-{digest}.json", json.dumps(about) + "\n")
 
