@@ -40,19 +40,19 @@ def config_class(
     module, name = NOTEBOOKS[notebook][:2]
     return getattr(importlib.import_module(module), name)
 
-
+# %% ../nbs/09_grid.ipynb #3a1017ba
 def notebook_path(
     notebook: str,  # a name of NOTEBOOKS
 ) -> Path:
     "Return the file of a notebook."
     return Path(NOTEBOOKS[notebook][2]) if len(NOTEBOOKS[notebook]) > 2 else run_notebook_path(notebook)
 
-
+# %% ../nbs/09_grid.ipynb #3136c585
 def _unknown(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), list(known), 1)
     return f"{str(name)!r} is unknown; {f'did you mean {near[0]}?' if near else 'known are ' + ', '.join(known)}"
 
-# %% ../nbs/09_grid.ipynb #b1a03364
+# %% ../nbs/09_grid.ipynb #55e4b543
 @dataclass(frozen=True)
 class Block:
     "One product of axes."
@@ -63,7 +63,7 @@ class Block:
     include: tuple = ()
     exclude: tuple = ()
 
-
+# %% ../nbs/09_grid.ipynb #c8cc514d
 @dataclass(frozen=True)
 class Grid:
     "What a grid file says."
@@ -71,7 +71,7 @@ class Grid:
     blocks: tuple[Block, ...]
     description: str = ""
 
-# %% ../nbs/09_grid.ipynb #55e4b543
+# %% ../nbs/09_grid.ipynb #d9a4bc5f
 class _Loader(yaml.SafeLoader):
     "Plain values only, and no name twice."
 
@@ -81,14 +81,14 @@ class _Loader(yaml.SafeLoader):
         if twice: raise ValueError(f"{twice[0]}: given twice in line {node.start_mark.line + 1} and below")
         return super().construct_mapping(node, deep)
 
-
+# %% ../nbs/09_grid.ipynb #84cec82f
 def _value(x):
     "Return numbers for what YAML takes for text, here and below."
     if isinstance(x, dict): return {k: _value(v) for k, v in x.items()}
     if isinstance(x, list): return [_value(v) for v in x]
     return float(x) if isinstance(x, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", x) else x
 
-# %% ../nbs/09_grid.ipynb #c8cc514d
+# %% ../nbs/09_grid.ipynb #bf5e7d9a
 def _values(x, what: str) -> list:
     "Return the values of an axis: of a list, a range such as 0..4, or a list with ranges; `ValueError` for none."
     found = []
@@ -101,7 +101,7 @@ def _values(x, what: str) -> list:
     if not found: raise ValueError(f"{what}: the list is empty; give values, or leave {what.split(': ')[-1]} out")
     return found
 
-# %% ../nbs/09_grid.ipynb #84cec82f
+# %% ../nbs/09_grid.ipynb #1cd5c8fd
 def _table(x, what: str, known: Iterable[str] = ()) -> dict:
     if x is None: return {}
     if not isinstance(x, dict): raise ValueError(f"{what}: {x!r} is no table of names and values")
@@ -110,14 +110,14 @@ def _table(x, what: str, known: Iterable[str] = ()) -> dict:
         if known and name not in known: raise ValueError(f"{what}: {_unknown(name, known)}")
     return x
 
-
+# %% ../nbs/09_grid.ipynb #a255cbc4
 def _list(x, what: str) -> tuple:
     if not isinstance(x or [], list): raise ValueError(f"{what}: {x!r} is no list")
     for i, entry in enumerate(x or [], 1):
         if not _table(entry, what): raise ValueError(f"{what}: entry {i} is empty; name parameters, or take it away")
     return tuple(x or [])
 
-# %% ../nbs/09_grid.ipynb #bf5e7d9a
+# %% ../nbs/09_grid.ipynb #931dba2a
 def _axis(v, what: str) -> list:
     "Return the values of an axis, all of them tables or none; `ValueError` for a single one."
     values = _values(v, what)
@@ -126,7 +126,7 @@ def _axis(v, what: str) -> list:
     if len({isinstance(w, dict) for w in values}) > 1: raise ValueError(f"{what} mixes tables and single values")
     return values
 
-
+# %% ../nbs/09_grid.ipynb #ed2c2ab5
 def _entries(table: dict, kind: str, name: str) -> tuple:
     "Return the entries of `include` or `exclude`, checked."
     entries = _list(_value(table.get(kind)), f"{name}: {kind}")
@@ -134,7 +134,7 @@ def _entries(table: dict, kind: str, name: str) -> tuple:
         for n, v in entry.items(): _values(v, f"{name}: {kind}: {n}")
     return entries
 
-# %% ../nbs/09_grid.ipynb #e2f13d94
+# %% ../nbs/09_grid.ipynb #46ab8f43
 def _block(table: dict, name: str, above: Block | None = None) -> Block:
     "Return a block from its part of the file, with what it inherits."
     above = above or Block(name)
@@ -151,7 +151,7 @@ def _block(table: dict, name: str, above: Block | None = None) -> Block:
                  {n: v for n, v in above.axes.items() if n not in fixed} | axes,
                  _entries(table, "include", name), above.exclude + _entries(table, "exclude", name))
 
-# %% ../nbs/09_grid.ipynb #931dba2a
+# %% ../nbs/09_grid.ipynb #e1218eb0
 def grid_path(
     name: str | Path,  # a file, or the name of a shipped grid
 ) -> Path:
@@ -166,7 +166,7 @@ def grid_path(
         raise ValueError(f"grid: no file {str(name)!r}, and no shipped grid of that name; there are {known}")
     return shipped[stem]
 
-# %% ../nbs/09_grid.ipynb #ed2c2ab5
+# %% ../nbs/09_grid.ipynb #c5fa2793
 def load_grid(
     path: str | Path,  # a YAML file, or the name of a shipped grid
 ) -> Grid:
@@ -188,7 +188,7 @@ def load_grid(
     if not blocks: raise ValueError(f"{what}: no block")
     return Grid(path.stem, tuple(blocks), str(table.get("description", "")))
 
-
+# %% ../nbs/09_grid.ipynb #012ef2fa
 def _read(path: Path) -> dict:
     "Return what the file holds; `ValueError` where it is no YAML, or empty."
     try: table = yaml.load(path.read_text(encoding="utf-8"), _Loader)
@@ -198,7 +198,7 @@ def _read(path: Path) -> dict:
     if table is None: raise ValueError(f"grid: {path.name} is empty; it needs fixed, axes, include or blocks")
     return table
 
-# %% ../nbs/09_grid.ipynb #46ab8f43
+# %% ../nbs/09_grid.ipynb #63116a89
 @dataclass(frozen=True)
 class Run:
     "One notebook with its parameters."
@@ -212,7 +212,7 @@ class Run:
         "What decides the time of a run: notebook, task and model."
         return self.notebook, self.config.get("task"), self.config.get("model")
 
-
+# %% ../nbs/09_grid.ipynb #038b5d56
 @dataclass(frozen=True)
 class Plan:
     "The runs of a grid, in its order."
@@ -227,7 +227,7 @@ class Plan:
     @property
     def duplicates(self) -> int: return self.combinations - len(self.runs)
 
-# %% ../nbs/09_grid.ipynb #a10c80bb
+# %% ../nbs/09_grid.ipynb #77e861e8
 def _choices(axis: str, values: list) -> list[tuple[dict, dict]]:
     "Return the values of an axis as (parameters, labels)."
     if not isinstance(values[0], dict): return [({axis: v}, {axis: v}) for v in values]
@@ -238,7 +238,7 @@ def _choices(axis: str, values: list) -> list[tuple[dict, dict]]:
             found.append((given, {axis: table.get("name", ", ".join(f"{n}={v}" for n, v in given.items()))}))
     return found
 
-
+# %% ../nbs/09_grid.ipynb #cbf79161
 def _combinations(block: Block) -> Iterator[tuple[dict, dict]]:
     "Yield parameters and labels of each combination; what is excluded is left in."
     for picks in itertools.product(*(_choices(n, v) for n, v in block.axes.items())):
@@ -252,7 +252,7 @@ def _combinations(block: Block) -> Iterator[tuple[dict, dict]]:
         own = {n: _values(v, f"{block.name}: include: {n}") for n, v in table.items()}
         for values in itertools.product(*own.values()): yield block.fixed | dict(zip(own, values)), {"include": True}
 
-# %% ../nbs/09_grid.ipynb #c5fa2793
+# %% ../nbs/09_grid.ipynb #12d7ccb0
 def _excludes(block: Block, parameters: dict, labels: dict) -> int | None:
     "Return the number of the first entry of `exclude` that matches a combination; None: it stays."
     have = parameters | labels
@@ -260,13 +260,13 @@ def _excludes(block: Block, parameters: dict, labels: dict) -> int | None:
         if all(n in have and have[n] in _values(v, f"exclude: {n}") for n, v in entry.items()): return i
     return None
 
-
+# %% ../nbs/09_grid.ipynb #e2410c08
 def _check_exclude(block: Block, names: set[str]):
     "`ValueError` for a name that is neither a parameter nor an axis."
     for n in (n for entry in block.exclude for n in entry):
         if n not in names: raise ValueError(f"{block.name}: exclude: {_unknown(n, sorted(names))}")
 
-# %% ../nbs/09_grid.ipynb #0bad45e2
+# %% ../nbs/09_grid.ipynb #9fc6b930
 def _configs(block: Block, overrides: list[dict], names: set[str]) -> tuple[list, int, list[str]]:
     "Return (parameters, configuration or error) of each combination, how many were excluded, and notes."
     kind, hits, found = config_class(block.notebook), defaultdict(int), []
@@ -283,7 +283,7 @@ def _configs(block: Block, overrides: list[dict], names: set[str]) -> tuple[list
     notes = [f"{block.name}: exclude: {e} takes nothing away" for i, e in enumerate(block.exclude) if not hits[i]]
     return found, sum(hits.values()), notes
 
-
+# %% ../nbs/09_grid.ipynb #5591aef2
 def _checked(config):
     "Return the configuration; `ValueError` for a model's folder without weights."
     folder = Path(getattr(config, "model", None) or "").expanduser()
@@ -293,7 +293,7 @@ def _checked(config):
                          "need *.safetensors or *.bin beside config.json")
     return config
 
-# %% ../nbs/09_grid.ipynb #63116a89
+# %% ../nbs/09_grid.ipynb #13e292db
 def expand(
     grid: Grid,
     only: tuple[str, ...] = (),  # names of blocks; empty: all
@@ -318,18 +318,18 @@ def expand(
     if not runs: raise ValueError(f"grid: {grid.name} has no run")
     return Plan(grid.name, tuple(runs.values()), total, excluded, tuple(blocks), tuple(notes), grid.description)
 
-# %% ../nbs/09_grid.ipynb #038b5d56
+# %% ../nbs/09_grid.ipynb #538a719d
 def _problems(problems: dict[str, list[dict]], total: int, limit: int = 8) -> str:
     lines = [f"grid: {sum(map(len, problems.values()))} of {total} combinations are bad, and none was started"]
     for message, where in itertools.islice(problems.items(), limit):
         lines.append(f"  {message}  [{len(where)} x; first: {', '.join(f'{k}={v}' for k, v in where[0].items())}]")
     return "\n".join(lines + ([f"  and {len(problems) - limit} more"] if len(problems) > limit else []))
 
-# %% ../nbs/09_grid.ipynb #538a719d
+# %% ../nbs/09_grid.ipynb #80ed647a
 PLACE = ("task", "model", "train_split", "eval_split", "split_protocol", "train_fraction", "max_train", "max_eval")
 SEARCH_SEEDS = 100  # seeds of a search are these or above
 
-
+# %% ../nbs/09_grid.ipynb #361854bf
 @dataclass(frozen=True)
 class Choice:
     "The setting chosen for one task and method."
@@ -342,7 +342,7 @@ class Choice:
     candidates: int
     seeds: tuple[int, ...]
 
-# %% ../nbs/09_grid.ipynb #425f4119
+# %% ../nbs/09_grid.ipynb #8071f4ac
 def choose(
     plan: Plan,  # of the search
     records: Iterable[dict],  # of its runs; others are left out
@@ -364,7 +364,7 @@ def choose(
         settings.setdefault(json.dumps(setting), (setting, []))[1].append(run)
     return [_best(*group, found) for group in groups.values()]
 
-# %% ../nbs/09_grid.ipynb #61707f27
+# %% ../nbs/09_grid.ipynb #9502d978
 def _best(place: dict, method: tuple, settings: dict, found: dict) -> Choice:
     "Return the choice among the settings of one task and method."
     scores = {k: statistics.fmean(_score(found[r.key]) for r in runs) for k, (_, runs) in settings.items()}
@@ -377,13 +377,13 @@ def _best(place: dict, method: tuple, settings: dict, found: dict) -> Choice:
     second, seeds = scores[rest[0]] if rest else math.nan, tuple(r.config["seed"] for r in runs)
     return Choice(place, method, config, setting, scores[first], second, len(settings), seeds)
 
-
+# %% ../nbs/09_grid.ipynb #c343ff6d
 def _score(record: dict) -> float:
     "Return the value of a record; minus infinity for a run that diverged and has none."
     value = record.get("value")
     return value if isinstance(value, (int, float)) and math.isfinite(value) else -math.inf
 
-# %% ../nbs/09_grid.ipynb #6726134a
+# %% ../nbs/09_grid.ipynb #b00e4305
 def final_grid(
     choices: list[Choice],
     seeds: str = "0..5",  # of the final runs, as in a grid file

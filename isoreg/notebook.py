@@ -118,8 +118,9 @@ def _run_papermill(path: Path, output: Path, parameters: dict, env: dict, files:
         manager = _kernel_manager(folder, log, env, files, started)
         try:
             papermill.execute_notebook(str(path), str(output), parameters=parameters, progress_bar=False,
-                                       kernel_name="python3", kernel_manager_class=manager)
-        except DeadKernelError:
+                                       start_timeout=300, kernel_name="python3", kernel_manager_class=manager)
+        except (DeadKernelError, RuntimeError) as error:  # a RuntimeError where it died before it said anything
+            if "Kernel died" not in str(error): raise
             log.seek(max(0, log.seek(0, 2) - 2000))
             raise KernelDied(kernels[-1].poll(), log.read().decode(errors="replace").strip()) from None
 

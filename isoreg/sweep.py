@@ -79,14 +79,14 @@ def _json(path: Path):
     try: return json.loads(path.read_text())
     except (OSError, ValueError): return None
 
-
+# %% ../nbs/09a_sweep.ipynb #bdd64855
 def files_of(
     lock: FileLock,  # held
 ) -> list[int]:
     "Return the open files of a lock, for a kernel to inherit."
     return [lock._context.lock_file_fd]  # filelock has no public name for it
 
-# %% ../nbs/09a_sweep.ipynb #0d4667c3
+# %% ../nbs/09a_sweep.ipynb #5d0a27e9
 def is_record_of(
     record,  # what record.json holds
     run: Run,
@@ -101,7 +101,7 @@ def is_record_of(
     except (ValueError, TypeError): return False
     return key == run.key and not _outdated(record)
 
-
+# %% ../nbs/09a_sweep.ipynb #61047939
 def _outdated(record: dict) -> bool:
     "Return whether a record was made from a file of scores that is there and has been changed since."
     config = record.get("config")
@@ -110,7 +110,7 @@ def _outdated(record: dict) -> bool:
     from isoreg.measure import _fisher_changed
     return _fisher_changed(record)
 
-# %% ../nbs/09a_sweep.ipynb #61047939
+# %% ../nbs/09a_sweep.ipynb #2660199e
 def publish(
     folder: Folder,
     run: Run,
@@ -128,7 +128,7 @@ def publish(
     (final / "failed.json").unlink(missing_ok=True)
     shutil.rmtree(part, ignore_errors=True)
 
-
+# %% ../nbs/09a_sweep.ipynb #85a4ad90
 def _sync(folder: Path):
     "See to it that renamed files have their names on the disk."
     if not hasattr(os, "O_DIRECTORY"): return
@@ -136,7 +136,7 @@ def _sync(folder: Path):
     try: os.fsync(handle)
     finally: os.close(handle)
 
-# %% ../nbs/09a_sweep.ipynb #92478b0a
+# %% ../nbs/09a_sweep.ipynb #264852a6
 def set_aside(
     folder: Folder,
     run: Run,
@@ -147,7 +147,7 @@ def set_aside(
     names = (path.with_name(f"record.aside-{i}.json") for i in itertools.count(1))
     return path.replace(next(p for p in names if not p.exists()))
 
-# %% ../nbs/09a_sweep.ipynb #85a4ad90
+# %% ../nbs/09a_sweep.ipynb #4844caac
 def restore(
     path: str | Path,  # JSON lines of records, as isoreg.finetune.collect writes them
     plan: Plan,
@@ -166,7 +166,7 @@ def restore(
         if not dry_run: write_atomically(folder.out / run.key / "record.json", json.dumps(record, indent=1) + "\n")
     return found
 
-# %% ../nbs/09a_sweep.ipynb #1216fb7f
+# %% ../nbs/09a_sweep.ipynb #53ccd60c
 @dataclass
 class Outcome:
     "What came of a run."
@@ -178,10 +178,10 @@ class Outcome:
     final: bool = False  # failed, and would fail again
     files: dict | None = None  # what a node wrote that does not see the folder
 
-
+# %% ../nbs/09a_sweep.ipynb #8fed1545
 FULL = "No space left on device", "Disk quota exceeded"
 
-
+# %% ../nbs/09a_sweep.ipynb #ac9da0c5
 def is_disk_full(
     error: BaseException,  # or one from which it was raised
 ) -> bool:
@@ -194,7 +194,7 @@ def is_disk_full(
         error = error.__cause__ or error.__context__
     return False
 
-# %% ../nbs/09a_sweep.ipynb #96dd3eab
+# %% ../nbs/09a_sweep.ipynb #b07f63b5
 def compute(
     run: Run,
     folder: Folder,  # its part of the run gets what the notebook writes
@@ -222,7 +222,7 @@ def compute(
     outcome.seconds = time.monotonic() - begun
     return outcome
 
-# %% ../nbs/09a_sweep.ipynb #53ccd60c
+# %% ../nbs/09a_sweep.ipynb #de36c29f
 def write_failure(
     folder: Folder,
     outcome: Outcome,  # of a run whose notebook, if there is one, lies in its place
@@ -236,10 +236,10 @@ def write_failure(
     write_atomically(final / "failed.json", json.dumps(failure, indent=1) + "\n")
     return failure
 
-
+# %% ../nbs/09a_sweep.ipynb #ca4fd128
 def _now() -> str: return datetime.now(UTC).isoformat(timespec="seconds")
 
-# %% ../nbs/09a_sweep.ipynb #ac9da0c5
+# %% ../nbs/09a_sweep.ipynb #dfbe5c8c
 class Executor(Protocol):
     "Where runs are computed."
     jobs: int  # runs at the same time, known when it has started
@@ -253,10 +253,10 @@ class Executor(Protocol):
     def stop(self) -> None:
         "Kill what runs, and let go of everything."
 
-# %% ../nbs/09a_sweep.ipynb #b07f63b5
+# %% ../nbs/09a_sweep.ipynb #8010427d
 RAM_MIB = 2000.0  # what a worker takes of the memory of the machine
 
-
+# %% ../nbs/09a_sweep.ipynb #9681a8d9
 def plan_jobs(
     cores: int,
     gpus: int = 0,
@@ -269,7 +269,7 @@ def plan_jobs(
     jobs = jobs or max(1, fit)
     return jobs, max(1, cores // jobs)
 
-# %% ../nbs/09a_sweep.ipynb #ca4fd128
+# %% ../nbs/09a_sweep.ipynb #3b5be0c4
 def find_gpus() -> list[str]:  # names for CUDA_VISIBLE_DEVICES
     "Return the GPUs that this process may use, or parts of them (MIG), without starting anything on them."
     try: said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
@@ -278,7 +278,7 @@ def find_gpus() -> list[str]:  # names for CUDA_VISIBLE_DEVICES
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(len(there))))
     return [name.strip() for name in allowed.split(",") if name.strip() not in ("", "-1")] if there else []
 
-
+# %% ../nbs/09a_sweep.ipynb #19cbb942
 def machine() -> tuple[int, list[str], float | None]:
     "Return the cores, the GPUs and the free memory in MiB of this machine."
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -286,7 +286,7 @@ def machine() -> tuple[int, list[str], float | None]:
     except (OSError, TypeError): ram = None
     return cores, find_gpus(), ram
 
-# %% ../nbs/09a_sweep.ipynb #0237e9bb
+# %% ../nbs/09a_sweep.ipynb #67d69ae3
 def _environment(threads: int) -> dict[str, str]:
     "Return the environment of a kernel with so many BLAS threads, or as OMP_NUM_THREADS allows."
     limit = os.environ.get("OMP_NUM_THREADS", "")
@@ -294,7 +294,7 @@ def _environment(threads: int) -> dict[str, str]:
     names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
     return dict.fromkeys(names, str(threads)) | {"TOKENIZERS_PARALLELISM": "false"}
 
-# %% ../nbs/09a_sweep.ipynb #3961e69d
+# %% ../nbs/09a_sweep.ipynb #bfa750d3
 class Local:
     "Runs on this machine: a thread for each worker, which waits for its kernel."
 
@@ -329,7 +329,7 @@ class Local:
         for kernel in list(self.kernels): _kill(kernel)
         self.pool.shutdown(cancel_futures=True)
 
-# %% ../nbs/09a_sweep.ipynb #8010427d
+# %% ../nbs/09a_sweep.ipynb #5d337e95
 def _kill(kernel: subprocess.Popen):
     "Kill a kernel and what it started."
     if kernel.poll() is not None: return
@@ -337,7 +337,7 @@ def _kill(kernel: subprocess.Popen):
         if hasattr(os, "killpg"): os.killpg(kernel.pid, signal.SIGKILL)
         else: kernel.kill()
 
-# %% ../nbs/09a_sweep.ipynb #bdb037c8
+# %% ../nbs/09a_sweep.ipynb #2ac63480
 def _on_node(run: Run, out: str, token: str, cwd: str, env: dict) -> Outcome:
     "Compute a run on a node; with its files where the node does not see the folder."
     if Path(cwd).is_dir(): os.chdir(cwd)
@@ -352,13 +352,13 @@ def _on_node(run: Run, out: str, token: str, cwd: str, env: dict) -> Outcome:
             outcome.files = {p.relative_to(part).as_posix(): p.read_bytes() for p in part.rglob("*") if p.is_file()}
     return outcome
 
-
+# %% ../nbs/09a_sweep.ipynb #29131635
 def _receive(folder: Folder, outcome: Outcome):
     "Write what a node sent to the part of its run, the record last."
     for name in sorted(outcome.files, key=lambda n: n == "record.json"):
         write_atomically(folder.part(outcome.run.key) / name, outcome.files[name])
 
-# %% ../nbs/09a_sweep.ipynb #3b5be0c4
+# %% ../nbs/09a_sweep.ipynb #97992d5c
 class OnRay:
     "Runs on the nodes of a cluster. `ValueError` if Ray is not installed or the cluster does not answer."
 
@@ -399,7 +399,7 @@ class OnRay:
             with contextlib.suppress(Exception): self.ray.cancel(task, force=True)
         if self.own: self.ray.shutdown()
 
-# %% ../nbs/09a_sweep.ipynb #19cbb942
+# %% ../nbs/09a_sweep.ipynb #375fc5f5
 def _connect(ray, address: str | None, jobs: int | None):
     "Connect to a cluster, or start one on this machine."
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -413,7 +413,7 @@ def _connect(ray, address: str | None, jobs: int | None):
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ValueError(f"ray: no cluster answers at {address!r} ({' '.join(str(error).split())[:300]})") from None
 
-# %% ../nbs/09a_sweep.ipynb #0e2a0e2d
+# %% ../nbs/09a_sweep.ipynb #07990c6f
 @dataclass
 class Report:
     "How a sweep ended."
@@ -435,14 +435,14 @@ class Report:
         "Exit code of the command: 0 all done, each with a number, 1 not."
         return int(bool(self.failed or self.stopped or self.empty or self.found + len(self.done) < self.planned))
 
-
+# %% ../nbs/09a_sweep.ipynb #53c60c43
 class DiskFull(OSError):
     "There is no room for results."
 
-# %% ../nbs/09a_sweep.ipynb #bfa750d3
+# %% ../nbs/09a_sweep.ipynb #6bc6078d
 ATTEMPTS = 2  # of a run that dies
 
-
+# %% ../nbs/09a_sweep.ipynb #bc546df1
 @dataclass
 class _Job:
     "A run that is computed."
@@ -451,7 +451,7 @@ class _Job:
     attempt: int = 1
     since: float = field(default_factory=time.time)
 
-
+# %% ../nbs/09a_sweep.ipynb #ee71470f
 @dataclass
 class _State:
     "What a sweep knows while it lasts."
@@ -467,7 +467,7 @@ class _State:
     elsewhere: int = 0  # runs that another process has claimed
     begun: float = field(default_factory=time.time)
 
-# %% ../nbs/09a_sweep.ipynb #ead5133c
+# %% ../nbs/09a_sweep.ipynb #9d007968
 def _begin(s: _State, run: Run) -> bool:
     "Begin a run, or find that it is settled. False: another process has it."
     claim = s.folder.lock(run.key)
@@ -480,7 +480,7 @@ def _begin(s: _State, run: Run) -> bool:
         _account(s, outcome)
     return True
 
-
+# %% ../nbs/09a_sweep.ipynb #c2f1e3ae
 def _settled(s: _State, run: Run) -> Outcome | None:
     "Return the outcome of a run that needs no computation any more."
     if s.folder.record(run) is not None: return Outcome(run, "found")
@@ -493,7 +493,7 @@ def _settled(s: _State, run: Run) -> Outcome | None:
     publish(s.folder, run)
     return Outcome(run, "found")
 
-# %% ../nbs/09a_sweep.ipynb #29131635
+# %% ../nbs/09a_sweep.ipynb #7f2fd3f0
 def _collect(s: _State, future: Future):
     "Take the outcome of a run that has ended."
     job, error = s.running.pop(future), future.exception()
@@ -511,7 +511,7 @@ def _collect(s: _State, future: Future):
     if outcome.status == "elsewhere": s.waiting.append(job.run)
     else: _account(s, outcome)
 
-
+# %% ../nbs/09a_sweep.ipynb #864a015e
 def _give_up(folder: Folder, outcome: Outcome, attempts: int):
     "Leave a failed run's notebook and `failed.json`; what a retry may go on from stays in the part."
     part, final = folder.part(outcome.run.key), folder.out / outcome.run.key
@@ -521,7 +521,7 @@ def _give_up(folder: Folder, outcome: Outcome, attempts: int):
     with contextlib.suppress(OSError): part.rmdir()
     write_failure(folder, outcome, attempts)
 
-# %% ../nbs/09a_sweep.ipynb #97992d5c
+# %% ../nbs/09a_sweep.ipynb #bf567c2f
 def _account(s: _State, outcome: Outcome):
     "Count an outcome, and tell of it."
     run, key = outcome.run, outcome.run.key
@@ -533,14 +533,14 @@ def _account(s: _State, outcome: Outcome):
     if empty := is_empty(s.folder.record(run)): s.report.empty.append(key)
     s.log(f"{outcome.status}: {key} ({outcome.seconds:.0f} s{', without a number' if empty else ''})")
 
-
+# %% ../nbs/09a_sweep.ipynb #5a37bbf7
 def is_empty(
     record: dict | None,
 ) -> bool:
     "Return whether the metric of a finished run is undefined, as after a divergence."
     return bool(record) and record.get("value", 0) is None
 
-# %% ../nbs/09a_sweep.ipynb #375fc5f5
+# %% ../nbs/09a_sweep.ipynb #5daed3d8
 def _loop(s: _State, on_progress: Callable[[dict], None]):
     "Do what is waiting; ends when nothing is waiting and nothing runs. `DiskFull` where there is no room."
     while s.waiting or s.running:
@@ -555,7 +555,7 @@ def _loop(s: _State, on_progress: Callable[[dict], None]):
             for future in wait(s.running, 0.4, FIRST_COMPLETED).done: _collect(s, future)
         elif s.waiting: time.sleep(0.4)
 
-
+# %% ../nbs/09a_sweep.ipynb #34fbf36a
 def check_room(
     out: Path,  # a folder
     least_mib: float = 20.0,
@@ -565,7 +565,7 @@ def check_room(
     if free < least_mib:
         raise DiskFull(errno.ENOSPC, f"{free:.0f} MiB are free in {str(out)!r}, too little to start a run")
 
-# %% ../nbs/09a_sweep.ipynb #a6a7bf08
+# %% ../nbs/09a_sweep.ipynb #2d2dbeb5
 @contextlib.contextmanager
 def _signals():
     "SIGTERM and SIGHUP end a sweep as Ctrl-C does, unless they are ignored, as under nohup."
@@ -577,7 +577,7 @@ def _signals():
     finally:
         for n, handler in before.items(): signal.signal(n, handler)
 
-# %% ../nbs/09a_sweep.ipynb #53c60c43
+# %% ../nbs/09a_sweep.ipynb #d9329644
 def sweep(
     plan: Plan,
     out: str | Path = "runs",  # as of isoreg run
@@ -600,7 +600,7 @@ def sweep(
     with contextlib.suppress(OSError): _write_plan(s, _now())
     return s.report
 
-
+# %% ../nbs/09a_sweep.ipynb #4099dcce
 def _work(s: _State, on_progress: Callable[[dict], None]):
     "Start the executor, do what is waiting, and whatever happens, stop it and let go of the claims."
     with _signals():
@@ -616,7 +616,7 @@ def _work(s: _State, on_progress: Callable[[dict], None]):
             s.executor.stop()
             for job in s.running.values(): job.claim.release()
 
-# %% ../nbs/09a_sweep.ipynb #6bc6078d
+# %% ../nbs/09a_sweep.ipynb #e520a8f6
 def _check_writable(folder: Folder):
     try:
         folder.home.mkdir(parents=True, exist_ok=True)
@@ -627,7 +627,7 @@ def _check_writable(folder: Folder):
         raise ValueError(f"out: cannot write to {str(folder.out)!r} ({error.strerror}); "
                          "give a folder that can be written") from None
 
-
+# %% ../nbs/09a_sweep.ipynb #201f717c
 def _look(plan: Plan, folder: Folder, executor: Executor, retry_failed: bool, log: Callable) -> _State:
     "Return what is there and what is missing."
     report, seconds, waiting, earlier = Report(len(plan.runs), 0), defaultdict(list), [], {}
@@ -641,7 +641,7 @@ def _look(plan: Plan, folder: Folder, executor: Executor, retry_failed: bool, lo
         else: waiting.append(run)
     return _State(plan, folder, executor, log, report, waiting, earlier, seconds)
 
-# %% ../nbs/09a_sweep.ipynb #ee71470f
+# %% ../nbs/09a_sweep.ipynb #dc40aadc
 def time_left(
     todo: list[tuple],  # the groups of the runs that are missing
     seconds: dict[tuple, list[float]],  # group: times of finished runs
@@ -654,7 +654,7 @@ def time_left(
     median = {group: statistics.median(seconds.get(group) or every) for group in set(todo)}
     return sum(median[group] for group in todo) / max(1, jobs)
 
-# %% ../nbs/09a_sweep.ipynb #9d007968
+# %% ../nbs/09a_sweep.ipynb #41793fb3
 def _write_plan(s: _State, ended: str | None = None):
     "Write the runs of a plan for `isoreg status`; another choice of blocks or values is another file."
     digest = hashlib.sha256("\n".join(sorted(r.key for r in s.plan.runs)).encode()).hexdigest()[:8]
@@ -662,7 +662,7 @@ def _write_plan(s: _State, ended: str | None = None):
              "runs": [asdict(r) for r in s.plan.runs]}
     write_atomically(s.folder.home / f"{s.plan.name}-{digest}.json", json.dumps(about) + "\n")
 
-
+# %% ../nbs/09a_sweep.ipynb #5087e01b
 def _progress(s: _State) -> dict:
     "Return what the live table shows."
     jobs = s.running.values()
@@ -673,7 +673,7 @@ def _progress(s: _State) -> dict:
             "waiting": len(s.waiting) - s.elsewhere, "elsewhere": s.elsewhere,
             "seconds": time.time() - s.begun, "left": time_left(todo, s.seconds, s.executor.jobs)}
 
-
+# %% ../nbs/09a_sweep.ipynb #ab511486
 def said_last(
     folder: Folder,
     key: str,
@@ -683,7 +683,7 @@ def said_last(
     said = [(p.stat().st_mtime_ns, content) for p in paths if isinstance(content := _json(p), dict)]
     return max(said, key=lambda at: at[0], default=(0, {}))[1]
 
-# %% ../nbs/09a_sweep.ipynb #c2f1e3ae
+# %% ../nbs/09a_sweep.ipynb #46a7f042
 def _plans(folder: Folder) -> dict[str, dict]:
     "Return the plans of a folder, by the grid's name, or by the file's where a name was planned in several ways."
     found = {path.stem: _json(path) for path in sorted(folder.home.glob("*.json"))}
@@ -691,7 +691,7 @@ def _plans(folder: Folder) -> dict[str, dict]:
     names = [g.get("grid") for g in found.values()]
     return {g["grid"] if names.count(g.get("grid")) == 1 else k: g for k, g in found.items()}
 
-
+# %% ../nbs/09a_sweep.ipynb #1e6ee778
 def _record_of(folder: Folder, key: str, run: Run | None) -> dict | None:
     "Return the record under a key, checked as a sweep does; where none planned it, by key and status alone."
     if run is not None and run.notebook in NOTEBOOKS: return folder.record(run)
@@ -699,7 +699,7 @@ def _record_of(folder: Folder, key: str, run: Run | None) -> dict | None:
     if not isinstance(record, dict) or (record.get("key"), record.get("status")) != (key, "done"): return None
     return None if _outdated(record) else record
 
-# %% ../nbs/09a_sweep.ipynb #d63b0923
+# %% ../nbs/09a_sweep.ipynb #69a3b418
 def status(
     out: str | Path,  # folder of a sweep, or of isoreg run
 ) -> dict:  # done, running, failed, missing (None without a sweep), empty (done without a number); left: seconds; grids
@@ -721,7 +721,7 @@ def status(
             "grids": {name: {"planned": len(plan["runs"]), "done": sum(r["key"] in done for r in plan["runs"]),
                              "ended": plan.get("ended")} for name, plan in plans.items()}}
 
-
+# %% ../nbs/09a_sweep.ipynb #23e951cc
 def _left(plans: dict[str, dict], todo: list[str], done: dict[str, dict], running: int) -> float | None:
     "Return the time left, with as many jobs as run now, or as the largest sweep had."
     group = {r["key"]: Run(**r).group for plan in plans.values() for r in plan["runs"]}

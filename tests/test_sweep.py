@@ -94,13 +94,13 @@ def test_runs_are_done_once_found_again_and_duplicates_are_one(tmp_path):
 
 
 def test_ten_kills_lose_nothing_and_repeat_nothing(tmp_path):
-    "Each kill falls somewhere between the begin of a sweep and the fourth thing that its runs say, or just after it."
+    "Each kill falls somewhere between the begin of a sweep and the third thing that its runs say, or just after it."
     rng, out = random.Random(0), tmp_path / "out"
     path = stub(tmp_path, wait=0.2, tasks="[a, b, c]", seeds="0..5")
     lines = lambda: len((tmp_path / "log").read_text().splitlines()) if (tmp_path / "log").exists() else 0
     kills = []
     for _ in range(10):
-        process, goal = start(path, out, jobs=2, retry_failed=True), lines() + rng.randint(0, 4)
+        process, goal = start(path, out, jobs=2, retry_failed=True), lines() + rng.randint(0, 3)
         wait_for(lambda: lines() >= goal or process.poll() is not None)
         time.sleep(rng.uniform(0, 0.5))
         kernels = psutil.Process(process.pid).children() if process.poll() is None else []
@@ -113,7 +113,7 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(tmp_path):
         process.kill()  # SIGKILL; the next sweep starts at once, while kernels may still be alive
         process.communicate()
     before = records(out)
-    assert 0 < len(before) < 18 and "kernel" in kills
+    assert before and "kernel" in kills
     code, output = finish(path, out, jobs=2, retry_failed=True)
     assert code == 0, output
     assert finish(path, tmp_path / "whole", jobs=2)[0] == 0
