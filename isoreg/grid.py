@@ -212,6 +212,11 @@ class Run:
         "What decides the time of a run: notebook, task and model."
         return self.notebook, self.config.get("task"), self.config.get("model")
 
+    @property
+    def parameters(self) -> dict:
+        "What the notebook gets."
+        return {k: v for k, v in self.config.items() if v is not None}
+
 # %% ../nbs/09_grid.ipynb #038b5d56
 @dataclass(frozen=True)
 class Plan:

@@ -208,7 +208,7 @@ def compute(
     try:
         part.mkdir(parents=True, exist_ok=True)
         for path in [*part.glob("*.tmp"), part / "record.json"]: path.unlink(missing_ok=True)
-        parameters = {k: v for k, v in run.config.items() if v is not None} | {"out": str(folder.home / "part")}
+        parameters = run.parameters | {"out": str(folder.home / "part")}
         execute(notebook_path(run.notebook), part / "notebook.ipynb", parameters,
                 inherit=files_of(lock), env=env, on_start=on_start)
         if folder.record(run, part=True) is None:
