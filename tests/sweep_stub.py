@@ -18,7 +18,7 @@ task = "a"; seed = 0; wait = 0.0; fail = ""; log = ""; out = "runs"
 #---
 from sweep_stub import StubConfig, work
 #---
-record = work(StubConfig(task, seed, wait, fail, log), out)
+record = work(StubConfig(task=task, seed=seed, wait=wait, fail=fail, log=log), out)
 #---
 print(record["value"], list(globals().get("left_over", [])), len(In))
 left_over = [1]
