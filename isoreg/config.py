@@ -56,7 +56,7 @@ def about(
     field: FieldInfo,  # of a configuration
 ) -> About:
     "Return what is known of a setting beside its type, its bounds and its default."
-    return field.json_schema_extra
+    return field.json_schema_extra or About()
 
 # %% ../nbs/07b_config.ipynb #09a1a088
 def kinds(
