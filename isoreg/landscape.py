@@ -46,7 +46,7 @@ def loss_surface(
     progress: bool = False,  # show a progress bar
     precision: str = "fp32",  # or "bf16": autocast
     reduction: str = "sample",  # mean over samples; "batch", as released: over the tokens of a batch, then over batches
-) -> "Surface":
+):  # a Surface
     """Return the mean loss of all samples at weights + alpha d1 + beta d2 (guided dropout eq. 5), named losses in nats.
 
     Runs in eval mode without gradient. `ValueError` for directions, grids, batches and options that do not fit, before
@@ -66,7 +66,7 @@ def loss_line(
     progress: bool = False,  # show a progress bar
     precision: str = "fp32",  # or "bf16": autocast
     reduction: str = "sample",  # as in loss_surface
-) -> "Surface":
+):  # a Surface
     "Return the mean loss at weights + alpha d, a `Surface` with the one beta 0. Everything else as in `loss_surface`."
     axes = grid() if alphas is None else alphas, [0.0]
     return _walk(model, batches, (d,), axes, loss, path, progress, precision, reduction)

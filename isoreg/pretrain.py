@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['TOY', 'pretrain', 'last_checkpoint', 'load_record', 'unigram_loss', 'log_frequencies', 'heldout_loss', 'start_head',
-           'with_mlm_head', 'LikelihoodTrainer', 'training_arguments', 'freeze_encoder', 'corpus_texts',
-           'toy_language_model', 'ToyModel', 'toy_batches']
+           'with_mlm_head', 'LikelihoodTrainer', 'training_arguments', 'freeze_encoder', 'corpus_texts', 'ToyModel',
+           'toy_language_model', 'toy_batches']
 
 # %% ../nbs/08b_pretrain.ipynb #a6f23742
 import json
@@ -446,12 +446,20 @@ def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase:
         raise ValueError(f"max_length: {config.max_length} is more than the {places} positions of {config.model}")
     return tokenizer
 
+# %% ../nbs/08b_pretrain.ipynb #b1ae3a26
+class ToyModel(NamedTuple):
+    "A trained toy language model; losses per predicted token, in nats, special tokens included."
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    heldout: float
+    unigram: float
+
 # %% ../nbs/08b_pretrain.ipynb #43b03454
 def toy_language_model(
     kind: str,  # "gpt2" or "t5"
     steps: int | None = None,  # None: 400
     seed: int = 0,  # of weights, order and spans
-) -> "ToyModel":  # model in evaluation mode, tokenizer, held-out loss, unigram loss
+) -> ToyModel:  # model in evaluation mode, tokenizer, held-out loss, unigram loss
     "Return a small GPT-2 or T5, trained on the toy corpus within a minute; the same for a seed on one machine."
     one_of("kind", kind, TOY)
     in_range("steps", steps, 1, whole=True, optional=True)
@@ -469,14 +477,6 @@ def toy_language_model(
     finally: torch.set_num_threads(threads)
 
 # %% ../nbs/08b_pretrain.ipynb #be081a86
-class ToyModel(NamedTuple):
-    "A trained toy language model; losses per predicted token, in nats, special tokens included."
-    model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
-    heldout: float
-    unigram: float
-
-
 TOY = {
     "gpt2": dict(loss="clm", steps=400, lr=3e-3, packed=False, max_length=64),
     "t5": dict(loss="seq2seq", steps=400, lr=3e-3, packed=True, max_length=32)}
