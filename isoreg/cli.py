@@ -196,7 +196,7 @@ def _failure(run, out: Path, error: Exception) -> tuple[str, int]:
     hint = "\nNo network? Give --data-dir, and --model as a folder." if offline else ""
     return f"{message}{hint}\nnotebook: {folder / 'notebook.ipynb'}", code
 
-# %% ../nbs/11_cli.ipynb #a0d9d203
+# %% ../nbs/11_cli.ipynb #ae2d5aaa
 def _exit_code(error: Exception, progress: Path) -> int:
     "Return 130 if interrupted; 1 if the kernel died, the disk is full or training had begun; else 2, bad input."
     from isoreg.sweep import is_disk_full
@@ -206,7 +206,7 @@ def _exit_code(error: Exception, progress: Path) -> int:
 
 def _interrupted(error: Exception) -> bool: return getattr(error, "ename", None) == "KeyboardInterrupt"
 
-
+# %% ../nbs/11_cli.ipynb #b5e80da9
 def _trained(progress: Path) -> bool:
     "Return whether training had begun."
     try: return json.loads(progress.read_text())["stage"] in ("training", "done")
@@ -358,7 +358,7 @@ def _show_plan(plan, out: Path, stored: set[str], keys: bool):
     for note in plan.notes: _console.print(f"note: {note}")
     if keys: _show_keys([run.key for run in plan.runs], done)
 
-
+# %% ../nbs/11_cli.ipynb #87dce64e
 def _show_keys(keys: list[str], done: set[str], limit: int = 100):
     "Print the keys of runs, so many at most, and which of them are done."
     for key in keys[:limit]: _console.print(f"  {'done   ' if key in done else 'missing'} {key}")
@@ -389,7 +389,7 @@ def _state_table(state: dict) -> Table:
         table.add_row(run["key"] + again, run.get("stage", "starting"), _step(run), _loss(run), since)
     return table
 
-# %% ../nbs/11_cli.ipynb #006e730d
+# %% ../nbs/11_cli.ipynb #096625ec
 def _show_report(report, out: Path):
     "Print how a sweep ended."
     _show_failures(report.failed, out)
@@ -402,7 +402,7 @@ def _show_report(report, out: Path):
     if report.stopped: _errors.print(Text("error:", "red"), report.stopped)
     elif report.failed: _console.print("The same command with --retry-failed takes the failed ones up again.")
 
-
+# %% ../nbs/11_cli.ipynb #65bd182f
 def _show_failures(failed: dict[str, dict], out: Path):
     "Print each error once: how many runs it ended, the end of its traceback, and the files that say more."
     by_error = {}
@@ -524,7 +524,7 @@ def read_points(
                          "or a text file with --model")
     return _two_dimensional((_from_parquet if path.suffix == ".parquet" else _from_arrays)(path, array), path)
 
-# %% ../nbs/11_cli.ipynb #841dbb43
+# %% ../nbs/11_cli.ipynb #eda6f845
 def _from_arrays(path: Path, array: str | None):
     "Return the array of a .npy file, or the one of that name in a .npz or .safetensors file."
     with _reading(path): arrays = _load(path)
@@ -536,7 +536,7 @@ def _from_arrays(path: Path, array: str | None):
     name = _pick(list(arrays.keys()), array)
     with _reading(path): return arrays[name]
 
-
+# %% ../nbs/11_cli.ipynb #4207cfb8
 def _load(path: Path):
     "Return an array, or arrays by name."
     if path.suffix == ".safetensors":
@@ -545,7 +545,7 @@ def _load(path: Path):
     import numpy as np
     return np.load(path, allow_pickle=False)
 
-# %% ../nbs/11_cli.ipynb #95dae628
+# %% ../nbs/11_cli.ipynb #9a192213
 @contextlib.contextmanager
 def _reading(path: Path):
     "Context in which whatever a library raises becomes a `ValueError` that names the file."
@@ -554,7 +554,7 @@ def _reading(path: Path):
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"file: {path.name} cannot be read, or only by unpickling ({why})") from None
 
-
+# %% ../nbs/11_cli.ipynb #1084cee7
 def _pick(names: list[str], name: str | None, kind: str = "array") -> str:
     "Return the name that is asked for, or the only one. `ValueError` that lists the first 20 where there is none."
     held = ", ".join(names[:20])
@@ -586,14 +586,14 @@ def _from_parquet(path: Path, column: str | None):
     name = _pick(lists, None)
     return _from_lists(table[name].to_pylist(), name)
 
-
+# %% ../nbs/11_cli.ipynb #ecc84265
 def _is_vector(kind) -> bool:
     "Return whether a type of Arrow is a list of numbers."
     from pyarrow import types
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     return is_list and (types.is_floating(kind.value_type) or types.is_integer(kind.value_type))
 
-# %% ../nbs/11_cli.ipynb #a6c94b35
+# %% ../nbs/11_cli.ipynb #8c33d6e5
 def _from_lists(rows: list, column: str):
     "Return the lists of a column as an array (n, d). `ValueError` where one is missing or of another length."
     import numpy as np
@@ -604,7 +604,7 @@ def _from_lists(rows: list, column: str):
         raise ValueError(f"array: vectors of {between} values in column {column!r}; need one length")
     return np.array(rows, dtype=np.float64)
 
-
+# %% ../nbs/11_cli.ipynb #49d322be
 def _from_columns(table):
     "Return the columns of numbers side by side, (n, d), and warn of what was taken. `ValueError` if there is none."
     from pyarrow import types
@@ -627,7 +627,7 @@ def spectrum(
     x = x - x.mean(0)
     return _spectrum(x @ x.T if len(x) < x.shape[1] else x.T @ x, len(x))
 
-
+# %% ../nbs/11_cli.ipynb #73aadcd5
 def _spectrum(products, n: int) -> dict:
     "Return the spectrum of n points from their matrix of products, (d, d) or (n, n)."
     import torch
@@ -650,7 +650,7 @@ def score_points(
         result |= {"corrected": best.score, "standard_error": best.stderr}
     return result | {"spectrum": spectrum(points)}
 
-
+# %% ../nbs/11_cli.ipynb #5e65477b
 def _points(file: Path, array: str | None):
     "Return the points in a file, and print what is doubtful about them."
     with _warnings_shown(): return read_points(file, array)
@@ -671,7 +671,7 @@ def score_model(
     streams = _stream(encoder, _tokens(tokenizer, lines, max_length))
     return [{"layer": layer} | _scores(stream) for layer, stream in enumerate(streams)]
 
-# %% ../nbs/11_cli.ipynb #dd50b87a
+# %% ../nbs/11_cli.ipynb #929e08dd
 def _encoder(model: str, lines: list[str]):
     "Return tokenizer and encoder of a model, checked against the lines."
     from isoreg.models import check_vocabulary, has_decoder, load_tokenizer, read_body
@@ -683,7 +683,7 @@ def _encoder(model: str, lines: list[str]):
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     return tokenizer, body.get_encoder()
 
-
+# %% ../nbs/11_cli.ipynb #95368d0c
 def _tokens(tokenizer, lines: list[str], max_length: int) -> dict:
     "Return the input of the lines that have tokens. `ValueError` for fewer than 6, too few for an error by sequence."
     import torch
@@ -695,7 +695,7 @@ def _tokens(tokenizer, lines: list[str], max_length: int) -> dict:
                          "add lines or raise --max-lines")
     return {name: values[some] for name, values in batch.items()}
 
-# %% ../nbs/11_cli.ipynb #16692b93
+# %% ../nbs/11_cli.ipynb #e2cba663
 def _stream(encoder, batch: dict, groups: int = 20, size: int = 32) -> list:
     "Return a stream for each layer, after all sequences of the batch went through the model twice."
     from isoreg.sequences import SequenceStream, draw_groups
@@ -709,14 +709,14 @@ def _stream(encoder, batch: dict, groups: int = 20, size: int = 32) -> list:
             if again: [stream.close(g) for stream in streams]
     return streams
 
-
+# %% ../nbs/11_cli.ipynb #b02b4e6a
 def _states(encoder, inputs: dict) -> tuple:
     "Return the hidden states of each layer, (b, length, d), and the mask of the tokens, (b, length)."
     import torch
     with torch.no_grad(): states = encoder(**inputs, output_hidden_states=True).hidden_states
     return states, inputs["attention_mask"].bool()
 
-
+# %% ../nbs/11_cli.ipynb #f0034f40
 def _scores(stream) -> dict:
     "Return what is said of a layer."
     from isoreg.isoscore import isoscore_from_cov
@@ -745,7 +745,7 @@ def _score_texts(file: Path, model: str, limit: int, seed: int) -> list[dict]:
     drawn = {"texts": texts, "seed": seed if texts > len(lines) else None}
     return [row | drawn for row in score_model(model, lines)]
 
-
+# %% ../nbs/11_cli.ipynb #8b36c545
 def _lines(file: Path, limit: int, seed: int) -> tuple[list[str], int]:
     "Return the lines with text, all or so many drawn at random, and how many the file has."
     if not file.is_file(): raise ValueError(f"file: no file {str(file)!r}")
@@ -773,7 +773,7 @@ def _show_points(result: dict):
         table.add_row(f"axis {i}", f"{100 * share:5.1f} %  {bar}")
     _console.print(table)
 
-
+# %% ../nbs/11_cli.ipynb #a0a2a9f6
 def _show_layers(rows: list[dict]):
     "Print what `score_model` found, a layer a row."
     first = rows[0]
@@ -840,20 +840,20 @@ def _table(title: str, left: Sequence[str] = (), right: Sequence[str] = ()) -> T
     for name in right: table.add_column(name, justify="right")
     return table
 
-# %% ../nbs/11_cli.ipynb #c1c7a7ac
+# %% ../nbs/11_cli.ipynb #2ff07a62
 def _fail(message: str, code: int):
     "Print an error and end the command."
     _errors.print(Text("error:", "red"), message)
     raise typer.Exit(code)
 
-
+# %% ../nbs/11_cli.ipynb #16703e76
 @contextlib.contextmanager
 def _input_errors():
     "Context in which bad input ends the command."
     try: yield
     except (ValueError, OSError) as error: _fail(str(error), 2)
 
-
+# %% ../nbs/11_cli.ipynb #30731f73
 @contextlib.contextmanager
 def _warnings_shown():
     "Context whose warnings are printed at its end, as plain lines."
@@ -862,7 +862,7 @@ def _warnings_shown():
         yield
     for warning in caught: _errors.print(str(warning.message))
 
-# %% ../nbs/11_cli.ipynb #19b92d3d
+# %% ../nbs/11_cli.ipynb #57f96b62
 def _number(x: float | None) -> str: return "undefined" if x is None else f"{x:.4f}"
 
 
@@ -871,7 +871,7 @@ def _step(said: dict) -> str: return f"{said['step']}/{said['total']}" if said.g
 
 def _loss(said: dict) -> str: return "" if said.get("loss") is None else f"{said['loss']:.3f}"
 
-
+# %% ../nbs/11_cli.ipynb #63a4d0fb
 def _time(seconds: float | None) -> str:
     "Return a duration in its two largest units."
     if seconds is None: return "unknown"
@@ -879,5 +879,5 @@ def _time(seconds: float | None) -> str:
     h, m = divmod(minutes, 60)
     return f"{h} h {m:02d} min" if h else f"{m} min {s:02d} s" if m else f"{s} s"
 
-
+# %% ../nbs/11_cli.ipynb #6ccd52ae
 if __name__ == "__main__" and "__file__" in globals(): app()  # not inside this notebook
