@@ -56,7 +56,8 @@ def model_card(
         "One run, one seed: a demonstration of the settings, not a result.",
         _scores_table(record), f"Evaluated on {rows} ({c.split_protocol} split).", "## Load it", _how_to_load(c),
         "## Limits", _list(_limits(record, c)), "## Settings", _list(settings),
-        "## To make it again", f"    {command(c)}", "## Where it was made", _list(made), "## Notes", _list(notes or ["none"])]
+        "## To make it again", f"    {command(c)}", "## Where it was made", _list(made),
+        "## Notes", _list(notes or ["none"])]
     return _front_matter(record, c) + "\n" + _without_paths("\n\n".join(parts) + "\n", record, c)
 
 # %% ../nbs/08d_card.ipynb #598ee1b1

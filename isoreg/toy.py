@@ -423,7 +423,8 @@ def rte_pair(
     return *_FAMILIES[family](rng, label), label
 
 # %% ../nbs/06a_toy.ipynb #330228a2
-_WEIGHTS = {"subject": 3, "verb": 3, "object": 3, "place": 2, "subject adjective": 1, "object adjective": 1, "adverb": 1}
+_WEIGHTS = {"subject": 3, "verb": 3, "object": 3, "place": 2,
+            "subject adjective": 1, "object adjective": 1, "adverb": 1}
 
 def similarity(a: Clause, b: Clause) -> float:
     "Return the similarity of two sentences by their shared roles, 0 to 5 to one decimal; symmetric."

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from isoreg.cli import _finished, _lines, app, read_points, run_command, score_model, score_points, spectrum
 from isoreg.config import RECIPES, RunConfig, about
+from isoreg.grid import Run
 from isoreg.record import RunRecord
 from isoreg.isoscore import isoscore
 from isoreg.sequences import isoscore_by_sequence_with_error
@@ -32,6 +33,9 @@ from isoreg.toy import toy_model_path
 invoke = lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
 TINY = {"max_train": 32, "max_eval": 20, "epochs": 1}
 OPTIONS = [x for k, v in TINY.items() for x in ("--" + k.replace("_", "-"), str(v))]
+
+
+def _as_run(config): return Run(config.key, "finetune", config.to_dict())
 
 
 def isoreg(*arguments, cwd=None): return subprocess.run([sys.executable, "-m", "isoreg.cli", *map(str, arguments)], capture_output=True, text=True, cwd=cwd)
@@ -67,13 +71,21 @@ def test_finished_run_is_found_under_another_recipe_with_its_settings(done):
     record = RunRecord.load(folder / "runs" / RunConfig(**TINY, lam=0.5, seed=3).key)
     settings = {name: record.config[name] for name in RECIPES["quick"]}
     config = RunConfig(**TINY | settings, lam=0.5, seed=3, recipe="mosbach")
-    assert config.recipe != record.config["recipe"] and _finished(folder / "runs" / config.key, config, RunRecord).value == record.value
-    assert _finished(folder / "runs" / config.key, RunConfig(**config.to_dict() | {"lr": 0.1}), RunRecord) is None
+    assert config.recipe != record.config["recipe"] and _finished(_as_run(config), folder / "runs").value == record.value
+    other = RunConfig(**config.to_dict() | {"lr": 0.1})
+    shutil.copytree(folder / "runs" / config.key, folder / "copy" / other.key)
+    assert _finished(_as_run(other), folder / "copy") is None
 
 
 def test_record_of_no_configuration_is_not_taken_for_the_run(tmp_path):
-    (tmp_path / "record.json").write_text('{"key": "x", "status": "done", "config": 2, "metric": "m", "value": 1.0}')
-    assert _finished(tmp_path, RunConfig(), RunRecord) is None
+    run = _as_run(RunConfig())
+    record = {"key": run.key, "status": "done", "config": run.config, "metric": "m", "value": 1.0}
+    (tmp_path / run.key).mkdir()
+    for wrong in ({"config": 2}, {"key": "x"}, {"status": "running"}, {"value": []}):
+        (tmp_path / run.key / "record.json").write_text(json.dumps(record | wrong))
+        assert _finished(run, tmp_path) is None, wrong
+    (tmp_path / run.key / "record.json").write_text(json.dumps(record))
+    assert _finished(run, tmp_path).value == 1.0
 
 
 def test_finished_run_is_not_repeated_and_a_damaged_record_is(done):
@@ -97,6 +109,11 @@ def test_finished_run_is_not_repeated_and_a_damaged_record_is(done):
     (["run", "--layers=--1"], ["layers"]),
     (["run", "--out", __file__ + "/below"], ["out", "written"]),
     (["run", "--lamm", 1], ["--lamm"]),
+    (["run", "--set", "pad_to_max=["], ["set", "YAML"]),
+    (["run", "--set", "pad_to_max"], ["set", "pad_to_max"]),
+    (["sweep", "toy", "--dry-run", "--set", "seed=["], ["set", "YAML"]),
+    (["rerun", "nothing", "--records", "nowhere"], ["record", "nothing", "nowhere"]),
+    (["select", "toy", "nowhere.jsonl"], ["nowhere.jsonl"]),
     (["run", "--seed", "x"], ["--seed"]),
     (["score", "nowhere.npy"], ["nowhere.npy"]),
     (["score", __file__, "--model", "toy-bert", "--max-lines", -1], ["--max-lines"]),
@@ -109,6 +126,14 @@ def test_bad_input_exits_with_2(arguments, words):
     result = invoke(*arguments)
     assert result.exit_code == 2
     for word in words: assert word in result.stderr
+
+
+def test_names_are_printed_as_they_are(tmp_path, monkeypatch):
+    "Not as the styles and faces that rich would read in them."
+    name = "[bold]a :smile:"
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert name in invoke("status", name).stdout and name in invoke("score", name).stderr
 
 
 def test_missing_model_exits_with_2_and_a_failing_run_with_1(tmp_path, monkeypatch):
