@@ -531,3 +531,15 @@ def test_model_is_saved_with_its_card(tmp_path):
     (folder,) = tmp_path.glob("toy-cola*")
     assert {"README.md", "model.safetensors", "config.json", "tokenizer.json"} <= {p.name for p in (folder / "model").iterdir()}
     assert CliRunner().invoke(app, [*arguments, "--save-model"]).exit_code == 0
+
+
+def test_demo_compares_two_runs_and_draws_them(tmp_path):
+    result = invoke("demo", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    loaded = [json.loads(p.read_text()) for p in tmp_path.glob("*/record.json")]
+    assert {r["config"]["regularizer"] for r in loaded} == {"none", "istar"} and (tmp_path / "demo.png").stat().st_size > 5000
+    for r in loaded:
+        assert f"{r['value']:.4f}" in result.output and f"{r['isoscore']['after']['union']:.4f}" in result.output
+    after = {r["config"]["regularizer"]: r["isoscore"]["after"]["union"] for r in loaded}
+    assert after["istar"] < after["none"]  # a negative strength lowers isotropy
+    assert "isoreg score" in result.output.split("demo.png")[1]  # what to do next

@@ -243,3 +243,28 @@ def test_no_page_says_what_was_wrong_about_the_papers_or_their_code(wrong):
     pages = {p.name: prose(nbformat.read(p, 4)) for p in [*NBS.glob("*.ipynb"), *NBS.glob("*/*.ipynb")]}
     pages["README.md"] = (ROOT / "README.md").read_text()
     assert not [name for name, text in pages.items() if re.search(wrong, text)]
+
+
+def test_the_front_page_answers_as_the_records_do():
+    "Computed once more from the lines of the file, without the library."
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    records = [json.loads(line) for line in (NBS / "results" / "runs.jsonl").read_text().splitlines()]
+    plain = {"recipe": "quick", "train_fraction": 1.0, "split_protocol": "official"}
+    settings = [(r, r["config"]) for r in records if plain.items() <= r["config"].items()]
+    settings = [(r, c) for r, c in settings if "minilm-l6-h384" in c["model"] and c["seed"] < 100 and c["task"] != "rte"]
+    scores = {
+        kind: {(c["task"], c["seed"]): r["value"] for r, c in settings if c["regularizer"] == "none" and c["dropout"] == kind}
+        for kind in ("standard", "guided", "constant-mean")
+    }
+
+    def gain(kind):
+        base, by_task = scores["standard"], {}
+        for (task, seed), value in scores[kind].items():
+            if (task, seed) in base: by_task.setdefault(task, []).append(value - base[task, seed])
+        return sum(sum(d) / len(d) for d in by_task.values()) / len(by_task)
+
+    assert f"It scored {gain('guided'):.3f} [" in readme
+    assert f"has {100 * gain('constant-mean') / gain('guided'):.0f} % [" in readme
+    strong = [r["collapsed"] for r, c in settings if c["regularizer"] == "istar" and c["lam"] in (-1, -5) and c["zeta"] == 0.2]
+    assert f"{sum(strong)} of {len(strong)} runs stopped learning" in readme
+    assert f"has {len((NBS / 'results' / 'second.jsonl').read_text().splitlines())} runs so far" in readme
