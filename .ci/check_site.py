@@ -31,10 +31,10 @@ KNOWN_KEYS = {
     "website.navbar": "title left right search",
 }
 CELL_OPTIONS = {  # what each may be: a type, or one of these words
-    **dict.fromkeys("label tbl-cap fig-cap fig-alt code-summary column".split(), [str]),
-    **dict.fromkeys("eval include warning error".split(), [bool]),
-    **dict.fromkeys("fig-width fig-height layout-ncol".split(), [int, float]),
-    **dict.fromkeys("fig-subcap layout".split(), [str, list]),
+    **{key: [str] for key in "label tbl-cap fig-cap fig-alt code-summary column".split()},
+    **{key: [bool] for key in "eval include warning error".split()},
+    **{key: [int, float] for key in "fig-width fig-height layout-ncol".split()},
+    **{key: [str, list] for key in "fig-subcap layout".split()},
     "echo": [bool, "fenced"],
     "output": [bool, "asis"],
     "code-fold": [bool, "show"],

@@ -129,11 +129,10 @@ def _finished(folder: Path, config, RunRecord):
 # %% ../nbs/11_cli.ipynb #1b55a03e
 def _execute(config, folder: Path, out: Path, save_model: bool):
     from filelock import Timeout
-    from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from isoreg.notebook import execute
-    from isoreg.sweep import Folder
+    from isoreg.notebook import KernelDied, execute
+    from isoreg.sweep import Folder, files_of
     try: folder.mkdir(parents=True, exist_ok=True)
     except OSError as error: _fail(f"out: cannot make {str(folder)!r} ({error.strerror}); give a folder that can be written", 2)
     notebook, progress_file = folder / "notebook.ipynb", folder / "progress.json"
@@ -146,11 +145,11 @@ def _execute(config, folder: Path, out: Path, save_model: bool):
 
         parameters = {k: v for k, v in config.to_dict().items() if v is not None} | {"out": str(out), "save_model": save_model}
         try:
-            with Folder(out).lock(config.key):
+            with Folder(out).lock(config.key) as claim:
                 progress_file.unlink(missing_ok=True)  # of an earlier try, as failed.json below
-                try: execute("finetune", notebook, parameters, progress_file, tell)
-                except (PapermillExecutionError, DeadKernelError) as error:
-                    failure, code = _note_failure(Folder(out), config, error, notebook), _exit_code(error, progress_file)
+                try: execute("finetune", notebook, parameters, progress_file, tell, files_of(claim))
+                except (PapermillExecutionError, KernelDied) as error:
+                    failure, code = _note_failure(Folder(out), config, error), _exit_code(error, progress_file)
                 else: failure = None
             if failure is None: (folder / "failed.json").unlink(missing_ok=True)
         except Timeout: _fail(f"another process does this run already; see isoreg status {out}", 1)
@@ -159,13 +158,15 @@ def _execute(config, folder: Path, out: Path, save_model: bool):
     _fail(f"{failure}{hint}\nnotebook: {notebook}", code)
 
 
-def _note_failure(folder, config, error: Exception, notebook: Path) -> str:
+def _note_failure(folder, config, error: Exception) -> str:
     "Leave `failed.json` as a sweep does, unless the run was interrupted or the disk is full; the error in a line."
-    from isoreg.sweep import Outcome, Run, _failure_words, _write_failed, is_disk_full
-    message, trace = _failure_words(error)
+    from isoreg.grid import Run
+    from isoreg.notebook import error_words
+    from isoreg.sweep import Outcome, is_disk_full, write_failure
+    message, trace = error_words(error)
     if not _interrupted(error) and not is_disk_full(error):
         run = Run(config.key, "finetune", config.to_dict())
-        with contextlib.suppress(OSError): _write_failed(folder, Outcome(run, "failed", message, trace, str(notebook), attempts=1))
+        with contextlib.suppress(OSError): write_failure(folder, Outcome(run, "failed", message, trace))
     return message
 
 
@@ -251,17 +252,17 @@ def sweep_command(
     grid: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped grid, such as toy.")],
     out: Annotated[Path, typer.Option(help="Folder for runs, as of isoreg run.")] = Path("runs"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show and count the runs, and stop.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, show_default=False, help="Runs at the same time (default: from cores, memory and GPU memory).")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, show_default=False, help="Runs at the same time (default: from cores, memory and GPUs; more than GPUs share them).")] = None,
     only: Annotated[list[str] | None, _option("Only this block; may be given several times.")] = None,
     set_: Annotated[list[str] | None, _option("name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].", "--set")] = None,
     records: Annotated[Path | None, _option("Records (.jsonl) that count as done, such as nbs/results/runs.jsonl; they are put into the folder.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Take up the runs that failed in an earlier sweep.")] = False,
-    recycle: Annotated[int, typer.Option(min=1, help="Runs that a kernel does in turn; 1: a fresh kernel for each run.")] = 50,
     ray: Annotated[str | None, typer.Option("--ray", metavar="[ADDRESS]", show_default=False,
                                                help="Run on Ray: this cluster, or else that of RAY_ADDRESS, or one of this machine.")] = None,
 ):
     "Do all runs of a grid that are not done, several at a time."
-    from isoreg.sweep import expand, is_disk_full, load_grid, restore, sweep
+    from isoreg.grid import expand, load_grid
+    from isoreg.sweep import Local, OnRay, is_disk_full, restore, sweep
     try:
         plan = expand(load_grid(grid), tuple(only or ()), _settings(set_ or []))
         stored = restore(records, plan, out, dry_run) if records else set()
@@ -271,10 +272,8 @@ def sweep_command(
     if dry_run: return
     try:
         with _Live() as live:
-            if ray is None: report = sweep(plan, out, jobs, retry_failed, recycle, live.tell, live.watch)
-            else:
-                from isoreg.sweep import sweep_on_ray
-                report = sweep_on_ray(plan, out, None if ray == "new" else ray, jobs, retry_failed, recycle, live.tell, live.watch)
+            executor = Local(jobs) if ray is None else OnRay(None if ray == "new" else ray, jobs)
+            report = sweep(plan, out, executor, retry_failed, live.log, live.on_progress)
     except OSError as error: _fail(f"the disk is full: {error.strerror}" if is_disk_full(error) else str(error), 1)
     except ValueError as error: _fail(str(error), 2)
     except KeyboardInterrupt: _fail("stopped; what is done stays, and the same command goes on with the rest", 130)
@@ -303,7 +302,7 @@ def select(
 ):
     "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
     from isoreg.files import record_files, write_atomically
-    from isoreg.sweep import choose, expand, final_grid, load_grid
+    from isoreg.grid import choose, expand, final_grid, load_grid
     try:
         plan, found = expand(load_grid(grid)), []
         for path in records:
@@ -340,10 +339,10 @@ def _show_plan(plan, out: Path, keys: bool, stored: set = frozenset()):
 
 def _show_report(report, out: Path):
     kinds = {}
-    for f in report.failed: kinds.setdefault(f.error, []).append(f)
+    for key, f in report.failed.items(): kinds.setdefault(f.get("error", ""), []).append(key)
     for error, same in kinds.items():
-        trace = "\n".join(same[0].traceback.strip().splitlines()[-25:])
-        where = "\n".join(f"  {out / f.run.key / 'failed.json'}" for f in same)
+        trace = "\n".join(report.failed[same[0]].get("traceback", "").strip().splitlines()[-25:])
+        where = "\n".join(f"  {out / key / 'failed.json'}" for key in same)
         _errors.print(_plain(f"\nfailed, {len(same)} run{'s' * (len(same) > 1)}: {error}\n{trace}\n{where}"))
     ours = f"{report.made} by this sweep, {_time(report.seconds)}"
     _console.print(f"{report.found + len(report.done)} of {report.planned} runs are done ({ours}), {len(report.failed)} failed; records in {out}")
@@ -360,7 +359,7 @@ def _time(seconds: float | None) -> str:
 
 # %% ../nbs/11_cli.ipynb #02fdd546
 class _Live:
-    "What `sweep` tells, on the screen."
+    "What a sweep says, on the screen."
 
     def __enter__(self):
         from rich.live import Live
@@ -371,9 +370,9 @@ class _Live:
     def __exit__(self, *exc):
         if self.live: self.live.stop()
 
-    def tell(self, line: str): _errors.print(_plain(line))
+    def log(self, line: str): _errors.print(_plain(line))
 
-    def watch(self, state: dict):
+    def on_progress(self, state: dict):
         if self.live: self.live.update(_state_table(state), refresh=True)
 
 
@@ -540,13 +539,12 @@ def score_model(
     Warns where many words are unknown to the tokenizer, and where it does not fit the embedding matrix.
     """
     import torch
-    from isoreg.models import check_vocabulary, load_tokenizer, model_source
+    from isoreg.models import check_vocabulary, has_decoder, load_tokenizer, read_body
     from isoreg.isoscore import isoscore_from_cov
-    from isoreg.measure import _has_decoder, _read_body
     tokenizer = load_tokenizer(model)
-    with _quiet(): encoder = _read_body(model_source(model), model).eval()
+    with _quiet(): encoder = read_body(model).eval()
     check_vocabulary(tokenizer, encoder, lines)
-    whole = _has_decoder(encoder)
+    whole = has_decoder(encoder)
     if whole: encoder = encoder.get_encoder()
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
     batch = tokenizer(lines, truncation=True, max_length=min(max_length, tokenizer.model_max_length), padding=True, return_tensors="pt") if lines else {}

@@ -133,7 +133,7 @@ def _move(
 
 # %% ../nbs/00_moments.ipynb #3c94333c
 def _row_gradients(y: Tensor, G: Tensor, g3: Tensor | None, g4: Tensor | None, bias: Tensor, out=None) -> Tensor:
-    "Return the gradient with respect to each centred row of y (n, d), plus a bias; G is G + G' of @eq-m2-backward."
+    "Return the gradient with respect to each centred row of y (n, d), plus a bias; G is G + G' of the equation above."
     g = torch.addmm(bias, y, G, out=out)
     if g3 is None: return g
     r = torch.linalg.vecdot(y, y)

@@ -749,8 +749,8 @@ def published(
     `confidence` says how surely the number was read: certain, high, medium. `ValueError` if nothing fits."""
     path = importlib.resources.files("isoreg") / "assets" / "published.json"
     out = pd.DataFrame(json.loads(path.read_text(encoding="utf-8")))
-    wanted = {"paper": paper, "table": table, "task": task, "method": method, "model": model}
-    for name, wanted in ((n, w) for n, w in wanted.items() if w is not None):
+    filters = {"paper": paper, "table": table, "task": task, "method": method, "model": model}
+    for name, wanted in ((n, w) for n, w in filters.items() if w is not None):
         one_of(name, wanted, [v for v in dict.fromkeys(out[name]) if isinstance(v, str)])
         out = out[out[name] == wanted]
     return out.reset_index(drop=True)

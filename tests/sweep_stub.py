@@ -1,47 +1,36 @@
 """A run that takes as long as it is told, for tests of what goes on around runs: python sweep_stub.py GRID OUT [OPTION=VALUE ...]"""
-import dataclasses
 import hashlib
 import json
+import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
 
 from isoreg.files import write_atomically
-from isoreg.sweep import NOTEBOOKS, DiskFull, expand, load_grid, sweep
+from isoreg.config import CONFIGS, Settings, setting
+from isoreg.grid import PATHS, expand, load_grid
+from isoreg.sweep import DiskFull, Local, sweep
 
 CELLS = """
 task = "a"; seed = 0; wait = 0.0; fail = ""; log = ""; out = "runs"
 #---
 from sweep_stub import StubConfig, work
 #---
-record = work(StubConfig(task, seed, wait, fail, log), out)
+record = work(StubConfig(task=task, seed=seed, wait=wait, fail=fail, log=log), out)
 #---
 print(record["value"], list(globals().get("left_over", [])), len(In))
 left_over = [1]
 """
 
 
-@dataclass(frozen=True)
-class StubConfig:
+class StubConfig(Settings):
     task: str = "a"
-    seed: int = 0
+    seed: int = setting(0, "", ge=0)
     wait: float = 0.0  # seconds
-    fail: str = ""  # always, once, die, full
+    fail: str = ""  # always, once, die, kill, full
     log: str = ""  # file that is told of each start and each record
-
-    def __post_init__(self):
-        if self.seed < 0: raise ValueError(f"seed: {self.seed} is below 0")
-
-    @classmethod
-    def from_dict(cls, values):
-        for name in values:
-            if name not in [f.name for f in dataclasses.fields(cls)]: raise ValueError(f"{name}: unknown parameter")
-        return cls(**values)
-
-    def to_dict(self): return dataclasses.asdict(self)
 
     @property
     def key(self): return f"{self.task}-{self.seed}-" + hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
@@ -58,11 +47,15 @@ def work(config, out):
     time.sleep(config.wait)
     if config.fail == "always": raise ValueError("this run cannot work")
     if config.fail == "full": raise OSError(28, "No space left on device")
-    if config.fail == "die": __import__("os")._exit(9)
+    if config.fail == "die": os._exit(9)
+    if config.fail == "kill":
+        os.write(2, b"last words")  # past the notebook, as what crashes does
+        os.kill(os.getpid(), 9)
     if config.fail == "once" and not (mark := Path(config.log + config.key)).exists():
         mark.touch()
-        raise ValueError("not at the first time")
-    record = {"key": config.key, "status": "done", "config": config.to_dict(), "value": hashlib.sha256(config.key.encode()).hexdigest(), "total_seconds": config.wait}
+        raise ConnectionError("not at the first time")
+    record = {"key": config.key, "status": "done", "config": config.to_dict(), "value": hashlib.sha256(config.key.encode()).hexdigest(), "total_seconds": config.wait,
+              "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
     write_atomically(folder / "record.json", json.dumps(record))
     tell(config, "record")
     return record
@@ -75,14 +68,15 @@ def enter(folder):
         cells = [nbformat.v4.new_code_cell(source.strip()) for source in CELLS.split("#---")]
         cells[0].metadata["tags"] = ["parameters"]
         write_atomically(path, nbformat.writes(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}})))
-    NOTEBOOKS["stub"] = "sweep_stub", "StubConfig", path
+    CONFIGS["stub"], PATHS["stub"] = StubConfig, path
 
 
 if __name__ == "__main__":
     grid, out = sys.argv[1:3]
     options = {k: json.loads(v) for k, v in (a.split("=") for a in sys.argv[3:])}
     enter(Path(grid).parent)
-    try: report = sweep(expand(load_grid(grid)), out, tell=lambda line: print(line, flush=True), **options)
+    executor = Local(options.pop("jobs", None))
+    try: report = sweep(expand(load_grid(grid)), out, executor, log=lambda line: print(line, flush=True), **options)
     except DiskFull as error: sys.exit(f"full: {error}")
     except KeyboardInterrupt: sys.exit(130)
     if report.stopped: print("stopped:", report.stopped)

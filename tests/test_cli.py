@@ -14,7 +14,6 @@ import pandas as pd
 import papermill
 import pytest
 import torch
-from nbclient.exceptions import DeadKernelError
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_log
 from typer.testing import CliRunner
@@ -26,6 +25,7 @@ from isoreg.isoscore import isoscore
 from isoreg.sequences import isoscore_by_sequence_with_error
 from isoreg.notebook import execute, run_notebook_path
 from isoreg.report import load
+from isoreg.notebook import KernelDied
 from isoreg.sweep import Folder, status
 from isoreg.toy import toy_model_path
 
@@ -165,7 +165,7 @@ def test_exit_codes_of_what_ends_a_run(tmp_path, monkeypatch, stage):
     "Not the input, whenever it happens: a kernel that is killed or interrupted, and a full disk."
     folder = tmp_path / RunConfig().key
     cell = lambda name, value="": papermill.PapermillExecutionError(1, 1, "", name, value, [])
-    for error, code in ((DeadKernelError("Kernel died"), 1), (cell("KeyboardInterrupt"), 130), (cell("OSError", "[Errno 28] No space left on device"), 1),
+    for error, code in ((KernelDied(-9), 1), (cell("KeyboardInterrupt"), 130), (cell("OSError", "[Errno 28] No space left on device"), 1),
                         (cell("ValueError", "no"), 1 if stage == "training" else 2)):
         def ends(*a):
             (folder / "progress.json").write_text(json.dumps({"stage": stage}))
@@ -185,7 +185,7 @@ def test_interrupts_and_bad_configurations_leave_no_word_of_a_failure(tmp_path, 
     monkeypatch.setattr("isoreg.notebook.execute", by_the_kernel)
     assert invoke("run", "--out", tmp_path / "c").exit_code == 130
     assert not list(tmp_path.rglob("failed.json"))
-    def dead(*a): raise DeadKernelError("Kernel died")
+    def dead(*a): raise KernelDied(-9)
     monkeypatch.setattr("isoreg.notebook.execute", dead)
     result = invoke("run", "--out", tmp_path / "d")
     assert result.exit_code == 1 and "the kernel died" in result.stderr and len(list((tmp_path / "d").rglob("failed.json"))) == 1

@@ -23,7 +23,7 @@ from isoreg.finetune import sentence_vectors
 from isoreg.geometry import (
     Dimensions, average_cosine, effective_rank, geometry, mean_activation, nearest_two, outlier_dimensions, partition_score, rankme, two_nn, variance_explained)
 from isoreg.isoscore import isoscore
-from isoreg.config import GeometryConfig
+from isoreg.config import GeometryConfig, choices
 from isoreg.measure import collect_measurements, layer_points, load_body, measure_geometry
 from isoreg.notebook import execute, run_notebook_path
 from isoreg.toy import toy_corpus, toy_tokenizer
@@ -435,7 +435,7 @@ def gpt2(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@pytest.mark.parametrize("pooling", measure.POOLINGS)
+@pytest.mark.parametrize("pooling", choices(GeometryConfig.model_fields["pooling"]))
 def test_record_by_single_texts(tmp_path, gpt2, kind, pooling):
     config = GeometryConfig(**TINY, pooling=pooling, **({"model": gpt2} if kind == "decoder" else {}))
     record = measure_geometry(config, tmp_path)
@@ -476,7 +476,7 @@ def test_pooling_is_that_of_the_finetuning_record(tmp_path):
 def test_points_are_drawn_alike_in_all_layers_and_layers_chosen(tmp_path):
     model, tokenizer, _ = load_body(GeometryConfig())
     batches = TextBatches(toy_corpus(40, seed=1), tokenizer, "clm", 7)
-    every, some = layer_points(model, batches), layer_points(model, batches, most=50, seed=3)
+    every, some = layer_points(model, batches), layer_points(model, batches, limit=50, seed=3)
     rows = [int((every[1][0] == x).all(1).nonzero()[0, 0]) for x in some[1][0]]
     assert some[1].shape[1] == 50 and some[2] == every[1].shape[1]
     assert all(any((e == x).all() for e in every[1][-1]) for x in some[1][-1]) and len(set(rows)) > 20

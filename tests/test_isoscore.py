@@ -356,7 +356,7 @@ def test_sequences_can_stream_by_in_pieces_of_any_size():
 def test_gaussian_standard_error_from_a_covariance():
     x = torch.randn(40, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.linspace(0.3, 2, 12)
     cov, exact = torch.cov(x.T), isoscore_with_error(x, correction="gaussian").stderr
-    for given in (cov, cov.numpy(), cov.float(), 1e200 * cov, 1e-200 * cov): assert gaussian_stderr(given, 40) == pytest.approx(exact, rel=1e-5)
+    for one in (cov, cov.numpy(), cov.float(), 1e200 * cov, 1e-200 * cov): assert gaussian_stderr(one, 40) == pytest.approx(exact, rel=1e-5)
     assert isinstance(gaussian_stderr(cov.numpy(), np.int64(40)), float)
 
 

@@ -20,6 +20,7 @@ from transformers import BartConfig, BartForConditionalGeneration, BatchEncoding
 from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, same_draws, token_moments
 from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, ReferenceRefresh, own_batches, split_by_length
+import itertools
 
 CONFIG = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16)
 
@@ -538,7 +539,7 @@ def test_reference_is_refreshed_at_each_epoch_and_detached():
     original = penalty.set_reference
     penalty.set_reference = lambda cov: (seen.append(cov.clone()), original(cov))
     make_trainer(penalty, examples(32, 0), steps=-1, num_train_epochs=3).train()
-    assert len(seen) == 3 and not any(torch.equal(a, b) for a, b in zip(seen, seen[1:]))
+    assert len(seen) == 3 and not any(torch.equal(a, b) for a, b in itertools.pairwise(seen))
     assert not penalty.reference_cov.requires_grad
 
 
@@ -612,7 +613,7 @@ def test_training_resumes_with_its_reference_from_any_folder():
 
 
 def test_the_callback_resumes_under_the_plain_trainer():
-    out, ends = tempfile.mkdtemp(), []
+    out, _ends = tempfile.mkdtemp(), []
     for checkpoint in (None, f"{out}/checkpoint-2"):
         penalty = IStar(-1, zeta=0.5)
         trainer = make_trainer(None, examples(32, 0), kind=PlainInOrder, output_dir=out, **SAVING)

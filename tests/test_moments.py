@@ -15,6 +15,7 @@ from ranks import on_ranks
 
 from isoreg.isoscore import isoscore_from_cov
 from isoreg.moments import Moments, all_reduce, check_points, full_precision, merge, moments, pool
+import itertools
 
 
 def by_definition(x):
@@ -40,7 +41,7 @@ def test_equals_definition(n, d, seed, kept):
 def test_parts_merge_to_the_whole(cuts, seed):
     x = torch.randn(300, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * torch.arange(1, 10) + 40
     edges = [0, *sorted(cuts), 300]
-    parts = [moments(x[a:b], order=4) for a, b in zip(edges, edges[1:])]
+    parts = [moments(x[a:b], order=4) for a, b in itertools.pairwise(edges)]
     for ours, exact in zip(merge(parts), moments(x, order=4)): torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-8)
 
 
@@ -294,8 +295,8 @@ def test_whatever_holds_the_same_numbers_gives_the_same(make, tmp_path):
 @pytest.mark.parametrize("dtype", ["i8", ">i4", "u2", "i1"])
 def test_whole_numbers_are_summed_in_float64(dtype):
     x = np.random.default_rng(0).integers(0, 100, size=(30, 4))
-    for given in (x.astype(dtype), torch.from_numpy(x.astype(np.dtype(dtype).newbyteorder("=")))):
-        for ours, exact in zip(moments(given)[1:3], moments(x.astype(float))[1:]): assert torch.equal(ours, exact)
+    for values in (x.astype(dtype), torch.from_numpy(x.astype(np.dtype(dtype).newbyteorder("=")))):
+        for ours, exact in zip(moments(values)[1:3], moments(x.astype(float))[1:]): assert torch.equal(ours, exact)
 
 
 def test_a_list_of_tensors_is_stacked_with_its_gradient():

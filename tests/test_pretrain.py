@@ -25,7 +25,7 @@ from isoreg.config import PretrainConfig
 from isoreg.pretrain import (
     LikelihoodTrainer, corpus_texts, freeze_encoder, heldout_loss, last_checkpoint, log_frequencies, pretrain,
     toy_batches, toy_language_model, training_arguments, unigram_loss, with_mlm_head)
-from isoreg.sweep import Block, Grid, expand
+from isoreg.grid import Block, Grid, expand
 from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")

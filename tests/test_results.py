@@ -105,7 +105,7 @@ def as_it_ran(tmp_path, monkeypatch):
 
 
 def test_every_record_is_of_a_shipped_grid(as_it_ran):
-    from isoreg.sweep import expand, load_grid
+    from isoreg.grid import expand, load_grid
     for pattern, records in (("small-*.yaml", RECORDS), ("second-*.yaml", SECOND)):
         keys = {run.key for path in (NBS / "grids").glob(pattern) for run in expand(load_grid(path)).runs}
         assert not [r["key"] for r in records if r["key"] not in keys]
@@ -125,7 +125,7 @@ def test_second_round_is_as_planned():
 
 def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_ran):
     "MRPC was read without groups at first: a grid has the same runs with them."
-    from isoreg.sweep import expand, load_grid
+    from isoreg.grid import expand, load_grid
     runs = expand(load_grid(NBS / "grids" / "small-istar.yaml")).runs
     bare = lambda config: {k: v for k, v in RunConfig.from_record(config).to_dict().items() if k != "length_groups"}
     keys, planned = {run.key for run in runs}, [bare(run.config) for run in runs]
@@ -135,14 +135,14 @@ def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_
 
 @pytest.mark.parametrize("kind", ["fisher", "geometry"])
 def test_the_measurements_are_those_of_their_grid(kind):
-    from isoreg.sweep import expand, load_grid
+    from isoreg.grid import expand, load_grid
     stored = [json.loads(line)["key"] for line in (NBS / "results" / f"{kind}.jsonl").read_text().splitlines()]
     assert sorted(stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / f"small-{kind}.yaml")).runs)
 
 
 def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkeypatch):
     "The stored runs took a Fisher estimate by --set; their keys are of its path."
-    from isoreg.sweep import expand, load_grid
+    from isoreg.grid import expand, load_grid
     stored = [json.loads(line) for line in (NBS / "results" / "landscape.jsonl").read_text().splitlines()]
     (place,) = {r["config"]["fisher"] for r in stored} - {None}
     (tmp_path / place).mkdir(parents=True)
