@@ -36,9 +36,10 @@ from .noise import apply_dropout
 from .files import file_kind, pack, unpack, write_atomically
 from .fisher import FisherEstimate, empirical_fisher, load_scores
 from .geometry import two_nn
-from .istar import eval_mode, measure_isotropy
+from .istar import measure_isotropy
 from .models import check_vocabulary, load_model, model_source, resolve_precision
 from .record import RunRecord, git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256
+from .states import eval_mode
 from .tasks import get_task
 from .toy import toy_corpus
 from .trainer import PenaltyTrainer, ReferenceRefresh, split_by_length

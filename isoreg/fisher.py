@@ -29,7 +29,7 @@ from .corpus import (
     LOSSES, TextBatches, check_head, decoder_inputs, head_input, model_losses, predicted_positions,
     sample_losses)
 from .files import write_atomically
-from .istar import eval_mode
+from .states import eval_mode
 
 # %% ../nbs/04_fisher.ipynb #3df8e5f6
 def empirical_fisher(

@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from .checks import in_range, one_of
 from .corpus import LOSSES, TextBatches, sample_losses
 from .files import write_atomically
-from .istar import eval_mode, same_draws
+from .states import eval_mode, same_draws
 
 # %% ../nbs/05_landscape.ipynb #6d5ae0cf
 RINGS = (0, 0.2, 0.35, 0.5, 0.65, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2.2)  # edges, by distance from the origin

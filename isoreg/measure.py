@@ -29,11 +29,11 @@ from .files import record_files, write_atomically
 from .fisher import FisherEstimate, agreement, empirical_fisher, model_fingerprint
 from .geometry import Dimensions, geometry
 from .isoscore import isoscore
-from .istar import eval_mode
 from .landscape import Direction, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
 from .models import check_vocabulary, has_decoder, load_tokenizer, model_source, read_body, read_config
 from .record import (
     DIALECT, git_commit, hardware, peak_memory_mib, plain, read_lines, versions, weights_sha256)
+from .states import eval_mode
 from .toy import toy_corpus
 
 # %% ../nbs/08c_measure.ipynb #beefee88

@@ -30,9 +30,9 @@ from .config import PretrainConfig
 from .corpus import TextBatches, head_input, load_texts, predicted_logits
 from .files import write_atomically
 from .finetune import SMALL, ProgressFile
-from .istar import eval_mode
 from .models import load_tokenizer, model_source, not_found, read_config, resolve_precision
 from .record import git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256
+from .states import eval_mode
 from .toy import toy_corpus, toy_tokenizer
 
 # %% ../nbs/08b_pretrain.ipynb #1292211a

@@ -18,7 +18,8 @@ from ranks import on_ranks
 from transformers import BartConfig, BartForConditionalGeneration, BatchEncoding, BertConfig, BertForSequenceClassification, BertModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments, default_data_collator
 
 from isoreg.isoscore import isoscore, isoscore_star
-from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, same_draws, token_moments
+from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, token_moments
+from isoreg.states import same_draws
 from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, ReferenceRefresh, own_batches, split_by_length
 import itertools
 
