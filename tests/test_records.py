@@ -203,7 +203,7 @@ def test_stored_records_follow_their_schemas():
 def test_schema_files_are_what_the_code_gives(name):
     made = record_schema() if name == "record" else measurement_schema(name)
     Draft202012Validator.check_schema(made)
-    assert json.loads((RESULTS / f"{name}.schema.json").read_text()) == made, "execute nbs/08_finetune.ipynb and nbs/08c_measure.ipynb, which write the files"
+    assert json.loads((RESULTS / f"{name}.schema.json").read_text()) == made, "execute nbs/23_finetune.ipynb and nbs/25_measure.ipynb, which write the files"
     for where in (made, made["properties"]["config"]):
         assert all(len(p["description"]) > 5 for p in where["properties"].values()), "a field without a comment"
 

@@ -379,8 +379,8 @@ def test_a_copy_of_the_repository_with_a_page_taken_away_is_not(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     for name in ["nbs", "isoreg"]:
         shutil.copytree(ROOT / name, tmp_path / name)
-    (tmp_path / "nbs/00_moments.ipynb").unlink()
-    assert "_quarto.yml: nbs/00_moments.ipynb is linked but does not exist" in check_site.check(
+    (tmp_path / "nbs/01_moments.ipynb").unlink()
+    assert "_quarto.yml: nbs/01_moments.ipynb is linked but does not exist" in check_site.check(
         tmp_path, with_filter=False
     )
 
