@@ -1,4 +1,5 @@
-"""Write README.md from nbs/index.ipynb, or say with --check that the two differ. A labelled picture becomes a file in nbs/images."""
+"""Write README.md from nbs/index.ipynb, or say with --check that the two differ. A labelled picture becomes a file
+in nbs/images."""
 
 import argparse
 import base64
@@ -55,14 +56,15 @@ def cell_text(cell: dict) -> str:
         return relink(source.strip())
     if cell["cell_type"] == "raw":
         front = yaml.safe_load(source.strip().strip("-")) or {}
-        return "\n\n".join(
-            text for text in (f"# {front.get('title', 'isoreg')}", front.get("description", "")) if text
-        )
+        return "\n\n".join(text for text in (f"# {front.get('title', 'isoreg')}", front.get("description", "")) if text)
     if re.match(r"#\|\s*hide\b", source):
         return ""
     silent = re.search(r"^#\|\s*echo:\s*false", source, flags=re.MULTILINE)
     code = "" if silent else re.sub(r"^#\|.*\n?", "", source, flags=re.MULTILINE).strip()
-    shown = [f'<img src="nbs/images/{name}" alt="{option(cell, "fig-alt")}">\n\n*{option(cell, "fig-cap")}*' for name in pictures([cell])]
+    shown = [
+        f'<img src="nbs/images/{name}" alt="{option(cell, "fig-alt")}">\n\n*{option(cell, "fig-cap")}*'
+        for name in pictures([cell])
+    ]
     return "\n\n".join(
         text for text in [fenced(code, "python") if code else "", *map(output_text, cell["outputs"]), *shown] if text
     )
@@ -73,7 +75,9 @@ def readme(notebook: Path) -> str:
     if "{{<" in "".join(parts):
         raise SystemExit("index.ipynb holds a Quarto shortcode, which README.md cannot show")
     if "\\operatorname" in "".join(parts):
-        raise SystemExit("index.ipynb holds \\operatorname, which the repository's page refuses in formulas: use \\mathrm")
+        raise SystemExit(
+            "index.ipynb holds \\operatorname, which the repository's page refuses in formulas: use \\mathrm"
+        )
     return "\n\n".join([NOTE, *filter(None, parts)]) + "\n"
 
 

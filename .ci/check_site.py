@@ -15,15 +15,13 @@ from pathlib import Path
 
 import yaml
 
-os.environ["PATH"] = (
-    f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the filter of this environment
-)
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the filter of this environment
 KNOWN_KEYS = {
     "": "project lang execute ipynb-filters format website number-sections bibliography",
     "project": "type output-dir render resources",
     "execute": "enabled echo warning",
     "format": "html",
-    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css smooth-scroll include-after-body",
+    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css smooth-scroll include-after-body",  # noqa: E501
     "format.html.theme": "light dark",
     "website": "title description site-url repo-url repo-branch repo-actions search page-navigation favicon "
     "sidebar navbar page-footer",
@@ -203,9 +201,7 @@ def check_config(root: Path, config: dict) -> list[str]:
     for glob in globs:
         if not any(root.glob(glob.lstrip("!"))) and glob[0] != "!":
             wrong.append(f"_quarto.yml: nothing matches {glob} in project.render")
-    linked = [
-        href for bar in ("sidebar", "navbar") for href in hrefs(site.get(bar, {})) if not href.startswith("http")
-    ]
+    linked = [href for bar in ("sidebar", "navbar") for href in hrefs(site.get(bar, {})) if not href.startswith("http")]
     for href in linked:
         if not any(root.glob(href)):
             wrong.append(f"_quarto.yml: {href} is linked but does not exist")

@@ -1,4 +1,5 @@
-"""Check that a wheel holds every module, every asset, every papermill notebook and every grid of the checkout, and nothing else."""
+"""Check that a wheel holds every module, every asset, every papermill notebook and every grid of the checkout, and
+nothing else."""
 
 import sys
 import zipfile

@@ -1,4 +1,5 @@
-"""Write what is made from the configurations: the parameter cells of the run notebooks and the schemas of the records."""
+"""Write what is made from the configurations: the parameter cells of the run notebooks and the schemas of the
+records."""
 
 import json
 from pathlib import Path

@@ -1,9 +1,10 @@
-"""A preview of the pages, without Quarto: each published notebook through nbdev_filter, nbconvert and pandoc, into one folder.
+"""A preview of the pages, without Quarto: each published notebook through nbdev_filter, nbconvert and pandoc, into
+one folder.
 
     python .ci/preview.py _preview
 
 It is not the site: Quarto's layout, search and navigation are missing. What is the same is what goes in (the filtered
-notebooks, the captions, the cross-references, styles.css, _records.html) and how equations are made (pandoc, MathML)."""
+notebooks, the captions, the cross-references, styles.css, _records.html) and how equations are made (pandoc, MathML)."""  # noqa: E501
 
 import argparse
 import html
@@ -20,7 +21,16 @@ from nbconvert import HTMLExporter
 
 sys.path.insert(0, str(Path(__file__).parent))
 from check_site import (
-    cell_options, check_filtered_cells, front_matter, hrefs, published, read_cells, read_config, run_filter, unreadable)
+    cell_options,
+    check_filtered_cells,
+    front_matter,
+    hrefs,
+    published,
+    read_cells,
+    read_config,
+    run_filter,
+    unreadable,
+)
 
 CUT = "<!-- cut here -->"
 KINDS = {"fig": "Figure", "tbl": "Table", "eq": "Equation"}
@@ -39,7 +49,7 @@ table {{ border-collapse: collapse; font-size: .9rem }} summary {{ cursor: point
 <p class="note">A preview without Quarto. <a href="{up}index.html">Start</a></p>
 <details><summary>Pages</summary><nav>{nav}</nav></details>
 <header><h1>{title}</h1><p>{description}</p></header><main>{body}</main>{after}</body></html>
-"""
+"""  # noqa: E501
 
 
 def numbered(cells: list[dict]) -> dict[str, str]:
@@ -56,20 +66,34 @@ def numbered(cells: list[dict]) -> dict[str, str]:
 
 def to_pandoc(text: str, numbers: dict[str, str]) -> str:
     "Quarto's references and numbered equations, in words that pandoc knows."
-    text = re.sub(r"(\$\$.*?\$\$)\s*\{#(eq-[\w:-]+)\}", lambda m: f"::: {{#{m[2]} .equation}}\n{m[1]}\n\n[({numbers[m[2]]})]{{.number}}\n:::", text, flags=re.S)
+    text = re.sub(
+        r"(\$\$.*?\$\$)\s*\{#(eq-[\w:-]+)\}",
+        lambda m: f"::: {{#{m[2]} .equation}}\n{m[1]}\n\n[({numbers[m[2]]})]{{.number}}\n:::",
+        text,
+        flags=re.S,
+    )
     name = lambda m: f"[{KINDS[m[2]]} {numbers[m[1]]}](#{m[1]})" if m[1] in numbers else m[0]
     return re.sub(r"(?<![\w`\\/])@((fig|tbl|eq)-[\w:]+(?:-[\w:]+)*)", name, text)
 
 
 def pandoc(texts: list[str]) -> list[str]:
-    done = subprocess.run(["pandoc", "-f", "markdown", "-t", "html5", "--mathml", "--wrap=none"],
-                          input=f"\n\n{CUT}\n\n".join(texts), capture_output=True, text=True, check=True)
-    return re.sub(r"<colgroup>.*?</colgroup>\s*", "", done.stdout, flags=re.S).split(CUT)  # as tbl-colwidths: false does
+    done = subprocess.run(
+        ["pandoc", "-f", "markdown", "-t", "html5", "--mathml", "--wrap=none"],
+        input=f"\n\n{CUT}\n\n".join(texts),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return re.sub(r"<colgroup>.*?</colgroup>\s*", "", done.stdout, flags=re.S).split(
+        CUT
+    )  # as tbl-colwidths: false does
 
 
 def folded(new: nbformat.NotebookNode, summary: str) -> list:
     "A cell as a folded source and its outputs."
-    source = nbformat.v4.new_markdown_cell(f"<details><summary>{summary}</summary>\n\n```python\n{new.source}\n```\n\n</details>")
+    source = nbformat.v4.new_markdown_cell(
+        f"<details><summary>{summary}</summary>\n\n```python\n{new.source}\n```\n\n</details>"
+    )
     new.metadata["transient"] = {"remove_source": True}
     return [source, new]
 
@@ -108,7 +132,12 @@ def body(cells: list[dict], fold: bool = False) -> str:
             if "text/markdown" in output.get("data", {}):
                 output.data["text/markdown"] = to_pandoc(output.data["text/markdown"], numbers)
     texts = [c.source for c in notebook.cells if c.cell_type == "markdown"]
-    texts += [o.data["text/markdown"] for c in notebook.cells for o in c.get("outputs", []) if "text/markdown" in o.get("data", {})]
+    texts += [
+        o.data["text/markdown"]
+        for c in notebook.cells
+        for o in c.get("outputs", [])
+        if "text/markdown" in o.get("data", {})
+    ]
     made = dict(zip(texts, pandoc(texts)))
     exporter = HTMLExporter(template_name="basic")
     exporter.register_filter("markdown2html", lambda context, text=None: made[context if text is None else text])
@@ -118,11 +147,15 @@ def body(cells: list[dict], fold: bool = False) -> str:
 
 def links(text: str, pages: dict[str, str], folder: str) -> str:
     "Links to notebooks and to the site's address, made links between the pages."
+
     def local(m):
         target, _, anchor = m[1].partition("#")
         path = os.path.normpath(os.path.join(folder, target))
         there = pages.get(path)
-        return m[0] if there is None else f'href="{os.path.relpath(there, folder or ".")}{"#" + anchor if anchor else ""}"'
+        return (
+            m[0] if there is None else f'href="{os.path.relpath(there, folder or ".")}{"#" + anchor if anchor else ""}"'
+        )
+
     return re.sub(r'href="(?!https?:|mailto:|#|data:)([^"]+)"', local, text)
 
 
@@ -150,14 +183,21 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
     if wrong := unreadable(root, cells_of):
         raise SystemExit("\n".join(wrong))
     with ThreadPoolExecutor(workers) as pool:
-        filtered = dict(zip(notebooks, pool.map(lambda p: passed(p, p.relative_to(root), config["ipynb-filters"][0]), notebooks)))
+        filtered = dict(
+            zip(notebooks, pool.map(lambda p: passed(p, p.relative_to(root), config["ipynb-filters"][0]), notebooks))
+        )
     fronts = {p: front_matter(cells) for p, cells in cells_of.items()}
     place = {p: (p.parent / fronts[p].get("output-file", f"{p.stem}.html")).relative_to(root) for p in notebooks}
     texts = [p.name for p in published(root, config["project"]["render"]) if p.suffix == ".md"]
-    pages = {str(p.relative_to(root)): str(place[p]) for p in notebooks} | {"index.qmd": "index.html", "README.md": "index.html"}
+    pages = {str(p.relative_to(root)): str(place[p]) for p in notebooks} | {
+        "index.qmd": "index.html",
+        "README.md": "index.html",
+    }
     pages |= {name: f"{Path(name).stem}.html" for name in texts}
     order = [h for h in hrefs(config["website"]["sidebar"]) if h in pages]
-    names = {str(p.relative_to(root)): fronts[p].get("title", p.stem) for p in notebooks} | {name: heading(root / name) for name in texts}
+    names = {str(p.relative_to(root)): fronts[p].get("title", p.stem) for p in notebooks} | {
+        name: heading(root / name) for name in texts
+    }
     if out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True)
@@ -170,17 +210,37 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
     written, after = [], config["format"]["html"].get("include-after-body", "")
     after = (root / after).read_text() if after else ""
     api = re.compile(r'href="https?://[^"/]+/\w+/(nbs/[\w/.-]+\.html)')
+
     def write(target: str, title: str, description: str, content: str):
         folder, up = os.path.dirname(target), "../" * target.count("/")
         nav = " · ".join(f'<a href="{up}{pages[h]}">{html.escape(names.get(h, "isoreg"))}</a>' for h in order)
         content = api.sub(lambda m: f'href="{up}{m[1]}', links(content, pages, folder))
         (out / target).parent.mkdir(parents=True, exist_ok=True)
-        (out / target).write_text(PAGE.format(title=html.escape(title), description=html.escape(description), up=up, nav=nav, body=content,
-                                            lang=config.get("lang", "en"), after=after, icon=up + icon if icon else "data:,"))
+        (out / target).write_text(
+            PAGE.format(
+                title=html.escape(title),
+                description=html.escape(description),
+                up=up,
+                nav=nav,
+                body=content,
+                lang=config.get("lang", "en"),
+                after=after,
+                icon=up + icon if icon else "data:,",
+            )
+        )
         written.append(out / target)
+
     for path, cells in filtered.items():
-        write(str(place[path]), fronts[path].get("title", path.stem), fronts[path].get("description", ""), body(cells, bool((fronts[path].get("format") or {}).get("html", {}).get("code-fold"))))
-    for name, target, title in [("README.md", "index.html", "isoreg"), *((name, pages[name], names[name]) for name in texts)]:
+        write(
+            str(place[path]),
+            fronts[path].get("title", path.stem),
+            fronts[path].get("description", ""),
+            body(cells, bool((fronts[path].get("format") or {}).get("html", {}).get("code-fold"))),
+        )
+    for name, target, title in [
+        ("README.md", "index.html", "isoreg"),
+        *((name, pages[name], names[name]) for name in texts),
+    ]:
         text = re.sub(r"^# .*$", "", (root / name).read_text(), count=1, flags=re.M)
         write(target, title, "", pandoc([text])[0])
     return written

@@ -15,7 +15,7 @@ def one_of(
     choices: Iterable,  # the values that are known: names, numbers or None
     also: str = "",  # what else the caller takes, for the message: "a schedule file"
 ):
-    "Return `value` if it is among the choices, else raise a `ValueError` that lists them and names the one that is near."
+    "Return `value` if it is among the choices; else a `ValueError` that lists them and names the one that is near."
     choices, array = list(choices), getattr(value, "shape", ())
     if not array and any(value == c and isinstance(value, bool) == isinstance(c, bool) for c in choices): return value
     raise ValueError(f"{name}: {shown(value)} is unknown; {did_you_mean(value, choices)}use {listed(choices, also)}")

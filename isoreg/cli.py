@@ -72,7 +72,7 @@ def _show_demo(records: Sequence, picture: Path):
     _console.print(table)
     _draw_demo(names, records, picture)
     _console.print(f"isotropy by layer: {picture}")
-    _console.print("next: isoreg score FILE (your vectors), isoreg run --help (your task), isoreg sweep --help (a grid)")
+    _console.print("next: isoreg score FILE (your vectors), isoreg run --help (your task), isoreg sweep --help (grids)")
 
 # %% ../nbs/31_cli.ipynb #99d7e74e
 def _draw_demo(names: Sequence[str], records: Sequence, picture: Path):

@@ -1,4 +1,5 @@
 """Run a function on several gloo ranks on this machine and collect what each returns."""
+
 import os
 import socket
 import tempfile
@@ -10,8 +11,13 @@ import torch.multiprocessing as mp
 
 
 def _worker(rank: int, world: int, port: int, folder: str, function, args):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     torch.save(function(rank, world, *args), Path(folder) / f"{rank}.pt")

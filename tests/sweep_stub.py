@@ -1,4 +1,6 @@
-"""A run that takes as long as it is told, for tests of what goes on around runs: python sweep_stub.py GRID OUT [OPTION=VALUE ...]"""
+"""A run that takes as long as it is told, for tests of what goes on around runs: python sweep_stub.py GRID OUT
+[OPTION=VALUE ...]"""
+
 import hashlib
 import json
 import os
@@ -33,29 +35,43 @@ class StubConfig(Settings):
     log: str = ""  # file that is told of each start and each record
 
     @property
-    def key(self): return f"{self.task}-{self.seed}-" + hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
+    def key(self):
+        return (
+            f"{self.task}-{self.seed}-"
+            + hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
+        )
 
 
 def tell(config, word):
     if config.log:
-        with open(config.log, "a") as f: f.write(f"{word} {config.key}\n")
+        with open(config.log, "a") as f:
+            f.write(f"{word} {config.key}\n")
 
 
 def work(config, out):
     tell(config, "start")
     folder = Path(out) / config.key
     time.sleep(config.wait)
-    if config.fail == "always": raise ValueError("this run cannot work")
-    if config.fail == "full": raise OSError(28, "No space left on device")
-    if config.fail == "die": os._exit(9)
+    if config.fail == "always":
+        raise ValueError("this run cannot work")
+    if config.fail == "full":
+        raise OSError(28, "No space left on device")
+    if config.fail == "die":
+        os._exit(9)
     if config.fail == "kill":
         os.write(2, b"last words")  # past the notebook, as what crashes does
         os.kill(os.getpid(), 9)
     if config.fail == "once" and not (mark := Path(config.log + config.key)).exists():
         mark.touch()
         raise ConnectionError("not at the first time")
-    record = {"key": config.key, "status": "done", "config": config.to_dict(), "value": hashlib.sha256(config.key.encode()).hexdigest(), "total_seconds": config.wait,
-              "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    record = {
+        "key": config.key,
+        "status": "done",
+        "config": config.to_dict(),
+        "value": hashlib.sha256(config.key.encode()).hexdigest(),
+        "total_seconds": config.wait,
+        "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
     write_atomically(folder / "record.json", json.dumps(record))
     tell(config, "record")
     return record
@@ -67,7 +83,15 @@ def enter(folder):
     if not path.exists():
         cells = [nbformat.v4.new_code_cell(source.strip()) for source in CELLS.split("#---")]
         cells[0].metadata["tags"] = ["parameters"]
-        write_atomically(path, nbformat.writes(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}})))
+        write_atomically(
+            path,
+            nbformat.writes(
+                nbformat.v4.new_notebook(
+                    cells=cells,
+                    metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}},
+                )
+            ),
+        )
     CONFIGS["stub"], PATHS["stub"] = StubConfig, path
 
 
@@ -76,8 +100,12 @@ if __name__ == "__main__":
     options = {k: json.loads(v) for k, v in (a.split("=") for a in sys.argv[3:])}
     enter(Path(grid).parent)
     executor = Local(options.pop("jobs", None))
-    try: report = sweep(expand(load_grid(grid)), out, executor, log=lambda line: print(line, flush=True), **options)
-    except DiskFull as error: sys.exit(f"full: {error}")
-    except KeyboardInterrupt: sys.exit(130)
-    if report.stopped: print("stopped:", report.stopped)
+    try:
+        report = sweep(expand(load_grid(grid)), out, executor, log=lambda line: print(line, flush=True), **options)
+    except DiskFull as error:
+        sys.exit(f"full: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if report.stopped:
+        print("stopped:", report.stopped)
     sys.exit(report.code)

@@ -1,4 +1,5 @@
 """The command and the run notebook as a user meets them: processes, exit codes, files."""
+
 import inspect
 import json
 import re
@@ -35,10 +36,14 @@ TINY = {"max_train": 32, "max_eval": 20, "epochs": 1}
 OPTIONS = [x for k, v in TINY.items() for x in ("--" + k.replace("_", "-"), str(v))]
 
 
-def _as_run(config): return Run(config.key, "finetune", config.to_dict())
+def _as_run(config):
+    return Run(config.key, "finetune", config.to_dict())
 
 
-def isoreg(*arguments, cwd=None): return subprocess.run([sys.executable, "-m", "isoreg.cli", *map(str, arguments)], capture_output=True, text=True, cwd=cwd)
+def isoreg(*arguments, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "isoreg.cli", *map(str, arguments)], capture_output=True, text=True, cwd=cwd
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,9 @@ def test_finished_run_is_found_under_another_recipe_with_its_settings(done):
     record = RunRecord.load(folder / "runs" / RunConfig(**TINY, lam=0.5, seed=3).key)
     settings = {name: record.config[name] for name in RECIPES["quick"]}
     config = RunConfig(**TINY | settings, lam=0.5, seed=3, recipe="mosbach")
-    assert config.recipe != record.config["recipe"] and _finished(_as_run(config), folder / "runs").value == record.value
+    assert (
+        config.recipe != record.config["recipe"] and _finished(_as_run(config), folder / "runs").value == record.value
+    )
     other = RunConfig(**config.to_dict() | {"lr": 0.1})
     shutil.copytree(folder / "runs" / config.key, folder / "copy" / other.key)
     assert _finished(_as_run(other), folder / "copy") is None
@@ -101,31 +108,35 @@ def test_finished_run_is_not_repeated_and_a_damaged_record_is(done):
     assert RunRecord.load(path).value == json.loads(text)["value"]
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["run", "--task", "colla"], ["task", "colla"]),
-    (["run", "--batch-size", 0], ["batch_size"]),
-    (["run", "--lam", "nan"], ["lam"]),
-    (["run", "--data-dir", "nowhere"], ["data_dir", "nowhere"]),
-    (["run", "--layers=--1"], ["layers"]),
-    (["run", "--out", __file__ + "/below"], ["out", "written"]),
-    (["run", "--lamm", 1], ["--lamm"]),
-    (["run", "--set", "pad_to_max=["], ["set", "YAML"]),
-    (["run", "--set", "pad_to_max"], ["set", "pad_to_max"]),
-    (["sweep", "toy", "--dry-run", "--set", "seed=["], ["set", "YAML"]),
-    (["rerun", "nothing", "--records", "nowhere"], ["record", "nothing", "nowhere"]),
-    (["select", "toy", "nowhere.jsonl"], ["nowhere.jsonl"]),
-    (["run", "--seed", "x"], ["--seed"]),
-    (["score", "nowhere.npy"], ["nowhere.npy"]),
-    (["score", __file__, "--model", "toy-bert", "--max-lines", -1], ["--max-lines"]),
-    (["score", __file__, "--model", "toy-bert", "--max-lines", 0], ["--max-lines"]),
-    (["score", __file__, "--model", "toy-bert", "--seed", -1], ["--seed"]),
-    (["score", __file__, "--model", "toy-bert", "--array", "x"], ["array", "--model"]),
-    (["tasks", "--data-dir", "nowhere"], ["nowhere"]),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["run", "--task", "colla"], ["task", "colla"]),
+        (["run", "--batch-size", 0], ["batch_size"]),
+        (["run", "--lam", "nan"], ["lam"]),
+        (["run", "--data-dir", "nowhere"], ["data_dir", "nowhere"]),
+        (["run", "--layers=--1"], ["layers"]),
+        (["run", "--out", __file__ + "/below"], ["out", "written"]),
+        (["run", "--lamm", 1], ["--lamm"]),
+        (["run", "--set", "pad_to_max=["], ["set", "YAML"]),
+        (["run", "--set", "pad_to_max"], ["set", "pad_to_max"]),
+        (["sweep", "toy", "--dry-run", "--set", "seed=["], ["set", "YAML"]),
+        (["rerun", "nothing", "--records", "nowhere"], ["record", "nothing", "nowhere"]),
+        (["select", "toy", "nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["run", "--seed", "x"], ["--seed"]),
+        (["score", "nowhere.npy"], ["nowhere.npy"]),
+        (["score", __file__, "--model", "toy-bert", "--max-lines", -1], ["--max-lines"]),
+        (["score", __file__, "--model", "toy-bert", "--max-lines", 0], ["--max-lines"]),
+        (["score", __file__, "--model", "toy-bert", "--seed", -1], ["--seed"]),
+        (["score", __file__, "--model", "toy-bert", "--array", "x"], ["array", "--model"]),
+        (["tasks", "--data-dir", "nowhere"], ["nowhere"]),
+    ],
+)
 def test_bad_input_exits_with_2(arguments, words):
     result = invoke(*arguments)
     assert result.exit_code == 2
-    for word in words: assert word in result.stderr
+    for word in words:
+        assert word in result.stderr
 
 
 def test_names_are_printed_as_they_are(tmp_path, monkeypatch):
@@ -142,6 +153,7 @@ def test_missing_model_exits_with_2_and_a_failing_run_with_1(tmp_path, monkeypat
     result = invoke("run", "--model", tmp_path / "model", "--out", tmp_path / "runs")
     assert result.exit_code == 2 and "notebook.ipynb" in result.stderr
     import isoreg.cli as cli
+
     monkeypatch.setattr(cli, "_trained", lambda path: True)
     assert invoke("run", "--model", tmp_path / "model", "--out", tmp_path / "runs").exit_code == 1
 
@@ -154,18 +166,37 @@ def test_a_failed_run_leaves_word_until_it_is_done(tmp_path, monkeypatch):
     (file,) = out.rglob("failed.json")
     said = json.loads(file.read_text())
     config = RunConfig(model=str(tmp_path / "model"))
-    assert (said["key"], said["config"], file.parent.name, said["attempts"]) == (config.key, config.to_dict(), config.key, 1) and "Traceback" in said["traceback"]
+    assert (said["key"], said["config"], file.parent.name, said["attempts"]) == (
+        config.key,
+        config.to_dict(),
+        config.key,
+        1,
+    ) and "Traceback" in said["traceback"]
     assert Path(said["notebook"]) == file.parent / "notebook.ipynb" and Path(said["notebook"]).is_file()
-    (key, error), = status(out)["failed"].items()
+    ((key, error),) = status(out)["failed"].items()
     assert key == config.key and error == said["error"] and key in invoke("status", out).stdout
     (row,) = load(str(out)).to_dict("records")
     assert (row["status"], row["error"]) == ("failed", said["error"])
-    record = RunRecord(config.key, config.to_dict(), metric="matthews_correlation", metrics={"matthews_correlation": None, "f1": None}, isoscore={w: {"union": 0.1} for w in ("before", "after")},
-                       data={"majority": 0.0, "notes": []}, model={"notes": []}, hardware={"gpu": None, "cpu": "some", "precision": "fp32"})
+    record = RunRecord(
+        config.key,
+        config.to_dict(),
+        metric="matthews_correlation",
+        metrics={"matthews_correlation": None, "f1": None},
+        isoscore={w: {"union": 0.1} for w in ("before", "after")},
+        data={"majority": 0.0, "notes": []},
+        model={"notes": []},
+        hardware={"gpu": None, "cpu": "some", "precision": "fp32"},
+    )
     monkeypatch.setattr("isoreg.notebook.execute", lambda *a: record.save(file.parent))
     shown = invoke(*arguments)
     words = " ".join(re.findall(r"\w+", shown.stdout))  # a narrow screen folds them
-    assert shown.exit_code == 1 and "no finite number" in words and "undefined" in words and not file.exists() and not status(out)["failed"]
+    assert (
+        shown.exit_code == 1
+        and "no finite number" in words
+        and "undefined" in words
+        and not file.exists()
+        and not status(out)["failed"]
+    )
 
 
 def test_a_failed_run_leaves_alone_what_a_sweep_has_begun(tmp_path, monkeypatch):
@@ -173,16 +204,26 @@ def test_a_failed_run_leaves_alone_what_a_sweep_has_begun(tmp_path, monkeypatch)
     folder, key = Folder(tmp_path), RunConfig().key
     part = folder.part(key)
     part.mkdir(parents=True)
-    begun = {"notebook.ipynb": "of the sweep", "progress.json": "{}", "tried.json": json.dumps({"key": key, "attempts": 1})}
-    for name, text in begun.items(): (part / name).write_text(text)
+    begun = {
+        "notebook.ipynb": "of the sweep",
+        "progress.json": "{}",
+        "tried.json": json.dumps({"key": key, "attempts": 1}),
+    }
+    for name, text in begun.items():
+        (part / name).write_text(text)
 
     def failing(name, notebook, *a):
         Path(notebook).write_text("of this run")
         raise papermill.PapermillExecutionError(1, 1, "", "ValueError", "no", [])
+
     monkeypatch.setattr("isoreg.notebook.execute", failing)
     assert invoke("run", "--out", tmp_path).exit_code == 2
-    assert (tmp_path / key / "notebook.ipynb").read_text() == "of this run" and {p.name: p.read_text() for p in part.iterdir()} == begun
-    assert json.loads((tmp_path / key / "failed.json").read_text())["notebook"] == str(tmp_path / key / "notebook.ipynb")
+    assert (tmp_path / key / "notebook.ipynb").read_text() == "of this run" and {
+        p.name: p.read_text() for p in part.iterdir()
+    } == begun
+    assert json.loads((tmp_path / key / "failed.json").read_text())["notebook"] == str(
+        tmp_path / key / "notebook.ipynb"
+    )
 
 
 @pytest.mark.parametrize("stage", ["loading", "training"])
@@ -190,30 +231,54 @@ def test_exit_codes_of_what_ends_a_run(tmp_path, monkeypatch, stage):
     "Not the input, whenever it happens: a kernel that is killed or interrupted, and a full disk."
     folder = tmp_path / RunConfig().key
     cell = lambda name, value="": papermill.PapermillExecutionError(1, 1, "", name, value, [])
-    for error, code in ((KernelDied(-9), 1), (cell("KeyboardInterrupt"), 130), (cell("OSError", "[Errno 28] No space left on device"), 1),
-                        (cell("ValueError", "no"), 1 if stage == "training" else 2)):
+    for error, code in (
+        (KernelDied(-9), 1),
+        (cell("KeyboardInterrupt"), 130),
+        (cell("OSError", "[Errno 28] No space left on device"), 1),
+        (cell("ValueError", "no"), 1 if stage == "training" else 2),
+    ):
+
         def ends(*a):
             (folder / "progress.json").write_text(json.dumps({"stage": stage}))
             raise error
+
         monkeypatch.setattr("isoreg.notebook.execute", ends)
         assert invoke("run", "--out", tmp_path).exit_code == code, error
-    def refuses(*a): raise cell("ValueError", "no")
+
+    def refuses(*a):
+        raise cell("ValueError", "no")
+
     monkeypatch.setattr("isoreg.notebook.execute", refuses)
     assert invoke("run", "--out", tmp_path).exit_code == 2  # whatever the last try had come to
 
 
 def test_interrupts_and_bad_configurations_leave_no_word_of_a_failure(tmp_path, monkeypatch):
-    def interrupted(*a): raise KeyboardInterrupt
+    def interrupted(*a):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr("isoreg.notebook.execute", interrupted)
-    assert invoke("run", "--out", tmp_path / "a").exit_code == 130 and invoke("run", "--lr", -1, "--out", tmp_path / "b").exit_code == 2
-    def by_the_kernel(*a): raise papermill.PapermillExecutionError(1, 1, "", "KeyboardInterrupt", "", [])
+    assert (
+        invoke("run", "--out", tmp_path / "a").exit_code == 130
+        and invoke("run", "--lr", -1, "--out", tmp_path / "b").exit_code == 2
+    )
+
+    def by_the_kernel(*a):
+        raise papermill.PapermillExecutionError(1, 1, "", "KeyboardInterrupt", "", [])
+
     monkeypatch.setattr("isoreg.notebook.execute", by_the_kernel)
     assert invoke("run", "--out", tmp_path / "c").exit_code == 130
     assert not list(tmp_path.rglob("failed.json"))
-    def dead(*a): raise KernelDied(-9)
+
+    def dead(*a):
+        raise KernelDied(-9)
+
     monkeypatch.setattr("isoreg.notebook.execute", dead)
     result = invoke("run", "--out", tmp_path / "d")
-    assert result.exit_code == 1 and "the kernel died" in result.stderr and len(list((tmp_path / "d").rglob("failed.json"))) == 1
+    assert (
+        result.exit_code == 1
+        and "the kernel died" in result.stderr
+        and len(list((tmp_path / "d").rglob("failed.json"))) == 1
+    )
 
 
 def test_options_parameters_and_configuration_have_the_same_names():
@@ -222,13 +287,23 @@ def test_options_parameters_and_configuration_have_the_same_names():
     assert set(inspect.signature(run_command).parameters) == flags | {"set_", "out", "force", "save_model"}
     parameters = papermill.inspect_notebook(str(run_notebook_path("finetune")))
     assert set(parameters) == fields | {"out", "save_model"}
-    assert RunConfig(**{k: None if v["default"] in ("None", '""') else json.loads(v["default"]) for k, v in parameters.items() if k in fields}) == RunConfig()
+    assert (
+        RunConfig(
+            **{
+                k: None if v["default"] in ("None", '""') else json.loads(v["default"])
+                for k, v in parameters.items()
+                if k in fields
+            }
+        )
+        == RunConfig()
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"lamm": 3}, {"lam": "x"}, {"task": "colla"}])
 def test_notebook_refuses_wrong_parameters_before_it_works(wrong, tmp_path):
     start = time.monotonic()
-    with pytest.raises(papermill.PapermillExecutionError) as error: execute("finetune", tmp_path / "out.ipynb", {**wrong, "out": str(tmp_path / "runs")})
+    with pytest.raises(papermill.PapermillExecutionError) as error:
+        execute("finetune", tmp_path / "out.ipynb", {**wrong, "out": str(tmp_path / "runs")})
     assert error.value.ename == "ValueError" and next(iter(wrong)) in error.value.evalue
     assert not (tmp_path / "runs").exists() and time.monotonic() - start < 120
 
@@ -242,16 +317,36 @@ def test_score_of_files(tmp_path):
     pd.DataFrame({"embedding": list(x), "id": range(80)}).to_parquet(tmp_path / "list.parquet")
     pd.DataFrame(x, columns=[f"c{i}" for i in range(12)]).assign(id=range(80)).to_parquet(tmp_path / "with_id.parquet")
     exact = float(isoscore(x))
-    for arguments in (["x.npy"], ["x.npz", "--array", "first"], ["x.safetensors"], ["wide.parquet"], ["with_id.parquet"], ["list.parquet", "--array", "embedding"]):
+    for arguments in (
+        ["x.npy"],
+        ["x.npz", "--array", "first"],
+        ["x.safetensors"],
+        ["wide.parquet"],
+        ["with_id.parquet"],
+        ["list.parquet", "--array", "embedding"],
+    ):
         result = invoke("score", tmp_path / arguments[0], *arguments[1:], "--json")
         assert result.exit_code == 0, result.stderr
         values = json.loads(result.stdout)
-        assert values["isoscore"] == pytest.approx(exact, rel=1e-9) and values["points"] == 80 and values["standard_error"] > 0
-        if arguments[0].startswith("w"): assert "12 columns are read as dimensions: c0, c1" in result.stderr and "id" not in result.stderr.split(": ")[2].split(";")[0].split(", ")
+        assert (
+            values["isoscore"] == pytest.approx(exact, rel=1e-9)
+            and values["points"] == 80
+            and values["standard_error"] > 0
+        )
+        if arguments[0].startswith("w"):
+            assert "12 columns are read as dimensions: c0, c1" in result.stderr and "id" not in result.stderr.split(
+                ": "
+            )[2].split(";")[0].split(", ")
     assert invoke("score", tmp_path / "x.npz").exit_code == 2  # two arrays: which?
     np.save(tmp_path / "objects.npy", np.array([{"a": 1}], dtype=object))
     assert invoke("score", tmp_path / "objects.npy").exit_code == 2  # a pickle is not opened
-    for name, content in {"broken.npz": b"PK", "broken.safetensors": b"xx", "broken.parquet": b"PAR1", "empty.npy": b"", "list.txt": b"1 2"}.items():
+    for name, content in {
+        "broken.npz": b"PK",
+        "broken.safetensors": b"xx",
+        "broken.parquet": b"PAR1",
+        "empty.npy": b"",
+        "list.txt": b"1 2",
+    }.items():
         (tmp_path / name).write_bytes(content)
         result = invoke("score", tmp_path / name)
         assert result.exit_code == 2 and name.split(".")[-1] in result.stderr
@@ -270,7 +365,8 @@ def test_any_byte_order_and_width_is_read(tmp_path):
         np.save(tmp_path / "x.npy", values.astype(kind))
         np.savez(tmp_path / "x.npz", x=values.astype(kind))
         want = float(isoscore(values.astype(float)))
-        for name in ("x.npy", "x.npz"): assert score_points(read_points(tmp_path / name))["isoscore"] == pytest.approx(want, rel=1e-6)
+        for name in ("x.npy", "x.npz"):
+            assert score_points(read_points(tmp_path / name))["isoscore"] == pytest.approx(want, rel=1e-6)
     save_file({"x": torch.tensor(x)}, tmp_path / "x.safetensors")
     assert score_points(read_points(tmp_path / "x.safetensors"))["isoscore"] == pytest.approx(exact)
 
@@ -278,8 +374,10 @@ def test_any_byte_order_and_width_is_read(tmp_path):
 def _refused(tmp_path, name, words, *arguments):
     result = invoke("score", tmp_path / name, *arguments)
     assert result.exit_code == 2
-    for word in words: assert word in result.stderr
-    for word in ("unpickling", "Error:", "codec"): assert word not in result.stderr
+    for word in words:
+        assert word in result.stderr
+    for word in ("unpickling", "Error:", "codec"):
+        assert word not in result.stderr
 
 
 def test_what_is_no_cloud_of_real_vectors_is_refused_in_plain_words(tmp_path):
@@ -289,23 +387,27 @@ def test_what_is_no_cloud_of_real_vectors_is_refused_in_plain_words(tmp_path):
     np.save(tmp_path / "complex.npy", x + 1j)
     np.savez(tmp_path / "complex.npz", x=(x + 1j).astype(np.complex64))
     save_file({"x": torch.tensor(x + 1j).to(torch.complex64)}, tmp_path / "complex.safetensors")
-    for name in ("complex.npy", "complex.npz", "complex.safetensors"): _refused(tmp_path, name, ["file", name, "complex", "real numbers"])
+    for name in ("complex.npy", "complex.npz", "complex.safetensors"):
+        _refused(tmp_path, name, ["file", name, "complex", "real numbers"])
     np.save(tmp_path / "words.npy", np.array([["a", "b"]]))
     _refused(tmp_path, "words.npy", ["file", "<U1", "real numbers"])
     np.savez(tmp_path / "empty.npz")
     _refused(tmp_path, "empty.npz", ["file", "empty.npz", "holds no array"])
 
 
-@pytest.mark.parametrize("frame, words, arguments", [
-    (dict(text=["a", "b"]), ["array", "text (", "string"], []),
-    (dict(text=["a", "b"], v=[1.0, 2.0]), ["array", "text (", "string"], ["--array", "text"]),
-    (dict(tags=[["a"], ["b"]]), ["array", "tags (list"], []),
-    (dict(v=[[[1.0]], [[2.0]]]), ["array", "v (list"], []),
-    (dict(v=[[1.0, 2.0], [1.0]]), ["array", "'v'", "1 to 2"], []),
-    (dict(v=[[1.0, 2.0], None]), ["array", "'v'", "without a vector"], []),
-    (dict(v=[[1.0]], w=[[2.0]]), ["array", "v, w", "--array"], []),
-    (dict(v=[1.0, 2.0]), ["array", "no column 'w'", "v"], ["--array", "w"]),
-])
+@pytest.mark.parametrize(
+    "frame, words, arguments",
+    [
+        (dict(text=["a", "b"]), ["array", "text (", "string"], []),
+        (dict(text=["a", "b"], v=[1.0, 2.0]), ["array", "text (", "string"], ["--array", "text"]),
+        (dict(tags=[["a"], ["b"]]), ["array", "tags (list"], []),
+        (dict(v=[[[1.0]], [[2.0]]]), ["array", "v (list"], []),
+        (dict(v=[[1.0, 2.0], [1.0]]), ["array", "'v'", "1 to 2"], []),
+        (dict(v=[[1.0, 2.0], None]), ["array", "'v'", "without a vector"], []),
+        (dict(v=[[1.0]], w=[[2.0]]), ["array", "v, w", "--array"], []),
+        (dict(v=[1.0, 2.0]), ["array", "no column 'w'", "v"], ["--array", "w"]),
+    ],
+)
 def test_parquet_without_vectors_is_refused_in_plain_words(tmp_path, frame, words, arguments):
     pd.DataFrame(frame).to_parquet(tmp_path / "x.parquet")
     _refused(tmp_path, "x.parquet", words, *arguments)
@@ -360,12 +462,17 @@ def test_spectrum_of_half_precision_is_that_of_its_values(tmp_path, n, dtype):
 
 def test_score_of_a_model_on_text(tmp_path):
     from isoreg.toy import toy_corpus
+
     (tmp_path / "text.txt").write_text("\n".join(toy_corpus(60)))
     verbosity = transformers_log.get_verbosity()
     result = invoke("score", tmp_path / "text.txt", "--model", "toy-bert", "--json")
     rows = json.loads(result.stdout)
     assert result.stderr == "" and transformers_log.get_verbosity() == verbosity
-    assert result.exit_code == 0 and len(rows) > 2 and all(0 < r["isoscore"] < 1 and r["standard_error"] > 0 and sum(r["spectrum"]["share"]) < 1 for r in rows)
+    assert (
+        result.exit_code == 0
+        and len(rows) > 2
+        and all(0 < r["isoscore"] < 1 and r["standard_error"] > 0 and sum(r["spectrum"]["share"]) < 1 for r in rows)
+    )
     (tmp_path / "empty.txt").write_text("\n")
     assert invoke("score", tmp_path / "empty.txt", "--model", "toy-bert").exit_code == 2
 
@@ -373,16 +480,22 @@ def test_score_of_a_model_on_text(tmp_path):
 def test_score_of_an_encoder_decoder_model_is_its_encoders(tmp_path):
     from transformers import T5Config, T5EncoderModel, T5Model
     from isoreg.toy import toy_corpus, toy_tokenizer
+
     torch.manual_seed(0)
     tokenizer, lines = toy_tokenizer(), toy_corpus(12)
-    T5Model(T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)).save_pretrained(tmp_path)
+    T5Model(
+        T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+    ).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "t.txt").write_text("\n".join(lines))
     result = invoke("score", tmp_path / "t.txt", "--model", tmp_path, "--json")
     assert result.exit_code == 0, result.output
     batch = tokenizer(lines, padding=True, return_tensors="pt", return_token_type_ids=False)
-    with torch.no_grad(): states = T5EncoderModel.from_pretrained(tmp_path).eval()(**batch, output_hidden_states=True).hidden_states
-    assert [r["isoscore"] for r in json.loads(result.stdout)] == pytest.approx([float(isoscore(h[batch["attention_mask"].bool()])) for h in states], abs=1e-6)
+    with torch.no_grad():
+        states = T5EncoderModel.from_pretrained(tmp_path).eval()(**batch, output_hidden_states=True).hidden_states
+    assert [r["isoscore"] for r in json.loads(result.stdout)] == pytest.approx(
+        [float(isoscore(h[batch["attention_mask"].bool()])) for h in states], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -390,19 +503,28 @@ def test_score_of_an_encoder_without_its_decoder(tmp_path, texts, says):
     "A saved encoder, as of sentence-T5; older ones say that they are encoder and decoder."
     from transformers import T5Config, T5EncoderModel
     from isoreg.toy import toy_tokenizer
+
     torch.manual_seed(0)
     tokenizer, lines = toy_tokenizer(), texts[:8]
-    encoder = T5EncoderModel(T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)).eval()
+    encoder = T5EncoderModel(
+        T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+    ).eval()
     encoder.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"is_encoder_decoder": says}
     (tmp_path / "config.json").write_text(json.dumps(config))
     batch = tokenizer(lines, padding=True, return_tensors="pt", return_token_type_ids=False)
-    with torch.no_grad(): states = encoder(**batch, output_hidden_states=True).hidden_states
-    assert [r["isoscore"] for r in score_model(str(tmp_path), lines)] == pytest.approx([float(isoscore(h[batch["attention_mask"].bool()])) for h in states], abs=1e-6)
+    with torch.no_grad():
+        states = encoder(**batch, output_hidden_states=True).hidden_states
+    assert [r["isoscore"] for r in score_model(str(tmp_path), lines)] == pytest.approx(
+        [float(isoscore(h[batch["attention_mask"].bool()])) for h in states], abs=1e-6
+    )
     file = tmp_path / "model.safetensors"
-    save_file({k: v.clone() for k, v in load_file(file).items() if ".block.1." not in k}, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks weights \(encoder\.block\.1\."): score_model(str(tmp_path), lines)
+    save_file(
+        {k: v.clone() for k, v in load_file(file).items() if ".block.1." not in k}, file, metadata={"format": "pt"}
+    )
+    with pytest.raises(ValueError, match=r"lacks weights \(encoder\.block\.1\."):
+        score_model(str(tmp_path), lines)
 
 
 def test_score_refuses_a_checkpoint_that_lacks_a_layer(tmp_path, texts):
@@ -420,6 +542,7 @@ def test_score_refuses_a_checkpoint_that_lacks_a_layer(tmp_path, texts):
 @pytest.fixture(scope="module")
 def texts():
     from isoreg.toy import toy_corpus
+
     return toy_corpus(90)
 
 
@@ -427,15 +550,19 @@ def texts():
 def test_streamed_scores_of_a_model_equal_those_of_all_states(texts, count):
     from transformers import AutoModel
     from isoreg.toy import toy_tokenizer
+
     batch = toy_tokenizer()(texts[:count], padding=True, return_tensors="pt")
-    with torch.no_grad(): states = AutoModel.from_pretrained(toy_model_path()).eval()(**batch, output_hidden_states=True).hidden_states
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(toy_model_path()).eval()(**batch, output_hidden_states=True).hidden_states
     mask, rows = batch["attention_mask"], score_model("toy-bert", texts[:count])
     assert [r["layer"] for r in rows] == list(range(len(states)))
     for row, h in zip(rows, states):
         whole, exact = isoscore_by_sequence_with_error(h, mask), spectrum(h[mask.bool()])
         assert row["isoscore"] == pytest.approx(float(isoscore(h.flatten(0, 1), mask.flatten())), abs=1e-6)
         assert (row["corrected"], row["standard_error"]) == pytest.approx((whole.score, whole.stderr), abs=1e-6)
-        assert (row["tokens"], row["sequences"]) == (int(mask.sum()), count) and row["spectrum"]["axes_for"] == exact["axes_for"]
+        assert (row["tokens"], row["sequences"]) == (int(mask.sum()), count) and row["spectrum"]["axes_for"] == exact[
+            "axes_for"
+        ]
         assert row["spectrum"]["share"] == pytest.approx(exact["share"], abs=1e-6)
 
 
@@ -443,14 +570,16 @@ def test_streamed_scores_of_a_model_equal_those_of_all_states(texts, count):
 def test_score_of_a_sorted_file_is_that_of_a_draw_from_it(tmp_path, key):
     "By length, and by the first words: the first lines are unlike the rest."
     from isoreg.toy import toy_corpus
+
     lines = sorted(toy_corpus(1200, seed=3), key=key)
     (tmp_path / "t.txt").write_text("\n".join(lines))
     score = lambda *options: invoke("score", tmp_path / "t.txt", "--model", "toy-bert", "--max-lines", *options)
-    whole, drawn, other = (json.loads(score(*options, "--json").stdout) for options in
-                           ([1200], [200], [200, "--seed", 1]))
+    whole, drawn, other = (
+        json.loads(score(*options, "--json").stdout) for options in ([1200], [200], [200, "--seed", 1])
+    )
     for a, b, c in zip(whole, drawn, other):
         assert abs(b["corrected"] - a["corrected"]) < 3 * b["standard_error"] and b["corrected"] != c["corrected"]
-        assert 1 < b["standard_error"] / a["standard_error"] < 4     # a sixth of the texts: about 2.4
+        assert 1 < b["standard_error"] / a["standard_error"] < 4  # a sixth of the texts: about 2.4
     told = [(r[0]["texts"], r[0]["sequences"], r[0]["seed"]) for r in (whole, drawn, other)]
     assert told == [(1200, 1200, None), (1200, 200, 0), (1200, 200, 1)]
     assert "200 of 1200 texts, drawn with seed 1" in score(200, "--seed", 1).stdout
@@ -459,6 +588,7 @@ def test_score_of_a_sorted_file_is_that_of_a_draw_from_it(tmp_path, key):
 
 def test_error_of_a_model_does_not_depend_on_the_order_of_the_texts():
     from isoreg.toy import toy_corpus
+
     lines = toy_corpus(600, seed=3)
     orders = [sorted(lines, key=key) for key in (len, str, lines.index)]
     errors = [[r["standard_error"] for r in score_model("toy-bert", order)] for order in orders]
@@ -467,12 +597,15 @@ def test_error_of_a_model_does_not_depend_on_the_order_of_the_texts():
 
 def test_states_of_one_batch_are_held_at_most(texts, monkeypatch):
     from transformers import BertModel
+
     forward, states, held = BertModel.forward, [], []
+
     def spy(self, *args, **kwargs):
         held.append(sum(r() is not None for r in states))
         out = forward(self, *args, **kwargs)
         states.extend(weakref.ref(h) for h in out.hidden_states)
         return out
+
     monkeypatch.setattr(BertModel, "forward", spy)
     layers = len(score_model("toy-bert", texts))
     assert len(held) == 40 and len(states) == 40 * layers and max(held) <= layers  # 20 groups, seen twice
@@ -480,25 +613,37 @@ def test_states_of_one_batch_are_held_at_most(texts, monkeypatch):
 
 def test_lines_without_tokens_do_not_count(monkeypatch):
     from transformers import AutoTokenizer
+
     class Cut:
         "A tokenizer for which every second line is empty."
+
         pad_token, model_max_length = "[PAD]", 64
-        def __len__(self): return len(whole)
-        def __getattr__(self, name): return getattr(whole, name)
+
+        def __len__(self):
+            return len(whole)
+
+        def __getattr__(self, name):
+            return getattr(whole, name)
+
         def __call__(self, lines, **kwargs):
             batch = whole(lines, **kwargs)
-            if "return_tensors" in kwargs: batch["attention_mask"][1::2] = 0
+            if "return_tensors" in kwargs:
+                batch["attention_mask"][1::2] = 0
             return batch
+
     whole = AutoTokenizer.from_pretrained(str(toy_model_path()))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda source: Cut())
     rows = score_model("toy-bert", ["the dogs see a cat."] * 4 + ["a cat sleeps."] * 5 + ["the old man reads."] * 5)
     assert all(r["sequences"] == 7 for r in rows)
-    with pytest.raises(ValueError, match="5 lines with text"): score_model("toy-bert", ["the dogs see a cat."] * 10)
-    with pytest.raises(ValueError, match="0 lines with text"): score_model("toy-bert", [])
+    with pytest.raises(ValueError, match="5 lines with text"):
+        score_model("toy-bert", ["the dogs see a cat."] * 10)
+    with pytest.raises(ValueError, match="0 lines with text"):
+        score_model("toy-bert", [])
 
 
 def test_tasks_and_version():
     import isoreg as package
+
     result = invoke("tasks", "--json")
     assert result.exit_code == 0 and {"cola", "squad", "toy-rte"} <= {r["task"] for r in json.loads(result.stdout)}
     assert "toy-cola" in invoke("tasks").stdout
@@ -506,8 +651,11 @@ def test_tasks_and_version():
 
 
 def test_help_does_not_import_torch():
-    script = "import sys; from typer.testing import CliRunner; from isoreg.cli import app; assert CliRunner().invoke(app, ['--help']).exit_code == 0; print([m for m in ('torch', 'transformers', 'numpy', 'datasets') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    script = "import sys; from typer.testing import CliRunner; from isoreg.cli import app; assert CliRunner().invoke(app, ['--help']).exit_code == 0; print([m for m in ('torch', 'transformers', 'numpy', 'datasets') if m in sys.modules])"  # noqa: E501
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+        == "[]"
+    )
 
 
 def test_report_of_stored_records(tmp_path):
@@ -517,19 +665,36 @@ def test_report_of_stored_records(tmp_path):
     made = {p.name for p in (tmp_path / "report").iterdir()}
     assert {"summary.md", "summary.tex", "comparisons.html", "comparisons.csv", "tradeoff.png", "forest.pdf"} <= made
     assert "I-STAR λ=-1" in (tmp_path / "report" / "summary.md").read_text()
-    for wrong, words in ((["report", str(tmp_path / "nothing")], "no file or folder"), (["report", str(tmp_path)], "no record")):
+    for wrong, words in (
+        (["report", str(tmp_path / "nothing")], "no file or folder"),
+        (["report", str(tmp_path)], "no record"),
+    ):
         failed = CliRunner().invoke(app, [*wrong, "--out", str(tmp_path / "other")])
         assert failed.exit_code == 2 and words in failed.output and not (tmp_path / "other").exists()
 
 
 def test_model_is_saved_with_its_card(tmp_path):
-    arguments = ["run", "--max-train", "64", "--max-eval", "40", "--epochs", "1", "--regularizer", "none", "--out", str(tmp_path)]
+    arguments = [
+        "run",
+        "--max-train",
+        "64",
+        "--max-eval",
+        "40",
+        "--epochs",
+        "1",
+        "--regularizer",
+        "none",
+        "--out",
+        str(tmp_path),
+    ]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     refused = CliRunner().invoke(app, [*arguments, "--save-model"])
     assert refused.exit_code == 2 and "--force" in refused.output
     assert CliRunner().invoke(app, [*arguments, "--save-model", "--force"]).exit_code == 0
     (folder,) = tmp_path.glob("toy-cola*")
-    assert {"README.md", "model.safetensors", "config.json", "tokenizer.json"} <= {p.name for p in (folder / "model").iterdir()}
+    assert {"README.md", "model.safetensors", "config.json", "tokenizer.json"} <= {
+        p.name for p in (folder / "model").iterdir()
+    }
     assert CliRunner().invoke(app, [*arguments, "--save-model"]).exit_code == 0
 
 
@@ -537,7 +702,9 @@ def test_demo_compares_two_runs_and_draws_them(tmp_path):
     result = invoke("demo", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     loaded = [json.loads(p.read_text()) for p in tmp_path.glob("*/record.json")]
-    assert {r["config"]["regularizer"] for r in loaded} == {"none", "istar"} and (tmp_path / "demo.png").stat().st_size > 5000
+    assert {r["config"]["regularizer"] for r in loaded} == {"none", "istar"} and (
+        tmp_path / "demo.png"
+    ).stat().st_size > 5000
     for r in loaded:
         assert f"{r['value']:.4f}" in result.output and f"{r['isoscore']['after']['union']:.4f}" in result.output
     after = {r["config"]["regularizer"]: r["isoscore"]["after"]["union"] for r in loaded}

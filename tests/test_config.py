@@ -1,4 +1,5 @@
 """The configurations: one line a setting, and all that is made from it."""
+
 import inspect
 import json
 import subprocess
@@ -12,8 +13,22 @@ from hypothesis import given, settings
 
 from isoreg import config as module
 from isoreg.config import (
-    RECIPES, FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig, RunConfig, choices, config_schema, groups, help_text,
-    method_label, option, options_table, parameter_cell, parse_set)
+    RECIPES,
+    FisherConfig,
+    GeometryConfig,
+    LandscapeConfig,
+    PretrainConfig,
+    RunConfig,
+    choices,
+    config_schema,
+    groups,
+    help_text,
+    method_label,
+    option,
+    options_table,
+    parameter_cell,
+    parse_set,
+)
 
 ROOT = Path(__file__).parents[1]
 KINDS = (RunConfig, FisherConfig, LandscapeConfig, GeometryConfig, PretrainConfig)
@@ -22,16 +37,21 @@ KINDS = (RunConfig, FisherConfig, LandscapeConfig, GeometryConfig, PretrainConfi
 def stored(*names):
     "Records of the project whose files are here."
     for name in names:
-        for line in (ROOT / "nbs/results" / name).read_text().splitlines(): yield json.loads(line)
+        for line in (ROOT / "nbs/results" / name).read_text().splitlines():
+            yield json.loads(line)
 
 
 def test_no_torch_is_imported():
-    code = "import sys, isoreg.config as c; c.RunConfig; c.method_label({}); print('torch' in sys.modules, 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False False\n"
+    code = "import sys, isoreg.config as c; c.RunConfig; c.method_label({}); print('torch' in sys.modules, 'transformers' in sys.modules)"  # noqa: E501
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "False False\n"
+    )
 
 
 class Longer(RunConfig):
     "A configuration with one setting more."
+
     group = "Dropout"
     burst: int = option(3, "sites that drop out together", ge=1, before=3, family="burst")
 
@@ -39,16 +59,24 @@ class Longer(RunConfig):
 def test_a_new_setting_is_one_line_and_seen_everywhere():
     assert Longer().key == RunConfig().key and Longer(burst=4).key != RunConfig().key
     assert Longer.from_record(RunConfig().to_dict()).burst == 3
-    assert config_schema(Longer)["properties"]["burst"] == {"type": "integer", "minimum": 1, "description": "sites that drop out together"}
+    assert config_schema(Longer)["properties"]["burst"] == {
+        "type": "integer",
+        "minimum": 1,
+        "description": "sites that drop out together",
+    }
     assert "| `--burst` | 3 | sites that drop out together (1 or more) |" in options_table(Longer)
     (line,) = [x for x in parameter_cell(Longer).splitlines() if x.startswith("burst")]
     assert line == "burst: int = 3".ljust(32) + "  # sites that drop out together"
     assert list(groups(Longer)["Dropout"])[-1] == "burst"
     from isoreg.cli import _takes_settings
+
     @_takes_settings(Longer)
-    def command(given: dict): return given
-    assert "burst" in inspect.signature(command).parameters and command(burst=5, **dict.fromkeys(
-        n for n in inspect.signature(command).parameters if n != "burst")) == {"burst": 5}
+    def command(given: dict):
+        return given
+
+    assert "burst" in inspect.signature(command).parameters and command(
+        burst=5, **dict.fromkeys(n for n in inspect.signature(command).parameters if n != "burst")
+    ) == {"burst": 5}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,7 +86,9 @@ def test_defaults_survive_json_the_parameter_cell_and_the_schema(kind):
     space = {}
     exec(parameter_cell(kind), space)
     assert kind(**{n: space[n] for n in kind.model_fields}) == config
-    jsonschema.validate(config.to_dict(), config_schema(kind) | {"$schema": "https://json-schema.org/draft/2020-12/schema"})
+    jsonschema.validate(
+        config.to_dict(), config_schema(kind) | {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,45 +98,69 @@ def test_every_setting_says_what_it_is(kind):
         assert help_text(field).startswith(field.description)
 
 
-@pytest.mark.parametrize("values, words", [
-    ({"lamm": 1}, "lamm: unknown parameter; did you mean lam?"),
-    ({"zzz": 1}, "zzz: unknown parameter; known are task"),
-    ({"lam": "high"}, "lam: 'high' is not float; give a number"),
-    ({"lam": float("nan")}, "lam: nan is not a finite number"),
-    ({"lr": 2}, "lr: 2 is out of range; need more than 0, less than 1; 1e-5"),
-    ({"zeta": 1.5}, "zeta: 1.5 is out of range; need 0 to 1"),
-    ({"seed": True}, "seed: True is not int; give a whole number"),
-    ({"seed": 2**32}, "seed: 4294967296 is out of range; need 0 or more"),
-    ({"seed": 1.0}, "seed: 1.0 is not int"),
-    ({"schedule": "cosine"}, "schedule: 'cosine' is unknown; use one of linear, constant"),
-    ({"dropout": "guide"}, "dropout: 'guide' is unknown; use standard, constant"),
-    ({"dropout": "constant"}, "dropout_p: constant needs a rate"),
-    ({"dropout": "guided", "p_min": 0.2}, "p_min: 0.2 is above p_max 0.1"),
-    ({"scores": "x.json"}, "scores: has no meaning for dropout 'standard'"),
-    ({"recipe": "quik"}, "recipe: 'quik' is unknown; did you mean quick?"),
-    ({"regularizer": "istr"}, "regularizer: 'istr' is unknown; did you mean istar?"),
-    ({"layers": "middle"}, "layers: 'middle' is unknown"),
-])
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"lamm": 1}, "lamm: unknown parameter; did you mean lam?"),
+        ({"zzz": 1}, "zzz: unknown parameter; known are task"),
+        ({"lam": "high"}, "lam: 'high' is not float; give a number"),
+        ({"lam": float("nan")}, "lam: nan is not a finite number"),
+        ({"lr": 2}, "lr: 2 is out of range; need more than 0, less than 1; 1e-5"),
+        ({"zeta": 1.5}, "zeta: 1.5 is out of range; need 0 to 1"),
+        ({"seed": True}, "seed: True is not int; give a whole number"),
+        ({"seed": 2**32}, "seed: 4294967296 is out of range; need 0 or more"),
+        ({"seed": 1.0}, "seed: 1.0 is not int"),
+        ({"schedule": "cosine"}, "schedule: 'cosine' is unknown; use one of linear, constant"),
+        ({"dropout": "guide"}, "dropout: 'guide' is unknown; use standard, constant"),
+        ({"dropout": "constant"}, "dropout_p: constant needs a rate"),
+        ({"dropout": "guided", "p_min": 0.2}, "p_min: 0.2 is above p_max 0.1"),
+        ({"scores": "x.json"}, "scores: has no meaning for dropout 'standard'"),
+        ({"recipe": "quik"}, "recipe: 'quik' is unknown; did you mean quick?"),
+        ({"regularizer": "istr"}, "regularizer: 'istr' is unknown; did you mean istar?"),
+        ({"layers": "middle"}, "layers: 'middle' is unknown"),
+    ],
+)
 def test_what_is_wrong_is_told_with_name_value_and_remedy(values, words):
-    with pytest.raises(ValueError) as error: RunConfig(**values)
+    with pytest.raises(ValueError) as error:
+        RunConfig(**values)
     assert str(error.value).startswith(words)
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.dictionaries(st.sampled_from([*RunConfig.model_fields, "other"]), st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)), max_size=3))
+@given(
+    st.dictionaries(
+        st.sampled_from([*RunConfig.model_fields, "other"]),
+        st.one_of(
+            st.none(),
+            st.booleans(),
+            st.integers(-3, 3),
+            st.floats(),
+            st.text(max_size=5),
+            st.lists(st.integers(), max_size=2),
+        ),
+        max_size=3,
+    )
+)
 def test_any_values_make_a_configuration_or_an_error_in_words(values):
-    try: config = RunConfig(**values)
+    try:
+        config = RunConfig(**values)
     except ValueError as error:
         assert type(error) is ValueError and ":" in str(error) and "validation error" not in str(error)
-    else: assert RunConfig(**config.to_dict()) == config and RunConfig(**config.to_dict()).key == config.key
+    else:
+        assert RunConfig(**config.to_dict()) == config and RunConfig(**config.to_dict()).key == config.key
 
 
 def test_plain_values_are_taken_as_meant():
     import numpy as np
+
     assert RunConfig(lr=np.float64(1e-4)).lr == 1e-4 and type(RunConfig(seed=np.int64(3)).seed) is int
-    assert type(RunConfig(lam=1).lam) is float and RunConfig(layers="3").layers == 3 and RunConfig(data_dir="").data_dir is None
-    with pytest.raises(ValueError, match="frozen|immutable"): RunConfig().seed = 3
+    assert (
+        type(RunConfig(lam=1).lam) is float
+        and RunConfig(layers="3").layers == 3
+        and RunConfig(data_dir="").data_dir is None
+    )
+    with pytest.raises(ValueError, match="frozen|immutable"):
+        RunConfig().seed = 3
 
 
 def test_each_recipe_fills_all_that_is_open():
@@ -118,12 +172,20 @@ def test_each_recipe_fills_all_that_is_open():
 
 def test_words_are_those_of_the_functions():
     from isoreg import corpus, data, isoscore, landscape, noise, schedules
+
     field = RunConfig.model_fields
     assert set(choices(field["dropout"])) == set(noise.HOWS)
-    assert choices(field["aggregate"]) == schedules.AGGREGATES and (None, *choices(field["correction"])) == isoscore.CORRECTIONS
+    assert (
+        choices(field["aggregate"]) == schedules.AGGREGATES
+        and (None, *choices(field["correction"])) == isoscore.CORRECTIONS
+    )
     assert choices(field["convention"]) == isoscore.CONVENTIONS and choices(field["split_protocol"]) == data.PROTOCOLS
     field = LandscapeConfig.model_fields
-    assert choices(field["loss"]) == corpus.LOSSES and choices(field["one_d"]) == landscape.ONE_D and choices(field["norm"]) == landscape.NORMS
+    assert (
+        choices(field["loss"]) == corpus.LOSSES
+        and choices(field["one_d"]) == landscape.ONE_D
+        and choices(field["norm"]) == landscape.NORMS
+    )
     assert choices(field["subset"]) == ("all", *landscape.WHICH)
     assert set(module.GUIDED) == {"guided", *schedules.CONTROLS}
 
@@ -135,14 +197,28 @@ def test_method_labels_tell_the_stored_methods_apart():
         method = usual | {k: v for k, v in record["config"].items() if k in usual}
         labels.setdefault(method_label(record["config"]), set()).add(str(method))
     assert "base" in labels and all(len(methods) == 1 for methods in labels.values()), labels
-    assert method_label({"regularizer": "none"}) == "base" and method_label({"regularizer": "mine", "lam": 2}) == "mine λ=2"
+    assert (
+        method_label({"regularizer": "none"}) == "base"
+        and method_label({"regularizer": "mine", "lam": 2}) == "mine λ=2"
+    )
 
 
-@pytest.mark.parametrize("pair, value", [("lr=1e-5", {"lr": 1e-5}), ("a=[1, 2e-3]", {"a": [1, 2e-3]}), ("b=true", {"b": True}), ("c=by-length", {"c": "by-length"}),
-                                         ("d=", {"d": None}), ("e=a=b", {"e": "a=b"})])
-def test_pairs_of_a_command_line(pair, value): assert parse_set([pair]) == value
+@pytest.mark.parametrize(
+    "pair, value",
+    [
+        ("lr=1e-5", {"lr": 1e-5}),
+        ("a=[1, 2e-3]", {"a": [1, 2e-3]}),
+        ("b=true", {"b": True}),
+        ("c=by-length", {"c": "by-length"}),
+        ("d=", {"d": None}),
+        ("e=a=b", {"e": "a=b"}),
+    ],
+)
+def test_pairs_of_a_command_line(pair, value):
+    assert parse_set([pair]) == value
 
 
 def test_pair_without_a_name_is_refused():
     for pair in ("lr", "=3"):
-        with pytest.raises(ValueError, match="no name=value"): parse_set([pair])
+        with pytest.raises(ValueError, match="no name=value"):
+            parse_set([pair])

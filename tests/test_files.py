@@ -1,4 +1,5 @@
 """Files that are whole or not there."""
+
 import stat
 
 import isoreg.files as files

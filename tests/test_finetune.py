@@ -1,4 +1,5 @@
 """A run from configuration to record: what is refused, what is written, what must not depend on chance."""
+
 import inspect
 import json
 import os
@@ -17,8 +18,25 @@ from datasets import Dataset
 from hypothesis import given, settings, strategies as st
 from jsonschema import Draft202012Validator
 from transformers import (
-    AutoModelForSequenceClassification, AutoTokenizer, CanineConfig, CanineModel, DebertaV2Config, DebertaV2Model, T5Config, T5Model,
-    AlbertConfig, AlbertModel, BertConfig, BertModel, DistilBertConfig, DistilBertModel, GPT2Config, GPT2Model, RobertaConfig, RobertaModel)
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    CanineConfig,
+    CanineModel,
+    DebertaV2Config,
+    DebertaV2Model,
+    T5Config,
+    T5Model,
+    AlbertConfig,
+    AlbertModel,
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    GPT2Config,
+    GPT2Model,
+    RobertaConfig,
+    RobertaModel,
+)
 
 from isoreg.files import _UMASK
 from isoreg.card import model_card
@@ -42,63 +60,79 @@ SMALL = dict(max_train=64, max_eval=40, epochs=1)
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 
 
-@pytest.mark.parametrize("values, words", [
-    (dict(task="colla"), ["task", "colla", "cola"]),
-    (dict(lam=float("nan")), ["lam", "nan"]),
-    (dict(lam="strong"), ["lam", "strong"]),
-    (dict(zeta=1.2), ["zeta", "1.2"]),
-    (dict(batch_size=0), ["batch_size", "0"]),
-    (dict(batch_size=2.5), ["batch_size", "2.5"]),
-    (dict(epochs=0), ["epochs"]),
-    (dict(epochs=True), ["epochs", "True"]),
-    (dict(lr=5), ["lr", "5"]),
-    (dict(lr=-1e-5), ["lr"]),
-    (dict(seed=-1), ["seed"]),
-    (dict(regularizer="dropout"), ["regularizer", "cosreg"]),
-    (dict(layers="all"), ["layers", "all"]),
-    (dict(correction="bias"), ["correction"]),
-    (dict(convention="code"), ["convention"]),
-    (dict(recipe="best"), ["recipe", "mosbach"]),
-    (dict(schedule="cosine"), ["schedule"]),
-    (dict(reference="float32"), ["reference", "float32", "released"]),
-    (dict(warmup=2.0), ["warmup"]),
-    (dict(train_fraction=0.0), ["train_fraction"]),
-    (dict(split_protocol="mine"), ["split_protocol", "joined"]),
-    (dict(precision="int8"), ["precision"]),
-    (dict(data_dir="no/such/folder"), ["data_dir", "no/such/folder"]),
-    (dict(model="./no/such/model"), ["model", "config.json"]),
-    (dict(task="squad"), ["model", "squad"]),
-    (dict(weight_decay=float("nan")), ["weight_decay", "nan"]),
-    (dict(clip=float("inf")), ["clip", "inf"]),
-    (dict(model=" "), ["model", "empty"]),
-    (dict(length_groups=0), ["length_groups", "0"]),
-    (dict(length_groups=4, padding=True), ["length_groups", "padding"]),
-    (dict(length_groups=4, task="squad", model="bert-base-uncased"), ["length_groups", "4", "squad", "use 1"]),
-    (dict(lamm=1), ["lamm", "unknown", "lam"]),
-    (dict(lam="high"), ["lam: 'high' is not float; give a number"]),
-    (dict(padding=1), ["padding: 1 is not bool; give true or false"]),
-    (dict(seed="0"), ["seed: '0' is not int; give a whole number"]),
-    (dict(model=True), ["model: True is not str; give text"]),
-    (dict(layers=1.5), ["layers: 1.5 is not str or int; give text or a whole number"]),
-])
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (dict(task="colla"), ["task", "colla", "cola"]),
+        (dict(lam=float("nan")), ["lam", "nan"]),
+        (dict(lam="strong"), ["lam", "strong"]),
+        (dict(zeta=1.2), ["zeta", "1.2"]),
+        (dict(batch_size=0), ["batch_size", "0"]),
+        (dict(batch_size=2.5), ["batch_size", "2.5"]),
+        (dict(epochs=0), ["epochs"]),
+        (dict(epochs=True), ["epochs", "True"]),
+        (dict(lr=5), ["lr", "5"]),
+        (dict(lr=-1e-5), ["lr"]),
+        (dict(seed=-1), ["seed"]),
+        (dict(regularizer="dropout"), ["regularizer", "cosreg"]),
+        (dict(layers="all"), ["layers", "all"]),
+        (dict(correction="bias"), ["correction"]),
+        (dict(convention="code"), ["convention"]),
+        (dict(recipe="best"), ["recipe", "mosbach"]),
+        (dict(schedule="cosine"), ["schedule"]),
+        (dict(reference="float32"), ["reference", "float32", "released"]),
+        (dict(warmup=2.0), ["warmup"]),
+        (dict(train_fraction=0.0), ["train_fraction"]),
+        (dict(split_protocol="mine"), ["split_protocol", "joined"]),
+        (dict(precision="int8"), ["precision"]),
+        (dict(data_dir="no/such/folder"), ["data_dir", "no/such/folder"]),
+        (dict(model="./no/such/model"), ["model", "config.json"]),
+        (dict(task="squad"), ["model", "squad"]),
+        (dict(weight_decay=float("nan")), ["weight_decay", "nan"]),
+        (dict(clip=float("inf")), ["clip", "inf"]),
+        (dict(model=" "), ["model", "empty"]),
+        (dict(length_groups=0), ["length_groups", "0"]),
+        (dict(length_groups=4, padding=True), ["length_groups", "padding"]),
+        (dict(length_groups=4, task="squad", model="bert-base-uncased"), ["length_groups", "4", "squad", "use 1"]),
+        (dict(lamm=1), ["lamm", "unknown", "lam"]),
+        (dict(lam="high"), ["lam: 'high' is not float; give a number"]),
+        (dict(padding=1), ["padding: 1 is not bool; give true or false"]),
+        (dict(seed="0"), ["seed: '0' is not int; give a whole number"]),
+        (dict(model=True), ["model: True is not str; give text"]),
+        (dict(layers=1.5), ["layers: 1.5 is not str or int; give text or a whole number"]),
+    ],
+)
 def test_bad_configuration_is_named(values, words):
-    with pytest.raises(ValueError) as error: RunConfig.from_dict(values)
-    for word in words: assert word in str(error.value)
+    with pytest.raises(ValueError) as error:
+        RunConfig.from_dict(values)
+    for word in words:
+        assert word in str(error.value)
 
 
 @settings(deadline=None)
-@given(lam=st.sampled_from([-1, -1.0, 1, 0.3]), zeta=st.sampled_from([0, 0.2, 1.0]), seed=st.integers(0, 99), regularizer=st.sampled_from(["none", "istar", "cosreg"]))
+@given(
+    lam=st.sampled_from([-1, -1.0, 1, 0.3]),
+    zeta=st.sampled_from([0, 0.2, 1.0]),
+    seed=st.integers(0, 99),
+    regularizer=st.sampled_from(["none", "istar", "cosreg"]),
+)
 def test_key_is_stable_and_tells_runs_apart(lam, zeta, seed, regularizer):
     config = RunConfig(lam=lam, zeta=zeta, seed=seed, regularizer=regularizer)
-    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))).key == config.key  # survives JSON and its own output
+    assert (
+        RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))).key == config.key
+    )  # survives JSON and its own output
     assert RunConfig(lam=lam, zeta=zeta, seed=seed + 1, regularizer=regularizer).key != config.key
-    if regularizer == "istar": assert RunConfig(lam=lam + 1, zeta=zeta, seed=seed).key != config.key
-    if regularizer == "none": assert config.key == RunConfig(seed=seed, regularizer="none").key
+    if regularizer == "istar":
+        assert RunConfig(lam=lam + 1, zeta=zeta, seed=seed).key != config.key
+    if regularizer == "none":
+        assert config.key == RunConfig(seed=seed, regularizer="none").key
 
 
 def test_groups_by_length_train_as_the_whole_batch_does():
     "Without dropout the only difference is rounding; the key tells such runs apart."
-    settings = dict(task="toy-rte", regularizer="istar", max_train=64, max_eval=32, epochs=2, dropout="constant", dropout_p=0.0)
+    settings = dict(
+        task="toy-rte", regularizer="istar", max_train=64, max_eval=32, epochs=2, dropout="constant", dropout_p=0.0
+    )
     whole, groups = (RunConfig(**settings, length_groups=n) for n in (1, 4))
     assert whole.key != groups.key
     one, two = run(whole), run(groups)
@@ -111,44 +145,60 @@ TOY = RECIPES["toy"]
 ON_GLUE = dict(task="mrpc", model="bert-base-uncased")
 
 
-@pytest.mark.parametrize("one, other", [
-    (dict(correction="ustat", reference_points=5000), dict(correction="ustat")),
-    (dict(correction="gaussian", convention="text", zeta=0.7), dict(correction="gaussian")),
-    (dict(zeta=0, reference_points=5000), dict(zeta=0.0)),
-    (dict(zeta=0, reference="released"), dict(zeta=0)),
-    (dict(regularizer="none", reference="released"), dict(regularizer="none")),
-    (dict(reference="exact"), dict()),
-    (dict(zeta=1, convention="text", reference_points=5000), dict(zeta=0)),  # the text's zeta weighs the sample: all of it
-    (dict(regularizer="cosreg", lam=1, correction="ustat", layers=2), dict(regularizer="cosreg", lam=1)),
-    (dict(data_dir="."), dict()),
-    (dict(ON_GLUE, eval_split="validation"), ON_GLUE),
-    (dict(ON_GLUE, task="mnli", eval_split="validation_matched"), dict(ON_GLUE, task="mnli")),
-    (dict(recipe="quick", lr=TOY["lr"], max_length=TOY["max_length"], lam=-1), dict(recipe="toy", lam=-1)),
-])
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (dict(correction="ustat", reference_points=5000), dict(correction="ustat")),
+        (dict(correction="gaussian", convention="text", zeta=0.7), dict(correction="gaussian")),
+        (dict(zeta=0, reference_points=5000), dict(zeta=0.0)),
+        (dict(zeta=0, reference="released"), dict(zeta=0)),
+        (dict(regularizer="none", reference="released"), dict(regularizer="none")),
+        (dict(reference="exact"), dict()),
+        (
+            dict(zeta=1, convention="text", reference_points=5000),
+            dict(zeta=0),
+        ),  # the text's zeta weighs the sample: all of it
+        (dict(regularizer="cosreg", lam=1, correction="ustat", layers=2), dict(regularizer="cosreg", lam=1)),
+        (dict(data_dir="."), dict()),
+        (dict(ON_GLUE, eval_split="validation"), ON_GLUE),
+        (dict(ON_GLUE, task="mnli", eval_split="validation_matched"), dict(ON_GLUE, task="mnli")),
+        (dict(recipe="quick", lr=TOY["lr"], max_length=TOY["max_length"], lam=-1), dict(recipe="toy", lam=-1)),
+    ],
+)
 def test_settings_that_play_no_part_do_not_enter_the_key(one, other):
     assert RunConfig(**one).key == RunConfig(**other).key
 
 
-@pytest.mark.parametrize("one, other", [
-    (dict(reference_points=5000), dict()),
-    (dict(reference="released"), dict()),
-    (dict(convention="text"), dict()),
-    (dict(zeta=0, convention="text"), dict(zeta=0)),  # the reference alone, the sample alone
-    (dict(zeta=0, convention="text", reference_points=5000), dict(zeta=0, convention="text")),
-    (dict(ON_GLUE, data_dir="."), ON_GLUE),
-    (dict(ON_GLUE, eval_split="validation_part"), ON_GLUE),
-    (dict(recipe="mosbach"), dict(recipe="quick")),
-])
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (dict(reference_points=5000), dict()),
+        (dict(reference="released"), dict()),
+        (dict(convention="text"), dict()),
+        (dict(zeta=0, convention="text"), dict(zeta=0)),  # the reference alone, the sample alone
+        (dict(zeta=0, convention="text", reference_points=5000), dict(zeta=0, convention="text")),
+        (dict(ON_GLUE, data_dir="."), ON_GLUE),
+        (dict(ON_GLUE, eval_split="validation_part"), ON_GLUE),
+        (dict(recipe="mosbach"), dict(recipe="quick")),
+    ],
+)
 def test_settings_that_play_a_part_enter_the_key(one, other):
     assert RunConfig(**one).key != RunConfig(**other).key
 
 
 def test_the_released_recipe_takes_the_released_reference(monkeypatch):
     seen = []
+
     class Spy(ReferenceRefresh):
-        def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs); seen.append(self.released)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            seen.append(self.released)
+
     monkeypatch.setattr("isoreg.finetune.ReferenceRefresh", Spy)
-    scores = [run(RunConfig(recipe=recipe, lam=-1, epochs=1, max_train=32, max_eval=16, max_length=32, reference_points=1000)) for recipe in ("istar-released", "istar-paper")]
+    scores = [
+        run(RunConfig(recipe=recipe, lam=-1, epochs=1, max_train=32, max_eval=16, max_length=32, reference_points=1000))
+        for recipe in ("istar-released", "istar-paper")
+    ]
     assert seen == [True, False] and [r.config["reference"] for r in scores] == ["released", "exact"]
 
 
@@ -156,10 +206,13 @@ def mnli(folder: Path, without: tuple = ()) -> str:
     "Made-up MNLI files: toy sentences, and labels that follow from their words."
     (folder / "glue" / "mnli").mkdir(parents=True)
     for split, n, seed in (("train", 96, 0), ("validation_matched", 30, 1), ("validation_mismatched", 25, 2)):
-        if split in without: continue
+        if split in without:
+            continue
         premise, hypothesis = toy_corpus(n, seed=seed), toy_corpus(n, seed=seed + 10)
         labels = [(len(p) + len(h)) % 3 for p, h in zip(premise, hypothesis)]
-        Dataset.from_dict({"premise": premise, "hypothesis": hypothesis, "label": labels}).to_parquet(folder / "glue" / "mnli" / f"{split}.parquet")
+        Dataset.from_dict({"premise": premise, "hypothesis": hypothesis, "label": labels}).to_parquet(
+            folder / "glue" / "mnli" / f"{split}.parquet"
+        )
     return str(folder)
 
 
@@ -168,17 +221,40 @@ def test_mnli_is_scored_on_the_mismatched_rows_once_after_training(tmp_path):
     record = run(RunConfig(**settings, data_dir=mnli(tmp_path / "a")), model_folder=tmp_path / "model")
     alone = run(RunConfig(**settings, data_dir=mnli(tmp_path / "b", without=("validation_mismatched",))))
     assert list(record.others) == ["mnli-mm"] and alone.others == {}
-    assert (record.predictions, record.resampled, record.loss, record.epochs) == (alone.predictions, alone.resampled, alone.loss, alone.epochs)
-    assert any(n.startswith("not evaluated on mnli-mm") for n in alone.data["notes"]) and not any("mnli-mm" in n for n in record.data["notes"])
+    assert (record.predictions, record.resampled, record.loss, record.epochs) == (
+        alone.predictions,
+        alone.resampled,
+        alone.loss,
+        alone.epochs,
+    )
+    assert any(n.startswith("not evaluated on mnli-mm") for n in alone.data["notes"]) and not any(
+        "mnli-mm" in n for n in record.data["notes"]
+    )
 
     found, data = record.others["mnli-mm"], load_task("mnli-mm", tmp_path / "a")
-    model, tokenizer = (kind.from_pretrained(tmp_path / "model") for kind in (AutoModelForSequenceClassification, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(tmp_path / "model") for kind in (AutoModelForSequenceClassification, AutoTokenizer)
+    )
     rows = encode(data.evaluation, "mnli-mm", tokenizer, 64)
-    with torch.no_grad(): guess = [int(model.eval()(**{k: torch.tensor([r[k]]) for k in ("input_ids", "attention_mask", "token_type_ids")}).logits.argmax()) for r in rows]
+    with torch.no_grad():
+        guess = [
+            int(
+                model.eval()(
+                    **{k: torch.tensor([r[k]]) for k in ("input_ids", "attention_mask", "token_type_ids")}
+                ).logits.argmax()
+            )
+            for r in rows
+        ]
     assert unpack(found["predictions"]).tolist() == guess and len(guess) == 25 == found["evaluation_rows"]
-    assert found["value"] == found["metrics"]["accuracy"] == pytest.approx(np.mean(np.array(guess) == data.evaluation["label"]))
+    assert (
+        found["value"]
+        == found["metrics"]["accuracy"]
+        == pytest.approx(np.mean(np.array(guess) == data.evaluation["label"]))
+    )
     assert found["fingerprint"] == data.fingerprint and found["majority"] == data.majority
-    np.testing.assert_array_equal(unpack(found["resampled"]), unpack(pack(resample(data.task, np.array(guess), data.evaluation["label"]))))
+    np.testing.assert_array_equal(
+        unpack(found["resampled"]), unpack(pack(resample(data.task, np.array(guess), data.evaluation["label"])))
+    )
     assert "accuracy on mnli-mm" in model_card(record)
 
     record.save(tmp_path / "done")
@@ -187,7 +263,11 @@ def test_mnli_is_scored_on_the_mismatched_rows_once_after_training(tmp_path):
     table = load(tmp_path / "done").set_index("task")
     assert table.key.to_dict() == {"mnli": record.key, "mnli-mm": record.key + "-mnli-mm"}
     assert table.value.to_dict() == {"mnli": record.value, "mnli-mm": found["value"]} and table.status.eq("done").all()
-    assert table.evaluation_rows.to_dict() == {"mnli": 30, "mnli-mm": 25} and (table.train_rows == 96).all() and table.seconds.isna().to_dict() == {"mnli": False, "mnli-mm": True}
+    assert (
+        table.evaluation_rows.to_dict() == {"mnli": 30, "mnli-mm": 25}
+        and (table.train_rows == 96).all()
+        and table.seconds.isna().to_dict() == {"mnli": False, "mnli-mm": True}
+    )
     assert table.predictions["mnli-mm"] == found["predictions"] and np.isnan(table.isoscore_after["mnli-mm"])
 
 
@@ -203,14 +283,26 @@ def test_mnli_on_other_rows_or_as_its_other_task_has_no_more(tmp_path):
 
 def test_score_reads_no_reference_where_the_key_ignores_it():
     x, reference = torch.randn(50, 6), torch.diag(torch.rand(6) + 0.1)
-    assert isoscore_star(x, reference, 0.0) == isoscore_star(x, 2 * reference, 1.0, convention="text") == pytest.approx(float(isoscore(x)), rel=1e-5)
+    assert (
+        isoscore_star(x, reference, 0.0)
+        == isoscore_star(x, 2 * reference, 1.0, convention="text")
+        == pytest.approx(float(isoscore(x)), rel=1e-5)
+    )
     assert isoscore_star(x, reference, 0.0) != isoscore_star(x, reference, 0.0, convention="text")
 
 
-@pytest.mark.parametrize("values", [
-    dict(data_dir="no/such/folder"), dict(regularizer="none", convention="code"), dict(regularizer="cosreg", zeta=2.0), dict(correction="ustat", reference_points=1)])
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(data_dir="no/such/folder"),
+        dict(regularizer="none", convention="code"),
+        dict(regularizer="cosreg", zeta=2.0),
+        dict(correction="ustat", reference_points=1),
+    ],
+)
 def test_unused_settings_are_checked_all_the_same(values):
-    with pytest.raises(ValueError): RunConfig(**values)
+    with pytest.raises(ValueError):
+        RunConfig(**values)
 
 
 def test_keys_of_the_stored_records_stay(tmp_path, monkeypatch):
@@ -228,18 +320,38 @@ def test_recipes_fill_and_can_be_overridden():
         config = RunConfig(recipe=name, epochs=7)
         assert config.epochs == 7
         for setting, value in recipe.items():
-            if setting not in ("epochs", "padding"): assert getattr(config, setting) == value, (name, setting)
+            if setting not in ("epochs", "padding"):
+                assert getattr(config, setting) == value, (name, setting)
     mosbach = RECIPES["mosbach"]
-    assert [mosbach[n] for n in ("lr", "epochs", "batch_size", "warmup", "weight_decay", "clip")] == [2e-5, 20, 16, 0.1, 0.01, 1.0]
+    assert [mosbach[n] for n in ("lr", "epochs", "batch_size", "warmup", "weight_decay", "clip")] == [
+        2e-5,
+        20,
+        16,
+        0.1,
+        0.01,
+        1.0,
+    ]
     arguments = training_arguments(RunConfig(recipe="mosbach"), "unused", 1000, "classification")
-    assert arguments.get_warmup_steps(1000) == 100 and arguments.lr_scheduler_type == "linear" and arguments.max_grad_norm == 1.0
+    assert (
+        arguments.get_warmup_steps(1000) == 100
+        and arguments.lr_scheduler_type == "linear"
+        and arguments.max_grad_norm == 1.0
+    )
     assert RunConfig(recipe="guided-released").split_protocol == "joined" and RunConfig().split_protocol == "official"
-    assert RunConfig().lam == -0.1 and RunConfig(recipe="quick").lam == -0.1 and RunConfig(regularizer="cosreg").lam == 1.0
+    assert (
+        RunConfig().lam == -0.1 and RunConfig(recipe="quick").lam == -0.1 and RunConfig(regularizer="cosreg").lam == 1.0
+    )
 
 
 @pytest.fixture(scope="module")
 def records():
-    configs = {"base": dict(regularizer="none"), "down": dict(lam=-1), "up": dict(lam=1), "cosreg": dict(regularizer="cosreg", lam=1), "again": dict(lam=1)}
+    configs = {
+        "base": dict(regularizer="none"),
+        "down": dict(lam=-1),
+        "up": dict(lam=1),
+        "cosreg": dict(regularizer="cosreg", lam=1),
+        "again": dict(lam=1),
+    }
     return {name: run(RunConfig(max_train=320, max_eval=80, epochs=2, **c)) for name, c in configs.items()}
 
 
@@ -247,10 +359,16 @@ def test_record_holds_what_it_promises(records, tmp_path):
     record = records["up"]
     path = record.save(tmp_path)
     values = json.loads(path.read_text(), parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
-    assert values["status"] == "done" and values["metric"] == "matthews_correlation" and values["value"] == record.epochs[-1]["matthews_correlation"]
+    assert (
+        values["status"] == "done"
+        and values["metric"] == "matthews_correlation"
+        and values["value"] == record.epochs[-1]["matthews_correlation"]
+    )
     assert set(values["config"]) == set(RunConfig.model_fields)
     for when in ("before", "after"):
-        assert 0 < values["isoscore"][when]["union"] <= 1 and all(0 <= v <= 1 for v in values["isoscore"][when]["layers"])
+        assert 0 < values["isoscore"][when]["union"] <= 1 and all(
+            0 <= v <= 1 for v in values["isoscore"][when]["layers"]
+        )
     assert len(values["epochs"]) == 2 and values["train_seconds"] > 0 and values["peak_memory_mib"] > 0
     assert values["data"]["train_rows"] == 320 and len(values["data"]["fingerprint"]) == 64
     assert {"task_loss", "istar", "isoscore", "step"} <= set(values["loss"][0])
@@ -268,29 +386,51 @@ def test_lambda_turns_isotropy(records):
 def test_same_seed_same_run_and_shared_start(records):
     assert records["again"].epochs == records["up"].epochs and records["again"].isoscore == records["up"].isoscore
     assert len({json.dumps(r.isoscore["before"]) for r in records.values()}) == 1
-    assert len({r.data["fingerprint"] for r in records.values()}) == 1 == len({r.model["fingerprint"] for r in records.values()})
-    assert records["base"].loss[0]["loss"] == pytest.approx(records["up"].loss[0]["task_loss"], abs=1e-4)  # same head, same first batch
+    assert (
+        len({r.data["fingerprint"] for r in records.values()})
+        == 1
+        == len({r.model["fingerprint"] for r in records.values()})
+    )
+    assert records["base"].loss[0]["loss"] == pytest.approx(
+        records["up"].loss[0]["task_loss"], abs=1e-4
+    )  # same head, same first batch
 
 
 @pytest.mark.parametrize("task", ["toy-rte", "toy-stsb"])
 def test_other_kinds_of_task(task):
     record = run(RunConfig(task=task, **SMALL, correction="ustat", lam=0.5))
-    assert record.config["zeta"] == 0 and set(record.metrics) == ({"accuracy"} if task == "toy-rte" else {"pearson", "spearman"})
+    assert record.config["zeta"] == 0 and set(record.metrics) == (
+        {"accuracy"} if task == "toy-rte" else {"pearson", "spearman"}
+    )
 
 
 @pytest.mark.parametrize("task", ["toy-rte", "toy-stsb"])
 def test_a_diverged_run_has_no_number(task, tmp_path, monkeypatch):
     "Of NaN the first class would be the largest, and half of the answers right."
+
     def broken(config):
         model, *rest = load_model(config)
-        with torch.no_grad(): model.classifier.bias.fill_(float("nan"))
+        with torch.no_grad():
+            model.classifier.bias.fill_(float("nan"))
         return model, *rest
+
     monkeypatch.setattr("isoreg.finetune.load_model", broken)
-    record = run(RunConfig(task=task, regularizer="none", max_train=16, max_eval=16, epochs=1), tmp_path / "progress.json")
+    record = run(
+        RunConfig(task=task, regularizer="none", max_train=16, max_eval=16, epochs=1), tmp_path / "progress.json"
+    )
     strict = lambda path: json.loads(path.read_text(), parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
     values = strict(record.save(tmp_path / "run"))
-    assert values["value"] is None and set(values["metrics"].values()) == {None} and not values["collapsed"] and values["epochs"][-1]["classes"] == 0
-    assert any("diverged" in w for w in values["warnings"]) and len(unpack(values["predictions"])) == 16 and "undefined" in model_card(record)
+    assert (
+        values["value"] is None
+        and set(values["metrics"].values()) == {None}
+        and not values["collapsed"]
+        and values["epochs"][-1]["classes"] == 0
+    )
+    assert (
+        any("diverged" in w for w in values["warnings"])
+        and len(unpack(values["predictions"])) == 16
+        and "undefined" in model_card(record)
+    )
     assert strict(tmp_path / "progress.json")["stage"] == "done"
     (row,) = load(tmp_path / "run").to_dict("records")
     assert (row["status"], row["error"]) == ("failed", "the metric is no finite number")
@@ -301,19 +441,23 @@ def test_collecting_passes_over_blank_lines_and_wants_a_folder(tmp_path):
     lines.write_text('{"key": "x"}\n\n{"key": "y"}\n')
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "record.json").write_text('{"key": "z", "sta')
-    with pytest.warns(UserWarning, match="left out: .*record.json"): assert [r["key"] for r in collect(tmp_path / "runs", lines)] == ["x", "y"]
-    with pytest.raises(ValueError, match="folder: no folder .*nowhere"): collect(tmp_path / "nowhere", tmp_path / "other.jsonl")
+    with pytest.warns(UserWarning, match="left out: .*record.json"):
+        assert [r["key"] for r in collect(tmp_path / "runs", lines)] == ["x", "y"]
+    with pytest.raises(ValueError, match="folder: no folder .*nowhere"):
+        collect(tmp_path / "nowhere", tmp_path / "other.jsonl")
     assert not (tmp_path / "other.jsonl").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do fp16")
 def test_fp16_without_a_gpu_is_refused():
-    with pytest.raises(ValueError, match="precision: fp16"): RunConfig(precision="fp16")
+    with pytest.raises(ValueError, match="precision: fp16"):
+        RunConfig(precision="fp16")
 
 
 @pytest.mark.parametrize("values", [dict(layers=9), dict(regularizer="cosreg", cosreg_layer=-9)])
 def test_layer_that_the_model_lacks_is_refused_before_training(values, tmp_path):
-    with pytest.raises(ValueError, match="hidden states 0 to 4"): run(RunConfig(**values), progress_file=tmp_path / "progress.json")
+    with pytest.raises(ValueError, match="hidden states 0 to 4"):
+        run(RunConfig(**values), progress_file=tmp_path / "progress.json")
     assert json.loads((tmp_path / "progress.json").read_text())["stage"] == "loading model"
 
 
@@ -321,27 +465,36 @@ def test_atomic_write(tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     write_atomically(path, "first")
     monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError): write_atomically(path, "second")
+    with pytest.raises(OSError):
+        write_atomically(path, "second")
     assert path.read_text() == "first" and [p.name for p in tmp_path.iterdir()] == ["record.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"status": "done"}', '{"status": 1, "config": 2, "metric": 3, "value": 4, "surprise": 5}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"status": "done"}', '{"status": 1, "config": 2, "metric": 3, "value": 4, "surprise": 5}']
+)
 def test_broken_record_is_refused(tmp_path, text):
     (tmp_path / "record.json").write_text(text)
-    with pytest.raises(ValueError, match="record.json"): RunRecord.load(tmp_path)
+    with pytest.raises(ValueError, match="record.json"):
+        RunRecord.load(tmp_path)
 
 
 # encoders -----------------------------------------------------------------------------------------------------------
 
+
 def encoders():
     n = len(toy_tokenizer())
     common = dict(vocab_size=n, pad_token_id=0)
-    bert = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=70)
+    bert = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=70
+    )
     return {
         "bert": BertModel(BertConfig(**common, **bert)),
         "albert": AlbertModel(AlbertConfig(**common, **bert, embedding_size=16)),
         "roberta": RobertaModel(RobertaConfig(**common, **bert)),
-        "distilbert": DistilBertModel(DistilBertConfig(**common, dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=70)),
+        "distilbert": DistilBertModel(
+            DistilBertConfig(**common, dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=70)
+        ),
         "gpt2": GPT2Model(GPT2Config(vocab_size=n, n_embd=32, n_layer=2, n_head=2, n_positions=70, eos_token_id=3)),
     }
 
@@ -359,7 +512,15 @@ def test_any_encoder_runs(name, tmp_path):
 
 def test_untrained_pooler_is_redrawn_and_noted(tmp_path):
     torch.manual_seed(0)
-    model = BertModel(BertConfig(vocab_size=len(toy_tokenizer()), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64))
+    model = BertModel(
+        BertConfig(
+            vocab_size=len(toy_tokenizer()),
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=64,
+        )
+    )
     toy_tokenizer().save_pretrained(tmp_path)
     for bias, redrawn in ((0.0, True), (0.01, False)):
         torch.nn.init.constant_(model.pooler.dense.bias, bias)
@@ -376,66 +537,114 @@ def test_segment_ids_are_kept_unless_told(tmp_path):
     original = BertModel.forward
     for keep in (True, False):
         ids = []
+
         def spy(self, *args, **kwargs):
             ids.append(kwargs.get("token_type_ids"))
             return original(self, *args, **kwargs)
+
         BertModel.forward = spy
-        try: run(RunConfig(task="toy-rte", segment_ids=keep, regularizer="none", max_train=8, max_eval=8, epochs=1))
-        finally: BertModel.forward = original
+        try:
+            run(RunConfig(task="toy-rte", segment_ids=keep, regularizer="none", max_train=8, max_eval=8, epochs=1))
+        finally:
+            BertModel.forward = original
         seen.append(any(i is not None and bool(i.any()) for i in ids))
     assert seen == [True, False]
 
 
 # real data ----------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.skipif(not (DATA and MODELS), reason="needs the data and model folders (ISOREG_DATA, ISOREG_MODELS)")
-@pytest.mark.parametrize("task, metrics", [("mrpc", {"accuracy", "f1"}), ("stsb", {"pearson", "spearman"}), ("squad", {"f1", "exact_match"})])
+@pytest.mark.parametrize(
+    "task, metrics", [("mrpc", {"accuracy", "f1"}), ("stsb", {"pearson", "spearman"}), ("squad", {"f1", "exact_match"})]
+)
 def test_real_task_and_encoder(task, metrics):
-    record = run(RunConfig(task=task, model=f"{MODELS}/minilm-l6-h384", data_dir=DATA, max_train=16, max_eval=16, epochs=1, batch_size=8, lam=1, precision="bf16"))
+    record = run(
+        RunConfig(
+            task=task,
+            model=f"{MODELS}/minilm-l6-h384",
+            data_dir=DATA,
+            max_train=16,
+            max_eval=16,
+            epochs=1,
+            batch_size=8,
+            lam=1,
+            precision="bf16",
+        )
+    )
     assert set(record.metrics) == metrics
-    if task != "squad": assert any("untrained" in n for n in record.model["notes"])
+    if task != "squad":
+        assert any("untrained" in n for n in record.model["notes"])
 
 
 @pytest.mark.skipif(not DATA, reason="needs the data folder (ISOREG_DATA)")
 def test_missing_split_is_named_before_training():
-    with pytest.raises(ValueError) as error: run(RunConfig(task="qqp", data_dir=DATA, max_length=64))
-    for word in ("train", "train_part", "qqp"): assert word in str(error.value)
+    with pytest.raises(ValueError) as error:
+        run(RunConfig(task="qqp", data_dir=DATA, max_length=64))
+    for word in ("train", "train_part", "qqp"):
+        assert word in str(error.value)
     stamped = load_task("qqp", DATA, train_split="train_part", eval_split="validation_part", max_train=10, max_eval=10)
     assert any("not the official split" in n for n in stamped.notes)
 
 
 def test_numbers_for_settings_that_are_text():
     "papermill makes numbers of what looks like one."
-    assert (GeometryConfig(layers=-1).layers, FisherConfig(shares=50).shares, FisherConfig(shares=0.5).percentages) == ("-1", "50", [0.5])
+    assert (GeometryConfig(layers=-1).layers, FisherConfig(shares=50).shares, FisherConfig(shares=0.5).percentages) == (
+        "-1",
+        "50",
+        [0.5],
+    )
     assert GeometryConfig(layers=-1).key == GeometryConfig(layers="-1").key and RunConfig(layers=2).layers == 2
-    with pytest.raises(ValueError, match="data_dir: no folder '5'"): RunConfig(task="cola", data_dir=5)
+    with pytest.raises(ValueError, match="data_dir: no folder '5'"):
+        RunConfig(task="cola", data_dir=5)
 
 
-@pytest.mark.parametrize("value, message", [("no", "save_model: 'no' is not bool; give true or false"), (1, "save_model: 1 is not bool"), (True, None)])
+@pytest.mark.parametrize(
+    "value, message",
+    [("no", "save_model: 'no' is not bool; give true or false"), (1, "save_model: 1 is not bool"), (True, None)],
+)
 def test_further_parameters_of_a_notebook_have_their_type(value, message):
-    given = {"lam": 2.0, "out": 5, "save_model": value, "__annotations__": {"lam": float, "out": str, "save_model": bool}}
-    if message is None: assert check_parameters(given, RunConfig, ["out", "save_model"]) == {"lam": 2.0} and given["out"] == "5" and given["save_model"] is True
+    given = {
+        "lam": 2.0,
+        "out": 5,
+        "save_model": value,
+        "__annotations__": {"lam": float, "out": str, "save_model": bool},
+    }
+    if message is None:
+        assert (
+            check_parameters(given, RunConfig, ["out", "save_model"]) == {"lam": 2.0}
+            and given["out"] == "5"
+            and given["save_model"] is True
+        )
     else:
-        with pytest.raises(ValueError, match=message): check_parameters(given, RunConfig, ["out", "save_model"])
+        with pytest.raises(ValueError, match=message):
+            check_parameters(given, RunConfig, ["out", "save_model"])
 
 
 @pytest.mark.parametrize("model", ["models/nix", "runs/a/model", "models/deep/nix"])
 def test_a_folder_that_is_not_there_is_told_before_anything_is_read(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("isoreg.finetune.load_task", lambda *a: pytest.fail("the data were read"))
-    config = RunConfig(model=model)                                      # a record from elsewhere can be read
+    config = RunConfig(model=model)  # a record from elsewhere can be read
     for call in (run, load_model):
-        with pytest.raises(ValueError, match=f"model: no folder '{model}' here, and a name on the hub is owner/name"): call(config)
+        with pytest.raises(ValueError, match=f"model: no folder '{model}' here, and a name on the hub is owner/name"):
+            call(config)
 
 
 def test_a_name_that_the_hub_does_not_give_is_told(monkeypatch):
     asked = []
+
     def nothing(name):
         asked.append(name)
         raise OSError("not a local folder\nand much more")
+
     monkeypatch.setattr("isoreg.models.AutoTokenizer.from_pretrained", nothing)
     for name in ("google/bert_uncased_L-2", "bert-base-uncased"):
-        with pytest.raises(ValueError, match=f"model: '{name}' is no folder of a checkpoint, and the hub does not give it .not a local folder.$"): load_model(RunConfig(model=name))
+        with pytest.raises(
+            ValueError,
+            match=f"model: '{name}' is no folder of a checkpoint, and the hub does not give it .not a local folder.$",
+        ):
+            load_model(RunConfig(model=name))
     assert asked == ["google/bert_uncased_L-2", "bert-base-uncased"]
 
 
@@ -446,29 +655,38 @@ def _toy_folder(folder: Path, change=lambda weights: weights, tokenizer=True) ->
     safetensors.torch.save_file(change(weights), folder / "model.safetensors", metadata={"format": "pt"})
     if not tokenizer:
         for path in folder.iterdir():
-            if path.name not in ("config.json", "model.safetensors"): path.unlink()
+            if path.name not in ("config.json", "model.safetensors"):
+                path.unlink()
     return str(folder)
 
 
-@pytest.mark.parametrize("change, named", [
-    (lambda w: {k: v for k, v in w.items() if "layer.1." not in k}, "encoder.layer.1."),
-    (lambda w: {f"wrapped.{k}": v for k, v in w.items()}, "embeddings"),
-])
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lambda w: {k: v for k, v in w.items() if "layer.1." not in k}, "encoder.layer.1."),
+        (lambda w: {f"wrapped.{k}": v for k, v in w.items()}, "embeddings"),
+    ],
+)
 def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, change, named):
     model = _toy_folder(tmp_path / "model", change)
-    with pytest.raises(ValueError, match="lacks .* weights") as error: run(RunConfig(model=model, recipe="toy", **SMALL))
+    with pytest.raises(ValueError, match="lacks .* weights") as error:
+        run(RunConfig(model=model, recipe="toy", **SMALL))
     assert named in str(error.value) and "complete checkpoint" in str(error.value)
 
 
 def test_new_heads_and_poolers_are_named(tmp_path):
     _, _, notes = load_model(RunConfig(model=_toy_folder(tmp_path / "model"), recipe="toy"))
-    assert any(n.startswith("bert.pooler.dense was absent") for n in notes) and any("classifier absent" in n for n in notes)
+    assert any(n.startswith("bert.pooler.dense was absent") for n in notes) and any(
+        "classifier absent" in n for n in notes
+    )
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     model = _toy_folder(tmp_path / "model", tokenizer=False)
-    with pytest.raises(ValueError, match="model: .* has no tokenizer"): run(RunConfig(model=model, recipe="toy", **SMALL))
-    with pytest.raises(ValueError, match="has no tokenizer"): load_body(GeometryConfig(model=model))
+    with pytest.raises(ValueError, match="model: .* has no tokenizer"):
+        run(RunConfig(model=model, recipe="toy", **SMALL))
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        load_body(GeometryConfig(model=model))
 
 
 def test_a_tokenizer_of_another_model_is_a_warning_in_the_record(tmp_path):
@@ -477,9 +695,11 @@ def test_a_tokenizer_of_another_model_is_a_warning_in_the_record(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert check_vocabulary(tokenizer, model, texts) == []
-    with pytest.warns(UserWarning, match="unknown to the tokenizer"): check_vocabulary(tokenizer, model, ["Der Zug hält in Göttingen."])
+    with pytest.warns(UserWarning, match="unknown to the tokenizer"):
+        check_vocabulary(tokenizer, model, ["Der Zug hält in Göttingen."])
     model.resize_token_embeddings(len(tokenizer) * 2)
-    with pytest.warns(UserWarning, match="embedding rows"): check_vocabulary(tokenizer, model, texts)
+    with pytest.warns(UserWarning, match="embedding rows"):
+        check_vocabulary(tokenizer, model, texts)
     model.save_pretrained(tmp_path / "wide"), tokenizer.save_pretrained(tmp_path / "wide")
     record = run(RunConfig(model=str(tmp_path / "wide"), recipe="toy", **SMALL))
     assert any("embedding rows" in w for w in record.warnings)
@@ -491,7 +711,8 @@ def _padding_seen(monkeypatch, **settings) -> float:
     plain = PenaltyTrainer.compute_loss
 
     def look(self, model, inputs, *args, **named):
-        if model.training: seen.append(inputs["attention_mask"].clone())
+        if model.training:
+            seen.append(inputs["attention_mask"].clone())
         return plain(self, model, inputs, *args, **named)
 
     monkeypatch.setattr(PenaltyTrainer, "compute_loss", look)
@@ -502,9 +723,14 @@ def _padding_seen(monkeypatch, **settings) -> float:
 def test_batches_are_random_unless_asked_otherwise(monkeypatch):
     "The share of padding that training sees is that of random batches, counted here from the lengths alone."
     data = dict(task="toy-rte", regularizer="none", max_train=640, max_eval=32, epochs=1)
-    random, sorted_, full = (_padding_seen(monkeypatch, **data, **more) for more in ({}, {"batches": "by-length"}, {"pad_to_max": True, "max_length": 40}))
+    random, sorted_, full = (
+        _padding_seen(monkeypatch, **data, **more)
+        for more in ({}, {"batches": "by-length"}, {"pad_to_max": True, "max_length": 40})
+    )
     train = load_task("toy-rte", max_train=640).train
-    lengths = torch.tensor([len(toy_tokenizer()(a, b)["input_ids"]) for a, b in zip(train["sentence1"], train["sentence2"])])
+    lengths = torch.tensor(
+        [len(toy_tokenizer()(a, b)["input_ids"]) for a, b in zip(train["sentence1"], train["sentence2"])]
+    )
     draws = [lengths[torch.randperm(640, generator=torch.Generator().manual_seed(k))].view(-1, 32) for k in range(50)]
     expected = torch.tensor([1 - float(d.sum() / (32 * d.amax(1)).sum()) for d in draws])
     assert abs(random - float(expected.mean())) < 4 * float(expected.std())
@@ -518,8 +744,22 @@ def test_batches_are_random_unless_asked_otherwise(monkeypatch):
 def test_padding_of_real_batches_is_that_of_the_released_code(task, share, monkeypatch):
     "One forward a batch of an epoch: the model is not needed, its batches are."
     seen = []
-    monkeypatch.setattr(PenaltyTrainer, "training_step", lambda self, model, inputs, *args: seen.append(inputs["attention_mask"]) or torch.tensor(0.0))
-    run(RunConfig(task=task, data_dir=DATA, model=f"{MODELS}/minilm-l6-h384", recipe="istar-released", regularizer="none", epochs=1, max_eval=32))
+    monkeypatch.setattr(
+        PenaltyTrainer,
+        "training_step",
+        lambda self, model, inputs, *args: seen.append(inputs["attention_mask"]) or torch.tensor(0.0),
+    )
+    run(
+        RunConfig(
+            task=task,
+            data_dir=DATA,
+            model=f"{MODELS}/minilm-l6-h384",
+            recipe="istar-released",
+            regularizer="none",
+            epochs=1,
+            max_eval=32,
+        )
+    )
     assert 1 - sum(int(m.sum()) for m in seen) / sum(m.numel() for m in seen) == pytest.approx(share, abs=0.03)
 
 
@@ -539,22 +779,33 @@ def test_resamplings_have_the_error_of_the_rows():
     assert draws.std() == pytest.approx((record.value * (1 - record.value) / 400) ** 0.5, rel=0.15)
     answers = [{"id": str(i), "prediction_text": "a" if i % 2 else "b"} for i in range(200)]
     asked = [{"id": str(i), "answers": {"text": ["a"]}} for i in range(200)]
-    assert resample(get_task("squad"), [a | {"prediction_text": a["prediction_text"] + "x"} for a in answers], asked).max() == 0
-    assert resample(get_task("squad"), [a | {"prediction_text": "a b" if i % 2 else "c"} for i, a in enumerate(answers)], [{"answers": {"text": ["b"]}}] * 200).mean() == pytest.approx(50, abs=1)
+    assert (
+        resample(get_task("squad"), [a | {"prediction_text": a["prediction_text"] + "x"} for a in answers], asked).max()
+        == 0
+    )
+    assert resample(
+        get_task("squad"),
+        [a | {"prediction_text": "a b" if i % 2 else "c"} for i, a in enumerate(answers)],
+        [{"answers": {"text": ["b"]}}] * 200,
+    ).mean() == pytest.approx(50, abs=1)
 
 
 def test_collected_loss_is_in_columns(tmp_path):
     record = run(RunConfig(**SMALL, lam=-0.1))
     record.save(tmp_path / "one")
     kept = collect(tmp_path, tmp_path / "all.jsonl")[0]
-    assert kept["loss"]["step"] == [e["step"] for e in record.loss] and kept["loss"]["istar"] == pytest.approx([e["istar"] for e in record.loss], rel=1e-3)
+    assert kept["loss"]["step"] == [e["step"] for e in record.loss] and kept["loss"]["istar"] == pytest.approx(
+        [e["istar"] for e in record.loss], rel=1e-3
+    )
     assert collect(tmp_path, tmp_path / "all.jsonl")[0] == kept  # what is collected once stays
 
 
 class _Mean(torch.nn.Module):
     "A penalty that the package does not know."
 
-    def __init__(self, lam): super().__init__(); self.lam, self.parts = lam, {}
+    def __init__(self, lam):
+        super().__init__()
+        self.lam, self.parts = lam, {}
 
     def forward(self, hidden_states, attention_mask=None):
         term = self.lam * hidden_states[-1].mean() ** 2
@@ -576,26 +827,43 @@ def test_run_notebook_takes_any_penalty_and_writes_the_record_before_it_draws(tm
     cells = notebook.cells
     at = next(i for i, c in enumerate(cells) if "parameters" in c.metadata.get("tags", []))
     given = f"regularizer, lam, max_train, max_eval, epochs, out = 'mean', 0.1, 64, 40, 1, {str(tmp_path)!r}"
-    own = "import torch\nfrom isoreg.config import PENALTIES\n" + inspect.getsource(_Mean) + "PENALTIES['mean'] = lambda c: _Mean(c.lam)"
-    cells[at + 1:at + 1] = [nbformat.v4.new_code_cell(given), nbformat.v4.new_code_cell(own)]
+    own = (
+        "import torch\nfrom isoreg.config import PENALTIES\n"
+        + inspect.getsource(_Mean)
+        + "PENALTIES['mean'] = lambda c: _Mean(c.lam)"
+    )
+    cells[at + 1 : at + 1] = [nbformat.v4.new_code_cell(given), nbformat.v4.new_code_cell(own)]
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     (path,) = tmp_path.glob("*/record.json")
     path.unlink()
     cells.insert(at + 3, nbformat.v4.new_code_cell("plt.subplots = None"))
-    with pytest.raises(nbclient.exceptions.CellExecutionError): nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    with pytest.raises(nbclient.exceptions.CellExecutionError):
+        nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     assert json.loads(path.read_text())["status"] == "done"
 
 
 def test_a_penalty_of_ones_own_keeps_its_settings_and_its_sign(monkeypatch):
     monkeypatch.setitem(PENALTIES, "mine", lambda c: _Mean(c.lam))
-    config = RunConfig(regularizer="mine", zeta=0.5, layers="mean", convention="text", correction="ustat", cosreg_layer=2)
-    assert (config.zeta, config.layers, config.convention, config.correction, config.cosreg_layer, config.lam) == (0.5, "mean", "text", "ustat", 2, 1.0)
+    config = RunConfig(
+        regularizer="mine", zeta=0.5, layers="mean", convention="text", correction="ustat", cosreg_layer=2
+    )
+    assert (config.zeta, config.layers, config.convention, config.correction, config.cosreg_layer, config.lam) == (
+        0.5,
+        "mean",
+        "text",
+        "ustat",
+        2,
+        1.0,
+    )
 
 
 def test_a_record_outlives_a_model_that_cannot_be_saved(monkeypatch, tmp_path):
-    def full(*args): raise OSError(28, "No space left on device")
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
     monkeypatch.setattr("isoreg.finetune.save_model", full)
-    with pytest.warns(UserWarning, match="the model was not saved"): record = run(RunConfig(**SMALL), model_folder=tmp_path / "model")
+    with pytest.warns(UserWarning, match="the model was not saved"):
+        record = run(RunConfig(**SMALL), model_folder=tmp_path / "model")
     assert record.status == "done" and any("No space left" in w for w in record.warnings)
 
 
@@ -604,9 +872,12 @@ SIZES = dict(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_
 
 def test_a_vocabulary_of_special_tokens_and_a_few_marks_is_none(tmp_path):
     DebertaV2Model(DebertaV2Config(**SIZES)).save_pretrained(tmp_path / "d")
-    T5Model(T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)).save_pretrained(tmp_path / "t")
+    T5Model(T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)).save_pretrained(
+        tmp_path / "t"
+    )
     for folder in ("d", "t"):
-        with pytest.raises(ValueError, match="has no tokenizer"): load_tokenizer(str(tmp_path / folder))
+        with pytest.raises(ValueError, match="has no tokenizer"):
+            load_tokenizer(str(tmp_path / folder))
 
 
 def test_t5_may_have_a_new_head_for_questions_and_no_new_encoder(tmp_path):
@@ -616,17 +887,30 @@ def test_t5_may_have_a_new_head_for_questions_and_no_new_encoder(tmp_path):
     _, _, notes = load_model(RunConfig(task="squad", recipe="quick", model=str(tmp_path / "t")))
     assert any("qa_outputs absent" in n for n in notes)
     weights = safetensors.torch.load_file(tmp_path / "t" / "model.safetensors")
-    safetensors.torch.save_file({k: v for k, v in weights.items() if not k.startswith("encoder.block")}, tmp_path / "t" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="lacks .* weights"): load_model(RunConfig(task="squad", recipe="quick", model=str(tmp_path / "t")))
+    safetensors.torch.save_file(
+        {k: v for k, v in weights.items() if not k.startswith("encoder.block")},
+        tmp_path / "t" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ValueError, match="lacks .* weights"):
+        load_model(RunConfig(task="squad", recipe="quick", model=str(tmp_path / "t")))
 
 
 def test_a_model_without_an_embedding_matrix_has_no_size_to_fit():
-    model = CanineModel(CanineConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_hash_buckets=50))
+    model = CanineModel(
+        CanineConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_hash_buckets=50
+        )
+    )
     assert check_vocabulary(toy_tokenizer(), model, ["the cat sleeps ."]) == []
 
 
 def test_unknown_words_are_told_where_a_run_and_a_measurement_show_them(tmp_path):
     model = _toy_folder(tmp_path / "model")
-    (tmp_path / "texts.txt").write_text("\n".join(f"Der Zug {k} hält in Göttingen und fährt weiter nach Kassel." for k in range(40)))
-    record = measure_geometry(GeometryConfig(model=model, corpus=str(tmp_path / "texts.txt"), points=50), tmp_path / "out")
+    (tmp_path / "texts.txt").write_text(
+        "\n".join(f"Der Zug {k} hält in Göttingen und fährt weiter nach Kassel." for k in range(40))
+    )
+    record = measure_geometry(
+        GeometryConfig(model=model, corpus=str(tmp_path / "texts.txt"), points=50), tmp_path / "out"
+    )
     assert any("unknown to the tokenizer" in n for n in record["notes"])

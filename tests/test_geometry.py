@@ -1,4 +1,6 @@
-"""Measures of geometry against independent references: NumPy's decompositions, loops over pairs, SciPy's neighbours, scikit-dimension."""
+"""Measures of geometry against independent references: NumPy's decompositions, loops over pairs, SciPy's
+neighbours, scikit-dimension."""
+
 import ast
 import inspect
 import json
@@ -21,7 +23,18 @@ import isoreg.measure as measure
 from isoreg.corpus import TextBatches
 from isoreg.finetune import sentence_vectors
 from isoreg.geometry import (
-    Dimensions, average_cosine, effective_rank, geometry, mean_activation, nearest_two, outlier_dimensions, partition_score, rankme, two_nn, variance_explained)
+    Dimensions,
+    average_cosine,
+    effective_rank,
+    geometry,
+    mean_activation,
+    nearest_two,
+    outlier_dimensions,
+    partition_score,
+    rankme,
+    two_nn,
+    variance_explained,
+)
 from isoreg.isoscore import isoscore
 from isoreg.config import GeometryConfig, choices
 from isoreg.measure import collect_measurements, layer_points, load_body, measure_geometry
@@ -71,7 +84,9 @@ def test_definitions(n, d):
     assert effective_rank(x) == pytest.approx(entropy_rank(s), rel=1e-8)
     assert effective_rank(x, spectrum="eigen") == pytest.approx(entropy_rank(s**2), rel=1e-8)
     assert effective_rank(x, centred=False) == pytest.approx(entropy_rank(s0), rel=1e-8)
-    assert rankme(x) == pytest.approx(entropy_rank(s0, 1e-7), rel=1e-8) and rankme(x, eps=0) == effective_rank(x, centred=False)
+    assert rankme(x) == pytest.approx(entropy_rank(s0, 1e-7), rel=1e-8) and rankme(x, eps=0) == effective_rank(
+        x, centred=False
+    )
     k = max(1, math.floor(0.3 * d + 1e-9))
     assert variance_explained(x) == pytest.approx(k / d / ((s**2)[:k].sum() / (s**2).sum()), rel=1e-10)
     assert partition_score(x, log=True) == pytest.approx(log_partition(x), abs=1e-6)
@@ -85,7 +100,7 @@ def test_definitions(n, d):
 def test_partition_uses_columns_and_both_signs():
     x = cloud(200, 6, 3)
     assert partition_score(x) == pytest.approx(partition_score(-x), rel=1e-12)
-    wrong = np.linalg.eigh(x.T @ x)[1]                          # rows for columns, as released
+    wrong = np.linalg.eigh(x.T @ x)[1]  # rows for columns, as released
     z = [np.exp(x @ row).sum() for row in wrong]
     assert abs(partition_score(x) - min(z) / max(z)) > 0.01
 
@@ -96,7 +111,7 @@ def test_partition_neither_overflows_nor_underflows():
         logs = partition_score(factor * x, log=True)
         assert math.isfinite(logs) and logs == pytest.approx(log_partition(factor * x), rel=1e-9, abs=1e-9)
         assert 0 <= partition_score(factor * x) <= 1
-    wide = cloud(5, 300, 1, mean=0.0) * 30                       # directions without a point have Z = n
+    wide = cloud(5, 300, 1, mean=0.0) * 30  # directions without a point have Z = n
     full = np.linalg.svd(wide)[2]
     z = wide @ np.concatenate([full, -full]).T
     logs = z.max(0) + np.log(np.exp(z - z.max(0)).sum(0))
@@ -118,12 +133,23 @@ def hard_clouds():
     wide, far, offset = x.copy(), x.copy(), x + 1e6
     wide[:, 0] *= 1e4
     far[::2] += 1e7
-    outlier = x.copy(); outlier[0] = 1e9
-    tiny = 1e-25 * x; tiny[0], tiny[1] = 1.0, -1.0
+    outlier = x.copy()
+    outlier[0] = 1e9
+    tiny = 1e-25 * x
+    tiny[0], tiny[1] = 1.0, -1.0
     grid = np.stack(np.meshgrid(*[np.arange(6.0)] * 3), -1).reshape(-1, 3) + 1e5
-    return {"one wide dimension": wide, "clusters far apart": far, "far from the origin": offset, "one far point": outlier, "tiny beside huge": tiny,
-            "huge": 1e200 * x, "subnormal": 1e-300 * x, "constant dimension": np.concatenate([x, np.full((260, 1), 3e8)], 1), "ties": grid,
-            "many copies": np.concatenate([np.tile(x[:1], (40, 1)), x])}
+    return {
+        "one wide dimension": wide,
+        "clusters far apart": far,
+        "far from the origin": offset,
+        "one far point": outlier,
+        "tiny beside huge": tiny,
+        "huge": 1e200 * x,
+        "subnormal": 1e-300 * x,
+        "constant dimension": np.concatenate([x, np.full((260, 1), 3e8)], 1),
+        "ties": grid,
+        "many copies": np.concatenate([np.tile(x[:1], (40, 1)), x]),
+    }
 
 
 @pytest.mark.parametrize("name", hard_clouds())
@@ -149,10 +175,18 @@ def test_float32_certificate_is_needed_and_honest():
 
 
 @settings(max_examples=40, deadline=None)
-@given(n=st.integers(3, 60), d=st.integers(1, 8), chunk=st.integers(1, 70), seed=st.integers(0, 10**6), copies=st.integers(0, 20), coarse=st.booleans())
+@given(
+    n=st.integers(3, 60),
+    d=st.integers(1, 8),
+    chunk=st.integers(1, 70),
+    seed=st.integers(0, 10**6),
+    copies=st.integers(0, 20),
+    coarse=st.booleans(),
+)
 def test_nearest_two_property(n, d, chunk, seed, copies, coarse):
     x = np.random.default_rng(seed).normal(size=(n, d))
-    if coarse: x = np.round(x)                                   # ties and copies
+    if coarse:
+        x = np.round(x)  # ties and copies
     x = np.concatenate([x, x[:copies]])
     right = np.sort(cdist(x, x) + np.diag(np.full(len(x), np.inf)), 1)[:, :2]
     np.testing.assert_allclose(nearest_two(torch.from_numpy(x), chunk), right, rtol=1e-12)
@@ -161,8 +195,10 @@ def test_nearest_two_property(n, d, chunk, seed, copies, coarse):
 @pytest.mark.parametrize("n, d, discard", [(400, 3, 0.1), (500, 20, 0.0), (300, 60, 0.1), (120, 300, 0.25)])
 def test_two_nn_is_scikit_dimension(n, d, discard):
     x = cloud(n, d, n)
-    if discard: assert two_nn(x, discard) == pytest.approx(reference_skdim(x, discard), rel=1e-6)
-    else: assert two_nn(x, 1e-9) == pytest.approx(reference_skdim(x, 1e-9), rel=1e-6) and math.isfinite(two_nn(x, 0))
+    if discard:
+        assert two_nn(x, discard) == pytest.approx(reference_skdim(x, discard), rel=1e-6)
+    else:
+        assert two_nn(x, 1e-9) == pytest.approx(reference_skdim(x, 1e-9), rel=1e-6) and math.isfinite(two_nn(x, 0))
     assert two_nn(torch.from_numpy(x).float()) == pytest.approx(two_nn(x), rel=1e-3)
 
 
@@ -171,12 +207,15 @@ def test_two_nn_of_copies(d):
     x = cloud(300, d, 2)
     twice, thrice = np.concatenate([x, x[:60]]), np.concatenate([x, x[:9], x[:9]])
     for rows in twice, thrice:
-        if d < 16: assert two_nn(rows) == pytest.approx(reference_skdim(rows), rel=1e-6)
-        exact = np.sort(cdist(rows, rows), 1)[:, 1:3]            # from its product form scikit-dimension gets 1e-7 for 0 in more dimensions, and keeps the point
+        if d < 16:
+            assert two_nn(rows) == pytest.approx(reference_skdim(rows), rel=1e-6)
+        exact = np.sort(cdist(rows, rows), 1)[
+            :, 1:3
+        ]  # from its product form scikit-dimension gets 1e-7 for 0 in more dimensions, and keeps the point
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert two_nn(rows) == pytest.approx(skdim.id.TwoNN(dist=True).fit(exact).dimension_, rel=1e-9)
-    lone = cdist(x[60:], twice)                                  # by hand: only points without a copy have a ratio
+    lone = cdist(x[60:], twice)  # by hand: only points without a copy have a ratio
     r = np.sort(lone, 1)[:, 1:3]
     mu = np.sort(r[:, 1] / r[:, 0])
     kept = int(len(mu) * 0.9)
@@ -186,29 +225,33 @@ def test_two_nn_of_copies(d):
 
 def test_two_nn_finds_the_dimension_and_keeps_its_numbers():
     g = np.random.default_rng(0)
-    x = np.zeros((3000, 50)); x[:, :4] = g.uniform(size=(3000, 4))
+    x = np.zeros((3000, 50))
+    x[:, :4] = g.uniform(size=(3000, 4))
     assert two_nn(x @ np.linalg.qr(g.normal(size=(50, 50)))[0]) == pytest.approx(4, abs=0.3)
-    plane = np.zeros((800, 60)); plane[:, :5] = np.random.default_rng(0).normal(size=(800, 5))
-    assert two_nn(plane) == pytest.approx(5.0044063681, rel=1e-9)   # the first version's
+    plane = np.zeros((800, 60))
+    plane[:, :5] = np.random.default_rng(0).normal(size=(800, 5))
+    assert two_nn(plane) == pytest.approx(5.0044063681, rel=1e-9)  # the first version's
 
 
 @pytest.mark.parametrize("discard", [-0.1, 1, "0.1", None, math.nan])
 def test_two_nn_refuses_a_bad_share(discard):
-    with pytest.raises(ValueError, match="discard"): two_nn(cloud(), discard)
+    with pytest.raises(ValueError, match="discard"):
+        two_nn(cloud(), discard)
 
 
 def test_memory_of_two_nn_is_bounded(monkeypatch):
     sizes, original = [], torch.addmm
     monkeypatch.setattr(torch, "addmm", lambda *a, **k: sizes.append((r := original(*a, **k)).numel()) or r)
     nearest_two(torch.randn(900, 8), 100)
-    assert max(sizes) <= 100 * 900 and sum(sizes) < 0.6 * 900 * 900 + 100 * 900   # the upper half only
+    assert max(sizes) <= 100 * 900 and sum(sizes) < 0.6 * 900 * 900 + 100 * 900  # the upper half only
 
 
 @pytest.mark.parametrize("n, d", [(200, 10), (9, 30)])
 def test_geometry_is_each_function(n, d):
     x = cloud(n, d, 7)
     found = geometry(x)
-    for f in SCALARS: assert found[f.__name__] == f(x)
+    for f in SCALARS:
+        assert found[f.__name__] == f(x)
     assert found["points"] == n and found["dims"] == d and found["log_partition_score"] == partition_score(x, log=True)
     assert found["isoscore"] == pytest.approx(float(isoscore(x)), rel=1e-10)
     assert isinstance(found["dimensions"], Dimensions) and found["dimensions"].by_mean == outlier_dimensions(x).by_mean
@@ -225,28 +268,48 @@ def test_one_decomposition_of_each_matrix(monkeypatch):
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), n=st.integers(20, 80), d=st.integers(2, 12), power=st.integers(-300, 300), shift=st.floats(-50, 50))
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(20, 80),
+    d=st.integers(2, 12),
+    power=st.integers(-300, 300),
+    shift=st.floats(-50, 50),
+)
 def test_invariances(seed, n, d, power, shift):
     g = np.random.default_rng(seed)
     x = cloud(n, d, seed, mean=1.0)
     q, scaled, order = np.linalg.qr(g.normal(size=(d, d)))[0], x * 2.0**power, g.permutation(n)
     a = geometry(x)
-    same = {"rotation": (x @ q, SCALARS), "shift": (x + shift, (variance_explained, effective_rank, two_nn)),
-            "scale": (scaled, (average_cosine, variance_explained, effective_rank, rankme, two_nn)), "order": (x[order], SCALARS)}
+    same = {
+        "rotation": (x @ q, SCALARS),
+        "shift": (x + shift, (variance_explained, effective_rank, two_nn)),
+        "scale": (scaled, (average_cosine, variance_explained, effective_rank, rankme, two_nn)),
+        "order": (x[order], SCALARS),
+    }
     for name, (y, measures) in same.items():
-        for f in measures: assert f(y) == pytest.approx(a[f.__name__], rel=1e-5, abs=1e-7), (name, f.__name__)
-    assert 1 - 1e-9 <= a["effective_rank"] <= min(n - 1, d) + 1e-9 and a["effective_rank"] >= effective_rank(x, spectrum="eigen") - 1e-9
+        for f in measures:
+            assert f(y) == pytest.approx(a[f.__name__], rel=1e-5, abs=1e-7), (name, f.__name__)
+    assert (
+        1 - 1e-9 <= a["effective_rank"] <= min(n - 1, d) + 1e-9
+        and a["effective_rank"] >= effective_rank(x, spectrum="eigen") - 1e-9
+    )
     assert -1 / (n - 1) - 1e-9 <= a["average_cosine"] <= 1 and 0 <= a["partition_score"] <= 1
     assert max(1, int(0.3 * d)) / d - 1e-9 <= a["variance_explained"] <= 1 + 1e-9
-    participation = 1 + (d - 1) * a["isoscore"]                  # Renyi entropy of order 2 never exceeds Shannon's, nor that the one of the roots
+    participation = (
+        1 + (d - 1) * a["isoscore"]
+    )  # Renyi entropy of order 2 never exceeds Shannon's, nor that the one of the roots
     assert participation <= effective_rank(x, spectrum="eigen") + 1e-9
 
 
 def test_isotropic_and_collapsed():
     d = 10
     even = np.concatenate([np.eye(d), -np.eye(d)])
-    assert variance_explained(even) == pytest.approx(1) and effective_rank(even) == pytest.approx(d) == pytest.approx(rankme(even), rel=1e-4)
-    assert average_cosine(even) == pytest.approx(-1 / 19) and average_cosine(even, isotropy=True) == pytest.approx(18 / 19)
+    assert variance_explained(even) == pytest.approx(1) and effective_rank(even) == pytest.approx(d) == pytest.approx(
+        rankme(even), rel=1e-4
+    )
+    assert average_cosine(even) == pytest.approx(-1 / 19) and average_cosine(even, isotropy=True) == pytest.approx(
+        18 / 19
+    )
     assert partition_score(even) == pytest.approx(1) and geometry(even, undefined="nan")["isoscore"] == pytest.approx(1)
     line = np.linspace(-1, 2, 50)[:, None] * np.arange(1.0, 5)
     assert effective_rank(line) == pytest.approx(1, abs=1e-5) and variance_explained(line) == pytest.approx(1 / 4)
@@ -259,7 +322,8 @@ def test_precisions(dtype, n, mean):
     x = torch.from_numpy(cloud(n, 20, 3) + mean).to(dtype)  # 30: far from the origin, where half precision is coarse
     a, b = geometry(x), geometry(x.double())
     for k in a:
-        if k != "dimensions": assert a[k] == pytest.approx(b[k], rel=1e-9), k
+        if k != "dimensions":
+            assert a[k] == pytest.approx(b[k], rel=1e-9), k
     assert mean_activation(x).dtype == torch.float32 and a["dimensions"].mean.dtype == torch.float64
     grown = x.clone().requires_grad_()
     assert geometry(grown)["two_nn"] == a["two_nn"] and grown.grad is None
@@ -284,18 +348,34 @@ def test_half_precision_does_not_overflow():
 def test_masks():
     x = cloud(120, 7, 2)
     keep = np.random.default_rng(0).random(120) > 0.3
-    bad = x.copy(); bad[~keep] = np.nan
-    for f in SCALARS: assert f(bad, mask=keep) == f(x[keep])
+    bad = x.copy()
+    bad[~keep] = np.nan
+    for f in SCALARS:
+        assert f(bad, mask=keep) == f(x[keep])
     assert geometry(torch.from_numpy(bad), torch.from_numpy(keep).int())["points"] == keep.sum()
     np.testing.assert_allclose(mean_activation(bad, keep), x[keep].mean(0), rtol=1e-12)
-    with pytest.raises(ValueError, match="mask: shape"): average_cosine(x, keep[:50])
-    with pytest.raises(ValueError, match="mask: 0.3 is one value; .*by name"): variance_explained(x, 0.3)
-    with pytest.raises(ValueError, match="mask: holds -10000"): rankme(x, np.where(keep, 0, -1e4))
-    with pytest.raises(ValueError, match="rows count"): rankme(x, np.arange(120) < 1)
+    with pytest.raises(ValueError, match="mask: shape"):
+        average_cosine(x, keep[:50])
+    with pytest.raises(ValueError, match="mask: 0.3 is one value; .*by name"):
+        variance_explained(x, 0.3)
+    with pytest.raises(ValueError, match="mask: holds -10000"):
+        rankme(x, np.where(keep, 0, -1e4))
+    with pytest.raises(ValueError, match="rows count"):
+        rankme(x, np.arange(120) < 1)
 
 
-@pytest.mark.parametrize("make", [lambda x: 1e150 * x, lambda x: 1e-150 * x, lambda x: np.concatenate([x, np.full((len(x), 1), 7.0)], 1),
-                                  lambda x: np.concatenate([x, 1e4 * x[:, :1] ** 3], 1), lambda x: x[:8], lambda x: x + 1e6, lambda x: np.concatenate([x, x])])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: 1e150 * x,
+        lambda x: 1e-150 * x,
+        lambda x: np.concatenate([x, np.full((len(x), 1), 7.0)], 1),
+        lambda x: np.concatenate([x, 1e4 * x[:, :1] ** 3], 1),
+        lambda x: x[:8],
+        lambda x: x + 1e6,
+        lambda x: np.concatenate([x, x]),
+    ],
+)
 def test_extremes_by_numpy(make):
     x = make(cloud(200, 12, 6))
     scale = np.abs(x).max()
@@ -332,15 +412,26 @@ def test_outliers_by_the_rules():
 
 
 @pytest.mark.parametrize("f", [*SCALARS, geometry, outlier_dimensions, mean_activation])
-@pytest.mark.parametrize("points, message", [
-    (np.zeros(5), "points: need shape"), (np.ones((4, 3), dtype=bool), "floating"), (np.full((9, 3), np.nan), "NaN"), (np.full((9, 3), np.inf), "infinite"),
-    (np.ones((2, 9, 3)), "one cloud"), (np.zeros((0, 3)), "holds no value")])
+@pytest.mark.parametrize(
+    "points, message",
+    [
+        (np.zeros(5), "points: need shape"),
+        (np.ones((4, 3), dtype=bool), "floating"),
+        (np.full((9, 3), np.nan), "NaN"),
+        (np.full((9, 3), np.inf), "infinite"),
+        (np.ones((2, 9, 3)), "one cloud"),
+        (np.zeros((0, 3)), "holds no value"),
+    ],
+)
 def test_bad_points_are_refused(f, points, message):
-    with pytest.raises(ValueError, match=f"points: .*{message}|{message}"): f(points)
+    with pytest.raises(ValueError, match=f"points: .*{message}|{message}"):
+        f(points)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
-@pytest.mark.parametrize("f", [*SCALARS, lambda x: nearest_two(x).numpy(), mean_activation, lambda x: list(geometry(x).values())[:-1]])
+@pytest.mark.parametrize(
+    "f", [*SCALARS, lambda x: nearest_two(x).numpy(), mean_activation, lambda x: list(geometry(x).values())[:-1]]
+)
 def test_whole_numbers_are_measured_in_float64(f, dtype):
     x = np.random.default_rng(0).integers(0, 200, size=(60, 7)).astype(dtype)
     np.testing.assert_array_equal(f(x), f(x.astype(np.float64)))
@@ -352,16 +443,25 @@ def test_large_whole_numbers_keep_their_digits():
     np.testing.assert_allclose(nearest_two(x), nearest_two((x - 2**40).astype(float)), rtol=1e-9)
 
 
-@pytest.mark.parametrize("points, more, message", [
-    (np.eye(2), {}, "points: 2 rows count, need 3 or more"), (np.full((5, 2), np.nan), {}, "points: hold NaN"), (np.eye(5), {"chunk": 0}, "chunk: 0 "), (np.eye(5), {"chunk": 2.5}, "chunk: 2.5 "),
-    (np.ones(5), {}, "points: need shape")])
+@pytest.mark.parametrize(
+    "points, more, message",
+    [
+        (np.eye(2), {}, "points: 2 rows count, need 3 or more"),
+        (np.full((5, 2), np.nan), {}, "points: hold NaN"),
+        (np.eye(5), {"chunk": 0}, "chunk: 0 "),
+        (np.eye(5), {"chunk": 2.5}, "chunk: 2.5 "),
+        (np.ones(5), {}, "points: need shape"),
+    ],
+)
 def test_nearest_two_refuses_with_a_remedy(points, more, message):
-    with pytest.raises(ValueError, match=message): nearest_two(torch.from_numpy(points), **more)
+    with pytest.raises(ValueError, match=message):
+        nearest_two(torch.from_numpy(points), **more)
 
 
 @pytest.mark.parametrize("more", [{"sigmas": "a"}, {"ratio": None}, {"sigmas": float("nan")}, {"ratio": 0}])
 def test_thresholds_are_positive_numbers(more):
-    with pytest.raises(ValueError, match=f"{next(iter(more))}: "): outlier_dimensions(np.eye(4), **more)
+    with pytest.raises(ValueError, match=f"{next(iter(more))}: "):
+        outlier_dimensions(np.eye(4), **more)
 
 
 def test_data_frames_and_numpy_integers():
@@ -369,32 +469,58 @@ def test_data_frames_and_numpy_integers():
     frame = pd.DataFrame(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for f in SCALARS: assert f(frame) == pytest.approx(f(x), rel=1e-9)
+        for f in SCALARS:
+            assert f(frame) == pytest.approx(f(x), rel=1e-9)
     assert average_cosine(frame, pd.Series([1] * 30 + [0] * 10)) == pytest.approx(average_cosine(x[:30]), rel=1e-9)
-    assert torch.equal(nearest_two(x, chunk=np.int64(7)), nearest_two(x, chunk=7)) and outlier_dimensions(x, k=np.int64(2)).largest == outlier_dimensions(x, k=2).largest
+    assert (
+        torch.equal(nearest_two(x, chunk=np.int64(7)), nearest_two(x, chunk=7))
+        and outlier_dimensions(x, k=np.int64(2)).largest == outlier_dimensions(x, k=2).largest
+    )
 
 
 def test_what_has_no_value_says_so():
     same, zero = np.full((6, 3), 0.1), np.zeros((6, 3))
-    for f in (variance_explained, effective_rank): pytest.raises(ValueError, f, same).match("zero variance")
-    for f in (partition_score, rankme): pytest.raises(ValueError, f, zero).match("all are zero")
-    with pytest.raises(ValueError, match="no direction"): average_cosine(np.eye(3)[:, :2])
-    with pytest.raises(ValueError, match="different points"): two_nn(same)
-    with pytest.raises(ValueError, match="grid"): two_nn(np.eye(8))
-    with pytest.raises(ValueError, match="need 3 or more"): two_nn(np.eye(2))
-    with pytest.raises(ValueError, match="zero variance.*undefined='nan'.*isoscore"): geometry(same)
-    with pytest.raises(ValueError, match="0 of 12 have no duplicate.*undefined='nan'.*two_nn"): geometry(np.concatenate([cloud(6, 3)] * 2))
+    for f in (variance_explained, effective_rank):
+        pytest.raises(ValueError, f, same).match("zero variance")
+    for f in (partition_score, rankme):
+        pytest.raises(ValueError, f, zero).match("all are zero")
+    with pytest.raises(ValueError, match="no direction"):
+        average_cosine(np.eye(3)[:, :2])
+    with pytest.raises(ValueError, match="different points"):
+        two_nn(same)
+    with pytest.raises(ValueError, match="grid"):
+        two_nn(np.eye(8))
+    with pytest.raises(ValueError, match="need 3 or more"):
+        two_nn(np.eye(2))
+    with pytest.raises(ValueError, match="zero variance.*undefined='nan'.*isoscore"):
+        geometry(same)
+    with pytest.raises(ValueError, match="0 of 12 have no duplicate.*undefined='nan'.*two_nn"):
+        geometry(np.concatenate([cloud(6, 3)] * 2))
     found = geometry(same, undefined="nan")
-    assert math.isnan(found["isoscore"]) and math.isnan(found["two_nn"]) and found["average_cosine"] == pytest.approx(1) and found["rankme"] == pytest.approx(1, abs=1e-4)
+    assert (
+        math.isnan(found["isoscore"])
+        and math.isnan(found["two_nn"])
+        and found["average_cosine"] == pytest.approx(1)
+        and found["rankme"] == pytest.approx(1, abs=1e-4)
+    )
     assert math.isnan(geometry(np.random.rand(9, 1), undefined="nan")["isoscore"])
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda x: variance_explained(x, p=0), "p: 0"), (lambda x: variance_explained(x, p=1.1), "p: 1.1"), (lambda x: rankme(x, eps=-1), "eps: -1"),
-    (lambda x: effective_rank(x, spectrum="power"), "spectrum: 'power'"), (lambda x: outlier_dimensions(x, k=0), "k: 0"),
-    (lambda x: outlier_dimensions(x, sigmas=0), "sigmas"), (lambda x: geometry(x, undefined="zero"), "undefined: 'zero'")])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x: variance_explained(x, p=0), "p: 0"),
+        (lambda x: variance_explained(x, p=1.1), "p: 1.1"),
+        (lambda x: rankme(x, eps=-1), "eps: -1"),
+        (lambda x: effective_rank(x, spectrum="power"), "spectrum: 'power'"),
+        (lambda x: outlier_dimensions(x, k=0), "k: 0"),
+        (lambda x: outlier_dimensions(x, sigmas=0), "sigmas"),
+        (lambda x: geometry(x, undefined="zero"), "undefined: 'zero'"),
+    ],
+)
 def test_bad_settings_are_refused(call, message):
-    with pytest.raises(ValueError, match=message): call(cloud())
+    with pytest.raises(ValueError, match=message):
+        call(cloud())
 
 
 def test_documented():
@@ -408,8 +534,12 @@ def test_on_an_accelerator():
     x = torch.from_numpy(cloud(500, 40, 1))
     a, b = geometry(x), geometry(x.cuda())
     for k in a:
-        if k != "dimensions": assert a[k] == pytest.approx(b[k], rel=1e-8), k
-    for rows in hard_clouds().values(): torch.testing.assert_close(nearest_two(torch.from_numpy(rows).cuda()).cpu(), nearest_two(torch.from_numpy(rows)), rtol=1e-8, atol=0)
+        if k != "dimensions":
+            assert a[k] == pytest.approx(b[k], rel=1e-8), k
+    for rows in hard_clouds().values():
+        torch.testing.assert_close(
+            nearest_two(torch.from_numpy(rows).cuda()).cpu(), nearest_two(torch.from_numpy(rows)), rtol=1e-8, atol=0
+        )
 
 
 # The record of a model, layer by layer
@@ -420,16 +550,24 @@ TINY = dict(limit=60, batch_size=7)
 def states_of(model, tokenizer, texts):
     "Hidden states of each text alone, without padding: lists of (layers, tokens, d)."
     with torch.no_grad():
-        return [torch.stack(model(input_ids=torch.tensor([tokenizer(t)["input_ids"]]), output_hidden_states=True).hidden_states)[:, 0] for t in texts]
+        return [
+            torch.stack(
+                model(input_ids=torch.tensor([tokenizer(t)["input_ids"]]), output_hidden_states=True).hidden_states
+            )[:, 0]
+            for t in texts
+        ]
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
     from transformers import GPT2Config, GPT2Model
+
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     tokenizer = toy_tokenizer()
-    GPT2Model(GPT2Config(vocab_size=len(tokenizer), n_embd=24, n_layer=2, n_head=2, n_positions=64)).save_pretrained(folder)
+    GPT2Model(GPT2Config(vocab_size=len(tokenizer), n_embd=24, n_layer=2, n_head=2, n_positions=64)).save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -441,17 +579,31 @@ def test_record_by_single_texts(tmp_path, gpt2, kind, pooling):
     record = measure_geometry(config, tmp_path)
     model, tokenizer, _ = load_body(config)
     states = states_of(model, tokenizer, toy_corpus(60, seed=1))
-    pool = {"tokens": lambda h: h, "cls": lambda h: h[:, :1], "mean": lambda h: h.mean(1, keepdim=True), "last": lambda h: h[:, -1:]}[pooling]
+    pool = {
+        "tokens": lambda h: h,
+        "cls": lambda h: h[:, :1],
+        "mean": lambda h: h.mean(1, keepdim=True),
+        "last": lambda h: h[:, -1:],
+    }[pooling]
     points = torch.cat([pool(h) for h in states], 1)
-    assert record["points"] == record["available"] == points.shape[1] and record["dims"] == points.shape[2] and record["samples"] == 60
+    assert (
+        record["points"] == record["available"] == points.shape[1]
+        and record["dims"] == points.shape[2]
+        and record["samples"] == 60
+    )
     assert [row["layer"] for row in record["layers"]] == list(range(len(points)))
     for row, x in zip(record["layers"], points):
         right = geometry(x, undefined="nan")
         for name in ("isoscore", "average_cosine", "effective_rank", "rankme", "log_partition_score"):
-            if math.isnan(right[name]) or (pooling == "cls" and row["layer"] == 0): continue
+            if math.isnan(right[name]) or (pooling == "cls" and row["layer"] == 0):
+                continue
             assert row[name] == pytest.approx(right[name], rel=1e-3, abs=1e-3), (row["layer"], name)
-        if pooling == "tokens": assert "isoscore_corrected" not in row
-        elif row["isoscore"] is not None: assert row["isoscore_corrected"] == pytest.approx(float(isoscore(x, correction="ustat")), rel=2e-2, abs=1e-3)
+        if pooling == "tokens":
+            assert "isoscore_corrected" not in row
+        elif row["isoscore"] is not None:
+            assert row["isoscore_corrected"] == pytest.approx(
+                float(isoscore(x, correction="ustat")), rel=2e-2, abs=1e-3
+            )
     np.testing.assert_allclose(record["dimensions"]["mean"], points[-1].mean(0), rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(record["dimensions"]["std"], points[-1].std(0), rtol=1e-3, atol=1e-4)
 
@@ -466,9 +618,12 @@ def test_first_token_before_the_first_layer_has_no_geometry(tmp_path):
 def test_pooling_is_that_of_the_finetuning_record(tmp_path):
     config = GeometryConfig(**TINY)
     model, tokenizer, _ = load_body(config)
-    batches = [{k: v for k, v in b.items() if k != "labels"} for b in TextBatches(toy_corpus(60, seed=1), tokenizer, "clm", 7)]
+    batches = [
+        {k: v for k, v in b.items() if k != "labels"} for b in TextBatches(toy_corpus(60, seed=1), tokenizer, "clm", 7)
+    ]
     vectors = sentence_vectors(model, batches)
-    for pooling in ("cls", "mean"): torch.testing.assert_close(layer_points(model, batches, pooling)[1], vectors[pooling])
+    for pooling in ("cls", "mean"):
+        torch.testing.assert_close(layer_points(model, batches, pooling)[1], vectors[pooling])
     tokens = layer_points(model, batches, "tokens")[1]
     torch.testing.assert_close(mean_activation(tokens[-1]), vectors["mean_activation"])
 
@@ -482,8 +637,13 @@ def test_points_are_drawn_alike_in_all_layers_and_layers_chosen(tmp_path):
     assert all(any((e == x).all() for e in every[1][-1]) for x in some[1][-1]) and len(set(rows)) > 20
     config = GeometryConfig(**TINY, layers="0, -1,0", points=100)
     record = measure_geometry(config, tmp_path / "a")
-    assert [row["layer"] for row in record["layers"]] == [0, 4] and record["points"] == 100 and record["dimensions"]["layer"] == 4
-    with pytest.raises(ValueError, match="layers: .*0 to 4"): measure_geometry(GeometryConfig(**TINY, layers="7"), tmp_path / "b")
+    assert (
+        [row["layer"] for row in record["layers"]] == [0, 4]
+        and record["points"] == 100
+        and record["dimensions"]["layer"] == 4
+    )
+    with pytest.raises(ValueError, match="layers: .*0 to 4"):
+        measure_geometry(GeometryConfig(**TINY, layers="7"), tmp_path / "b")
     assert not (tmp_path / "b" / "record.json").exists()
 
 
@@ -491,35 +651,64 @@ def test_finished_record_is_returned_and_collected(tmp_path, monkeypatch):
     config = GeometryConfig(**TINY, layers="-1")
     told = []
     record = measure_geometry(config, tmp_path / "runs" / "a", told.append)
-    assert record["kind"] == "geometry" and record["status"] == "done" and record["key"] == config.key and len(told) == 2
+    assert (
+        record["kind"] == "geometry" and record["status"] == "done" and record["key"] == config.key and len(told) == 2
+    )
     monkeypatch.setattr(measure, "load_body", lambda config: pytest.fail("measured again"))
     assert measure_geometry(config, tmp_path / "runs" / "a") == record
     assert collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl") == [record]
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (dict(pooling="max"), "pooling: 'max'"), (dict(layers="first"), "layers: 'first'"), (dict(layers=""), "layers: ''"), (dict(points=2), "points: 2"),
-    (dict(batch_size=0), "batch_size: 0"), (dict(model="./nowhere"), "no config.json"), (dict(precision="fp16"), "precision"), (dict(limit="3"), "limit: '3'")])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(pooling="max"), "pooling: 'max'"),
+        (dict(layers="first"), "layers: 'first'"),
+        (dict(layers=""), "layers: ''"),
+        (dict(points=2), "points: 2"),
+        (dict(batch_size=0), "batch_size: 0"),
+        (dict(model="./nowhere"), "no config.json"),
+        (dict(precision="fp16"), "precision"),
+        (dict(limit="3"), "limit: '3'"),
+    ],
+)
 def test_bad_settings_of_a_record_fail_before_anything_is_loaded(wrong, message):
-    with pytest.raises(ValueError, match=message): GeometryConfig(**wrong)
+    with pytest.raises(ValueError, match=message):
+        GeometryConfig(**wrong)
 
 
 def test_models_without_all_weights_and_texts_from_files(tmp_path, gpt2):
     from safetensors.torch import load_file, save_file
+
     weights = load_file(f"{gpt2}/model.safetensors")
-    for f in ("config.json", "tokenizer.json", "tokenizer_config.json"): (tmp_path / f).write_bytes(open(f"{gpt2}/{f}", "rb").read())
-    save_file({k: v for k, v in weights.items() if "h.0.attn" not in k}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="lacks weights"): load_body(GeometryConfig(model=str(tmp_path)))
-    with pytest.raises(ValueError, match="'nobody/nothing' is no folder"): load_body(GeometryConfig(model="nobody/nothing"))
+    for f in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / f).write_bytes(open(f"{gpt2}/{f}", "rb").read())
+    save_file(
+        {k: v for k, v in weights.items() if "h.0.attn" not in k}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(ValueError, match="lacks weights"):
+        load_body(GeometryConfig(model=str(tmp_path)))
+    with pytest.raises(ValueError, match="'nobody/nothing' is no folder"):
+        load_body(GeometryConfig(model="nobody/nothing"))
     pd.DataFrame({"sentence": toy_corpus(30, seed=4)}).to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "rows.txt").write_text("\n".join(toy_corpus(30, seed=4)))
-    one = measure_geometry(GeometryConfig(corpus=str(tmp_path / "rows.parquet"), column="sentence", layers="-1"), tmp_path / "a")
-    two = measure_geometry(GeometryConfig(corpus=str(tmp_path / "rows.txt"), layers="-1", precision="bf16"), tmp_path / "b")
-    assert one["samples"] == 30 and one["layers"][0]["isoscore"] == pytest.approx(two["layers"][0]["isoscore"], rel=0.05)
+    one = measure_geometry(
+        GeometryConfig(corpus=str(tmp_path / "rows.parquet"), column="sentence", layers="-1"), tmp_path / "a"
+    )
+    two = measure_geometry(
+        GeometryConfig(corpus=str(tmp_path / "rows.txt"), layers="-1", precision="bf16"), tmp_path / "b"
+    )
+    assert one["samples"] == 30 and one["layers"][0]["isoscore"] == pytest.approx(
+        two["layers"][0]["isoscore"], rel=0.05
+    )
 
 
 def test_notebook_and_configuration_have_the_same_settings():
-    values = {n: ast.literal_eval(p["default"]) for n, p in inspect_notebook(str(run_notebook_path("geometry"))).items() if n != "out"}
+    values = {
+        n: ast.literal_eval(p["default"])
+        for n, p in inspect_notebook(str(run_notebook_path("geometry"))).items()
+        if n != "out"
+    }
     assert set(values) == set(GeometryConfig.model_fields) and GeometryConfig.from_dict(values) == GeometryConfig()
 
 
@@ -530,5 +719,7 @@ def test_notebook_runs(tmp_path, gpt2):
 
 
 def test_fingerprint_leaves_the_drawn_pooler_out(tmp_path):
-    one, two = (measure_geometry(GeometryConfig(limit=8, layers="-1"), tmp_path / name) for name in "ab")   # toy-bert comes without a pooler
+    one, two = (
+        measure_geometry(GeometryConfig(limit=8, layers="-1"), tmp_path / name) for name in "ab"
+    )  # toy-bert comes without a pooler
     assert one["fingerprint"] == two["fingerprint"] and one["layers"] == two["layers"]

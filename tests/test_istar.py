@@ -1,4 +1,5 @@
 """The penalties against direct formulas, and inside the transformers Trainer against its traps."""
+
 import contextlib
 import copy
 import inspect
@@ -15,7 +16,21 @@ import pytest
 import safetensors.torch
 import torch
 from ranks import on_ranks
-from transformers import BartConfig, BartForConditionalGeneration, BatchEncoding, BertConfig, BertForSequenceClassification, BertModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BatchEncoding,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, token_moments
@@ -23,16 +38,29 @@ from isoreg.states import same_draws
 from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, ReferenceRefresh, own_batches, split_by_length
 import itertools
 
-CONFIG = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16)
+CONFIG = dict(
+    vocab_size=60,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    max_position_embeddings=16,
+)
 
 
 def states_and_mask(dtype=torch.float64, requires_grad=False):
     g = torch.Generator().manual_seed(0)
-    states = tuple((torch.randn(3, 6, 8, generator=g, dtype=torch.float64) + torch.randn(8, generator=g)).to(dtype).requires_grad_(requires_grad) for _ in range(4))
+    states = tuple(
+        (torch.randn(3, 6, 8, generator=g, dtype=torch.float64) + torch.randn(8, generator=g))
+        .to(dtype)
+        .requires_grad_(requires_grad)
+        for _ in range(4)
+    )
     return states, torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [0] * 3 + [1] * 3])
 
 
-def union(states, mask): return torch.cat([h[mask.bool()] for h in states[1:]])
+def union(states, mask):
+    return torch.cat([h[mask.bool()] for h in states[1:]])
 
 
 def test_union_mean_and_single_layer():
@@ -52,8 +80,12 @@ def test_union_mean_and_single_layer():
 
 def test_padding_and_embeddings_only_when_asked():
     states, mask = states_and_mask()
-    torch.testing.assert_close(IStar(1, zeta=0, padding=True).score(states, mask), isoscore(torch.cat(states[1:]).flatten(0, 1)))
-    torch.testing.assert_close(IStar(1, zeta=0, embeddings=True).score(states, mask), isoscore(torch.cat([h[mask.bool()] for h in states])))
+    torch.testing.assert_close(
+        IStar(1, zeta=0, padding=True).score(states, mask), isoscore(torch.cat(states[1:]).flatten(0, 1))
+    )
+    torch.testing.assert_close(
+        IStar(1, zeta=0, embeddings=True).score(states, mask), isoscore(torch.cat([h[mask.bool()] for h in states]))
+    )
     poisoned = tuple(h.masked_fill(mask[..., None] == 0, float("nan")) for h in states)
     torch.testing.assert_close(IStar(1, zeta=0)(poisoned, mask), IStar(1, zeta=0)(states, mask))
     poisoned = tuple(h.detach().requires_grad_() for h in poisoned)
@@ -63,7 +95,15 @@ def test_padding_and_embeddings_only_when_asked():
     assert bool(torch.isfinite(poisoned[-1].grad).all()) and poisoned[-1].grad[mask == 0].abs().max() == 0
 
 
-@pytest.mark.parametrize("penalty", [IStar(-2, 0.2, torch.eye(8)), IStar(1, zeta=0, layers="mean"), IStar(3, correction="ustat"), IStar(1, correction="gaussian", layers=1)])
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        IStar(-2, 0.2, torch.eye(8)),
+        IStar(1, zeta=0, layers="mean"),
+        IStar(3, correction="ustat"),
+        IStar(1, correction="gaussian", layers=1),
+    ],
+)
 def test_gradient_by_finite_differences(penalty):
     states, mask = states_and_mask(requires_grad=True)
     double = copy.deepcopy(penalty).double()
@@ -75,9 +115,15 @@ def test_gradient_by_finite_differences(penalty):
     assert not penalty.parts["istar"].requires_grad
 
 
-@pytest.mark.parametrize("penalty", [
-    IStar(-2, 0.2, torch.eye(5)), IStar(1, zeta=0, layers="mean"), IStar(3, correction="ustat"),
-    IStar(1, correction="gaussian", layers=1)])
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        IStar(-2, 0.2, torch.eye(5)),
+        IStar(1, zeta=0, layers="mean"),
+        IStar(3, correction="ustat"),
+        IStar(1, correction="gaussian", layers=1),
+    ],
+)
 def test_second_derivative(penalty):
     g = torch.Generator().manual_seed(0)
     states = tuple(torch.randn(2, 5, 5, generator=g, dtype=torch.float64) * torch.arange(1, 6) for _ in range(3))
@@ -109,8 +155,10 @@ def test_a_corrected_penalty_stays_within_its_bounds_on_a_tiny_batch(correction)
             term, gradient = term_and_gradient(penalty, cloud)
             free = float(isoscore(cloud, correction=correction))
             assert -1 <= term <= 0 and bool(torch.isfinite(gradient).all())
-            if n < 8 or free > 1: assert term == 0 and not gradient.any()
-            else: assert penalty.parts["isoscore"].item() == pytest.approx(free, rel=1e-4) and gradient.any()
+            if n < 8 or free > 1:
+                assert term == 0 and not gradient.any()
+            else:
+                assert penalty.parts["isoscore"].item() == pytest.approx(free, rel=1e-4) and gradient.any()
             outside += n >= 8 and free > 1
     assert outside > 20
 
@@ -122,7 +170,8 @@ ODD[3] += torch.arange(16.0)
 @pytest.mark.parametrize("cloud", [torch.eye(16), torch.eye(40)[:20], ODD, 1e3 * ODD])  # even; all equal but one
 @pytest.mark.parametrize("correction", ["gaussian", "ustat"])
 def test_rounding_is_no_estimate(cloud, correction):
-    if correction == "gaussian" and cloud[0, 1] != 0: return  # the Gaussian correction has an estimate for a line
+    if correction == "gaussian" and cloud[0, 1] != 0:
+        return  # the Gaussian correction has an estimate for a line
     term, gradient = term_and_gradient(IStar(-1, correction=correction, layers=0), cloud)
     assert term == 0 and not gradient.any()
 
@@ -133,10 +182,12 @@ def test_the_least_number_of_tokens_is_named(correction, need):
         penalty = IStar(-1, correction=correction, layers=layers, embeddings=True)
         for n in range(1, need):
             told = f"{n} token vectors count, but the score needs at least {need} .*drop_last"
-            with pytest.raises(ValueError, match=told): penalty((torch.randn(1, n, 8),) * 2)
+            with pytest.raises(ValueError, match=told):
+                penalty((torch.randn(1, n, 8),) * 2)
         assert penalty((torch.randn(1, need, 8),) * 2) == 0
         for bad in (float("nan"), 1e30):  # no bound hides a training that has diverged
-            with pytest.raises(ValueError, match="hidden_states"): penalty((torch.randn(1, 12, 8) * bad,) * 2)
+            with pytest.raises(ValueError, match="hidden_states"):
+                penalty((torch.randn(1, 12, 8) * bad,) * 2)
 
 
 def test_each_layer_is_bounded_by_itself():
@@ -175,7 +226,13 @@ def model_and_batches(n=6):
     model, g, batches = BertModel(BertConfig(**CONFIG), add_pooling_layer=False), torch.Generator().manual_seed(1), []
     for _ in range(n):
         mask = torch.arange(10) < torch.randint(3, 11, (4, 1), generator=g)
-        batches.append({"input_ids": torch.randint(0, 60, (4, 10), generator=g), "attention_mask": mask.long(), "labels": torch.zeros(4)})
+        batches.append(
+            {
+                "input_ids": torch.randint(0, 60, (4, 10), generator=g),
+                "attention_mask": mask.long(),
+                "labels": torch.zeros(4),
+            }
+        )
     return model, batches
 
 
@@ -190,7 +247,11 @@ def test_reference_covariance_is_the_covariance_of_token_vectors():
     rows = torch.cat([h[b["attention_mask"].bool()] for states, b in zip(hidden, batches) for h in states[1:]])
     torch.testing.assert_close(reference, torch.cov(rows.T))
     score = measure_isotropy(model, batches)
-    assert score["union"] == pytest.approx(float(isoscore(rows)), rel=1e-5) and score["points"] == len(rows) and len(score["layers"]) == 2
+    assert (
+        score["union"] == pytest.approx(float(isoscore(rows)), rel=1e-5)
+        and score["points"] == len(rows)
+        and len(score["layers"]) == 2
+    )
     padded = torch.cat([h.flatten(0, 1) for states in hidden for h in states[1:]])
     torch.testing.assert_close(reference_covariance(model, batches, padding=True, progress=False), torch.cov(padded.T))
     assert reference_covariance(model, batches, layers="mean", progress=False).shape == (2, 16, 16)
@@ -204,21 +265,25 @@ def test_max_points_is_a_maximum_and_is_reached():
 
 
 def as_released(model, batches, max_points, layer=None):
-    "The rows that the released code takes: those of whole batches, padding among them, until there are more than max_points."
+    """The rows that the released code takes: those of whole batches, padding among them, until there are more than
+    max_points."""
     rows, seen = [], 0
     with torch.no_grad():
         for b in batches:
             states = model.eval()(b["input_ids"], b["attention_mask"], output_hidden_states=True).hidden_states
             rows += [h.flatten(0, 1).double() for h in (states[1:] if layer is None else [states[layer]])]
             seen += sum(map(len, rows)) - seen
-            if seen > max_points: break
+            if seen > max_points:
+                break
     return torch.cat(rows)
 
 
 @pytest.mark.parametrize("max_points, taken", [(79, 80), (80, 160), (150, 160), (1000, 480)])
 def test_released_reference_takes_whole_batches_beyond_the_cap(max_points, taken):
     model, batches = model_and_batches()  # 40 positions a batch, 80 vectors in two layers
-    released = lambda **kw: reference_covariance(model, iter(batches), max_points, padding=True, progress=False, released=True, **kw)
+    released = lambda **kw: reference_covariance(
+        model, iter(batches), max_points, padding=True, progress=False, released=True, **kw
+    )
     rows = as_released(model, batches, max_points)
     assert len(rows) == taken
     torch.testing.assert_close(released(), torch.cov(rows.T).float(), rtol=1e-5, atol=1e-6)
@@ -233,7 +298,8 @@ def test_released_reference_takes_whole_batches_beyond_the_cap(max_points, taken
 def test_released_reference_counts_padding_only_when_asked():
     model, batches = model_and_batches()
     model.eval()
-    with torch.no_grad(): states = [model(b["input_ids"], b["attention_mask"], output_hidden_states=True).hidden_states for b in batches]
+    with torch.no_grad():
+        states = [model(b["input_ids"], b["attention_mask"], output_hidden_states=True).hidden_states for b in batches]
     clouds = [torch.cat([h[b["attention_mask"].bool()] for h in s[1:]]) for s, b in zip(states, batches)]
     got = reference_covariance(model, batches, len(clouds[0]) + 1, progress=False, released=True)
     torch.testing.assert_close(got, torch.cov(torch.cat(clouds[:2]).T))
@@ -247,16 +313,19 @@ def _reference_on_rank(rank, world):
 def test_reference_is_the_same_on_all_ranks():
     model, batches = model_and_batches()
     whole = reference_covariance(model, batches, progress=False)
-    for reference in on_ranks(_reference_on_rank): torch.testing.assert_close(reference, whole)
+    for reference in on_ranks(_reference_on_rank):
+        torch.testing.assert_close(reference, whole)
 
 
 def test_reference_of_one_layer_counts_from_either_end():
     model, batches = model_and_batches()
     each = reference_covariance(model, batches, layers="mean", progress=False)
-    for layer, index in ((1, 0), (2, 1), (-1, 1), (-2, 0)): torch.testing.assert_close(reference_covariance(model, batches, layers=layer, progress=False), each[index])
+    for layer, index in ((1, 0), (2, 1), (-1, 1), (-2, 0)):
+        torch.testing.assert_close(reference_covariance(model, batches, layers=layer, progress=False), each[index])
 
 
-def thick(): return BertModel(BertConfig(**CONFIG | {"num_hidden_layers": 3}))
+def thick():
+    return BertModel(BertConfig(**CONFIG | {"num_hidden_layers": 3}))
 
 
 def test_numpy_integers_are_layers():
@@ -275,36 +344,59 @@ class OneFlatLayer(torch.nn.Module):
         super().__init__()
         self.w = torch.nn.Parameter(torch.randn(48))
 
-    def forward(self, x, **kwargs): return types.SimpleNamespace(hidden_states=(x, x * self.w, self.w.expand_as(x) * 3, x + 1))
+    def forward(self, x, **kwargs):
+        return types.SimpleNamespace(hidden_states=(x, x * self.w, self.w.expand_as(x) * 3, x + 1))
 
 
 def test_a_layer_without_variance_has_no_score_however_many_batches():
     "The merged mean of equal rows is off by its last digit, which is no variance."
     for seed in range(10):
         torch.manual_seed(seed)
-        found = measure_isotropy(OneFlatLayer(), [{"x": torch.randn(n, 5, 48)} for n in torch.randint(1, 9, (8,)).tolist()])
-        assert np.isnan(found["layers"]).tolist() == [False, True, False] and 0 < found["union"] < 1 and 0 < found["embeddings"] < 1
+        found = measure_isotropy(
+            OneFlatLayer(), [{"x": torch.randn(n, 5, 48)} for n in torch.randint(1, 9, (8,)).tolist()]
+        )
+        assert (
+            np.isnan(found["layers"]).tolist() == [False, True, False]
+            and 0 < found["union"] < 1
+            and 0 < found["embeddings"] < 1
+        )
 
 
 def test_all_inputs_reach_the_model_but_labels():
     from transformers import ViTConfig, ViTForImageClassification
+
     model, (batch, *_) = model_and_batches()
-    batch = batch | {"position_ids": torch.arange(batch["input_ids"].shape[1]).flip(0)[None], "labels": torch.zeros(len(batch["input_ids"]))}
-    with torch.no_grad(): states = model.eval()(**{k: v for k, v in batch.items() if k != "labels"}, output_hidden_states=True).hidden_states
+    batch = batch | {
+        "position_ids": torch.arange(batch["input_ids"].shape[1]).flip(0)[None],
+        "labels": torch.zeros(len(batch["input_ids"])),
+    }
+    with torch.no_grad():
+        states = model.eval()(
+            **{k: v for k, v in batch.items() if k != "labels"}, output_hidden_states=True
+        ).hidden_states
     rows = torch.cat([h[batch["attention_mask"].bool()] for h in states[1:]])
     torch.testing.assert_close(reference_covariance(model, [batch], progress=False), torch.cov(rows.T))
-    sight = ViTForImageClassification(ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4))
-    assert measure_isotropy(sight, [{"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.zeros(3)}])["points"] == 3 * 5 * 2
+    sight = ViTForImageClassification(
+        ViTConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
+        )
+    )
+    assert (
+        measure_isotropy(sight, [{"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.zeros(3)}])["points"]
+        == 3 * 5 * 2
+    )
 
 
 def test_embeddings_alone_are_a_cloud_when_asked_for():
     states, mask = states_and_mask()
     exact = isoscore(states[0][mask.bool()])
-    for penalty in (IStar(1, 0.0, embeddings=True), IStar(1, 0.0, layers=0)): torch.testing.assert_close(penalty.score(states[:1], mask), exact)
+    for penalty in (IStar(1, 0.0, embeddings=True), IStar(1, 0.0, layers=0)):
+        torch.testing.assert_close(penalty.score(states[:1], mask), exact)
 
 
 class EmbeddingsAlone(torch.nn.Linear):
-    def forward(self, input_ids, **kwargs): return types.SimpleNamespace(hidden_states=(torch.randn(*input_ids.shape, 4),))
+    def forward(self, input_ids, **kwargs):
+        return types.SimpleNamespace(hidden_states=(torch.randn(*input_ids.shape, 4),))
 
 
 class OwnHead(torch.nn.Module):
@@ -323,11 +415,13 @@ class OwnHead(torch.nn.Module):
 
 
 class Closed(OwnHead):
-    def forward(self, input_ids, attention_mask=None, labels=None): return super().forward(input_ids, attention_mask, labels)
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return super().forward(input_ids, attention_mask, labels)
 
 
 class Mute(OwnHead):
-    def forward(self, input_ids, labels=None, **kwargs): return {k: v for k, v in super().forward(input_ids, labels=labels).items() if k != "hidden_states"}
+    def forward(self, input_ids, labels=None, **kwargs):
+        return {k: v for k, v in super().forward(input_ids, labels=labels).items() if k != "hidden_states"}
 
 
 def test_a_wrapper_that_gives_a_dictionary_is_measured_as_its_encoder():
@@ -340,15 +434,32 @@ def test_a_wrapper_that_gives_a_dictionary_is_measured_as_its_encoder():
 
 def of_two_stacks(kind):
     torch.manual_seed(0)
-    if kind == "t5": return T5ForConditionalGeneration(T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0, dropout_rate=0.0))
-    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, dropout=0.0)
-    return BartForConditionalGeneration(BartConfig(vocab_size=60, d_model=16, encoder_layers=2, decoder_layers=1, max_position_embeddings=16, **heads))
+    if kind == "t5":
+        return T5ForConditionalGeneration(
+            T5Config(
+                vocab_size=60,
+                d_model=16,
+                d_kv=8,
+                d_ff=16,
+                num_layers=2,
+                num_heads=2,
+                decoder_start_token_id=0,
+                dropout_rate=0.0,
+            )
+        )
+    heads = dict(
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, dropout=0.0
+    )
+    return BartForConditionalGeneration(
+        BartConfig(vocab_size=60, d_model=16, encoder_layers=2, decoder_layers=1, max_position_embeddings=16, **heads)
+    )
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_of_encoder_and_decoder_the_encoder_counts(kind):
     model, batches = of_two_stacks(kind).eval(), [b | {"labels": b["input_ids"]} for b in model_and_batches()[1]]
-    with torch.no_grad(): hidden = [model(**b, output_hidden_states=True).encoder_hidden_states for b in batches]
+    with torch.no_grad():
+        hidden = [model(**b, output_hidden_states=True).encoder_hidden_states for b in batches]
     rows = torch.cat([h[b["attention_mask"].bool()] for states, b in zip(hidden, batches) for h in states[1:]])
     torch.testing.assert_close(reference_covariance(model, batches, progress=False), torch.cov(rows.T))
     assert measure_isotropy(model, batches)["points"] == len(rows)
@@ -363,81 +474,141 @@ def test_a_mask_is_read_once_for_all_layers(monkeypatch):
         looks.clear()
         penalty(states, mask)
         assert len(looks) == 1
-    torch.testing.assert_close(IStar(1, zeta=0, padding=True)(states, 5 * mask), IStar(1, zeta=0)(states))  # a mask that is not read
+    torch.testing.assert_close(
+        IStar(1, zeta=0, padding=True)(states, 5 * mask), IStar(1, zeta=0)(states)
+    )  # a mask that is not read
 
 
 def test_a_penalty_shows_its_settings():
-    assert repr(IStar(-0.1, 0.3, layers=2)) == "IStar(lam=-0.1, zeta=0.3, layers=2, correction=None)" and repr(CosReg(2)) == "CosReg(lam=2, layer=-1)"
+    assert (
+        repr(IStar(-0.1, 0.3, layers=2)) == "IStar(lam=-0.1, zeta=0.3, layers=2, correction=None)"
+        and repr(CosReg(2)) == "CosReg(lam=2, layer=-1)"
+    )
 
 
 def unread(allowed=0):
     "Batches of which no more than `allowed` may be read."
     for i, batch in enumerate(model_and_batches()[1]):
-        if i == allowed: pytest.fail("work before the check")
+        if i == allowed:
+            pytest.fail("work before the check")
         yield batch
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda: IStar(float("nan")), ["lam", "nan"]),
-    (lambda: IStar("1"), ["lam", "'1'"]),
-    (lambda: IStar(1, zeta=1.5), ["zeta", "1.5"]),
-    (lambda: IStar(1, layers="all"), ["layers", "all", "union"]),
-    (lambda: IStar(1, correction="bias"), ["correction", "bias"]),
-    (lambda: IStar(1, convention="code"), ["convention", "code"]),
-    (lambda: IStar(1, reference_cov=torch.ones(3, 4)), ["reference_cov", "(3, 4)"]),
-    (lambda: IStar(1)(*states_and_mask()), ["reference_cov", "zeta=0.2", "reference_covariance"]),
-    (lambda: IStar(1, 0.2, torch.eye(16))(*states_and_mask()), ["reference_cov", "(16, 16)", "(8, 8)"]),
-    (lambda: IStar(1, 0.2, torch.eye(8).expand(3, 8, 8))(*states_and_mask()), ["reference_cov", "(3, 8, 8)"]),
-    (lambda: IStar(1, 0.2, torch.eye(8).expand(2, 8, 8), layers="mean")(*states_and_mask()), ["reference_cov", "(2, 8, 8)", "(3, 8, 8)"]),
-    (lambda: IStar(1, zeta=0, layers=9)(*states_and_mask()), ["layers", "9", "4 hidden states"]),
-    (lambda: CosReg(1, layer=-5)(*states_and_mask()), ["layer", "-5"]),
-    (lambda: IStar(1, zeta=0)(states_and_mask()[0], torch.zeros(3, 6)), ["attention_mask", "0 token vectors"]),
-    (lambda: IStar(1, correction="ustat", layers=1)(states_and_mask()[0], torch.eye(3, 6)), ["attention_mask", "3 token vectors", "4"]),
-    (lambda: IStar(1, zeta=0)((torch.ones(2, 3, 4),) * 3), ["hidden_states", "equal"]),
-    (lambda: IStar(1, zeta=0)((50 * torch.randn(16).expand(7, 30, 16),) * 3), ["hidden_states", "equal"]),  # rounding is no variance
-    (lambda: CosReg(1)(states_and_mask()[0], torch.zeros(3, 6)), ["hidden_states", "mask"]),
-    (lambda: IStar(1, zeta=0)(None), ["hidden_states", "output_hidden_states"]),
-    (lambda: IStar(1, zeta=0)(torch.randn(3, 6, 8)), ["hidden_states", "tuple"]),
-    (lambda: IStar(1, zeta=0)(states_and_mask()[0], torch.ones(3, 5)), ["attention_mask", "(3, 5)"]),
-    (lambda: IStar(1, zeta=0)(types.SimpleNamespace(hidden_states=states_and_mask()[0])), ["hidden_states", "SimpleNamespace"]),
-    (lambda: IStar(1, zeta=0)(tuple(h.numpy() for h in states_and_mask()[0])), ["hidden_states", "tuple of ndarray"]),
-    (lambda: IStar(1, zeta=0)(states_and_mask()[0], [[1] * 6] * 3), ["attention_mask", "list", "tensor"]),
-    (lambda: IStar(1, zeta=0)(states_and_mask()[0], (1 - states_and_mask()[1]) * -1e9), ["attention_mask", "holds -1e+09", "mask == 0"]),
-    (lambda: IStar(1, correction="ustat", layers=2)(states_and_mask()[0], states_and_mask()[1] * 2), ["attention_mask", "holds 2"]),
-    (lambda: CosReg(1)(states_and_mask()[0], (1 - states_and_mask()[1]) * -1e9), ["attention_mask", "holds -1e+09"]),
-    (lambda: token_moments(model_and_batches()[0], [b | {"attention_mask": 3 * b["attention_mask"]} for b in model_and_batches()[1]]), ["attention_mask", "holds 3"]),
-    (lambda: IStar(1, correction="ustat", reference_cov=torch.eye(8)), ["reference_cov", "'ustat'"]),
-    (lambda: CosReg(1, layer="last"), ["layer", "last"]),
-    (lambda: IStar(1, 0.0)(states_and_mask()[0][:1]), ["hidden_states", "embeddings"]),
-    (lambda: IStar(1, 0.0, layers="mean")(states_and_mask()[0][:1]), ["hidden_states", "embeddings"]),
-    (lambda: reference_covariance(model_and_batches()[0], unread(), layers="all"), ["layers", "all", "union"]),
-    (lambda: reference_covariance(model_and_batches()[0], unread(), layers=True), ["layers", "True"]),
-    (lambda: reference_covariance(model_and_batches()[0], unread(1), layers=3, progress=False), ["layers", "3", "3 hidden states"]),
-    (lambda: reference_covariance(model_and_batches()[0], unread(1), layers=-4, progress=False), ["layers", "-4"]),
-    (lambda: token_moments(EmbeddingsAlone(4, 4), model_and_batches()[1]), ["model", "embeddings"]),
-    (lambda: token_moments(model_and_batches()[0], iter([])), ["batches"]),
-    (lambda: token_moments(model_and_batches()[0], [], max_points=1), ["max_points", "1"]),
-    (lambda: measure_isotropy(model_and_batches()[0], unread(), max_points="all"), ["max_points", "'all'", "None"]),
-    (lambda: IsotropyLog([], "all"), ["max_points", "'all'"]),
-    (lambda: measure_isotropy("bert-base", unread()), ["model", "'bert-base'", "from_pretrained"]),
-    (lambda: measure_isotropy(model_and_batches()[0], model_and_batches()[1][0]), ["batches", "[batch]"]),
-    (lambda: measure_isotropy(model_and_batches()[0], BatchEncoding(model_and_batches()[1][0])), ["batches", "[batch]"]),
-    (lambda: measure_isotropy(model_and_batches()[0], ["a text"]), ["batches", "str", "collator"]),
-    (lambda: measure_isotropy(model_and_batches()[0], [(torch.ones(2, 3).long(),)]), ["batches", "tuple of Tensor", "collator"]),
-    (lambda: measure_isotropy(model_and_batches()[0], [{"input_ids": [1, 2], "label": 1}]), ["batches", "one row", "collator"]),
-    (lambda: measure_isotropy(model_and_batches()[0], examples(3, 0)), ["batches", "one row", "collator"]),
-    (lambda: measure_isotropy(OwnHead(labelled=True), model_and_batches()[1]), ["model", "OwnHead", "without labels", "encoder", "ustat"]),
-    (lambda: measure_isotropy(Closed(), model_and_batches()[1]), ["model", "Closed", "output_hidden_states"]),
-    (lambda: measure_isotropy(Mute(), model_and_batches()[1]), ["model", "no hidden_states"]),
-    (lambda: measure_isotropy(thick(), model_and_batches()[1], max_points=2), ["max_points", "2", "3 layers"]),
-    (lambda: reference_covariance(thick(), model_and_batches()[1], max_points=2, progress=False), ["max_points", "2", "3 layers"]),
-])
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: IStar(float("nan")), ["lam", "nan"]),
+        (lambda: IStar("1"), ["lam", "'1'"]),
+        (lambda: IStar(1, zeta=1.5), ["zeta", "1.5"]),
+        (lambda: IStar(1, layers="all"), ["layers", "all", "union"]),
+        (lambda: IStar(1, correction="bias"), ["correction", "bias"]),
+        (lambda: IStar(1, convention="code"), ["convention", "code"]),
+        (lambda: IStar(1, reference_cov=torch.ones(3, 4)), ["reference_cov", "(3, 4)"]),
+        (lambda: IStar(1)(*states_and_mask()), ["reference_cov", "zeta=0.2", "reference_covariance"]),
+        (lambda: IStar(1, 0.2, torch.eye(16))(*states_and_mask()), ["reference_cov", "(16, 16)", "(8, 8)"]),
+        (lambda: IStar(1, 0.2, torch.eye(8).expand(3, 8, 8))(*states_and_mask()), ["reference_cov", "(3, 8, 8)"]),
+        (
+            lambda: IStar(1, 0.2, torch.eye(8).expand(2, 8, 8), layers="mean")(*states_and_mask()),
+            ["reference_cov", "(2, 8, 8)", "(3, 8, 8)"],
+        ),
+        (lambda: IStar(1, zeta=0, layers=9)(*states_and_mask()), ["layers", "9", "4 hidden states"]),
+        (lambda: CosReg(1, layer=-5)(*states_and_mask()), ["layer", "-5"]),
+        (lambda: IStar(1, zeta=0)(states_and_mask()[0], torch.zeros(3, 6)), ["attention_mask", "0 token vectors"]),
+        (
+            lambda: IStar(1, correction="ustat", layers=1)(states_and_mask()[0], torch.eye(3, 6)),
+            ["attention_mask", "3 token vectors", "4"],
+        ),
+        (lambda: IStar(1, zeta=0)((torch.ones(2, 3, 4),) * 3), ["hidden_states", "equal"]),
+        (
+            lambda: IStar(1, zeta=0)((50 * torch.randn(16).expand(7, 30, 16),) * 3),
+            ["hidden_states", "equal"],
+        ),  # rounding is no variance
+        (lambda: CosReg(1)(states_and_mask()[0], torch.zeros(3, 6)), ["hidden_states", "mask"]),
+        (lambda: IStar(1, zeta=0)(None), ["hidden_states", "output_hidden_states"]),
+        (lambda: IStar(1, zeta=0)(torch.randn(3, 6, 8)), ["hidden_states", "tuple"]),
+        (lambda: IStar(1, zeta=0)(states_and_mask()[0], torch.ones(3, 5)), ["attention_mask", "(3, 5)"]),
+        (
+            lambda: IStar(1, zeta=0)(types.SimpleNamespace(hidden_states=states_and_mask()[0])),
+            ["hidden_states", "SimpleNamespace"],
+        ),
+        (
+            lambda: IStar(1, zeta=0)(tuple(h.numpy() for h in states_and_mask()[0])),
+            ["hidden_states", "tuple of ndarray"],
+        ),
+        (lambda: IStar(1, zeta=0)(states_and_mask()[0], [[1] * 6] * 3), ["attention_mask", "list", "tensor"]),
+        (
+            lambda: IStar(1, zeta=0)(states_and_mask()[0], (1 - states_and_mask()[1]) * -1e9),
+            ["attention_mask", "holds -1e+09", "mask == 0"],
+        ),
+        (
+            lambda: IStar(1, correction="ustat", layers=2)(states_and_mask()[0], states_and_mask()[1] * 2),
+            ["attention_mask", "holds 2"],
+        ),
+        (
+            lambda: CosReg(1)(states_and_mask()[0], (1 - states_and_mask()[1]) * -1e9),
+            ["attention_mask", "holds -1e+09"],
+        ),
+        (
+            lambda: token_moments(
+                model_and_batches()[0],
+                [b | {"attention_mask": 3 * b["attention_mask"]} for b in model_and_batches()[1]],
+            ),
+            ["attention_mask", "holds 3"],
+        ),
+        (lambda: IStar(1, correction="ustat", reference_cov=torch.eye(8)), ["reference_cov", "'ustat'"]),
+        (lambda: CosReg(1, layer="last"), ["layer", "last"]),
+        (lambda: IStar(1, 0.0)(states_and_mask()[0][:1]), ["hidden_states", "embeddings"]),
+        (lambda: IStar(1, 0.0, layers="mean")(states_and_mask()[0][:1]), ["hidden_states", "embeddings"]),
+        (lambda: reference_covariance(model_and_batches()[0], unread(), layers="all"), ["layers", "all", "union"]),
+        (lambda: reference_covariance(model_and_batches()[0], unread(), layers=True), ["layers", "True"]),
+        (
+            lambda: reference_covariance(model_and_batches()[0], unread(1), layers=3, progress=False),
+            ["layers", "3", "3 hidden states"],
+        ),
+        (lambda: reference_covariance(model_and_batches()[0], unread(1), layers=-4, progress=False), ["layers", "-4"]),
+        (lambda: token_moments(EmbeddingsAlone(4, 4), model_and_batches()[1]), ["model", "embeddings"]),
+        (lambda: token_moments(model_and_batches()[0], iter([])), ["batches"]),
+        (lambda: token_moments(model_and_batches()[0], [], max_points=1), ["max_points", "1"]),
+        (lambda: measure_isotropy(model_and_batches()[0], unread(), max_points="all"), ["max_points", "'all'", "None"]),
+        (lambda: IsotropyLog([], "all"), ["max_points", "'all'"]),
+        (lambda: measure_isotropy("bert-base", unread()), ["model", "'bert-base'", "from_pretrained"]),
+        (lambda: measure_isotropy(model_and_batches()[0], model_and_batches()[1][0]), ["batches", "[batch]"]),
+        (
+            lambda: measure_isotropy(model_and_batches()[0], BatchEncoding(model_and_batches()[1][0])),
+            ["batches", "[batch]"],
+        ),
+        (lambda: measure_isotropy(model_and_batches()[0], ["a text"]), ["batches", "str", "collator"]),
+        (
+            lambda: measure_isotropy(model_and_batches()[0], [(torch.ones(2, 3).long(),)]),
+            ["batches", "tuple of Tensor", "collator"],
+        ),
+        (
+            lambda: measure_isotropy(model_and_batches()[0], [{"input_ids": [1, 2], "label": 1}]),
+            ["batches", "one row", "collator"],
+        ),
+        (lambda: measure_isotropy(model_and_batches()[0], examples(3, 0)), ["batches", "one row", "collator"]),
+        (
+            lambda: measure_isotropy(OwnHead(labelled=True), model_and_batches()[1]),
+            ["model", "OwnHead", "without labels", "encoder", "ustat"],
+        ),
+        (lambda: measure_isotropy(Closed(), model_and_batches()[1]), ["model", "Closed", "output_hidden_states"]),
+        (lambda: measure_isotropy(Mute(), model_and_batches()[1]), ["model", "no hidden_states"]),
+        (lambda: measure_isotropy(thick(), model_and_batches()[1], max_points=2), ["max_points", "2", "3 layers"]),
+        (
+            lambda: reference_covariance(thick(), model_and_batches()[1], max_points=2, progress=False),
+            ["max_points", "2", "3 layers"],
+        ),
+    ],
+)
 def test_bad_input_is_named(call, words):
-    with pytest.raises(ValueError) as error: call()
-    for word in words: assert word in str(error.value)
+    with pytest.raises(ValueError) as error:
+        call()
+    for word in words:
+        assert word in str(error.value)
 
 
 # in the Trainer ---------------------------------------------------------------------------------------------------
+
 
 def examples(n, seed):
     g = torch.Generator().manual_seed(seed)
@@ -447,16 +618,40 @@ def examples(n, seed):
 
 class InOrder(PenaltyTrainer):
     "Takes the examples as they come, so that runs can be compared."
-    def _get_train_sampler(self, *args): return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 def make_trainer(penalty, data, batch_size=8, accumulation=1, steps=1, dropout=0.0, kind=InOrder, **arguments):
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
-    defaults = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation, max_steps=steps, optim="sgd",
-                    learning_rate=1.0, max_grad_norm=0, weight_decay=0, lr_scheduler_type="constant", report_to="none", use_cpu=True, save_strategy="no",
-                    logging_steps=1, disable_tqdm=True, eval_strategy="no")
-    return kind(model, TrainingArguments(**defaults | arguments), train_dataset=data, eval_dataset=examples(16, 9), penalty=penalty)
+    model = BertForSequenceClassification(
+        BertConfig(**CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    )
+    defaults = dict(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        max_steps=steps,
+        optim="sgd",
+        learning_rate=1.0,
+        max_grad_norm=0,
+        weight_decay=0,
+        lr_scheduler_type="constant",
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        eval_strategy="no",
+    )
+    return kind(
+        model,
+        TrainingArguments(**defaults | arguments),
+        train_dataset=data,
+        eval_dataset=examples(16, 9),
+        penalty=penalty,
+    )
 
 
 def gradients(trainer):
@@ -470,47 +665,71 @@ def assert_same(a, b):
     "Each gradient agrees to 1e-3 of its length (and 1e-5 of all: what SGD takes off float32 weights is rounded)."
     whole = torch.cat([g.flatten() for g in b.values()]).norm()
     assert whole > 0
-    for n in b: assert (a[n] - b[n]).norm() <= 1e-3 * b[n].norm() + 1e-5 * whole, n
+    for n in b:
+        assert (a[n] - b[n]).norm() <= 1e-3 * b[n].norm() + 1e-5 * whole, n
 
 
 class TokenMean(torch.nn.Module):
     "A penalty that is a mean over examples, so that its batch value is the mean of micro-batch values."
+
     parts: dict = {}
-    def forward(self, hidden_states, attention_mask=None): return hidden_states[-1].tanh().mean()
+
+    def forward(self, hidden_states, attention_mask=None):
+        return hidden_states[-1].tanh().mean()
 
 
-@pytest.mark.parametrize("penalty, data", [(None, examples(8, 0)), (TokenMean(), examples(8, 0)), (IStar(-2, zeta=0), examples(2, 0) * 4)])
+@pytest.mark.parametrize(
+    "penalty, data", [(None, examples(8, 0)), (TokenMean(), examples(8, 0)), (IStar(-2, zeta=0), examples(2, 0) * 4)]
+)
 def test_accumulation_does_not_change_the_gradient(penalty, data):
-    assert_same(gradients(make_trainer(penalty, data)), gradients(make_trainer(penalty, data, batch_size=2, accumulation=4)))
+    assert_same(
+        gradients(make_trainer(penalty, data)), gradients(make_trainer(penalty, data, batch_size=2, accumulation=4))
+    )
 
 
 class PlainInOrder(Trainer):
     "The Trainer of transformers, for comparison."
-    def __init__(self, *args, penalty=None, **kwargs): super().__init__(*args, **kwargs)
-    def _get_train_sampler(self, *args): return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def __init__(self, *args, penalty=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 def test_label_smoothing_is_left_to_the_trainer():
-    "The label smoother normalises by itself; its gradient under accumulation must be the plain Trainer's, the penalty's added."
+    """The label smoother normalises by itself; its gradient under accumulation must be the plain Trainer's, the
+    penalty's added."""
     arguments = dict(batch_size=2, accumulation=4, label_smoothing_factor=0.1)
     data = examples(2, 0) * 4
     plain = gradients(make_trainer(None, data, kind=PlainInOrder, **arguments))
     assert_same(gradients(make_trainer(None, data, **arguments)), plain)
     with_penalty = gradients(make_trainer(IStar(-2, zeta=0), data, **arguments))
-    alone = {n: g - h for (n, g), h in zip(gradients(make_trainer(IStar(-2, zeta=0), data)).items(), gradients(make_trainer(None, data)).values())}
+    alone = {
+        n: g - h
+        for (n, g), h in zip(
+            gradients(make_trainer(IStar(-2, zeta=0), data)).items(), gradients(make_trainer(None, data)).values()
+        )
+    }
     assert_same({n: g - plain[n] for n, g in with_penalty.items()}, alone)
 
 
 def test_gradient_of_one_step_is_that_of_the_formula():
     data, reference = examples(8, 0), torch.eye(16)
     trainer = make_trainer(IStar(-1.5, 0.2, reference), data)
-    trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if not isinstance(c, ReferenceRefresh)]
+    trainer.callback_handler.callbacks = [
+        c for c in trainer.callback_handler.callbacks if not isinstance(c, ReferenceRefresh)
+    ]
     model = copy.deepcopy(trainer.model)
     ours = gradients(trainer)
     batch = {k: torch.stack([torch.as_tensor(e[k]) for e in data]) for k in data[0]}
     out = model(**batch, output_hidden_states=True)
     (out.loss - 1.5 * (1 - isoscore_star(torch.cat(out.hidden_states[1:]).flatten(0, 1), reference, 0.2))).backward()
-    assert_same(ours, {n: p.grad for n, p in model.named_parameters() if p.grad is not None} | {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.grad is None})
+    assert_same(
+        ours,
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        | {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.grad is None},
+    )
 
 
 def test_evaluation_has_no_penalty_and_no_hidden_states():
@@ -528,11 +747,21 @@ def test_evaluation_has_no_penalty_and_no_hidden_states():
 def test_lambda_zero_is_the_baseline_bit_for_bit():
     runs = []
     for penalty in (None, IStar(0.0), IStar(0.0, correction="ustat")):
-        trainer = make_trainer(penalty, examples(64, 0), dropout=0.1, steps=-1, num_train_epochs=3, optim="adamw_torch", learning_rate=1e-3, kind=PenaltyTrainer)
+        trainer = make_trainer(
+            penalty,
+            examples(64, 0),
+            dropout=0.1,
+            steps=-1,
+            num_train_epochs=3,
+            optim="adamw_torch",
+            learning_rate=1e-3,
+            kind=PenaltyTrainer,
+        )
         trainer.train()
         runs.append(trainer.model.state_dict())
     for other in runs[1:]:
-        for n in runs[0]: assert torch.equal(runs[0][n], other[n]), n
+        for n in runs[0]:
+            assert torch.equal(runs[0][n], other[n]), n
 
 
 def test_reference_is_refreshed_at_each_epoch_and_detached():
@@ -549,8 +778,12 @@ def test_released_reference_is_in_float32_under_half_precision(released):
     model, batches = model_and_batches()
     loader = torch.utils.data.DataLoader([{k: v[i] for k, v in b.items()} for b in batches for i in range(4)], 4)
     callback = ReferenceRefresh(IStar(-1, padding=True), max_points=100, progress=False, released=released)
-    args = TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to="none", bf16=True, per_device_train_batch_size=4)
-    callback.on_epoch_begin(args, types.SimpleNamespace(epoch=0, global_step=0), None, model=model, train_dataloader=loader)
+    args = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), use_cpu=True, report_to="none", bf16=True, per_device_train_batch_size=4
+    )
+    callback.on_epoch_begin(
+        args, types.SimpleNamespace(epoch=0, global_step=0), None, model=model, train_dataloader=loader
+    )
     rows = as_released(model, own_batches(loader, 4, args.seed * 1009), 100)
     assert len(rows) == 160
     theirs = torch.allclose(callback.penalty.reference_cov, torch.cov(rows.T).float(), rtol=1e-5, atol=1e-6)
@@ -569,7 +802,16 @@ def test_training_that_resumes_has_the_reference_that_it_had(every_epoch, step):
     out, ends = tempfile.mkdtemp(), []
     for checkpoint in (None, f"{out}/checkpoint-{step}"):
         penalty = IStar(-1, zeta=0.5)
-        trainer = make_trainer(penalty, examples(32, 0), steps=-1, num_train_epochs=2, output_dir=out, save_strategy="steps", save_steps=2, learning_rate=0.1)
+        trainer = make_trainer(
+            penalty,
+            examples(32, 0),
+            steps=-1,
+            num_train_epochs=2,
+            output_dir=out,
+            save_strategy="steps",
+            save_steps=2,
+            learning_rate=0.1,
+        )
         if not every_epoch:
             trainer.pop_callback(ReferenceRefresh)
             trainer.add_callback(ReferenceRefresh(penalty, every_epoch=False))
@@ -578,10 +820,13 @@ def test_training_that_resumes_has_the_reference_that_it_had(every_epoch, step):
     assert torch.equal(ends[0][0], ends[1][0]) and all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1]))
 
 
-SAVING = dict(steps=-1, num_train_epochs=2, save_strategy="steps", save_steps=2, learning_rate=0.1)  # of four steps an epoch
+SAVING = dict(
+    steps=-1, num_train_epochs=2, save_strategy="steps", save_steps=2, learning_rate=0.1
+)  # of four steps an epoch
 
 
-def references_in(folder): return {f.name: safetensors.torch.load_file(f)["reference_cov"] for f in Path(folder).glob("reference_cov*")}
+def references_in(folder):
+    return {f.name: safetensors.torch.load_file(f)["reference_cov"] for f in Path(folder).glob("reference_cov*")}
 
 
 def test_two_penalties_resume_each_with_its_own_reference():
@@ -592,7 +837,10 @@ def test_two_penalties_resume_each_with_its_own_reference():
         trainer.train(resume_from_checkpoint=checkpoint)
         ends.append([p.detach().clone() for p in trainer.model.parameters()])
     kept = references_in(f"{out}/checkpoint-2")
-    assert set(kept) == {"reference_cov.safetensors", "reference_cov_2.safetensors"}  # the first has the name that a lone one has
+    assert set(kept) == {
+        "reference_cov.safetensors",
+        "reference_cov_2.safetensors",
+    }  # the first has the name that a lone one has
     assert not torch.equal(*kept.values()) and all(torch.equal(a, b) for a, b in zip(*ends))
 
 
@@ -609,7 +857,9 @@ def test_training_resumes_with_its_reference_from_any_folder():
     make_trainer(IStar(-1, zeta=0.5), examples(32, 0), output_dir=out, **SAVING).train()
     kept = shutil.copytree(f"{out}/checkpoint-2", f"{away}/kept")
     penalty = IStar(-1, zeta=0.5)
-    found = resumed_reference(make_trainer(penalty, examples(32, 0), output_dir=tempfile.mkdtemp(), **SAVING), penalty, kept)
+    found = resumed_reference(
+        make_trainer(penalty, examples(32, 0), output_dir=tempfile.mkdtemp(), **SAVING), penalty, kept
+    )
     assert torch.equal(found, references_in(kept)["reference_cov.safetensors"])
 
 
@@ -619,8 +869,12 @@ def test_the_callback_resumes_under_the_plain_trainer():
         penalty = IStar(-1, zeta=0.5)
         trainer = make_trainer(None, examples(32, 0), kind=PlainInOrder, output_dir=out, **SAVING)
         trainer.add_callback(ReferenceRefresh(penalty))
-        if checkpoint is None: trainer.train()
-        else: assert torch.equal(resumed_reference(trainer, penalty, checkpoint), references_in(checkpoint)["reference_cov.safetensors"])
+        if checkpoint is None:
+            trainer.train()
+        else:
+            assert torch.equal(
+                resumed_reference(trainer, penalty, checkpoint), references_in(checkpoint)["reference_cov.safetensors"]
+            )
 
 
 def test_a_search_has_references_in_the_checkpoints_of_its_trials():
@@ -646,37 +900,52 @@ def _resume_on_rank(rank, world, have):
     callback = ReferenceRefresh(IStar(-1), progress=False)
     args = TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to="none")
     callback.resumed, callback.checkpoint = True, Path(tempfile.mkdtemp())
-    if rank < have: safetensors.torch.save_file({"reference_cov": torch.eye(16)}, callback.checkpoint / "reference_cov.safetensors")
+    if rank < have:
+        safetensors.torch.save_file({"reference_cov": torch.eye(16)}, callback.checkpoint / "reference_cov.safetensors")
     loader = torch.utils.data.DataLoader([{k: v[i] for k, v in b.items()} for b in batches for i in range(4)], 4)
-    callback.on_epoch_begin(args, types.SimpleNamespace(epoch=0.5, global_step=2), None, model=model, train_dataloader=loader)
+    callback.on_epoch_begin(
+        args, types.SimpleNamespace(epoch=0.5, global_step=2), None, model=model, train_dataloader=loader
+    )
     return callback.penalty.reference_cov
 
 
 def test_ranks_take_a_kept_reference_together_or_not_at_all():
-    for kept in on_ranks(_resume_on_rank, 2): assert torch.equal(kept, torch.eye(16))
+    for kept in on_ranks(_resume_on_rank, 2):
+        assert torch.equal(kept, torch.eye(16))
     one, two = on_ranks(_resume_on_rank, 1)
     assert torch.equal(one, two) and not torch.equal(one, torch.eye(16))
 
 
-@pytest.mark.parametrize("device, forked", [("cpu", ([], "cuda")), ("cuda:1", ([1], "cuda")), ("xpu:1", ([1], "xpu")), ("mps", ([0], "mps"))])
+@pytest.mark.parametrize(
+    "device, forked", [("cpu", ([], "cuda")), ("cuda:1", ([1], "cuda")), ("xpu:1", ([1], "xpu")), ("mps", ([0], "mps"))]
+)
 def test_random_states_of_the_device_are_kept(device, forked, monkeypatch):
     asked = []
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices, device_type="cuda": (asked.append((devices, device_type)), contextlib.nullcontext())[1])
-    with same_draws(torch.device(device)): pass
+    monkeypatch.setattr(
+        torch.random,
+        "fork_rng",
+        lambda devices, device_type="cuda": (asked.append((devices, device_type)), contextlib.nullcontext())[1],
+    )
+    with same_draws(torch.device(device)):
+        pass
     assert asked == [forked]
 
 
 def test_measuring_leaves_all_random_states_as_they_were():
     drawn = []
+
     def collate(rows):
         drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
         return default_data_collator(rows)
+
     runs = []
     for penalty in (None, IStar(0.0)):
-        random.seed(0); np.random.seed(0)
+        random.seed(0)
+        np.random.seed(0)
         trainer = make_trainer(penalty, examples(16, 0), steps=2)
         trainer.data_collator = collate
-        if penalty is not None: trainer.add_callback(IsotropyLog(InTurn(collate)))
+        if penalty is not None:
+            trainer.add_callback(IsotropyLog(InTurn(collate)))
         drawn.clear()
         trainer.train()
         runs.append(list(drawn))
@@ -685,8 +954,13 @@ def test_measuring_leaves_all_random_states_as_they_were():
 
 class InTurn(list):
     "Batches that are collated when they are read."
-    def __init__(self, collate): super().__init__([None]); self.collate = collate
-    def __iter__(self): yield {k: v for k, v in self.collate(examples(4, 3)).items() if k != "labels"}
+
+    def __init__(self, collate):
+        super().__init__([None])
+        self.collate = collate
+
+    def __iter__(self):
+        yield {k: v for k, v in self.collate(examples(4, 3)).items() if k != "labels"}
 
 
 def test_parts_are_logged_and_add_up():
@@ -694,15 +968,24 @@ def test_parts_are_logged_and_add_up():
     trainer.train()
     logs = [e for e in trainer.state.log_history if "loss" in e]
     assert len(logs) == 3
-    for e in logs: assert e["loss"] == pytest.approx(e["task_loss"] + e["istar"] + e["cosreg"], abs=1e-4)
+    for e in logs:
+        assert e["loss"] == pytest.approx(e["task_loss"] + e["istar"] + e["cosreg"], abs=1e-4)
     assert {"isoscore", "cosine"} <= set(logs[0])
 
 
-@pytest.mark.parametrize("arguments", [dict(bf16=True), dict(gradient_checkpointing=True), dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(bf16=True),
+        dict(gradient_checkpointing=True),
+        dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}),
+    ],
+)
 def test_mixed_precision_and_checkpointing(arguments):
     exact = gradients(make_trainer(IStar(-1, zeta=0), examples(8, 0)))
     ours = gradients(make_trainer(IStar(-1, zeta=0), examples(8, 0), **arguments))
-    if "bf16" not in arguments: return assert_same(ours, exact)
+    if "bf16" not in arguments:
+        return assert_same(ours, exact)
     flat = [torch.cat([g[n].flatten() for n in exact]) for g in (ours, exact)]
     assert torch.nn.functional.cosine_similarity(*flat, dim=0) > 0.99
 
@@ -710,12 +993,18 @@ def test_mixed_precision_and_checkpointing(arguments):
 def ragged(n, seed):
     "Examples with padding, more of it in the second half."
     rows = examples(n, seed)
-    for i, row in enumerate(rows): row["attention_mask"] = (torch.arange(8) < 8 - i % 4 - (i >= n // 2)).long()
+    for i, row in enumerate(rows):
+        row["attention_mask"] = (torch.arange(8) < 8 - i % 4 - (i >= n // 2)).long()
     return rows
 
 
 def _train_on_rank(rank, world, name):
-    penalty = {"istar": lambda: IStar(-1), "cosreg": lambda: CosReg(1), "ustat": lambda: IStar(1, correction="ustat", layers="mean"), "none": lambda: None}[name]()
+    penalty = {
+        "istar": lambda: IStar(-1),
+        "cosreg": lambda: CosReg(1),
+        "ustat": lambda: IStar(1, correction="ustat", layers="mean"),
+        "none": lambda: None,
+    }[name]()
     trainer = make_trainer(penalty, ragged(8, 0), batch_size=8 // world, kind=PenaltyTrainer, data_seed=1)
     trainer._get_train_sampler = lambda *a: torch.utils.data.SequentialSampler(trainer.train_dataset)
     out = gradients(trainer)
@@ -728,7 +1017,8 @@ def test_two_ranks_give_the_gradient_and_loss_of_one(name):
     exact, log = _train_on_rank(0, 1, name)
     for ours, theirs in on_ranks(_train_on_rank, name):
         assert_same(ours, exact)
-        for k, v in log.items(): assert theirs[k] == pytest.approx(v, rel=1e-3), k
+        for k, v in log.items():
+            assert theirs[k] == pytest.approx(v, rel=1e-3), k
 
 
 def test_a_frozen_part_stays_frozen():
@@ -743,7 +1033,9 @@ def test_two_penalties_of_one_kind_are_logged_apart():
     trainer = make_trainer([IStar(-1, zeta=0, layers=1), IStar(1, zeta=0, layers=2)], examples(8, 0))
     trainer.train()
     entry = next(e for e in trainer.state.log_history if "loss" in e)
-    assert entry["istar"] == pytest.approx(-(1 - entry["isoscore"]), abs=1e-3) and entry["istar_2"] == pytest.approx(1 - entry["isoscore_2"], abs=1e-3)
+    assert entry["istar"] == pytest.approx(-(1 - entry["isoscore"]), abs=1e-3) and entry["istar_2"] == pytest.approx(
+        1 - entry["isoscore_2"], abs=1e-3
+    )
     assert entry["loss"] == pytest.approx(entry["task_loss"] + entry["istar"] + entry["istar_2"], abs=1e-3)
 
 
@@ -756,20 +1048,26 @@ class Mean(torch.nn.Module):
 
     def forward(self, hidden_states, attention_mask=None):
         value = hidden_states[-1].tanh().mean()
-        if self.names: self.parts = dict.fromkeys(self.names, value.detach() * 0 + 0.5)
+        if self.names:
+            self.parts = dict.fromkeys(self.names, value.detach() * 0 + 0.5)
         return value.expand(self.shape) if self.shape else value
 
 
-class Other(Mean): pass
+class Other(Mean):
+    pass
 
 
 class Reads(Mean):
     "A penalty that reads a reference, and has no more than that takes."
+
     needs_reference = True
-    def set_reference(self, reference_cov): self.seen = getattr(self, "seen", []) + [reference_cov]
+
+    def set_reference(self, reference_cov):
+        self.seen = getattr(self, "seen", []) + [reference_cov]
 
 
-class NoSetter(Mean): needs_reference = True
+class NoSetter(Mean):
+    needs_reference = True
 
 
 def test_parts_are_numbered_by_name():
@@ -783,39 +1081,70 @@ def test_a_penalty_that_reads_a_reference_needs_no_more_than_the_guide_says():
     penalty = Reads()
     trainer = make_trainer(penalty, examples(16, 0), **SAVING)
     trainer.train()
-    assert len(penalty.seen) == 2 and penalty.seen[0].shape == (16, 16) and not references_in(Path(trainer.args.output_dir) / "checkpoint-2")
+    assert (
+        len(penalty.seen) == 2
+        and penalty.seen[0].shape == (16, 16)
+        and not references_in(Path(trainer.args.output_dir) / "checkpoint-2")
+    )
 
 
-@pytest.mark.parametrize("penalty, words", [
-    (IStar, ["IStar"]), (-0.1, ["-0.1"]), ("istar", ["'istar'"]), ({"lam": 1}, ["lam"]), ([IStar(1), None], ["None"]), (lambda h, m: h[-1].mean(), ["lambda"]),
-    (NoSetter(), ["NoSetter", "set_reference"]), (Mean("loss"), ["Mean", "'loss'"]), (Mean("task_loss"), ["'task_loss'"]), (Mean(shape=(4,)), ["Mean", "(4,)", "scalar"]),
-])
+@pytest.mark.parametrize(
+    "penalty, words",
+    [
+        (IStar, ["IStar"]),
+        (-0.1, ["-0.1"]),
+        ("istar", ["'istar'"]),
+        ({"lam": 1}, ["lam"]),
+        ([IStar(1), None], ["None"]),
+        (lambda h, m: h[-1].mean(), ["lambda"]),
+        (NoSetter(), ["NoSetter", "set_reference"]),
+        (Mean("loss"), ["Mean", "'loss'"]),
+        (Mean("task_loss"), ["'task_loss'"]),
+        (Mean(shape=(4,)), ["Mean", "(4,)", "scalar"]),
+    ],
+)
 def test_what_is_no_penalty_is_named(penalty, words):
-    with pytest.raises(ValueError, match="^penalty: ") as error: make_trainer(penalty, examples(8, 0)).train()
-    for word in words: assert word in str(error.value)
+    with pytest.raises(ValueError, match="^penalty: ") as error:
+        make_trainer(penalty, examples(8, 0)).train()
+    for word in words:
+        assert word in str(error.value)
 
 
 def test_the_mixin_comes_before_the_trainer():
-    with pytest.raises(TypeError, match=r"class Late\(PenaltyMixin, Trainer\)"): type("Late", (Trainer, PenaltyMixin), {})
+    with pytest.raises(TypeError, match=r"class Late\(PenaltyMixin, Trainer\)"):
+        type("Late", (Trainer, PenaltyMixin), {})
 
 
-class InTwoStacks(PenaltyMixin, Seq2SeqTrainer): pass
+class InTwoStacks(PenaltyMixin, Seq2SeqTrainer):
+    pass
 
 
 def one_step(kind=TrainingArguments):
-    return kind(tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=1, report_to="none", use_cpu=True, save_strategy="no", logging_steps=1, disable_tqdm=True)
+    return kind(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=4,
+        max_steps=1,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_of_encoder_and_decoder_the_encoder_is_trained(kind):
     model, rows = of_two_stacks(kind), [r | {"labels": r["input_ids"]} for r in ragged(4, 0)]
     batch, penalties = default_data_collator(rows), [IStar(-1), IStar(1, zeta=0), CosReg(1)]
-    with torch.no_grad(): states = model(**batch, output_hidden_states=True).encoder_hidden_states
+    with torch.no_grad():
+        states = model(**batch, output_hidden_states=True).encoder_hidden_states
     InTwoStacks(model, one_step(Seq2SeqTrainingArguments), train_dataset=rows, penalty=penalties).train()
     for p in penalties[1:]:
         found = p.parts
-        with torch.no_grad(): p(states, batch["attention_mask"])
-        for name in found: torch.testing.assert_close(found[name], p.parts[name], rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            p(states, batch["attention_mask"])
+        for name in found:
+            torch.testing.assert_close(found[name], p.parts[name], rtol=1e-4, atol=1e-5)
     assert penalties[0].reference_cov.shape == (16, 16)
 
 
@@ -824,7 +1153,8 @@ def test_a_wrapper_trains_or_is_told_why_not(model):
     rows = ragged(8, 0)
     trainer = lambda penalty: PenaltyTrainer(model(), one_step(), train_dataset=rows, penalty=penalty)
     for penalty, fails in ((IStar(-1), model is not OwnHead), (IStar(-1, correction="ustat"), model in (Closed, Mute))):
-        with pytest.raises(ValueError, match="^model: ") if fails else contextlib.nullcontext(): trainer(penalty).train()
+        with pytest.raises(ValueError, match="^model: ") if fails else contextlib.nullcontext():
+            trainer(penalty).train()
 
 
 def test_a_model_that_is_told_to_give_tuples_trains_the_same():
@@ -836,7 +1166,9 @@ def test_a_model_that_is_told_to_give_tuples_trains_the_same():
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("penalty, pad, told", [(IStar(1, zeta=0), 0, 1), (IStar(1, zeta=0), 60, 0), (CosReg(1, padding=True), 0, 0)])
+@pytest.mark.parametrize(
+    "penalty, pad, told", [(IStar(1, zeta=0), 0, 1), (IStar(1, zeta=0), 60, 0), (CosReg(1, padding=True), 0, 0)]
+)
 def test_padding_without_a_mask_is_said_once(penalty, pad, told):
     rows = [{"input_ids": r["input_ids"] * r["attention_mask"], "labels": r["labels"]} for r in ragged(16, 0)]
     trainer = make_trainer(penalty, rows, steps=2)
@@ -847,14 +1179,18 @@ def test_padding_without_a_mask_is_said_once(penalty, pad, told):
     assert sum("attention_mask" in str(w.message) for w in caught) == told
 
 
-def said(caught): return [str(w.message) for w in caught if "no gradient" in str(w.message)]
+def said(caught):
+    return [str(w.message) for w in caught if "no gradient" in str(w.message)]
 
 
 def cached(trainer):
     "The encoder hands over states that were computed before, as under a cached loss; the head trains."
     plain = trainer.model.bert.forward
+
     def forward(*args, **kwargs):
-        with torch.no_grad(): return plain(*args, **kwargs)
+        with torch.no_grad():
+            return plain(*args, **kwargs)
+
     trainer.model.bert.forward = forward
 
 
@@ -862,7 +1198,8 @@ def cached(trainer):
 def test_a_penalty_that_trains_nothing_says_so_once(hinder):
     penalties = [IStar(-1, zeta=0), CosReg(1), Mean(), IStar(0, zeta=0)]  # the last has no effect by intention
     trainer = make_trainer(penalties, examples(32, 0), batch_size=4, steps=4)
-    if hinder: hinder(trainer)
+    if hinder:
+        hinder(trainer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
@@ -877,10 +1214,12 @@ def test_a_penalty_in_a_loop_says_so_once_but_not_where_it_measures():
     for penalty in (IStar(-1, zeta=0), IStar(1, correction="ustat"), CosReg(1)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with torch.no_grad(): penalty(states, mask)
+            with torch.no_grad():
+                penalty(states, mask)
             penalty.eval()(states, mask)
             assert not said(caught)
-            for _ in range(3): penalty.train()(states, mask)
+            for _ in range(3):
+                penalty.train()(states, mask)
         assert len(said(caught)) == 1 and type(penalty).__name__ in said(caught)[0]
 
 
@@ -891,13 +1230,21 @@ def test_isotropy_log():
     trainer.add_callback(record)
     trainer.train()
     assert [h["step"] for h in record.history] == [0, 2, 4] and len(record.history[0]["layers"]) == 2
-    assert record.history[0]["union"] == pytest.approx(measure_isotropy(make_trainer(None, examples(2, 0)).model, held_out)["union"], rel=1e-5)
+    assert record.history[0]["union"] == pytest.approx(
+        measure_isotropy(make_trainer(None, examples(2, 0)).model, held_out)["union"], rel=1e-5
+    )
 
 
 def _isotropy_on_rank(rank, world):
-    batches = [{k: torch.stack([e[k] for e in ragged(4, seed)]) for k in ("input_ids", "attention_mask")} for seed in range(4)]
+    batches = [
+        {k: torch.stack([e[k] for e in ragged(4, seed)]) for k in ("input_ids", "attention_mask")} for seed in range(4)
+    ]
     found = []
-    for sample in (batches, batches[:1], torch.utils.data.DataLoader(batches, None)):  # shared out; too few to share out; a loader, which is read whole
+    for sample in (
+        batches,
+        batches[:1],
+        torch.utils.data.DataLoader(batches, None),
+    ):  # shared out; too few to share out; a loader, which is read whole
         for limit in (None, 40):
             record = IsotropyLog(sample, limit)
             trainer = make_trainer(None, examples(8, 0))
@@ -908,61 +1255,111 @@ def _isotropy_on_rank(rank, world):
 
 def test_isotropy_log_counts_a_sample_once_on_all_ranks():
     one = _isotropy_on_rank(0, 1)
-    for (whole, limited, few, few_limited, loaded, loaded_limited) in on_ranks(_isotropy_on_rank):
-        for ours, theirs in ((whole, one[0]), (few, one[2]), (few_limited, one[3]), (loaded, one[0]), (loaded_limited, one[5])):
+    for whole, limited, few, few_limited, loaded, loaded_limited in on_ranks(_isotropy_on_rank):
+        for ours, theirs in (
+            (whole, one[0]),
+            (few, one[2]),
+            (few_limited, one[3]),
+            (loaded, one[0]),
+            (loaded_limited, one[5]),
+        ):
             assert ours[0] == theirs[0] and ours[1] == pytest.approx(theirs[1], rel=1e-4)
         assert limited[0] == 40
 
 
 # ---- groups by length
 
-LENGTHS = {"bert": "BertForSequenceClassification", "distilbert": "DistilBertForSequenceClassification", "albert": "AlbertForSequenceClassification",
-           "roberta": "RobertaForSequenceClassification", "electra": "ElectraForSequenceClassification", "modernbert": "ModernBertForSequenceClassification"}
+LENGTHS = {
+    "bert": "BertForSequenceClassification",
+    "distilbert": "DistilBertForSequenceClassification",
+    "albert": "AlbertForSequenceClassification",
+    "roberta": "RobertaForSequenceClassification",
+    "electra": "ElectraForSequenceClassification",
+    "modernbert": "ModernBertForSequenceClassification",
+}
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
 @pytest.mark.parametrize("groups", [1, 3, 40])
 def test_groups_by_length_are_the_same_function(kind, groups):
     import transformers
-    sizes = dict(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, max_position_embeddings=24)
-    if kind == "distilbert": sizes = dict(vocab_size=60, dim=32, n_layers=2, n_heads=2, hidden_dim=48, max_position_embeddings=24)
-    if kind == "albert": sizes["embedding_size"] = 16
-    if kind == "modernbert": sizes |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+
+    sizes = dict(
+        vocab_size=60,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=24,
+    )
+    if kind == "distilbert":
+        sizes = dict(vocab_size=60, dim=32, n_layers=2, n_heads=2, hidden_dim=48, max_position_embeddings=24)
+    if kind == "albert":
+        sizes["embedding_size"] = 16
+    if kind == "modernbert":
+        sizes |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
     config = transformers.AutoConfig.for_model(kind, **sizes | dict(pad_token_id=0))
     torch.manual_seed(0)
     model = getattr(transformers, LENGTHS[kind])(config).eval()
     lengths = torch.randint(1, 17, (7, 1), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(16) < lengths).long()
-    batch = {"input_ids": torch.randint(3, 60, (7, 16), generator=torch.Generator().manual_seed(2)) * mask, "attention_mask": mask, "labels": torch.arange(7) % 2}
+    batch = {
+        "input_ids": torch.randint(3, 60, (7, 16), generator=torch.Generator().manual_seed(2)) * mask,
+        "attention_mask": mask,
+        "labels": torch.arange(7) % 2,
+    }
 
     def measured():
         out = model(**batch, output_hidden_states=True)
         (out.loss + IStar(-1, zeta=0)(out.hidden_states, mask)).backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         model.zero_grad()
-        return out.loss.detach(), out.logits.detach(), gradient, torch.stack([h[mask.bool()] for h in out.hidden_states]).detach()
+        return (
+            out.loss.detach(),
+            out.logits.detach(),
+            gradient,
+            torch.stack([h[mask.bool()] for h in out.hidden_states]).detach(),
+        )
 
     plain = measured()
     names = list(model.state_dict())
     assert split_by_length(model, groups) is model and list(model.state_dict()) == names
-    for a, b in zip(plain, measured()): torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
+    for a, b in zip(plain, measured()):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
 
 
 def test_groups_by_length_read_fewer_tokens_and_name_what_they_refuse():
     from transformers import BertConfig, BertModel
-    model = BertModel(BertConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, attn_implementation="eager")).eval()
+
+    model = BertModel(
+        BertConfig(
+            vocab_size=60,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            attn_implementation="eager",
+        )
+    ).eval()
     read, plain = [], model.embeddings.forward
-    model.embeddings.forward = lambda input_ids=None, **kw: (read.append(input_ids.numel()), plain(input_ids=input_ids, **kw))[1]
+    model.embeddings.forward = lambda input_ids=None, **kw: (
+        read.append(input_ids.numel()),
+        plain(input_ids=input_ids, **kw),
+    )[1]
     mask = torch.ones(8, 12, dtype=torch.long)
     mask[:6, 3:] = 0
     split_by_length(model, 4)
     read.clear()
-    with torch.no_grad(): states = model(torch.ones(8, 12, dtype=torch.long), attention_mask=mask).last_hidden_state
+    with torch.no_grad():
+        states = model(torch.ones(8, 12, dtype=torch.long), attention_mask=mask).last_hidden_state
     assert sum(read) == 6 * 3 + 2 * 12 and states.shape == (8, 12, 16) and states[:6, 3:].abs().max() == 0
     left = mask.flip(1)  # padding on the left is right as well, though nothing is saved
-    with torch.no_grad(): assert model(torch.ones(8, 12, dtype=torch.long), attention_mask=left).last_hidden_state.shape == (8, 12, 16)
-    with pytest.raises(ValueError, match="output_attentions"): model(torch.ones(8, 12, dtype=torch.long), attention_mask=mask, output_attentions=True)
-    with pytest.raises(ValueError, match="groups: 0"): split_by_length(model, 0)
+    with torch.no_grad():
+        assert model(torch.ones(8, 12, dtype=torch.long), attention_mask=left).last_hidden_state.shape == (8, 12, 16)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(torch.ones(8, 12, dtype=torch.long), attention_mask=mask, output_attentions=True)
+    with pytest.raises(ValueError, match="groups: 0"):
+        split_by_length(model, 0)
 
 
 def grouped_bert():
@@ -980,11 +1377,18 @@ def test_a_copy_of_a_model_in_groups_computes_with_its_own_weights():
     assert list(inspect.signature(model.bert.forward).parameters) == names
     twin = copy.deepcopy(model)
     with torch.no_grad():
-        for p in twin.parameters(): p.zero_()
-    assert twin(**batch).logits.abs().max() == 0 and twin(**batch, output_hidden_states=True).hidden_states[-1].abs().max() == 0
+        for p in twin.parameters():
+            p.zero_()
+    assert (
+        twin(**batch).logits.abs().max() == 0
+        and twin(**batch, output_hidden_states=True).hidden_states[-1].abs().max() == 0
+    )
     torch.testing.assert_close(model(**batch).logits, want, rtol=1e-4, atol=1e-5)
     read, plain = [], model.bert.embeddings.forward
-    model.bert.embeddings.forward = lambda input_ids=None, **kw: (read.append(len(input_ids)), plain(input_ids=input_ids, **kw))[1]
+    model.bert.embeddings.forward = lambda input_ids=None, **kw: (
+        read.append(len(input_ids)),
+        plain(input_ids=input_ids, **kw),
+    )[1]
     split_by_length(model, 2)  # in place of the three groups, not around them
     read.clear()
     torch.testing.assert_close(model(**batch).logits, want, rtol=1e-4, atol=1e-5)
@@ -995,29 +1399,45 @@ def test_groups_by_length_cut_what_else_belongs_to_the_batch():
     model, batch = grouped_bert()
     for ids in (torch.arange(12)[None].flip(1), torch.stack([torch.randperm(12) for _ in range(7)])):
         want = model(**batch, position_ids=ids).logits
-        torch.testing.assert_close(split_by_length(copy.deepcopy(model), 3)(**batch, position_ids=ids).logits, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            split_by_length(copy.deepcopy(model), 3)(**batch, position_ids=ids).logits, want, rtol=1e-4, atol=1e-5
+        )
     for width in (5, 12):  # as long as the batch, or not
         torch.manual_seed(0)
         decoder = BertModel(BertConfig(**CONFIG, is_decoder=True, add_cross_attention=True)).eval()
-        states = dict(encoder_hidden_states=torch.randn(7, width, 16), encoder_attention_mask=(torch.arange(width) < torch.randint(1, width + 1, (7, 1))).long())
+        states = dict(
+            encoder_hidden_states=torch.randn(7, width, 16),
+            encoder_attention_mask=(torch.arange(width) < torch.randint(1, width + 1, (7, 1))).long(),
+        )
         want = decoder(**batch, **states, use_cache=False).last_hidden_state
         got = split_by_length(decoder, 3)(**batch, **states, use_cache=False).last_hidden_state
-        torch.testing.assert_close(got[batch["attention_mask"].bool()], want[batch["attention_mask"].bool()], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            got[batch["attention_mask"].bool()], want[batch["attention_mask"].bool()], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_groups_by_length_refuse_an_encoder_with_a_decoder():
-    five = T5ForConditionalGeneration(T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0))
-    with pytest.raises(ValueError, match="model: a T5"): split_by_length(five, 2)
-    with pytest.raises(ValueError, match="groups: 2.5"): split_by_length(grouped_bert()[0], 2.5)
+    five = T5ForConditionalGeneration(
+        T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+    with pytest.raises(ValueError, match="model: a T5"):
+        split_by_length(five, 2)
+    with pytest.raises(ValueError, match="groups: 2.5"):
+        split_by_length(grouped_bert()[0], 2.5)
 
 
 def test_one_group_gives_the_forward_back():
     model, batch = grouped_bert()
     split_by_length(split_by_length(model, 3), 1)
-    assert not {"forward", "_replicate_for_data_parallel"} & set(vars(model.bert)) and model.bert.forward.__func__ is BertModel.forward
+    assert (
+        not {"forward", "_replicate_for_data_parallel"} & set(vars(model.bert))
+        and model.bert.forward.__func__ is BertModel.forward
+    )
     model.bert.forward = wrapper = lambda *a, **kw: BertModel.forward(model.bert, *a, **kw)  # of somebody else
     wrapper.__signature__ = inspect.signature(BertModel.forward)
-    wrapper.__signature__ = wrapper.__signature__.replace(parameters=list(wrapper.__signature__.parameters.values())[1:])
+    wrapper.__signature__ = wrapper.__signature__.replace(
+        parameters=list(wrapper.__signature__.parameters.values())[1:]
+    )
     split_by_length(split_by_length(model, 3), 1)
     assert model.bert.forward is wrapper
 
@@ -1025,20 +1445,34 @@ def test_one_group_gives_the_forward_back():
 @pytest.mark.parametrize("kind", ["ConvBert", "MobileBert", "Nystromformer", "Funnel", "FNet"])
 def test_groups_by_length_refuse_an_encoder_that_reads_padding(kind):
     import transformers
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, max_position_embeddings=24)
-    if kind == "Funnel": sizes = dict(d_model=32, n_head=2, d_head=16, d_inner=48, block_sizes=[1, 1])
+
+    sizes = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, max_position_embeddings=24
+    )
+    if kind == "Funnel":
+        sizes = dict(d_model=32, n_head=2, d_head=16, d_inner=48, block_sizes=[1, 1])
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(vocab_size=60, pad_token_id=0, **sizes))
-    with pytest.raises(ValueError, match="model: .*leave its batches whole"): split_by_length(model, 4)
+    model = getattr(transformers, f"{kind}Model")(
+        getattr(transformers, f"{kind}Config")(vocab_size=60, pad_token_id=0, **sizes)
+    )
+    with pytest.raises(ValueError, match="model: .*leave its batches whole"):
+        split_by_length(model, 4)
     assert model.training and "forward" not in vars(model)
     assert split_by_length(model, 1) is model
 
 
 def test_checking_the_encoder_leaves_no_trace():
     model, batch = grouped_bert()
-    model.train(); model.bert.encoder.layer[0].eval()
+    model.train()
+    model.bert.encoder.layer[0].eval()
     model(**batch, labels=torch.zeros(7, dtype=torch.long)).loss.backward()
-    seen = lambda: ([m.training for m in model.modules()], torch.get_rng_state().tolist(), random.getstate(), [p.grad.tolist() for p in model.parameters()], model.state_dict().keys())
+    seen = lambda: (
+        [m.training for m in model.modules()],
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        [p.grad.tolist() for p in model.parameters()],
+        model.state_dict().keys(),
+    )
     before = seen()
     split_by_length(model, 3)
     assert seen() == before
@@ -1055,8 +1489,14 @@ def test_groups_by_length_give_tuples_when_asked():
     mask = batch["attention_mask"].bool()
     for ours, theirs in zip(found, want * 2):
         assert type(ours) is tuple and len(ours) == len(theirs)
-        torch.testing.assert_close(ours[0][mask] if ours[0].dim() == 3 else ours[0], theirs[0][mask] if ours[0].dim() == 3 else theirs[0], rtol=1e-4, atol=1e-5)
-        for a, b in zip(ours[-1], theirs[-1]): torch.testing.assert_close(a[mask], b[mask], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            ours[0][mask] if ours[0].dim() == 3 else ours[0],
+            theirs[0][mask] if ours[0].dim() == 3 else theirs[0],
+            rtol=1e-4,
+            atol=1e-5,
+        )
+        for a, b in zip(ours[-1], theirs[-1]):
+            torch.testing.assert_close(a[mask], b[mask], rtol=1e-4, atol=1e-5)
 
 
 def test_a_replica_of_data_parallel_computes_with_its_own_weights():
@@ -1066,14 +1506,20 @@ def test_a_replica_of_data_parallel_computes_with_its_own_weights():
     assert type(replica) is BertModel and replica.forward.body is replica and model.bert.forward.body is model.bert
     replica.embeddings = copy.deepcopy(model.bert.embeddings)
     with torch.no_grad():
-        for p in replica.embeddings.parameters(): p.zero_()
-    assert replica(**batch, output_hidden_states=True).hidden_states[0].abs().max() == 0 < model.bert(**batch).last_hidden_state.abs().max()
+        for p in replica.embeddings.parameters():
+            p.zero_()
+    assert (
+        replica(**batch, output_hidden_states=True).hidden_states[0].abs().max()
+        == 0
+        < model.bert(**batch).last_hidden_state.abs().max()
+    )
 
 
 def test_tokens_that_say_nothing_are_told_once():
     penalty = IStar(-1, correction="ustat").train()
     few, many = (tuple(torch.randn(1, n, 16, requires_grad=True) for _ in range(2)) for n in (6, 60))
-    with pytest.warns(UserWarning, match="6 tokens say nothing"): assert penalty(few).item() == 0
+    with pytest.warns(UserWarning, match="6 tokens say nothing"):
+        assert penalty(few).item() == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         penalty(few), penalty(many)

@@ -1,4 +1,5 @@
 """The loss landscape: directions, subsets, a walk that leaves no trace, surfaces, resuming, curvature, plots."""
+
 import json
 import os
 import random
@@ -14,18 +15,40 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader
-from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from isoreg.corpus import TextBatches, sample_losses
-from isoreg.landscape import (RINGS, Surface, directional_curvature, direction, displaced, expected_curvature, grid, loss_line,
-                              loss_surface, plane_hessian, plot, same_bits, subset)
+from isoreg.landscape import (
+    RINGS,
+    Surface,
+    directional_curvature,
+    direction,
+    displaced,
+    expected_curvature,
+    grid,
+    loss_line,
+    loss_surface,
+    plane_hessian,
+    plot,
+    same_bits,
+    subset,
+)
 from isoreg.notebook import execute
 from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 matplotlib.use("Agg")
 
 
-# ---- models --------------------------------------------------------------------------------------------------------------------------
+# ---- models ----------------------------------------------------------------------------------------------------------
+
 
 class Quadratic(nn.Module):
     "Loss 1/2 (t - m)^T A (t - m) + x g^T t of sample x, t all parameters in one vector; A is symmetric."
@@ -47,15 +70,29 @@ class Quadratic(nn.Module):
         return 0.5 * t @ self.A @ t + batch["x"] * (self.g @ t)
 
 
-def quadratic_loss(model, batch): return model.loss(batch)
+def quadratic_loss(model, batch):
+    return model.loss(batch)
 
 
-XS = [{"x": torch.tensor([1.0, 2.0, -4.0], dtype=torch.float64)}, {"x": torch.tensor([3.0], dtype=torch.float64)}]   # mean 0.5 over 4 samples
+XS = [
+    {"x": torch.tensor([1.0, 2.0, -4.0], dtype=torch.float64)},
+    {"x": torch.tensor([3.0], dtype=torch.float64)},
+]  # mean 0.5 over 4 samples
 
 
 def tiny_bert(seed=0, **kw):
     torch.manual_seed(seed)
-    kw = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=20) | kw
+    kw = (
+        dict(
+            vocab_size=60,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=20,
+        )
+        | kw
+    )
     return BertForMaskedLM(BertConfig(**kw)).eval()
 
 
@@ -69,13 +106,16 @@ def mlm_batches(n=2, size=3, length=9, seed=0):
     return out
 
 
-def state(model): return {n: t.clone() for n, t in model.state_dict().items()}
+def state(model):
+    return {n: t.clone() for n, t in model.state_dict().items()}
 
 
-def untouched(model, before): return all(same_bits(t, before[n]) for n, t in model.state_dict().items())
+def untouched(model, before):
+    return all(same_bits(t, before[n]) for n, t in model.state_dict().items())
 
 
-# ---- directions ----------------------------------------------------------------------------------------------------------------------
+# ---- directions ------------------------------------------------------------------------------------------------------
+
 
 @given(st.integers(0, 2**40), st.sampled_from(["zero", "scale"]))
 @settings(max_examples=20, deadline=None)
@@ -83,19 +123,24 @@ def test_filters_have_the_length_of_the_weights(seed, one_d):
     model = Quadratic()
     d = direction(model, seed, one_d)
     for n, w in (("w", model.w), ("v", model.v)):
-        for row, filter in zip(d[n], w): torch.testing.assert_close(row.norm(), filter.norm(), rtol=1e-8, atol=0)
+        for row, filter in zip(d[n], w):
+            torch.testing.assert_close(row.norm(), filter.norm(), rtol=1e-8, atol=0)
     assert ("b" in d) == (one_d == "scale")
-    if one_d == "scale": torch.testing.assert_close(d["b"].norm(), model.b.detach().norm(), rtol=1e-8, atol=0)
+    if one_d == "scale":
+        torch.testing.assert_close(d["b"].norm(), model.b.detach().norm(), rtol=1e-8, atol=0)
     assert d.info["length"] == pytest.approx(model.vector(d).norm().item())
 
 
 def test_normal_before_it_is_normalised():
     "Entries of one long filter: mean 0, fourth moment 3, independent of those of another seed, name or shape."
     model = nn.Sequential(nn.Linear(200_000, 1, bias=False), nn.Linear(200_000, 1, bias=False))
-    a, b, c = (direction(model, seed)[name].double() for seed, name in ((0, "0.weight"), (1, "0.weight"), (0, "1.weight")))
+    a, b, c = (
+        direction(model, seed)[name].double() for seed, name in ((0, "0.weight"), (1, "0.weight"), (0, "1.weight"))
+    )
     z = a / a.square().mean().sqrt()
     assert abs(z.mean()) < 0.01 and z.pow(4).mean().item() == pytest.approx(3, abs=0.1)
-    for other in (b, c): assert abs((a * other).sum() / a.norm() / other.norm()) < 0.01
+    for other in (b, c):
+        assert abs((a * other).sum() / a.norm() / other.norm()) < 0.01
 
 
 def test_a_direction_depends_on_seed_and_name_alone():
@@ -107,7 +152,9 @@ def test_a_direction_depends_on_seed_and_name_alone():
     alone = direction(other, 4, mask=mask)
     assert list(alone) == list(mask) and torch.equal(alone[list(mask)[0]], first[list(mask)[0]])
     assert not torch.equal(direction(model, 5)[list(mask)[0]], first[list(mask)[0]])
-    assert "cls.predictions.decoder.weight" not in first and len(first) == sum(p.ndim > 1 for p in model.parameters())     # tied: once
+    assert "cls.predictions.decoder.weight" not in first and len(first) == sum(
+        p.ndim > 1 for p in model.parameters()
+    )  # tied: once
 
 
 def test_rescaling_a_relu_network_does_not_change_its_line():
@@ -116,7 +163,8 @@ def test_rescaling_a_relu_network_does_not_change_its_line():
     twin = nn.Sequential(nn.Linear(4, 16, bias=False), nn.ReLU(), nn.Linear(16, 1, bias=False)).double()
     batches = [{"x": torch.randn(32, 4).double()}]
     with torch.no_grad():
-        twin[0].weight.copy_(net[0].weight * 7); twin[2].weight.copy_(net[2].weight / 7)
+        twin[0].weight.copy_(net[0].weight * 7)
+        twin[2].weight.copy_(net[2].weight / 7)
     loss = lambda model, batch: model(batch["x"]).square().squeeze(1)
     lines = [loss_line(m, batches, direction(m, 0), grid(1, 5), loss=loss).losses for m in (net, twin)]
     np.testing.assert_allclose(*lines, rtol=1e-6)
@@ -126,14 +174,19 @@ def test_rescaling_a_relu_network_does_not_change_its_line():
 def test_mask_and_equal_norm(one_d):
     model = Quadratic()
     whole = direction(model, 1, one_d)
-    mask = {"w": torch.rand(3, 4, generator=torch.Generator().manual_seed(0)) < 0.5, "v": torch.tensor(False), "b": torch.tensor(True)}
+    mask = {
+        "w": torch.rand(3, 4, generator=torch.Generator().manual_seed(0)) < 0.5,
+        "v": torch.tensor(False),
+        "b": torch.tensor(True),
+    }
     part, equal = direction(model, 1, one_d, mask), direction(model, 1, one_d, mask, norm="equal")
     torch.testing.assert_close(part["w"], whole["w"] * mask["w"])
     assert "v" not in part and ("b" in part) == (one_d == "scale")
     assert equal.length() == pytest.approx(whole.length(), rel=1e-9) and part.length() < whole.length()
     torch.testing.assert_close(equal["w"], part["w"] * (whole.length() / part.length()))
     rest = direction(model, 1, one_d, {n: ~m for n, m in mask.items()})
-    for n in whole: torch.testing.assert_close(part.get(n, 0) + rest.get(n, 0), whole[n])                # two subsets cut a step in two
+    for n in whole:
+        torch.testing.assert_close(part.get(n, 0) + rest.get(n, 0), whole[n])  # two subsets cut a step in two
     assert part.info["share"] == pytest.approx((int(mask["w"].sum()) + 5) / 25)
 
 
@@ -143,8 +196,12 @@ def test_orthogonal_and_still_filter_normalised(mask):
     a = direction(model, 0, mask=mask)
     whole = direction(model, 1, orthogonal_to=a)
     b = direction(model, 1, mask=mask, orthogonal_to=a)
-    for n in a: torch.testing.assert_close((a[n] * b[n]).flatten(1).sum(1), torch.zeros(len(a[n]), dtype=torch.float64), atol=1e-12, rtol=0)
-    for row, w in zip(whole["w"], model.w): torch.testing.assert_close(row.norm(), w.norm(), rtol=1e-8, atol=0)
+    for n in a:
+        torch.testing.assert_close(
+            (a[n] * b[n]).flatten(1).sum(1), torch.zeros(len(a[n]), dtype=torch.float64), atol=1e-12, rtol=0
+        )
+    for row, w in zip(whole["w"], model.w):
+        torch.testing.assert_close(row.norm(), w.norm(), rtol=1e-8, atol=0)
 
 
 def test_zero_filters_and_filters_of_one_entry():
@@ -155,9 +212,11 @@ def test_zero_filters_and_filters_of_one_entry():
     assert "1.weight" not in direction(model, 1, orthogonal_to=d)
 
 
-# ---- subsets -------------------------------------------------------------------------------------------------------------------------
+# ---- subsets ---------------------------------------------------------------------------------------------------------
 
-def flat(masks): return torch.cat([m.flatten() for m in masks.values()])
+
+def flat(masks):
+    return torch.cat([m.flatten() for m in masks.values()])
 
 
 @given(st.integers(0, 10**6), st.floats(0.01, 1), st.sampled_from(["top", "bottom"]), st.integers(1, 30))
@@ -169,7 +228,9 @@ def test_scalars_against_a_sort(seed, share, which, levels):
     chosen, values = flat(subset(model, scores, share, which, seed=seed)), flat(scores)
     k = max(1, round(share * 25))
     assert int(chosen.sum()) == k
-    np.testing.assert_array_equal(values[chosen].sort().values, values.sort(descending=which == "top").values[:k].sort().values)
+    np.testing.assert_array_equal(
+        values[chosen].sort().values, values.sort(descending=which == "top").values[:k].sort().values
+    )
 
 
 def test_ties_are_drawn_over_all_tensors():
@@ -189,11 +250,14 @@ def test_tensors_against_the_released_ranks(per_scalar):
     given = scores if per_scalar else {n: float(s.mean()) for n, s in scores.items()}
     top, bottom = (subset(model, given, 0.5, which, by="tensor") for which in ("top", "bottom"))
     n = len(order)
-    assert {k for k, m in top.items() if m.all()} == set(order[n // 2:]) and {k for k, m in bottom.items() if m.all()} == set(order[: n // 2])
-    for k, p in model.named_parameters(): assert top[k].shape == p.shape and top[k].dtype == torch.bool and bool(top[k].any()) == bool(top[k].all())
+    assert {k for k, m in top.items() if m.all()} == set(order[n // 2 :]) and {
+        k for k, m in bottom.items() if m.all()
+    } == set(order[: n // 2])
+    for k, p in model.named_parameters():
+        assert top[k].shape == p.shape and top[k].dtype == torch.bool and bool(top[k].any()) == bool(top[k].all())
     matrices = subset(model, given, 0.25, by="tensor", matrices=True)
     ranked = [k for k in order if scores[k].ndim > 1]
-    assert {k for k, m in matrices.items() if m.any()} == set(ranked[-round(0.25 * len(ranked)):])
+    assert {k for k, m in matrices.items() if m.any()} == set(ranked[-round(0.25 * len(ranked)) :])
 
 
 @pytest.mark.parametrize("by", ["scalar", "tensor"])
@@ -202,19 +266,32 @@ def test_random_subsets_are_seeded(by):
     a, b, c = (subset(model, None, 0.3, "random", by, seed) for seed in (0, 0, 1))
     count = (lambda m: int(flat(m).sum())) if by == "scalar" else (lambda m: sum(bool(x.any()) for x in m.values()))
     whole = sum(p.numel() if by == "scalar" else 1 for p in model.parameters())
-    assert count(a) == count(c) == round(0.3 * whole) and torch.equal(flat(a), flat(b)) and not torch.equal(flat(a), flat(c))
-    if by == "scalar": assert all(0.1 < m.float().mean() < 0.5 for m in a.values() if m.numel() > 200)
+    assert (
+        count(a) == count(c) == round(0.3 * whole)
+        and torch.equal(flat(a), flat(b))
+        and not torch.equal(flat(a), flat(c))
+    )
+    if by == "scalar":
+        assert all(0.1 < m.float().mean() < 0.5 for m in a.values() if m.numel() > 200)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.4])
 def test_a_random_subset_knows_nothing_of_the_direction_of_its_seed(share):
     "A share of the scalars chosen at random has that share of a direction's squared length, for equal seeds too."
     model = tiny_bert()
-    parts = [(direction(model, s, "scale", mask=subset(model, None, share, "random", seed=s)).length() / direction(model, s, "scale").length()) ** 2 for s in range(5)]
+    parts = [
+        (
+            direction(model, s, "scale", mask=subset(model, None, share, "random", seed=s)).length()
+            / direction(model, s, "scale").length()
+        )
+        ** 2
+        for s in range(5)
+    ]
     assert np.mean(parts) == pytest.approx(share, rel=0.15)
 
 
-# ---- the walk ------------------------------------------------------------------------------------------------------------------------
+# ---- the walk --------------------------------------------------------------------------------------------------------
+
 
 def test_places_are_where_they_should_be():
     model = Quadratic()
@@ -222,17 +299,21 @@ def test_places_are_where_they_should_be():
     with displaced(model, d1, d2) as place:
         for a, b in ((0.5, 0.0), (0.5, -1.0), (0.0, 2.0), (0.5, -1.0), (0.0, 0.0)):
             place(a, b)
-            torch.testing.assert_close(model.vector().detach(), start + a * model.vector(d1) + b * model.vector(d2), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                model.vector().detach(), start + a * model.vector(d1) + b * model.vector(d2), rtol=1e-12, atol=1e-12
+            )
     assert torch.equal(model.vector().detach(), start)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_restored_bit_for_bit_in_every_dtype(dtype):
     model = tiny_bert().to(dtype)
-    with torch.no_grad(): model.cls.predictions.bias[:3] = torch.tensor([float("nan"), -0.0, 0.0])
+    with torch.no_grad():
+        model.cls.predictions.bias[:3] = torch.tensor([float("nan"), -0.0, 0.0])
     before, d1, d2 = state(model), direction(model, 0), direction(model, 1)
     with displaced(model, d1, d2) as place:
-        for a, b in ((1.3, -0.7), (1.3, 0.1), (0.0, 0.0)): place(a, b)
+        for a, b in ((1.3, -0.7), (1.3, 0.1), (0.0, 0.0)):
+            place(a, b)
         assert untouched(model, before)
         place(0.9, 0.3)
         w = "bert.embeddings.word_embeddings.weight"
@@ -244,20 +325,36 @@ def test_restored_bit_for_bit_in_every_dtype(dtype):
 
 def test_nothing_else_of_the_model_changes():
     model, batches = tiny_bert(), mlm_batches()
-    model.train(); model.bert.pooler = None; model.bert.embeddings.eval()
+    model.train()
+    model.bert.pooler = None
+    model.bert.embeddings.eval()
     model.bert.encoder.requires_grad_(False)
     sample_losses(model, batches[0]).sum().backward()
     before, grads = state(model), {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-    modes, needs, objects = [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()], [id(p) for p in model.parameters()]
-    torch.manual_seed(7); np.random.seed(7); random.seed(7)
+    modes, needs, objects = (
+        [m.training for m in model.modules()],
+        [p.requires_grad for p in model.parameters()],
+        [id(p) for p in model.parameters()],
+    )
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
     expected = torch.rand(3), np.random.rand(3), random.random()
-    torch.manual_seed(7); np.random.seed(7); random.seed(7)
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
     d1, d2 = direction(model, 0), direction(model, 1)
-    loss_surface(model, batches, d1, d2, [0.0, 1.0]); plane_hessian(model, batches, d1, d2)
-    assert torch.equal(torch.rand(3), expected[0]) and np.array_equal(np.random.rand(3), expected[1]) and random.random() == expected[2]
+    loss_surface(model, batches, d1, d2, [0.0, 1.0])
+    plane_hessian(model, batches, d1, d2)
+    assert (
+        torch.equal(torch.rand(3), expected[0])
+        and np.array_equal(np.random.rand(3), expected[1])
+        and random.random() == expected[2]
+    )
     assert untouched(model, before) and [m.training for m in model.modules()] == modes
     assert [p.requires_grad for p in model.parameters()] == needs and [id(p) for p in model.parameters()] == objects
-    for n, p in model.named_parameters(): assert (p.grad is None) == (grads[n] is None) and (p.grad is None or torch.equal(p.grad, grads[n]))
+    for n, p in model.named_parameters():
+        assert (p.grad is None) == (grads[n] is None) and (p.grad is None or torch.equal(p.grad, grads[n]))
 
 
 def test_between_forward_and_backward():
@@ -277,10 +374,12 @@ def test_restored_after_an_error_in_the_loss(error, after):
 
     def loss(model, batch):
         calls.append(1)
-        if len(calls) > after: raise error("now")
+        if len(calls) > after:
+            raise error("now")
         return sample_losses(model, batch)
 
-    with pytest.raises(error, match="now"): loss_surface(model, mlm_batches(), direction(model, 0), direction(model, 1), grid(1, 3), loss=loss)
+    with pytest.raises(error, match="now"):
+        loss_surface(model, mlm_batches(), direction(model, 0), direction(model, 1), grid(1, 3), loss=loss)
     assert untouched(model, before) and not model.training and signal.getsignal(signal.SIGINT) is handler
 
 
@@ -295,19 +394,26 @@ def test_restored_when_the_keyboard_interrupts_anywhere():
             delays = rng.uniform(0.001, 0.05), rng.uniform(0, 0.002)
 
             def press():
-                for delay in delays: time.sleep(delay); os.kill(os.getpid(), signal.SIGINT)
+                for delay in delays:
+                    time.sleep(delay)
+                    os.kill(os.getpid(), signal.SIGINT)
 
             thread, interrupted = threading.Thread(target=press), False
             try:
                 try:
                     thread.start()
-                    loss_surface(model, batches, d1, d2, grid(1, 101), loss=loss)     # takes longer than both delays
-                finally: thread.join(); time.sleep(0.002)                            # the second strikes here at the latest
-            except KeyboardInterrupt: interrupted = True
+                    loss_surface(model, batches, d1, d2, grid(1, 101), loss=loss)  # takes longer than both delays
+                finally:
+                    thread.join()
+                    time.sleep(0.002)  # the second strikes here at the latest
+            except KeyboardInterrupt:
+                interrupted = True
             thread.join()
             assert interrupted and untouched(model, before)
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally: signal.signal(signal.SIGINT, handler); torch.set_grad_enabled(True)      # one that strikes before or after the walk is torch's affair
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        torch.set_grad_enabled(True)  # one that strikes before or after the walk is torch's affair
 
 
 def test_gradients_are_on_again_when_the_interrupt_strikes_inside_no_grad():
@@ -319,30 +425,46 @@ def test_gradients_are_on_again_when_the_interrupt_strikes_inside_no_grad():
         raise KeyboardInterrupt
 
     try:
-        with pytest.raises(KeyboardInterrupt): loss_line(model, mlm_batches(1), direction(model, 0), [0.0, 1.0], loss=loss)
+        with pytest.raises(KeyboardInterrupt):
+            loss_line(model, mlm_batches(1), direction(model, 0), [0.0, 1.0], loss=loss)
         assert torch.is_grad_enabled()
-    finally: torch.no_grad.__exit__ = switch_back; torch.set_grad_enabled(True)
+    finally:
+        torch.no_grad.__exit__ = switch_back
+        torch.set_grad_enabled(True)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_is_swallowed_still_stops_the_walk(tmp_path):
-    "Python drops exceptions raised inside __del__; no loss of the restored weights may pass for one of the moved weights."
+    """Python drops exceptions raised inside __del__; no loss of the restored weights may pass for one of the moved
+    weights."""
+
     class Bomb:
-        def __del__(self): signal.raise_signal(signal.SIGINT)
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
 
     model, calls = tiny_bert(), []
     before = state(model)
 
     def loss(model, batch):
         calls.append(1)
-        if len(calls) == 6: Bomb()
+        if len(calls) == 6:
+            Bomb()
         return sample_losses(model, batch)
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            loss_surface(model, mlm_batches(1), direction(model, 0), direction(model, 1), grid(1, 3), loss=loss, path=tmp_path / "s.json")
-    finally: signal.signal(signal.SIGINT, handler)
+            loss_surface(
+                model,
+                mlm_batches(1),
+                direction(model, 0),
+                direction(model, 1),
+                grid(1, 3),
+                loss=loss,
+                path=tmp_path / "s.json",
+            )
+    finally:
+        signal.signal(signal.SIGINT, handler)
     rows = json.loads((tmp_path / "s.json").read_text())["losses"]
     assert len(calls) == 6 and untouched(model, before) and rows[0] is not None and rows[1:] == [None, None]
 
@@ -353,12 +475,16 @@ def test_a_loss_that_changes_the_model_is_found_out(harm):
 
     def loss(model, batch):
         values = sample_losses(model, batch).float()
-        if harm == "other": model.cls.predictions.bias.add_(1.0)                               # not moved by the direction
-        if harm == "replaced": model.cls.predictions.transform.dense.weight = nn.Parameter(torch.zeros(16, 16))
-        if harm == "half": model.half()
+        if harm == "other":
+            model.cls.predictions.bias.add_(1.0)  # not moved by the direction
+        if harm == "replaced":
+            model.cls.predictions.transform.dense.weight = nn.Parameter(torch.zeros(16, 16))
+        if harm == "half":
+            model.half()
         return values
 
-    with pytest.raises(RuntimeError, match="inside the walk"): loss_line(model, mlm_batches(), direction(model, 0), [0.0], loss=loss)
+    with pytest.raises(RuntimeError, match="inside the walk"):
+        loss_line(model, mlm_batches(), direction(model, 0), [0.0], loss=loss)
 
 
 def test_buffers_are_put_back():
@@ -373,7 +499,8 @@ def test_buffers_are_put_back():
     assert untouched(model, before)
 
 
-# ---- lines and surfaces ----------------------------------------------------------------------------------------------------------------
+# ---- lines and surfaces ----------------------------------------------------------------------------------------------
+
 
 def test_every_point_against_a_loop():
     "Each loss is the mean over samples, not batches, of the model with its weights replaced."
@@ -386,20 +513,30 @@ def test_every_point_against_a_loop():
             moved = {n: p + float(a) * d1.get(n, 0) + float(b) * d2.get(n, 0) for n, p in params.items()}
             losses = []
             for batch in batches:
-                logits = functional_call(model, moved, (), {k: v for k, v in batch.items() if k != "labels"}, tie_weights=True).logits
+                logits = functional_call(
+                    model, moved, (), {k: v for k, v in batch.items() if k != "labels"}, tie_weights=True
+                ).logits
                 losses += [nn.functional.cross_entropy(x, y).item() for x, y in zip(logits, batch["labels"])]
             assert s.losses[i, j] == pytest.approx(np.mean(losses), rel=2e-5)
-    assert s.info["n_samples"] == 7 and s.origin == s.losses[1, 0] and [d["seed"] for d in s.info["directions"]] == [0, 1]
-    assert (s.info["loss"], s.info["precision"], s.info["directions"][1]["one_d"]) == ("mlm", "fp32", "scale") and "BertForMaskedLM" in s.info["model"]
+    assert (
+        s.info["n_samples"] == 7 and s.origin == s.losses[1, 0] and [d["seed"] for d in s.info["directions"]] == [0, 1]
+    )
+    assert (s.info["loss"], s.info["precision"], s.info["directions"][1]["one_d"]) == (
+        "mlm",
+        "fp32",
+        "scale",
+    ) and "BertForMaskedLM" in s.info["model"]
     line = loss_line(model, batches, d1, [-0.4, 0.0, 0.3])
     np.testing.assert_allclose(line.losses, s.losses[:, :1], rtol=1e-12)
     assert line.is_line and not s.is_line
 
 
 def test_the_mean_as_released_against_a_loop():
-    "The model's own loss of each batch, over its predicted tokens, and the mean of these over samples, as Trainer.evaluate has it."
+    """The model's own loss of each batch, over its predicted tokens, and the mean of these over samples, as
+    Trainer.evaluate has it."""
     model, batches = tiny_bert(), mlm_batches(2) + mlm_batches(1, size=1, seed=3)
-    for b, n in zip(batches, (7, 2, 4)): b["labels"][0, n:] = -100  # samples that predict different numbers of tokens
+    for b, n in zip(batches, (7, 2, 4)):
+        b["labels"][0, n:] = -100  # samples that predict different numbers of tokens
     d = direction(model, 0)
     s = loss_line(model, batches, d, [0.0, 0.3], reduction="batch")
     params, sizes = {n: p.detach() for n, p in model.named_parameters()}, [len(b["labels"]) for b in batches]
@@ -410,7 +547,9 @@ def test_the_mean_as_released_against_a_loop():
     ours = loss_line(model, batches, d, [0.0, 0.3])
     assert abs(ours.losses - s.losses).min() > 1e-3 and s.info["reduction"] == "batch" and s.info["n_samples"] == 7
     one = [{k: v[i : i + 1] for k, v in b.items()} for b in batches for i in range(len(b["labels"]))]
-    np.testing.assert_allclose(loss_line(model, one, d, [0.0, 0.3], reduction="batch").losses, ours.losses, rtol=1e-6)  # one a batch
+    np.testing.assert_allclose(
+        loss_line(model, one, d, [0.0, 0.3], reduction="batch").losses, ours.losses, rtol=1e-6
+    )  # one a batch
     double, h = model.double(), 0.01
     f = loss_line(double, batches, direction(double, 0), h * np.arange(-2, 3), reduction="batch").losses[:, 0]
     H = plane_hessian(double, batches, direction(double, 0), reduction="batch")
@@ -421,12 +560,14 @@ def test_a_surface_does_not_go_on_with_another_mean(tmp_path):
     model, batches = tiny_bert(), mlm_batches(1)
     d, path = direction(model, 0), tmp_path / "line.json"
     first = loss_line(model, batches, d, [0.0, 0.3], path=path)
-    with pytest.raises(ValueError, match="made with other reduction"): loss_line(model, batches, d, [0.0, 0.3], path=path, reduction="batch")
+    with pytest.raises(ValueError, match="made with other reduction"):
+        loss_line(model, batches, d, [0.0, 0.3], path=path, reduction="batch")
     stored = json.loads(path.read_text())
     del stored["info"]["reduction"]  # as files were before it
     path.write_text(json.dumps(stored))
     assert np.array_equal(loss_line(model, batches, d, [0.0, 0.3], path=path).losses, first.losses)
-    with pytest.raises(ValueError, match="made with other reduction"): loss_line(model, batches, d, [0.0, 0.3], path=path, reduction="batch")
+    with pytest.raises(ValueError, match="made with other reduction"):
+        loss_line(model, batches, d, [0.0, 0.3], path=path, reduction="batch")
     for wrong, words in (("tokens", "'tokens' is unknown"), ("batch", "for the named losses")):
         with pytest.raises(ValueError, match=f"reduction: .*{words}"):
             loss_line(model, batches, d, [0.0], "mlm" if wrong == "tokens" else quadratic_loss, reduction=wrong)
@@ -435,7 +576,8 @@ def test_a_surface_does_not_go_on_with_another_mean(tmp_path):
 @pytest.mark.parametrize("kind", ["clm", "seq2seq"])
 def test_other_losses(kind):
     torch.manual_seed(0)
-    if kind == "clm": model = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=20))
+    if kind == "clm":
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=20))
     else:
         sizes = dict(vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
         model = T5ForConditionalGeneration(T5Config(**sizes, feed_forward_proj="gated-gelu", decoder_start_token_id=0))
@@ -443,11 +585,14 @@ def test_other_losses(kind):
     batches, d = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}], direction(model, 0)
     s = loss_line(model, batches, d, [0.0, 0.5], kind)
     model.eval()
-    with torch.no_grad(): expected = model(**batches[0]).loss.item()                  # all samples have equally many tokens
+    with torch.no_grad():
+        expected = model(**batches[0]).loss.item()  # all samples have equally many tokens
     assert s.origin == pytest.approx(expected, rel=1e-5) and s.losses[1, 0] != s.origin
-    h, double = 0.02, model.double()                                                  # T5 normalises in float32: no smaller step
+    h, double = 0.02, model.double()  # T5 normalises in float32: no smaller step
     f = loss_line(double, batches, direction(double, 0), h * np.arange(-2, 3), kind).losses[:, 0]
-    assert directional_curvature(double, batches, direction(double, 0), kind) == pytest.approx(f @ [-1, 16, -30, 16, -1] / 12 / h**2, rel=5e-3)
+    assert directional_curvature(double, batches, direction(double, 0), kind) == pytest.approx(
+        f @ [-1, 16, -30, 16, -1] / 12 / h**2, rel=5e-3
+    )
 
 
 def test_a_corpus_is_streamed_and_all_points_see_the_same_masks():
@@ -455,12 +600,16 @@ def test_a_corpus_is_streamed_and_all_points_see_the_same_masks():
     corpus = TextBatches(toy_corpus(10), toy_tokenizer(), batch_size=4, seed=3)
     s = loss_line(model, corpus, direction(model, 0), [0.0, 1e-9, 2e-9])
     assert np.ptp(s.losses) < 1e-5 < s.origin and s.info["n_samples"] == 10
-    with pytest.raises(ValueError, match="loss: 'clm', but the batches were made for 'mlm'"): loss_line(model, corpus, direction(model, 0), [0.0], "clm")
+    with pytest.raises(ValueError, match="loss: 'clm', but the batches were made for 'mlm'"):
+        loss_line(model, corpus, direction(model, 0), [0.0], "clm")
 
 
 class Nowhere(nn.Module):
     "The loss does not depend on the moved weight: any difference between points comes from the data."
-    def __init__(self): super().__init__(); self.w = nn.Parameter(torch.ones(2, 2))
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("own", [None, "loader"])
@@ -478,7 +627,9 @@ def test_random_loaders_and_losses_draw_the_same_at_every_point(own):
 
 
 class Changing:
-    def __init__(self, how): self.how, self.passes = how, 0
+    def __init__(self, how):
+        self.how, self.passes = how, 0
+
     def __iter__(self):
         self.passes += 1
         n = {"fewer": 4 - self.passes, "more": 1 + self.passes}.get(self.how, 3)
@@ -488,23 +639,40 @@ class Changing:
 @pytest.mark.parametrize("how", ["fewer", "more", "values"])
 def test_batches_that_change_are_found_out(how):
     model, before = Nowhere(), torch.ones(2, 2)
-    with pytest.raises(ValueError, match="batches: gave other samples"): loss_line(model, Changing(how), direction(model, 0), [0.0, 1.0], lambda m, b: b["x"])
+    with pytest.raises(ValueError, match="batches: gave other samples"):
+        loss_line(model, Changing(how), direction(model, 0), [0.0, 1.0], lambda m, b: b["x"])
     assert torch.equal(model.w, before)
 
 
 class Counting(TextBatches):
     "Counts the samples that are masked."
+
     made = 0
-    def sample(self, number): self.made += 1; return super().sample(number)
+
+    def sample(self, number):
+        self.made += 1
+        return super().sample(number)
 
 
-def first_losses(model, batch): return batch["input_ids"].double().mean(1) * model.w[0, 0].double() + torch.rand(len(batch["labels"]))
+def first_losses(model, batch):
+    return batch["input_ids"].double().mean(1) * model.w[0, 0].double() + torch.rand(len(batch["labels"]))
 
 
 def corpus_of(kind):
     corpus = Counting(toy_corpus(10), toy_tokenizer(), batch_size=4, seed=3)
-    return {"corpus": corpus, "list": list(corpus), "loader": DataLoader(list(range(12)), batch_size=4, shuffle=True, collate_fn=lambda rows: {
-        "input_ids": torch.tensor(rows)[:, None], "labels": torch.randint(9, (len(rows), 2))})}[kind]
+    return {
+        "corpus": corpus,
+        "list": list(corpus),
+        "loader": DataLoader(
+            list(range(12)),
+            batch_size=4,
+            shuffle=True,
+            collate_fn=lambda rows: {
+                "input_ids": torch.tensor(rows)[:, None],
+                "labels": torch.randint(9, (len(rows), 2)),
+            },
+        ),
+    }[kind]
 
 
 @pytest.mark.parametrize("kind", ["corpus", "list", "loader"])
@@ -517,11 +685,12 @@ def test_kept_batches_give_the_same_surface(kind, monkeypatch):
         np.testing.assert_array_equal(loss_line(Nowhere(), corpus_of(kind), d, grid(1, 5), first_losses).losses, whole)
 
 
-@pytest.mark.parametrize("room, made", [(2**30, 20), (None, None), (0, 60)])   # None: room for the first batch
+@pytest.mark.parametrize("room, made", [(2**30, 20), (None, None), (0, 60)])  # None: room for the first batch
 def test_masks_are_drawn_twice_at_most_for_kept_batches(room, made, monkeypatch):
-    corpus = corpus_of("corpus")                        # 10 samples, 5 points: one reading before them and one at each
+    corpus = corpus_of("corpus")  # 10 samples, 5 points: one reading before them and one at each
     first = next(iter(corpus))
-    if room is None: room, made = sum(t.nbytes for t in first.values()), 20 + 4 * (10 - len(first["labels"]))
+    if room is None:
+        room, made = sum(t.nbytes for t in first.values()), 20 + 4 * (10 - len(first["labels"]))
     corpus.made = 0
     monkeypatch.setattr("isoreg.landscape.CACHE_BYTES", room)
     loss_line(Nowhere(), corpus, direction(Nowhere(), 0), grid(1, 5), first_losses)
@@ -532,24 +701,34 @@ def test_masks_are_drawn_twice_at_most_for_kept_batches(room, made, monkeypatch)
 @pytest.mark.parametrize("harm", ["write", "remove"])
 def test_a_loss_may_spoil_its_batch(harm, room, monkeypatch):
     "The next point gets the batch as it came; a list on the model's device that is written to cannot be read again."
+
     def loss(model, batch):
         values = first_losses(model, batch)
-        if harm == "write": batch["input_ids"].zero_()
-        else: del batch["input_ids"]
+        if harm == "write":
+            batch["input_ids"].zero_()
+        else:
+            del batch["input_ids"]
         return values
+
     monkeypatch.setattr("isoreg.landscape.CACHE_BYTES", room)
     d = direction(Nowhere(), 0)
     whole = loss_line(Nowhere(), corpus_of("corpus"), d, grid(1, 5), first_losses).losses
     np.testing.assert_array_equal(loss_line(Nowhere(), corpus_of("corpus"), d, grid(1, 5), loss).losses, whole)
     if harm == "write":
-        with pytest.raises(ValueError, match="gave other samples"): loss_line(Nowhere(), corpus_of("list"), d, grid(1, 5), loss)
+        with pytest.raises(ValueError, match="gave other samples"):
+            loss_line(Nowhere(), corpus_of("list"), d, grid(1, 5), loss)
 
 
 def test_a_source_that_fills_one_buffer_is_not_taken_for_unchanged():
     class Refilled:
-        def __init__(self): self.buffer = np.zeros(3)
+        def __init__(self):
+            self.buffer = np.zeros(3)
+
         def __iter__(self):
-            for i in range(3): self.buffer[:] = i; yield {"x": torch.from_numpy(self.buffer)}
+            for i in range(3):
+                self.buffer[:] = i
+                yield {"x": torch.from_numpy(self.buffer)}
+
     losses = loss_line(Nowhere(), Refilled(), direction(Nowhere(), 0), grid(1, 5), lambda m, b: b["x"]).losses
     np.testing.assert_array_equal(losses, np.ones((5, 1)))
 
@@ -558,8 +737,11 @@ def test_a_source_that_fills_one_buffer_is_not_taken_for_unchanged():
 def test_the_same_tensors_are_hashed_once(room, monkeypatch):
     "A list of batches is recognised; arrays, which keep no count of writes, are hashed at every point."
     from isoreg import landscape
+
     hashed, real = [], landscape._fingerprint
-    monkeypatch.setattr(landscape, "_fingerprint", lambda x, into=None: (hashed.append(1) if into is None else None, real(x, into))[1])
+    monkeypatch.setattr(
+        landscape, "_fingerprint", lambda x, into=None: (hashed.append(1) if into is None else None, real(x, into))[1]
+    )
     monkeypatch.setattr(landscape, "CACHE_BYTES", room)
     loss_line(Nowhere(), corpus_of("list"), direction(Nowhere(), 0), grid(1, 5), first_losses)
     assert len(hashed) == 3
@@ -569,13 +751,25 @@ def test_the_same_tensors_are_hashed_once(room, monkeypatch):
 
 
 def test_a_surface_as_a_part_of_a_record():
-    odd = Surface(np.array([[np.nan, np.inf, -np.inf], [0.1 + 0.2, 1e-310, -0.0]]), np.array([-1.0, 0]), np.array([-1.0, 0, 1]), {"seed": 3})
+    odd = Surface(
+        np.array([[np.nan, np.inf, -np.inf], [0.1 + 0.2, 1e-310, -0.0]]),
+        np.array([-1.0, 0]),
+        np.array([-1.0, 0, 1]),
+        {"seed": 3},
+    )
     text = json.dumps({"kind": "landscape", **odd.to_dict()}, allow_nan=False)
     back = Surface.from_dict(json.loads(text))
-    assert back.losses.tobytes() == odd.losses.tobytes() and back.info == odd.info and np.array_equal(back.betas, odd.betas)
-    with pytest.raises(ValueError, match="content: is no landscape .KeyError"): Surface.from_dict({"alphas": [0.0]})
-    with pytest.raises(ValueError, match="content: is no landscape"): Surface.from_dict(odd.to_dict() | {"losses": [[None, 1, 2], [1, 2, 3]]})
-    with pytest.raises(ValueError, match="content: holds 1 of 2 rows"): Surface.from_dict(odd.to_dict() | {"losses": [None, [1, 2, 3]]})
+    assert (
+        back.losses.tobytes() == odd.losses.tobytes()
+        and back.info == odd.info
+        and np.array_equal(back.betas, odd.betas)
+    )
+    with pytest.raises(ValueError, match="content: is no landscape .KeyError"):
+        Surface.from_dict({"alphas": [0.0]})
+    with pytest.raises(ValueError, match="content: is no landscape"):
+        Surface.from_dict(odd.to_dict() | {"losses": [[None, 1, 2], [1, 2, 3]]})
+    with pytest.raises(ValueError, match="content: holds 1 of 2 rows"):
+        Surface.from_dict(odd.to_dict() | {"losses": [None, [1, 2, 3]]})
 
 
 def test_nan_and_infinity_are_kept(tmp_path):
@@ -584,12 +778,24 @@ def test_nan_and_infinity_are_kept(tmp_path):
     loss = lambda model, batch: batch["x"] * values[round(float(model.w[0, 0].detach()) - 1, 4)]
     s = loss_line(model, [{"x": torch.ones(2)}], {"w": torch.ones(2, 2)}, list(values), loss, tmp_path / "line.json")
     np.testing.assert_array_equal(s.losses[:, 0], list(values.values()))
-    assert torch.equal(model.w, torch.ones(2, 2)) and Surface.load(tmp_path / "line.json").losses.tobytes() == s.losses.tobytes()
-    odd = Surface(np.array([[np.nan, np.inf, -np.inf], [0.1 + 0.2, 1e-310, -0.0], [1, 2, 3]]), np.array([-1.0, 0, 1]), np.array([-1.0, 0, 1]), {"seed": 3})
+    assert (
+        torch.equal(model.w, torch.ones(2, 2))
+        and Surface.load(tmp_path / "line.json").losses.tobytes() == s.losses.tobytes()
+    )
+    odd = Surface(
+        np.array([[np.nan, np.inf, -np.inf], [0.1 + 0.2, 1e-310, -0.0], [1, 2, 3]]),
+        np.array([-1.0, 0, 1]),
+        np.array([-1.0, 0, 1]),
+        {"seed": 3},
+    )
     odd.save(tmp_path / "s.json")
     json.loads((tmp_path / "s.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))
     back = Surface.load(tmp_path / "s.json")
-    assert back.losses.tobytes() == odd.losses.tobytes() and np.array_equal(back.alphas, odd.alphas) and back.info == odd.info
+    assert (
+        back.losses.tobytes() == odd.losses.tobytes()
+        and np.array_equal(back.alphas, odd.alphas)
+        and back.info == odd.info
+    )
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -606,15 +812,21 @@ def test_bf16_sees_the_weights_of_each_point(surrounding):
     assert np.ptp(half) > 0.5 * np.ptp(exact) > 0 and not np.array_equal(half, exact)
 
 
-# ---- resuming ------------------------------------------------------------------------------------------------------------------------
+# ---- resuming --------------------------------------------------------------------------------------------------------
+
 
 class Stops:
     "A loss that counts its calls and gives up after some."
+
     __module__, __qualname__ = "test", "loss"
-    def __init__(self, after=10**9): self.after, self.calls = after, 0
+
+    def __init__(self, after=10**9):
+        self.after, self.calls = after, 0
+
     def __call__(self, model, batch):
         self.calls += 1
-        if self.calls > self.after: raise OSError("power cut")
+        if self.calls > self.after:
+            raise OSError("power cut")
         return sample_losses(model, batch)
 
 
@@ -624,13 +836,19 @@ def test_goes_on_where_it_stopped(tmp_path, after):
     d1, d2 = direction(model, 0), direction(model, 1)
     whole = loss_surface(model, batches, d1, d2, grid(1, 3), grid(1, 5)[1:])
     first, second, third = Stops(after), Stops(), Stops()
-    with pytest.raises(OSError): loss_surface(model, batches, d1, d2, grid(1, 3), grid(1, 5)[1:], first, path)
+    with pytest.raises(OSError):
+        loss_surface(model, batches, d1, d2, grid(1, 3), grid(1, 5)[1:], first, path)
     if after >= 8:
-        with pytest.raises(ValueError, match=f"holds {after // 8} of 3 rows"): Surface.load(path)
+        with pytest.raises(ValueError, match=f"holds {after // 8} of 3 rows"):
+            Surface.load(path)
     s = loss_surface(model, batches, d1, d2, grid(1, 3), grid(1, 5)[1:], second, path)
     assert second.calls == 24 - after // 8 * 8 and np.array_equal(s.losses, whole.losses)
     again = loss_surface(model, batches, d1, d2, grid(1, 3), grid(1, 5)[1:], third, path)
-    assert third.calls == 0 and np.array_equal(again.losses, whole.losses) and Surface.load(path).info == again.info == s.info
+    assert (
+        third.calls == 0
+        and np.array_equal(again.losses, whole.losses)
+        and Surface.load(path).info == again.info == s.info
+    )
     assert [p.name for p in path.parent.iterdir()] == ["s.json"]
 
 
@@ -640,19 +858,30 @@ def test_other_settings_are_refused_by_name(tmp_path):
     base = dict(model=model, batches=mlm_batches(), d1=d1, d2=d2, alphas=[-1.0, 0.0], betas=[0.0, 1.0], path=path)
     loss_surface(**base)
     other = tiny_bert(1)
-    cases = {"alphas": {"alphas": [-2.0, 0.0]}, "betas": {"betas": [0.0, 3.0]}, "directions": {"d2": direction(model, 2)},
-             "batches": {"batches": mlm_batches(seed=1)}, "weights": {"model": other}, "loss": {"loss": Stops()}, "precision": {"precision": "bf16"}}
+    cases = {
+        "alphas": {"alphas": [-2.0, 0.0]},
+        "betas": {"betas": [0.0, 3.0]},
+        "directions": {"d2": direction(model, 2)},
+        "batches": {"batches": mlm_batches(seed=1)},
+        "weights": {"model": other},
+        "loss": {"loss": Stops()},
+        "precision": {"precision": "bf16"},
+    }
     text = path.read_text()
     for name, change in cases.items():
-        with pytest.raises(ValueError, match=f"other {name}; give another path"): loss_surface(**base | change)
+        with pytest.raises(ValueError, match=f"other {name}; give another path"):
+            loss_surface(**base | change)
     assert path.read_text() == text
-    with pytest.raises(ValueError, match="other directions"): loss_surface(**base | {"d1": d2, "d2": d1})
+    with pytest.raises(ValueError, match="other directions"):
+        loss_surface(**base | {"d1": d2, "d2": d1})
     for rubbish in ("", "{", "[]", '{"alphas": [0], "betas": [0], "losses": [[1, 2]], "info": {}}'):
         path.write_text(rubbish)
-        with pytest.raises(ValueError, match="is no landscape"): loss_surface(**base)
+        with pytest.raises(ValueError, match="is no landscape"):
+            loss_surface(**base)
 
 
-# ---- curvature -----------------------------------------------------------------------------------------------------------------------
+# ---- curvature -------------------------------------------------------------------------------------------------------
+
 
 def test_a_quadratic_model_has_the_known_curvature():
     model = Quadratic(m=0.3)
@@ -670,9 +899,11 @@ def test_a_quadratic_model_has_the_known_curvature():
     assert directional_curvature(model, XS, d2, quadratic_loss) == pytest.approx(H[1, 1])
     line = loss_line(model, XS, d1, grid(1, 5), quadratic_loss).curvature(1.1)
     np.testing.assert_allclose(line.hessian, H[:1, :1], rtol=1e-8)
-    s.losses[s.radii > 1] = np.inf; s.losses[4, 5] = np.nan
-    np.testing.assert_allclose(s.curvature(1.2).hessian, H, rtol=1e-8)                          # what is not finite is left out
-    with pytest.raises(ValueError, match="radius: 1 finite points"): s.curvature(0.3)
+    s.losses[s.radii > 1] = np.inf
+    s.losses[4, 5] = np.nan
+    np.testing.assert_allclose(s.curvature(1.2).hessian, H, rtol=1e-8)  # what is not finite is left out
+    with pytest.raises(ValueError, match="radius: 1 finite points"):
+        s.curvature(0.3)
 
 
 def test_hessian_vector_products_against_finite_differences():
@@ -680,11 +911,19 @@ def test_hessian_vector_products_against_finite_differences():
     model = tiny_bert(attn_implementation="sdpa").double()
     model.bert.encoder.layer[0].requires_grad_(False)
     batches, h = mlm_batches(2) + mlm_batches(1, size=1, seed=5), 1e-3
-    d1, d2 = direction(model, 0), direction(model, 1, "scale", {n: torch.tensor("layer.0" in n) for n, _ in model.named_parameters()})
+    d1, d2 = (
+        direction(model, 0),
+        direction(model, 1, "scale", {n: torch.tensor("layer.0" in n) for n, _ in model.named_parameters()}),
+    )
     f = loss_surface(model, batches, d1, d2, [-h, 0.0, h]).losses
     H = plane_hessian(model, batches, d1, d2)
-    expected = [[f[2, 1] + f[0, 1] - 2 * f[1, 1], (f[2, 2] + f[0, 0] - f[0, 2] - f[2, 0]) / 4], [0, f[1, 2] + f[1, 0] - 2 * f[1, 1]]]
-    np.testing.assert_allclose(H[[0, 0, 1], [0, 1, 1]], np.array(expected)[[0, 0, 1], [0, 1, 1]] / h**2, rtol=2e-3, atol=1e-5)
+    expected = [
+        [f[2, 1] + f[0, 1] - 2 * f[1, 1], (f[2, 2] + f[0, 0] - f[0, 2] - f[2, 0]) / 4],
+        [0, f[1, 2] + f[1, 0] - 2 * f[1, 1]],
+    ]
+    np.testing.assert_allclose(
+        H[[0, 0, 1], [0, 1, 1]], np.array(expected)[[0, 0, 1], [0, 1, 1]] / h**2, rtol=2e-3, atol=1e-5
+    )
     np.testing.assert_array_equal(H, H.T)
     assert directional_curvature(model, batches, d1) == pytest.approx(H[0, 0], rel=1e-9)
 
@@ -704,24 +943,35 @@ def test_expected_curvature_is_the_mean_over_directions():
     for one_d, m in (("zero", None), ("scale", None), ("scale", mask)):
         D = torch.stack([model.vector(direction(model, seed, one_d, m)) for seed in range(1500)])
         values = torch.einsum("si,ij,sj->s", D, model.A, D)
-        assert expected_curvature(model, H, m, one_d) == pytest.approx(values.mean().item(), abs=4 * (values.std() / 1500**0.5).item())
+        assert expected_curvature(model, H, m, one_d) == pytest.approx(
+            values.mean().item(), abs=4 * (values.std() / 1500**0.5).item()
+        )
     parts = [expected_curvature(model, H, m, "scale") for m in (None, mask, {"w": ~mask["w"], "v": torch.tensor(True)})]
     assert parts[0] == pytest.approx(parts[1] + parts[2])
 
 
-# ---- summaries and pictures --------------------------------------------------------------------------------------------------------------
+# ---- summaries and pictures ------------------------------------------------------------------------------------------
+
 
 def test_the_run_notebook_fits_on_a_coarse_grid(tmp_path):
-    execute("landscape", tmp_path / "out.ipynb", {"points": 3, "limit": 4, "hessian": False, "out": str(tmp_path / "runs")})
+    execute(
+        "landscape", tmp_path / "out.ipynb", {"points": 3, "limit": 4, "hessian": False, "out": str(tmp_path / "runs")}
+    )
     cells = json.loads((tmp_path / "out.ipynb").read_text())["cells"]
-    assert "the 9 points within 3.01" in "".join("".join(o.get("text", "")) for c in cells for o in c.get("outputs", []))
+    assert "the 9 points within 3.01" in "".join(
+        "".join(o.get("text", "")) for c in cells for o in c.get("outputs", [])
+    )
 
 
 def test_loss_by_radius():
     x = grid(1.5, 31)
     s = Surface(np.hypot(x[:, None], x[None]) ** 2, x, x)
     profile = s.radius_profile()
-    assert list(profile.columns) == ["from", "to", "points", "loss"] and len(profile) == len(RINGS) - 1 and profile["points"].sum() == 31 * 31
+    assert (
+        list(profile.columns) == ["from", "to", "points", "loss"]
+        and len(profile) == len(RINGS) - 1
+        and profile["points"].sum() == 31 * 31
+    )
     for _, ring in profile.iterrows():
         values = [a * a + b * b for a in x for b in x if ring["from"] - 1e-9 <= np.hypot(a, b) < ring["to"] - 1e-9]
         assert ring["points"] == len(values) and ring["loss"] == pytest.approx(np.mean(values))
@@ -734,7 +984,13 @@ def test_loss_by_radius():
 @settings(max_examples=50, deadline=None)
 def test_a_grid_is_symmetric_and_holds_the_origin(span, half):
     x = grid(span, 2 * half + 1)
-    assert len(x) == 2 * half + 1 and x[half] == 0 and np.array_equal(x, -x[::-1]) and (half == 0 or x[-1] == span) and (np.diff(x) > 0).all()
+    assert (
+        len(x) == 2 * half + 1
+        and x[half] == 0
+        and np.array_equal(x, -x[::-1])
+        and (half == 0 or x[-1] == span)
+        and (np.diff(x) > 0).all()
+    )
 
 
 def surfaces():
@@ -747,28 +1003,50 @@ def surfaces():
 def test_panels_share_one_scale():
     fig = plot(surfaces(), "contour", label="nats")
     panels = [ax for ax in fig.axes if ax.get_title()]
-    assert [ax.get_title() for ax in panels] == ["low", "high"] and len({ax.collections[0].get_clim() for ax in panels}) == 1
+    assert [ax.get_title() for ax in panels] == ["low", "high"] and len(
+        {ax.collections[0].get_clim() for ax in panels}
+    ) == 1
     assert panels[0].collections[0].get_clim() == pytest.approx((0, 14))
     assert any("nats" in ax.get_ylabel() for ax in fig.axes)
     fig = plot(surfaces(), "surface", top=3.0)
     assert len({ax.get_zlim() for ax in fig.axes[:2]}) == 1 and fig.axes[0].get_zlim()[1] == pytest.approx(3, abs=0.2)
     for kind, top in (("lines", 8.0), ("radius", None)):
         ax = plot(surfaces(), kind, top=top).axes[0]
-        assert {t.get_text() for t in ax.get_legend().get_texts()} == {"low", "high"} and ax.get_xlabel() and ax.get_ylabel()
+        assert (
+            {t.get_text() for t in ax.get_legend().get_texts()} == {"low", "high"}
+            and ax.get_xlabel()
+            and ax.get_ylabel()
+        )
     line = Surface(np.arange(3.0)[:, None], grid(1, 3), np.zeros(1))
     assert plot(line, "lines").axes[0].get_legend() is None
-    for bad, match in ((lambda: plot(line), "is a line"), (lambda: plot({}), "none given"), (lambda: plot(line, "pie"), "kind: 'pie'"),
-                       (lambda: plot(Surface(np.full((2, 2), np.nan), grid(1, 3)[1:], grid(1, 3)[1:])), "no finite loss")):
-        with pytest.raises(ValueError, match=match): bad()
+    for bad, match in (
+        (lambda: plot(line), "is a line"),
+        (lambda: plot({}), "none given"),
+        (lambda: plot(line, "pie"), "kind: 'pie'"),
+        (lambda: plot(Surface(np.full((2, 2), np.nan), grid(1, 3)[1:], grid(1, 3)[1:])), "no finite loss"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            bad()
     matplotlib.pyplot.close("all")
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------------------------
+# ---- bad input -------------------------------------------------------------------------------------------------------
 
-def model(): return Quadratic()
-def filled(value): return nn.Linear(2, 2).requires_grad_(False).apply(lambda m: (m.weight.fill_(value), m.bias.fill_(value)))
-def scores(**change): return {n: torch.rand(p.shape) for n, p in model().named_parameters()} | change
-def line(**kw): return loss_line(**dict(model=model(), batches=XS, d=direction(model(), 0), alphas=[0.0], loss=quadratic_loss) | kw)
+
+def model():
+    return Quadratic()
+
+
+def filled(value):
+    return nn.Linear(2, 2).requires_grad_(False).apply(lambda m: (m.weight.fill_(value), m.bias.fill_(value)))
+
+
+def scores(**change):
+    return {n: torch.rand(p.shape) for n, p in model().named_parameters()} | change
+
+
+def line(**kw):
+    return loss_line(**dict(model=model(), batches=XS, d=direction(model(), 0), alphas=[0.0], loss=quadratic_loss) | kw)
 
 
 BAD = {
@@ -798,7 +1076,9 @@ BAD = {
     "scores: b is missing": lambda: subset(model(), {n: s for n, s in scores().items() if n != "b"}, 0.5),
     "scores: b has shape": lambda: subset(model(), scores(b=torch.tensor(1.0)), 0.5),
     "scores: w holds NaN": lambda: subset(model(), scores(w=torch.full((3, 4), float("nan"))), 0.5),
-    "matrices: the model has no": lambda: subset(nn.LayerNorm(3), {n: 1.0 for n in ("weight", "bias")}, 0.5, by="tensor", matrices=True),
+    "matrices: the model has no": lambda: subset(
+        nn.LayerNorm(3), {n: 1.0 for n in ("weight", "bias")}, 0.5, by="tensor", matrices=True
+    ),
     "batches: a generator can be read only once": lambda: line(batches=(b for b in XS)),
     "batches: a list_iterator": lambda: line(batches=iter(XS)),
     "batches: a dict is no series": lambda: line(batches=XS[0]),
@@ -811,13 +1091,17 @@ BAD = {
     "alphas: shape": lambda: line(alphas=[]),
     "alphas: need finite, increasing": lambda: line(alphas=[0.0, 0.0]),
     "alphas: need finite": lambda: line(alphas=[0.0, float("inf")]),
-    "betas: 0 is missing": lambda: loss_surface(model(), XS, direction(model(), 0), direction(model(), 1), [0.0], [1.0], quadratic_loss),
+    "betas: 0 is missing": lambda: loss_surface(
+        model(), XS, direction(model(), 0), direction(model(), 1), [0.0], [1.0], quadratic_loss
+    ),
     "d1: w is": lambda: line(d={"w": torch.ones(4, 3)}),
     "d1: the model has no parameter 'x'": lambda: line(d={"x": torch.ones(1)}),
     "d1: need a dict": lambda: line(d=torch.ones(3)),
     "d1: is zero": lambda: line(d={"w": torch.zeros(3, 4)}),
     "d1: holds NaN": lambda: line(d={"w": torch.full((3, 4), float("inf"))}),
-    "d2: is zero": lambda: plane_hessian(model(), XS, direction(model(), 0), {"w": torch.zeros(3, 4)}, loss=quadratic_loss),
+    "d2: is zero": lambda: plane_hessian(
+        model(), XS, direction(model(), 0), {"w": torch.zeros(3, 4)}, loss=quadratic_loss
+    ),
     "directions: none given": lambda: displaced(model()),
     "n: 16 points do not hold the origin": lambda: grid(1.5, 16),
     "span: -1": lambda: grid(-1),
@@ -828,18 +1112,21 @@ BAD = {
 
 @pytest.mark.parametrize("match", BAD)
 def test_bad_input_is_named(match):
-    with pytest.raises(ValueError, match=match): BAD[match]()
+    with pytest.raises(ValueError, match=match):
+        BAD[match]()
 
 
 def test_bad_input_is_refused_before_any_work():
     calls = []
     loss = lambda m, b: calls.append(1) or m.loss(b)
     for kw in ({"alphas": [1.0]}, {"d": {"w": torch.zeros(3, 4)}}, {"precision": "x"}, {"batches": iter(XS)}):
-        with pytest.raises(ValueError): line(loss=loss, **kw)
+        with pytest.raises(ValueError):
+            line(loss=loss, **kw)
     assert not calls
 
 
 def test_parameters_that_share_memory_untied_are_refused():
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     net[1].weight.data = net[0].weight.data
-    with pytest.raises(ValueError, match="share memory"): loss_line(net, [{"x": torch.ones(1, 2)}], direction(net, 0), [0.0], lambda m, b: m(b["x"]).sum(1))
+    with pytest.raises(ValueError, match="share memory"):
+        loss_line(net, [{"x": torch.ones(1, 2)}], direction(net, 0), [0.0], lambda m, b: m(b["x"]).sum(1))

@@ -1,4 +1,5 @@
 """Measurements: settings checked first, nothing computed twice, records that say what they are."""
+
 import ast
 import json
 import shutil
@@ -17,8 +18,15 @@ from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
 from isoreg.landscape import direction, subset
 from isoreg.config import FisherConfig, GeometryConfig, LandscapeConfig
 from isoreg.measure import (
-    as_surface, collect_measurements, load_body, load_corpus, load_language_model, measure_fisher,
-    measure_landscape, measurement_schema)
+    as_surface,
+    collect_measurements,
+    load_body,
+    load_corpus,
+    load_language_model,
+    measure_fisher,
+    measure_landscape,
+    measurement_schema,
+)
 from isoreg.notebook import run_notebook_path
 from isoreg.toy import toy_model_path
 
@@ -37,34 +45,57 @@ def test_fisher_record(fisher_run):
     model, tokenizer, loss, _ = load_language_model(FisherConfig(**TINY))
     corpus = load_corpus(FisherConfig(**TINY), tokenizer, loss)
     right = empirical_fisher(model, corpus)
-    for n, v in right.scores().items(): assert record["tensor_scores"][n] == pytest.approx(v, rel=1e-3, abs=1e-12)
-    assert record["samples"] == 60 and record["kind"] == "fisher" and record["status"] == "done" and "mean loss of a sequence" in record["unit"]
-    assert [(d["share"], d["draw"], d["samples"]) for d in record["draws"]] == [(33, 0, 20), (33, 1, 20), (5, 0, 3), (5, 1, 3)]
-    assert all(-1 <= d["tensor_order"] <= 1 and -1 <= d["schedule"] <= 1 and len(d["top"]) == 4 for d in record["draws"])
+    for n, v in right.scores().items():
+        assert record["tensor_scores"][n] == pytest.approx(v, rel=1e-3, abs=1e-12)
+    assert (
+        record["samples"] == 60
+        and record["kind"] == "fisher"
+        and record["status"] == "done"
+        and "mean loss of a sequence" in record["unit"]
+    )
+    assert [(d["share"], d["draw"], d["samples"]) for d in record["draws"]] == [
+        (33, 0, 20),
+        (33, 1, 20),
+        (5, 0, 3),
+        (5, 1, 3),
+    ]
+    assert all(
+        -1 <= d["tensor_order"] <= 1 and -1 <= d["schedule"] <= 1 and len(d["top"]) == 4 for d in record["draws"]
+    )
     values = record["entries"]["value"]
-    assert values == sorted(values, reverse=True) and record["entries"]["of"] == record["parameters"] == sum(p.numel() for p in model.parameters())
+    assert values == sorted(values, reverse=True) and record["entries"]["of"] == record["parameters"] == sum(
+        p.numel() for p in model.parameters()
+    )
     largest = max(float(v.max()) for v in empirical_fisher(model, corpus, "diagonal").mean().values())
     assert values[0] == pytest.approx(largest, rel=1e-4)
     rates = record["sites"]["rates"]
     assert len(rates) == 13 and max(rates.values()) == pytest.approx(0.1) and min(rates.values()) == 0
     stored = json.loads((folder / "a" / "record.json").read_text())
-    assert stored["tensor_scores"] == record["tensor_scores"] == load_scores(folder / "a") and set(stored) == set(record)
-    for n, v in load_scores(folder / "a" / "full").items(): assert v == pytest.approx(record["tensor_scores"][n])
+    assert stored["tensor_scores"] == record["tensor_scores"] == load_scores(folder / "a") and set(stored) == set(
+        record
+    )
+    for n, v in load_scores(folder / "a" / "full").items():
+        assert v == pytest.approx(record["tensor_scores"][n])
 
 
 def test_a_stopped_study_goes_on(tmp_path, monkeypatch, fisher_run):
-    class Stop(Exception): pass
+    class Stop(Exception):
+        pass
+
     calls, original = [], measure.empirical_fisher
 
     def counted(*args, **kwargs):
         calls.append(kwargs.get("checkpoint"))
-        if len(calls) == 4: raise Stop
+        if len(calls) == 4:
+            raise Stop
         return original(*args, **kwargs)
+
     monkeypatch.setattr(measure, "empirical_fisher", counted)
-    with pytest.raises(Stop): measure_fisher(FisherConfig(**TINY), tmp_path)
+    with pytest.raises(Stop):
+        measure_fisher(FisherConfig(**TINY), tmp_path)
     assert not (tmp_path / "record.json").exists() and len(json.loads((tmp_path / "partial.json").read_text())) == 2
     record = measure_fisher(FisherConfig(**TINY), tmp_path)
-    assert len(calls) == 4 + 3      # the whole (from its checkpoint) and the two draws that were missing
+    assert len(calls) == 4 + 3  # the whole (from its checkpoint) and the two draws that were missing
     key = lambda r: [(d["share"], d["draw"], pytest.approx(d["tensor_order"], abs=0.02)) for d in r["draws"]]
     assert key(fisher_run[1]) == [(d["share"], d["draw"], d["tensor_order"]) for d in record["draws"]]
 
@@ -73,15 +104,21 @@ def test_a_stopped_study_goes_on(tmp_path, monkeypatch, fisher_run):
 def test_landscape_record(tmp_path, by, level, fisher_run):
     config = LandscapeConfig(**LINE, subset="top", share=0.25, by=by)
     record = measure_landscape(config, tmp_path)
-    model, tokenizer = AutoModelForMaskedLM.from_pretrained(toy_model_path()).eval(), AutoTokenizer.from_pretrained(toy_model_path())
+    model, tokenizer = (
+        AutoModelForMaskedLM.from_pretrained(toy_model_path()).eval(),
+        AutoTokenizer.from_pretrained(toy_model_path()),
+    )
     corpus = load_corpus(config, tokenizer, "mlm")
     estimate = empirical_fisher(model, corpus, level)
     scores = estimate.mean() if by == "scalar" else {n: torch.tensor(v) for n, v in estimate.scores().items()}
     d = direction(model, 0, mask=subset(model, scores, 0.25, "top", by))
-    assert record["moved"] == sum(int((v != 0).sum()) for v in d.values()) and record["lengths"] == pytest.approx([d.length()])
+    assert record["moved"] == sum(int((v != 0).sum()) for v in d.values()) and record["lengths"] == pytest.approx(
+        [d.length()]
+    )
     with torch.no_grad():
         for n, p in model.named_parameters():
-            if n in d: p.add_(0.75 * d[n])
+            if n in d:
+                p.add_(0.75 * d[n])
     moved = measure.mean_loss(model, corpus, "mlm")
     assert record["losses"][3][0] == pytest.approx(moved, rel=1e-4) and record["alphas"][3] == 0.75
     assert record["origin"] == pytest.approx(measure.mean_loss(load_language_model(config)[0], corpus, "mlm"), rel=1e-5)
@@ -98,7 +135,8 @@ def test_the_mean_as_released_is_over_random_batches(tmp_path):
     record = measure_landscape(config, tmp_path / "batch")
     model, tokenizer, loss, _ = load_language_model(config)
     corpus = load_corpus(config, tokenizer, loss)
-    with torch.no_grad(): losses = [(float(model(**b).loss), len(b["labels"])) for b in corpus]
+    with torch.no_grad():
+        losses = [(float(model(**b).loss), len(b["labels"])) for b in corpus]
     values, sizes = zip(*losses)
     assert sizes == (5, 5, 2) and record["origin"] == pytest.approx(np.average(values, weights=sizes), rel=1e-5)
     assert record["corpus"]["by_length"] is False and record["config"]["reduction"] == "batch"
@@ -111,7 +149,11 @@ def test_surfaces_from_before_the_reduction_keep_key_and_record(tmp_path):
     older = record | {"config": {k: v for k, v in record["config"].items() if k != "reduction"}, "origin": 7.0}
     path.write_text(json.dumps(older))
     assert measure_landscape(config, tmp_path) == older  # it counts as done
-    assert LandscapeConfig.from_record(older["config"]).key == record["key"] != LandscapeConfig.from_record(older["config"] | {"reduction": "batch"}).key
+    assert (
+        LandscapeConfig.from_record(older["config"]).key
+        == record["key"]
+        != LandscapeConfig.from_record(older["config"] | {"reduction": "batch"}).key
+    )
 
 
 def test_estimates_of_another_kind_are_refused(tmp_path, fisher_run):
@@ -119,26 +161,50 @@ def test_estimates_of_another_kind_are_refused(tmp_path, fisher_run):
     estimate = FisherEstimate.load(folder)
     estimate.fingerprint = "other"
     estimate.save(tmp_path / "other")
-    with pytest.raises(ValueError, match="fisher: .*other weights"): measure_landscape(LandscapeConfig(**LINE, subset="top", fisher=str(tmp_path / "other")), tmp_path / "x")
-    empirical_fisher(*load_language_model(FisherConfig())[:1], [next(iter(load_corpus(FisherConfig(**TINY), AutoTokenizer.from_pretrained(toy_model_path()), "mlm")))]).save(tmp_path / "t")
-    with pytest.raises(ValueError, match="needs level='diagonal'"): measure_landscape(LandscapeConfig(**LINE, subset="top", by="scalar", fisher=str(tmp_path / "t")), tmp_path / "x")
+    with pytest.raises(ValueError, match="fisher: .*other weights"):
+        measure_landscape(LandscapeConfig(**LINE, subset="top", fisher=str(tmp_path / "other")), tmp_path / "x")
+    empirical_fisher(
+        *load_language_model(FisherConfig())[:1],
+        [next(iter(load_corpus(FisherConfig(**TINY), AutoTokenizer.from_pretrained(toy_model_path()), "mlm")))],
+    ).save(tmp_path / "t")
+    with pytest.raises(ValueError, match="needs level='diagonal'"):
+        measure_landscape(
+            LandscapeConfig(**LINE, subset="top", by="scalar", fisher=str(tmp_path / "t")), tmp_path / "x"
+        )
 
 
 def test_a_changed_estimate_makes_another_landscape(tmp_path, fisher_run):
     shutil.copytree(fisher_run[0] / "a" / "full", tmp_path / "f")
-    config = LandscapeConfig(limit=4, shape="line", points=3, subset="top", share=0.3, fisher=str(tmp_path / "f"), one_d="scale", hessian=False)
+    config = LandscapeConfig(
+        limit=4,
+        shape="line",
+        points=3,
+        subset="top",
+        share=0.3,
+        fisher=str(tmp_path / "f"),
+        one_d="scale",
+        hessian=False,
+    )
     first, path = measure_landscape(config, tmp_path / "run"), tmp_path / "run" / "record.json"
-    assert first["fisher_sha256"] == scores_source(config.fisher)["sha256"][:16] and measure_landscape(config, tmp_path / "run") == first
+    assert (
+        first["fisher_sha256"] == scores_source(config.fisher)["sha256"][:16]
+        and measure_landscape(config, tmp_path / "run") == first
+    )
     Draft202012Validator(measurement_schema("landscape")).validate(first)
     estimate = FisherEstimate.load(tmp_path / "f")
     estimate.sums = {n: 1 / (s + 1e-30) for n, s in estimate.sums.items()}
     estimate.save(tmp_path / "f")
     path.write_text(json.dumps({k: v for k, v in first.items() if k != "fisher_sha256"}))
-    assert measure_landscape(config, tmp_path / "run")["losses"] == first["losses"]  # an older record does not say what it was made from
+    assert (
+        measure_landscape(config, tmp_path / "run")["losses"] == first["losses"]
+    )  # an older record does not say what it was made from
     Draft202012Validator(measurement_schema("landscape")).validate(json.loads(path.read_text()))
     path.write_text(json.dumps(first))
     second = measure_landscape(config, tmp_path / "run")
-    assert second["moved"] != first["moved"] and second["losses"] == measure_landscape(config, tmp_path / "fresh")["losses"] != first["losses"]
+    assert (
+        second["moved"] != first["moved"]
+        and second["losses"] == measure_landscape(config, tmp_path / "fresh")["losses"] != first["losses"]
+    )
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -147,31 +213,46 @@ def test_the_encoder_of_an_encoder_decoder_model_alone_is_measured(tmp_path, say
     encoder = T5EncoderModel(T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)).eval()
     encoder.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(toy_model_path()).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"is_encoder_decoder": says}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"is_encoder_decoder": says})
+    )
     body, _, notes = load_body(GeometryConfig(model=str(tmp_path)))
     ids = torch.arange(10).reshape(2, 5)
-    with torch.no_grad(): assert torch.equal(body(ids).last_hidden_state, encoder(ids).last_hidden_state)
+    with torch.no_grad():
+        assert torch.equal(body(ids).last_hidden_state, encoder(ids).last_hidden_state)
     assert notes == ["hidden states of the encoder"]
     file = tmp_path / "model.safetensors"
-    save_file({k: v.clone() for k, v in load_file(file).items() if ".block.1." not in k}, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks weights \(encoder\.block\.1\."): load_body(GeometryConfig(model=str(tmp_path)))
+    save_file(
+        {k: v.clone() for k, v in load_file(file).items() if ".block.1." not in k}, file, metadata={"format": "pt"}
+    )
+    with pytest.raises(ValueError, match=r"lacks weights \(encoder\.block\.1\."):
+        load_body(GeometryConfig(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize("model, loss, own", [("toy-gpt2", "mlm", "clm"), ("toy-t5", "clm", "seq2seq")])
 def test_a_loss_that_the_toy_model_is_not_of_is_refused(model, loss, own):
-    with pytest.raises(ValueError, match=f"loss: {model} was made for '{own}', not for '{loss}'"): FisherConfig(model=model, loss=loss)
+    with pytest.raises(ValueError, match=f"loss: {model} was made for '{own}', not for '{loss}'"):
+        FisherConfig(model=model, loss=loss)
     assert FisherConfig(model=model, loss=own).loss == own
 
 
 def test_collecting_goes_on_after_broken_records(tmp_path, fisher_run):
-    for name, text in (("a", '{"key": "x", "kind": "fis'), ("b", "[1, 2]"), ("c", '{"kind": "fisher"}'), ("d", (fisher_run[0] / "a" / "record.json").read_text())):
+    for name, text in (
+        ("a", '{"key": "x", "kind": "fis'),
+        ("b", "[1, 2]"),
+        ("c", '{"kind": "fisher"}'),
+        ("d", (fisher_run[0] / "a" / "record.json").read_text()),
+    ):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "record.json").write_text(text)
     (tmp_path / "all.jsonl").write_text('{"key": "x"}\n\n{"key": "y"}\n')
-    with pytest.warns(UserWarning) as caught: records = collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl")
+    with pytest.warns(UserWarning) as caught:
+        records = collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl")
     assert [r["key"] for r in records] == [FisherConfig(**TINY).key, "x", "y"]
-    for name in "abc": assert any("left out" in str(w.message) and f"{name}/record.json" in str(w.message) for w in caught)
-    with pytest.raises(ValueError, match="folder: no folder"): collect_measurements(tmp_path / "nowhere", tmp_path / "other.jsonl")
+    for name in "abc":
+        assert any("left out" in str(w.message) and f"{name}/record.json" in str(w.message) for w in caught)
+    with pytest.raises(ValueError, match="folder: no folder"):
+        collect_measurements(tmp_path / "nowhere", tmp_path / "other.jsonl")
     assert not (tmp_path / "other.jsonl").exists()
 
 
@@ -180,27 +261,54 @@ def test_collecting(tmp_path, fisher_run):
     (tmp_path / "runs" / "a").mkdir()
     (tmp_path / "runs" / "a" / "record.json").write_text((fisher_run[0] / "a" / "record.json").read_text())
     (tmp_path / "runs" / "other" / "record.json").write_text(json.dumps({"key": "k", "config": {}}))
-    for _ in range(2): records = collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl")
-    assert [r["key"] for r in records] == [FisherConfig(**TINY).key] and len((tmp_path / "all.jsonl").read_text().splitlines()) == 1
+    for _ in range(2):
+        records = collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl")
+    assert [r["key"] for r in records] == [FisherConfig(**TINY).key] and len(
+        (tmp_path / "all.jsonl").read_text().splitlines()
+    ) == 1
 
 
-@pytest.mark.parametrize("kind, wrong, message", [
-    (FisherConfig, dict(loss="mse"), "loss: 'mse'"), (FisherConfig, dict(shares="1,x"), "shares: '1,x'"), (FisherConfig, dict(shares="200"), "shares"), (FisherConfig, dict(draws=0), "draws: 0"),
-    (FisherConfig, dict(level="row"), "level: 'row'"), (FisherConfig, dict(precision="fp16"), "precision: 'fp16'"), (FisherConfig, dict(model="./nowhere"), "model: no config.json"),
-    (FisherConfig, dict(limit=0), "limit: 0"), (FisherConfig, dict(span=0.5), "span: 0.5"), (FisherConfig, dict(seed=-1), "seed: -1"), (LandscapeConfig, dict(subset="half"), "subset: 'half'"), (LandscapeConfig, dict(share=0.0), "share: 0.0"),
-    (LandscapeConfig, dict(points=4), "points: 4 do not hold the origin"), (LandscapeConfig, dict(reduction="mean"), "reduction: 'mean'"), (LandscapeConfig, dict(fisher="nowhere"), "scores: 'nowhere'"), (LandscapeConfig, dict(batch_size="8"), "batch_size: '8'")])
+@pytest.mark.parametrize(
+    "kind, wrong, message",
+    [
+        (FisherConfig, dict(loss="mse"), "loss: 'mse'"),
+        (FisherConfig, dict(shares="1,x"), "shares: '1,x'"),
+        (FisherConfig, dict(shares="200"), "shares"),
+        (FisherConfig, dict(draws=0), "draws: 0"),
+        (FisherConfig, dict(level="row"), "level: 'row'"),
+        (FisherConfig, dict(precision="fp16"), "precision: 'fp16'"),
+        (FisherConfig, dict(model="./nowhere"), "model: no config.json"),
+        (FisherConfig, dict(limit=0), "limit: 0"),
+        (FisherConfig, dict(span=0.5), "span: 0.5"),
+        (FisherConfig, dict(seed=-1), "seed: -1"),
+        (LandscapeConfig, dict(subset="half"), "subset: 'half'"),
+        (LandscapeConfig, dict(share=0.0), "share: 0.0"),
+        (LandscapeConfig, dict(points=4), "points: 4 do not hold the origin"),
+        (LandscapeConfig, dict(reduction="mean"), "reduction: 'mean'"),
+        (LandscapeConfig, dict(fisher="nowhere"), "scores: 'nowhere'"),
+        (LandscapeConfig, dict(batch_size="8"), "batch_size: '8'"),
+    ],
+)
 def test_bad_settings_fail_before_anything_is_loaded(kind, wrong, message):
-    with pytest.raises(ValueError, match=message): kind(**wrong)
+    with pytest.raises(ValueError, match=message):
+        kind(**wrong)
 
 
 def test_unknown_setting_and_headless_model(tmp_path):
-    with pytest.raises(ValueError, match="share: unknown parameter; did you mean shares"): FisherConfig.from_dict({"share": 0.1})
+    with pytest.raises(ValueError, match="share: unknown parameter; did you mean shares"):
+        FisherConfig.from_dict({"share": 0.1})
     AutoModelForMaskedLM.from_pretrained(toy_model_path()).bert.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(toy_model_path()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no pretrained head for mlm.*mlm_head"): load_language_model(FisherConfig(model=str(tmp_path)))
-    with pytest.raises(ValueError, match="sees the tokens on the right"): load_language_model(FisherConfig(loss="clm"))
-    with pytest.raises(ValueError, match="model: 'nobody/nothing' is no folder"): load_language_model(FisherConfig(model="nobody/nothing"))
-    assert FisherConfig().key != FisherConfig(seed=1).key and LandscapeConfig(share=0.3).key == LandscapeConfig(share=0.4).key
+    with pytest.raises(ValueError, match="no pretrained head for mlm.*mlm_head"):
+        load_language_model(FisherConfig(model=str(tmp_path)))
+    with pytest.raises(ValueError, match="sees the tokens on the right"):
+        load_language_model(FisherConfig(loss="clm"))
+    with pytest.raises(ValueError, match="model: 'nobody/nothing' is no folder"):
+        load_language_model(FisherConfig(model="nobody/nothing"))
+    assert (
+        FisherConfig().key != FisherConfig(seed=1).key
+        and LandscapeConfig(share=0.3).key == LandscapeConfig(share=0.4).key
+    )
 
 
 @pytest.mark.parametrize("name, kind", [("fisher", FisherConfig), ("landscape", LandscapeConfig)])

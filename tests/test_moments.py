@@ -1,4 +1,5 @@
 """Moments against their definition, under merging, masking, dtypes, memory and ranks."""
+
 import os
 import subprocess
 import sys
@@ -25,7 +26,9 @@ def by_definition(x):
 
 
 @settings(deadline=None, max_examples=60)
-@given(n=st.integers(1, 700), d=st.sampled_from([1, 2, 7, 193, 400]), seed=st.integers(0, 10**6), kept=st.floats(0.05, 1))
+@given(
+    n=st.integers(1, 700), d=st.sampled_from([1, 2, 7, 193, 400]), seed=st.integers(0, 10**6), kept=st.floats(0.05, 1)
+)
 def test_equals_definition(n, d, seed, kept):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(n, d, generator=g, dtype=torch.float64) * 3 + torch.randn(d, generator=g, dtype=torch.float64) * 100
@@ -33,30 +36,38 @@ def test_equals_definition(n, d, seed, kept):
     mask[int(torch.randint(n, (1,), generator=g))] = True
     m = moments(x.masked_fill(~mask[:, None], float("nan")), mask, order=4)  # a masked row may hold anything
     assert m.count == mask.sum()
-    for ours, exact in zip(m[1:], by_definition(x[mask])): torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-6)
+    for ours, exact in zip(m[1:], by_definition(x[mask])):
+        torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-6)
 
 
 @settings(deadline=None, max_examples=30)
 @given(cuts=st.lists(st.integers(1, 299), min_size=1, max_size=4, unique=True), seed=st.integers(0, 1000))
 def test_parts_merge_to_the_whole(cuts, seed):
-    x = torch.randn(300, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * torch.arange(1, 10) + 40
+    x = (
+        torch.randn(300, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * torch.arange(1, 10)
+        + 40
+    )
     edges = [0, *sorted(cuts), 300]
     parts = [moments(x[a:b], order=4) for a, b in itertools.pairwise(edges)]
-    for ours, exact in zip(merge(parts), moments(x, order=4)): torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-8)
+    for ours, exact in zip(merge(parts), moments(x, order=4)):
+        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-8)
 
 
 def test_empty_part_changes_nothing():
     x = torch.randn(20, 3)
     m = moments(x, order=4)
-    for a, b in zip(merge([m, moments(x, torch.zeros(20), order=4)]), m): torch.testing.assert_close(a, b)
+    for a, b in zip(merge([m, moments(x, torch.zeros(20), order=4)]), m):
+        torch.testing.assert_close(a, b)
 
 
 def test_batched_and_pooled():
     x, mask = torch.randn(4, 50, 6).double(), torch.rand(50) > 0.3
     m = moments(x, mask, order=4)
     for i in range(4):
-        for a, b in zip(m, moments(x[i], mask, order=4)): torch.testing.assert_close(a[i], b)
-    for a, b in zip(pool(m), moments(x.flatten(0, 1), mask.repeat(4), order=4)): torch.testing.assert_close(a, b)
+        for a, b in zip(m, moments(x[i], mask, order=4)):
+            torch.testing.assert_close(a[i], b)
+    for a, b in zip(pool(m), moments(x.flatten(0, 1), mask.repeat(4), order=4)):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -77,10 +88,13 @@ def test_short_products_are_not_used_where_the_user_allows_them():
     try:
         torch.testing.assert_close(moments(x).cov(), exact, rtol=1e-4, atol=1e-5)
         assert torch.get_float32_matmul_precision() == "medium"
-    finally: torch.set_float32_matmul_precision(before)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.mkldnn.matmul, "fp32_precision"), reason="this PyTorch has the older switch alone")
+@pytest.mark.skipif(
+    not hasattr(torch.backends.mkldnn.matmul, "fp32_precision"), reason="this PyTorch has the older switch alone"
+)
 def test_the_newer_switches_of_precision_are_used_and_put_back():
     code = """
 import torch
@@ -92,7 +106,7 @@ moments(torch.randn(20, 4))
 assert read() == ("tf32",) * 3, read()
 torch.backends.fp32_precision = "ieee"  # and the general setting still reaches the products
 assert read() == ("ieee",) * 3, read()
-"""
+"""  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -128,7 +142,8 @@ def test_threads_that_overlap_leave_the_precision_as_it_was(short):
             assert steps["first out"].wait(60)
             return precision()
 
-    with full_precision(torch.zeros(1)): full = precision()
+    with full_precision(torch.zeros(1)):
+        full = precision()
     assert full != short
     with ThreadPoolExecutor() as pool:
         *_, inside = [done.result() for done in [pool.submit(f) for f in (first, second)]]
@@ -139,13 +154,15 @@ def test_a_setting_changed_inside_does_not_reach_the_next_one_in(short):
     with full_precision(torch.zeros(1)):
         full = precision()
         torch.set_float32_matmul_precision("medium")
-        with full_precision(torch.zeros(1)): assert precision() == full
+        with full_precision(torch.zeros(1)):
+            assert precision() == full
     assert precision() == short
 
 
 def test_four_threads_leave_the_precision_as_it_was(short):
     x = torch.randn(64, 32)
-    with ThreadPoolExecutor(4) as pool: list(pool.map(lambda _: moments(x), range(400)))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: moments(x), range(400)))
     assert precision() == short
 
 
@@ -195,9 +212,15 @@ def extra():
 try: print(min(extra() for _ in range(3)))            # other pages of the process only add
 except OSError: print('skip')
 """
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
-                         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}).stdout.strip()  # freed memory goes back at once
-    if out == "skip": pytest.skip("the peak memory of a process cannot be reset here")
+    out = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+    ).stdout.strip()  # freed memory goes back at once
+    if out == "skip":
+        pytest.skip("the peak memory of a process cannot be reset here")
     assert 0 < float(out) < 8
 
 
@@ -216,50 +239,63 @@ def test_all_reduce_is_one_cloud_and_so_is_its_gradient():
     isoscore_from_cov(m.cov()).sum().backward()
     ranks = on_ranks(_rank_moments)
     for fields, _ in ranks:
-        for a, b in zip(fields, m): torch.testing.assert_close(a, b.detach())
+        for a, b in zip(fields, m):
+            torch.testing.assert_close(a, b.detach())
     # every rank adds the same global score to its loss, so summed gradients are twice those of one process;
     # DistributedDataParallel averages over ranks, which restores them
     torch.testing.assert_close(torch.cat([g for _, g in ranks], 1) / 2, x.grad)
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda: moments(torch.randn(5)), ["points", "(5,)", "add"]),
-    (lambda: moments(torch.ones(2, 3) > 0), ["points", "torch.bool", ".float()", ".astype(float)"]),
-    (lambda: moments(np.ones((2, 3)) * 1j), ["points", "complex", ".astype(float)"]),
-    (lambda: moments(torch.randn(0, 3)), ["points", "(0, 3)"]),
-    (lambda: moments(torch.zeros(0, 5, 4)), ["points", "(0, 5, 4)", "cloud"]),
-    (lambda: moments(torch.randn(4, 3), torch.ones(3)), ["mask", "(3,)", "(4, 3)"]),
-    (lambda: moments(torch.randn(2, 4, 3), torch.ones(2)), ["mask", "(2,)", "(2, 4)"]),
-    (lambda: moments(torch.randn(4, 3), 0), ["mask", "0 is one value", "(4,)", "by name"]),
-    (lambda: moments(torch.randn(4, 3), torch.tensor([0.0, 0, -1e4, -1e4])), ["mask", "-10000", "mask == 0"]),  # additive: 0 is what counts
-    (lambda: moments(torch.randn(4, 3), torch.tensor([0, 0, -torch.inf, -torch.inf])), ["mask", "-inf", "mask == 0"]),
-    (lambda: moments(torch.randn(4, 3), np.array([0.2, 0.5, 0.9, 1])), ["mask", "0.2", "true or 1"]),
-    (lambda: moments(torch.randn(4, 3), torch.tensor([1, 1, 2, 0])), ["mask", "2", "true or 1"]),
-    (lambda: moments(torch.randn(4, 3), torch.tensor([1, torch.nan, 1, 0])), ["mask", "nan"]),
-    (lambda: moments(np.ma.masked_greater(np.eye(4), 0.5)), ["points", "masked array", "mask.any(-1)"]),
-    (lambda: moments(pd.DataFrame(np.eye(4)).assign(text="a")), ["points", "DataFrame", "numeric columns"]),
-    (lambda: moments(pd.Series(list(np.eye(4)))), ["points", "Series", "np.stack"]),
-    (lambda: moments(np.eye(4).astype(object)), ["points", "ndarray", "numbers"]),
-    (lambda: moments([[1.0, 2.0], [3.0]]), ["points", "list", "equal length"]),
-    (lambda: moments([torch.randn(3, 2), torch.randn(4, 2)]), ["points", "list", "equal length"]),
-    (lambda: moments("points.npy"), ["points", "str"]),
-    (lambda: moments(None), ["points", "NoneType"]),
-    (lambda: moments(torch.randn(4, 3), "all"), ["mask", "str"]),
-    (lambda: moments(torch.randn(4, 3), order=3), ["order", "3"]),
-    (lambda: moments(torch.randn(1, 3)).cov(), ["count", "1"]),
-    (lambda: merge([]), ["parts"]),
-    (lambda: merge([moments(torch.randn(4, 3)), moments(torch.randn(4, 3), order=4)]), ["parts", "order"]),
-    (lambda: merge([moments(torch.randn(4, 3)), moments(torch.randn(4, 2))]), ["parts", "(3,)", "(2,)"]),
-])
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: moments(torch.randn(5)), ["points", "(5,)", "add"]),
+        (lambda: moments(torch.ones(2, 3) > 0), ["points", "torch.bool", ".float()", ".astype(float)"]),
+        (lambda: moments(np.ones((2, 3)) * 1j), ["points", "complex", ".astype(float)"]),
+        (lambda: moments(torch.randn(0, 3)), ["points", "(0, 3)"]),
+        (lambda: moments(torch.zeros(0, 5, 4)), ["points", "(0, 5, 4)", "cloud"]),
+        (lambda: moments(torch.randn(4, 3), torch.ones(3)), ["mask", "(3,)", "(4, 3)"]),
+        (lambda: moments(torch.randn(2, 4, 3), torch.ones(2)), ["mask", "(2,)", "(2, 4)"]),
+        (lambda: moments(torch.randn(4, 3), 0), ["mask", "0 is one value", "(4,)", "by name"]),
+        (
+            lambda: moments(torch.randn(4, 3), torch.tensor([0.0, 0, -1e4, -1e4])),
+            ["mask", "-10000", "mask == 0"],
+        ),  # additive: 0 is what counts
+        (
+            lambda: moments(torch.randn(4, 3), torch.tensor([0, 0, -torch.inf, -torch.inf])),
+            ["mask", "-inf", "mask == 0"],
+        ),
+        (lambda: moments(torch.randn(4, 3), np.array([0.2, 0.5, 0.9, 1])), ["mask", "0.2", "true or 1"]),
+        (lambda: moments(torch.randn(4, 3), torch.tensor([1, 1, 2, 0])), ["mask", "2", "true or 1"]),
+        (lambda: moments(torch.randn(4, 3), torch.tensor([1, torch.nan, 1, 0])), ["mask", "nan"]),
+        (lambda: moments(np.ma.masked_greater(np.eye(4), 0.5)), ["points", "masked array", "mask.any(-1)"]),
+        (lambda: moments(pd.DataFrame(np.eye(4)).assign(text="a")), ["points", "DataFrame", "numeric columns"]),
+        (lambda: moments(pd.Series(list(np.eye(4)))), ["points", "Series", "np.stack"]),
+        (lambda: moments(np.eye(4).astype(object)), ["points", "ndarray", "numbers"]),
+        (lambda: moments([[1.0, 2.0], [3.0]]), ["points", "list", "equal length"]),
+        (lambda: moments([torch.randn(3, 2), torch.randn(4, 2)]), ["points", "list", "equal length"]),
+        (lambda: moments("points.npy"), ["points", "str"]),
+        (lambda: moments(None), ["points", "NoneType"]),
+        (lambda: moments(torch.randn(4, 3), "all"), ["mask", "str"]),
+        (lambda: moments(torch.randn(4, 3), order=3), ["order", "3"]),
+        (lambda: moments(torch.randn(1, 3)).cov(), ["count", "1"]),
+        (lambda: merge([]), ["parts"]),
+        (lambda: merge([moments(torch.randn(4, 3)), moments(torch.randn(4, 3), order=4)]), ["parts", "order"]),
+        (lambda: merge([moments(torch.randn(4, 3)), moments(torch.randn(4, 2))]), ["parts", "(3,)", "(2,)"]),
+    ],
+)
 def test_bad_input_is_named(call, words):
-    with pytest.raises(ValueError) as error: call()
-    for word in words: assert word in str(error.value)
+    with pytest.raises(ValueError) as error:
+        call()
+    for word in words:
+        assert word in str(error.value)
 
 
 def test_numpy_and_integer_masks():
     x = np.random.default_rng(0).normal(size=(10, 4))
     assert isinstance(moments(x, np.array([1] * 9 + [0])), Moments)
-    for dtype in (bool, np.int64, np.uint8, np.float32): assert moments(x, np.array([1] * 9 + [0]).astype(dtype)).count == 9
+    for dtype in (bool, np.int64, np.uint8, np.float32):
+        assert moments(x, np.array([1] * 9 + [0]).astype(dtype)).count == 9
     assert moments(x, [True] * 9 + [False]).count == 9
 
 
@@ -280,23 +316,39 @@ def _field(x, _):
     return table["x"]
 
 
-@pytest.mark.parametrize("make", [
-    lambda x, _: torch.from_numpy(x), lambda x, _: list(torch.from_numpy(x)), lambda x, _: tuple(x), lambda x, _: x.tolist(), lambda x, _: x[::-1].copy()[::-1],
-    lambda x, _: x[:, ::-1].copy()[:, ::-1], lambda x, _: x.astype(">f8"), lambda x, _: x.astype(np.longdouble), lambda x, _: np.ma.array(x),
-    lambda x, _: pd.DataFrame(x), _mapped, _read_only, _field])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x, _: torch.from_numpy(x),
+        lambda x, _: list(torch.from_numpy(x)),
+        lambda x, _: tuple(x),
+        lambda x, _: x.tolist(),
+        lambda x, _: x[::-1].copy()[::-1],
+        lambda x, _: x[:, ::-1].copy()[:, ::-1],
+        lambda x, _: x.astype(">f8"),
+        lambda x, _: x.astype(np.longdouble),
+        lambda x, _: np.ma.array(x),
+        lambda x, _: pd.DataFrame(x),
+        _mapped,
+        _read_only,
+        _field,
+    ],
+)
 def test_whatever_holds_the_same_numbers_gives_the_same(make, tmp_path):
     x = np.random.default_rng(0).normal(size=(30, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         m = moments(make(x, tmp_path))
-    for ours, exact in zip(m[1:3], moments(torch.from_numpy(x))[1:]): torch.testing.assert_close(ours, exact, rtol=1e-13, atol=1e-13)
+    for ours, exact in zip(m[1:3], moments(torch.from_numpy(x))[1:]):
+        torch.testing.assert_close(ours, exact, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", ["i8", ">i4", "u2", "i1"])
 def test_whole_numbers_are_summed_in_float64(dtype):
     x = np.random.default_rng(0).integers(0, 100, size=(30, 4))
     for values in (x.astype(dtype), torch.from_numpy(x.astype(np.dtype(dtype).newbyteorder("=")))):
-        for ours, exact in zip(moments(values)[1:3], moments(x.astype(float))[1:]): assert torch.equal(ours, exact)
+        for ours, exact in zip(moments(values)[1:3], moments(x.astype(float))[1:]):
+            assert torch.equal(ours, exact)
 
 
 def test_a_list_of_tensors_is_stacked_with_its_gradient():

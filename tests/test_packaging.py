@@ -32,9 +32,7 @@ def requirements(*groups: list[str]) -> dict[str, Requirement]:
 RUNTIME = requirements(PROJECT["dependencies"])
 OPTIONAL = requirements(*[group for name, group in PROJECT["optional-dependencies"].items() if name != "dev"])
 EVERYTHING = requirements(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
-PINS = dict(
-    line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"
-)
+PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#")
 PINS = {canonicalize_name(name): version for name, version in PINS.items()}
 
 
@@ -69,7 +67,10 @@ def test_importing_the_package_is_light():
 def test_modules_come_when_they_are_asked_for():
     code = "import isoreg; print(isoreg.moments.moments.__name__, 'istar' in dir(isoreg)); isoreg.isostar"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["moments", "True"] and "AttributeError: module 'isoreg' has no attribute 'isostar'" in done.stderr
+    assert (
+        done.stdout.split() == ["moments", "True"]
+        and "AttributeError: module 'isoreg' has no attribute 'isostar'" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
@@ -147,7 +148,14 @@ def test_the_source_distribution_holds_what_the_site_and_the_tests_need(tmp_path
     by_itself = {"README.md", "LICENSE", "pyproject.toml", "MANIFEST.in"}
     missing = {n for n in names - set(filelist.files) - by_itself if not n.startswith(("isoreg/", ".github/", ".git"))}
     assert not missing, "\n".join(sorted(missing))
-    for name in ("styles.css", "_records.html", "CHANGELOG.md", "nbs/images/favicon.svg", "nbs/results/record.schema.json", "nbs/images/fig-claims.png"):
+    for name in (
+        "styles.css",
+        "_records.html",
+        "CHANGELOG.md",
+        "nbs/images/favicon.svg",
+        "nbs/results/record.schema.json",
+        "nbs/images/fig-claims.png",
+    ):
         assert name in filelist.files
 
 

@@ -1,4 +1,6 @@
-"""Pages in a real browser: headless Chromium over the rendered site where Quarto is on PATH, over the preview without it."""
+"""Pages in a real browser: headless Chromium over the rendered site where Quarto is on PATH, over the preview
+without it."""
+
 import functools
 import http.server
 import importlib.util
@@ -17,8 +19,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium"),
-              pytest.mark.skipif(not (os.environ.get("ISOREG_PAGES") or shutil.which("quarto") or shutil.which("pandoc")), reason="neither quarto nor pandoc is on PATH")]
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium"),
+    pytest.mark.skipif(
+        not (os.environ.get("ISOREG_PAGES") or shutil.which("quarto") or shutil.which("pandoc")),
+        reason="neither quarto nor pandoc is on PATH",
+    ),
+]
 
 
 def _load(name):
@@ -37,7 +44,8 @@ def _pages():
         if path.suffix == ".ipynb":
             front = site.front_matter(site.read_cells(path))
             found.append((path.parent / front["output-file"]).relative_to(ROOT).as_posix())
-        elif path.suffix == ".md": found.append(path.with_suffix(".html").name)
+        elif path.suffix == ".md":
+            found.append(path.with_suffix(".html").name)
     return found
 
 
@@ -47,7 +55,8 @@ PAGES = _pages()
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     "The pages: what quarto renders, or the preview; or those of an earlier build that ISOREG_PAGES names."
-    if os.environ.get("ISOREG_PAGES"): return Path(os.environ["ISOREG_PAGES"]).resolve()
+    if os.environ.get("ISOREG_PAGES"):
+        return Path(os.environ["ISOREG_PAGES"]).resolve()
     if shutil.which("quarto"):  # into the folder that _quarto.yml names: another one can be asked for from 1.5 on only
         subprocess.run(["quarto", "render"], cwd=ROOT, check=True, capture_output=True, timeout=1800)
         return ROOT / "_site"
@@ -65,7 +74,9 @@ def real(folder):
 @pytest.fixture(scope="module")
 def address(folder):
     class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args): pass
+        def log_message(self, *args):
+            pass
+
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -75,7 +86,15 @@ def address(folder):
 @pytest.fixture(scope="module")
 def browser():
     with sync_api.sync_playwright() as p:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        flags = [
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+        ]
         browser = p.chromium.launch(executable_path=CHROMIUM, args=flags)
         yield browser
         browser.close()
@@ -92,18 +111,27 @@ def opened(browser, address, request):
         page = context.new_page()
         page.on("console", lambda m: said.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda e: said.append(str(e)))
-        page.on("request", lambda r: said.append(f"another host: {r.url}") if not r.url.startswith((address, "data:", "blob:")) else None)
+        page.on(
+            "request",
+            lambda r: (
+                said.append(f"another host: {r.url}") if not r.url.startswith((address, "data:", "blob:")) else None
+            ),
+        )
         page.on("response", lambda r: said.append(f"{r.status} {r.url}") if r.status >= 400 else None)
         page.goto(f"{address}/{name}", wait_until="load")
         return page, said
+
     yield open_page
-    for context in contexts: context.close()
+    for context in contexts:
+        context.close()
 
 
 def source(name):
     "The notebook (or README) behind a page."
-    if name == "index.html": return (ROOT / "README.md").read_text()
-    if (ROOT / name).with_suffix(".md").exists(): return (ROOT / name).with_suffix(".md").read_text()
+    if name == "index.html":
+        return (ROOT / "README.md").read_text()
+    if (ROOT / name).with_suffix(".md").exists():
+        return (ROOT / name).with_suffix(".md").read_text()
     site = _load("check_site")
     for path in (ROOT / Path(name).parent).glob("*.ipynb"):
         cells = site.read_cells(path)
@@ -118,15 +146,18 @@ def test_page_is_whole(name, opened):
         text: document.querySelector('main').innerText,
         formulas: document.querySelectorAll('main math').length,
         raw: [...document.querySelectorAll('main .math')].filter(e => !e.closest('math') && !e.querySelector('math')).map(e => e.innerText),
-        images: [...document.querySelectorAll('main img')].map(e => [e.complete && e.naturalWidth > 0, e.alt])})""")
+        images: [...document.querySelectorAll('main img')].map(e => [e.complete && e.naturalWidth > 0, e.alt])})""")  # noqa: E501
     assert not said
     assert "$$" not in state["text"] and not state["raw"], "a formula was not turned into MathML"
     assert not re.search(r"\$\$", source(name)) or state["formulas"]
     assert "Traceback (most recent call last)" not in state["text"]
     assert not re.search(r"^\s*#\s*\|", state["text"], re.M), "a directive shows"
-    assert not re.search(r"""\[(['"])[^'"\n]{0,80}\\n\1, ?['"]""", state["text"]), "a list of lines shows where its text should"
+    assert not re.search(r"""\[(['"])[^'"\n]{0,80}\\n\1, ?['"]""", state["text"]), (
+        "a list of lines shows where its text should"
+    )
     assert not re.search(r"(?<!\w)@(fig|tbl|eq|sec)-\w", state["text"]), "a reference is not resolved"
-    for loaded, alt in state["images"]: assert loaded and len(alt) > 20
+    for loaded, alt in state["images"]:
+        assert loaded and len(alt) > 20
 
 
 def test_nothing_is_loaded_from_another_host(folder):
@@ -138,7 +169,8 @@ def test_links_between_pages_lead_somewhere(name, opened, folder):
     page, _ = opened(name)
     links = page.evaluate("[...document.querySelectorAll('main a[href]')].map(a => a.getAttribute('href'))")
     for link in links:
-        if re.match(r"https?:|mailto:|data:|javascript:", link): continue
+        if re.match(r"https?:|mailto:|data:|javascript:", link):
+            continue
         target, _, anchor = unquote(link).partition("#")
         there = Path(os.path.normpath((folder / name).parent / target)) if target else folder / name
         assert there.exists(), f"{link} leads nowhere"
@@ -168,13 +200,22 @@ def test_a_number_shows_the_runs_behind_it(kind, width, opened, folder):
     head = dialog.locator("th").all_inner_texts()
     shown = [dict(zip(head, row.split("\t"))) for row in dialog.locator("tbody").inner_text().splitlines()]
     assert [(row["run"], int(row["seed"])) for row in shown] == [(r["key"], r["config"]["seed"]) for r in runs]
-    assert [float(row["score" if "score" in row else runs[0]["metric"].replace("_", " ")]) for row in shown] == pytest.approx([r["value"] for r in runs], rel=1e-3)
+    assert [
+        float(row["score" if "score" in row else runs[0]["metric"].replace("_", " ")]) for row in shown
+    ] == pytest.approx([r["value"] for r in runs], rel=1e-3)
     if kind != "one method":
-        of = lambda r: (r["config"]["task"], r["config"]["dropout"], str(r["config"].get("length_groups", "–")))    # which the first records do not have
+        of = lambda r: (
+            r["config"]["task"],
+            r["config"]["dropout"],
+            str(r["config"].get("length_groups", "–")),
+        )  # which the first records do not have
         assert [(row["task"], row["dropout"], row["length groups"]) for row in shown] == [of(r) for r in runs]
     dialog.locator("summary").first.click()
     assert json.loads(dialog.locator("pre").first.inner_text()) == runs[0]
-    assert page.evaluate("document.querySelector('dialog').getBoundingClientRect().right <= innerWidth") and "#L" not in page.url
+    assert (
+        page.evaluate("document.querySelector('dialog').getBoundingClientRect().right <= innerWidth")
+        and "#L" not in page.url
+    )
     assert not said
 
 
@@ -187,17 +228,22 @@ def test_the_runs_behind_a_number_open_and_close_by_keyboard_and_pointer(way, op
     dialog.wait_for()
     assert page.evaluate("document.activeElement.textContent") == "Close"
     box = dialog.bounding_box()
-    page.mouse.click(box["x"] + 4, box["y"] + box["height"] / 2)       # within it, beside the text
+    page.mouse.click(box["x"] + 4, box["y"] + box["height"] / 2)  # within it, beside the text
     page.mouse.move(box["x"] + 60, box["y"] + 100)
     page.mouse.down()
     page.mouse.move(5, 5)
-    page.mouse.up()                                                    # a selection that ends beyond its edge
+    page.mouse.up()  # a selection that ends beyond its edge
     assert dialog.is_visible()
-    colours = "name => { const s = getComputedStyle(document.querySelector(name)); return [s.color, s.backgroundColor]; }"
+    colours = (
+        "name => { const s = getComputedStyle(document.querySelector(name)); return [s.color, s.backgroundColor]; }"
+    )
     assert page.evaluate(colours, "dialog") == page.evaluate(colours, "body")
-    if way == "Escape": page.keyboard.press("Escape")
-    elif way == "Close": dialog.get_by_role("button", name="Close").click()
-    else: page.mouse.click(5, 5)
+    if way == "Escape":
+        page.keyboard.press("Escape")
+    elif way == "Close":
+        dialog.get_by_role("button", name="Close").click()
+    else:
+        page.mouse.click(5, 5)
     page.wait_for_function("!document.querySelector('dialog')")
     assert page.evaluate("document.activeElement.getAttribute('href')") == link.get_attribute("href") and not said
 
@@ -207,11 +253,16 @@ def test_a_number_opens_its_file_where_its_runs_cannot_be_shown(opened, folder):
     of_another_day = lambda route: route.fulfill(body="\n".join(lines[1:]))
     for answer in (of_another_day, lambda route: route.fulfill(body="{}\n"), lambda route: route.abort()):
         page, _ = opened("nbs/tables/guided-main.html")
-        page.route("**/runs.jsonl", lambda route: answer(route) if route.request.resource_type == "fetch" else route.continue_())
-        with page.expect_download() as file: page.locator(RUNS).first.click()      # a server that knows the type shows it
+        page.route(
+            "**/runs.jsonl",
+            lambda route: answer(route) if route.request.resource_type == "fetch" else route.continue_(),
+        )
+        with page.expect_download() as file:
+            page.locator(RUNS).first.click()  # a server that knows the type shows it
         assert "/nbs/results/runs.jsonl#L" in file.value.url and not page.locator("dialog").count()
     page, _ = opened("nbs/tables/guided-main.html")
-    with page.context.expect_page() as new: page.locator(RUNS).first.click(modifiers=["ControlOrMeta"])
+    with page.context.expect_page() as new:
+        page.locator(RUNS).first.click(modifiers=["ControlOrMeta"])
     assert new.value and not page.locator("dialog").count()
 
 
@@ -220,7 +271,7 @@ def test_page_fits_a_phone(name, opened):
     page, _ = opened(name, width=390)
     wide = page.evaluate("""() => [...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1
         && ![...(function*() { for (let p = e.parentElement; p; p = p.parentElement) yield p })()].some(p => /auto|scroll|hidden/.test(getComputedStyle(p).overflowX)))
-        .map(e => e.outerHTML.slice(0, 120))""")
+        .map(e => e.outerHTML.slice(0, 120))""")  # noqa: E501
     assert page.evaluate("document.documentElement.scrollWidth") <= 391, wide[:5]
 
 
@@ -230,12 +281,15 @@ SOME = ["index.html", "nbs/isoscore.html"]
 
 def _paper_and_ink(page):
     "Sums of red, green and blue, of 765 at most: the page behind the text, and the text."
-    return page.eval_on_selector("body", BRIGHTNESS % "backgroundColor"), page.eval_on_selector("main", BRIGHTNESS % "color")
+    return page.eval_on_selector("body", BRIGHTNESS % "backgroundColor"), page.eval_on_selector(
+        "main", BRIGHTNESS % "color"
+    )
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_dark_theme_of_the_site(name, opened, real):
-    if not real: pytest.skip("a preview, without Quarto's themes")
+    if not real:
+        pytest.skip("a preview, without Quarto's themes")
     page, said = opened(name)
     paper, ink = _paper_and_ink(page)
     assert paper > 600 and ink < 300
@@ -249,7 +303,8 @@ def test_dark_theme_of_the_site(name, opened, real):
 @pytest.mark.parametrize("name", SOME)
 def test_styles_of_the_preview_follow_the_system(name, opened, real):
     "The preview's own colours only: they say nothing of the site's."
-    if real: pytest.skip("the site, which has Quarto's themes")
+    if real:
+        pytest.skip("the site, which has Quarto's themes")
     for scheme in ("light", "dark"):
         paper, ink = _paper_and_ink(opened(name, scheme=scheme)[0])
         assert (paper > 600 and ink < 300) if scheme == "light" else (paper < 250 and ink > 500)
@@ -260,4 +315,6 @@ def test_language_and_icon_are_given(name, opened, folder):
     page, _ = opened(name)
     assert page.locator("html").get_attribute("lang") == "en-GB"
     icon = page.locator("link[rel~=icon]").first.get_attribute("href")
-    assert (folder / name).parent.joinpath(icon).resolve() == (folder / "nbs/images/favicon.svg").resolve() and (folder / "nbs/images/favicon.svg").exists()
+    assert (folder / name).parent.joinpath(icon).resolve() == (folder / "nbs/images/favicon.svg").resolve() and (
+        folder / "nbs/images/favicon.svg"
+    ).exists()

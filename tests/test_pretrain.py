@@ -1,4 +1,5 @@
 """A head for an encoder: what is trained and what is not, what a kill leaves, what is refused before training."""
+
 import ast
 import copy
 import json
@@ -16,29 +17,72 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import (
-    AlbertConfig, AlbertModel, AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, DistilBertConfig, DistilBertModel, ElectraConfig, ElectraModel,
-    GPT2Config, GPT2LMHeadModel, ModernBertConfig, ModernBertModel, MPNetConfig, MPNetModel, RobertaConfig, RobertaModel, T5Config, T5ForConditionalGeneration)
+    AlbertConfig,
+    AlbertModel,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    ElectraConfig,
+    ElectraModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ModernBertConfig,
+    ModernBertModel,
+    MPNetConfig,
+    MPNetModel,
+    RobertaConfig,
+    RobertaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from isoreg.corpus import TextBatches
 from isoreg.notebook import execute, run_notebook_path
 from isoreg.config import PretrainConfig
 from isoreg.pretrain import (
-    LikelihoodTrainer, corpus_texts, freeze_encoder, heldout_loss, last_checkpoint, log_frequencies, pretrain,
-    toy_batches, toy_language_model, training_arguments, unigram_loss, with_mlm_head)
+    LikelihoodTrainer,
+    corpus_texts,
+    freeze_encoder,
+    heldout_loss,
+    last_checkpoint,
+    log_frequencies,
+    pretrain,
+    toy_batches,
+    toy_language_model,
+    training_arguments,
+    unigram_loss,
+    with_mlm_head,
+)
 from isoreg.grid import Block, Grid, expand
 from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 V, H = len(toy_tokenizer()), 16
-BASE = dict(vocab_size=V, hidden_size=H, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, max_position_embeddings=70)
+BASE = dict(
+    vocab_size=V,
+    hidden_size=H,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=24,
+    max_position_embeddings=70,
+)
 ENCODERS = {
     "bert": lambda: BertModel(BertConfig(**BASE), add_pooling_layer=False),
     "bert-untied": lambda: BertModel(BertConfig(**BASE, tie_word_embeddings=False)),
     "roberta": lambda: RobertaModel(RobertaConfig(**BASE, pad_token_id=0)),
     "albert": lambda: AlbertModel(AlbertConfig(**BASE, embedding_size=8)),
-    "distilbert": lambda: DistilBertModel(DistilBertConfig(vocab_size=V, dim=H, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=70)),
+    "distilbert": lambda: DistilBertModel(
+        DistilBertConfig(vocab_size=V, dim=H, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=70)
+    ),
     "electra": lambda: ElectraModel(ElectraConfig(**BASE, embedding_size=H)),
-    "modernbert": lambda: ModernBertModel(ModernBertConfig(**BASE, pad_token_id=0, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3)),
+    "modernbert": lambda: ModernBertModel(
+        ModernBertConfig(**BASE, pad_token_id=0, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3)
+    ),
     "mpnet": lambda: MPNetModel(MPNetConfig(**BASE)),
 }
 
@@ -54,17 +98,21 @@ def one_thread():
 @pytest.fixture(scope="module")
 def text():
     sentences = toy_corpus(700, seed=4)
-    return TextBatches(sentences[:600], toy_tokenizer()), TextBatches(sentences[600:], toy_tokenizer(), batch_size=7, seed=1)
+    return TextBatches(sentences[:600], toy_tokenizer()), TextBatches(
+        sentences[600:], toy_tokenizer(), batch_size=7, seed=1
+    )
 
 
-def state_of(path: Path) -> dict: return AutoModelForMaskedLM.from_pretrained(path).state_dict()
+def state_of(path: Path) -> dict:
+    return AutoModelForMaskedLM.from_pretrained(path).state_dict()
 
 
 def test_baseline_is_the_entropy_of_counted_tokens(text):
     train, heldout = text
     counts = np.ones(V)
     for i in train.numbers:
-        for token in train.samples[i][1:-1]: counts[token] += 1           # [CLS] and [SEP] are never asked for
+        for token in train.samples[i][1:-1]:
+            counts[token] += 1  # [CLS] and [SEP] are never asked for
     wanted = [-np.log(counts[t] / counts.sum()) for i in heldout.numbers for t in heldout.sample(i)[1] if t >= 0]
     found = unigram_loss(train, heldout)
     assert found["loss"] == pytest.approx(np.mean(wanted)) and found["tokens"] == len(wanted)
@@ -81,33 +129,52 @@ def test_heldout_loss_is_the_mean_over_tokens_and_leaves_the_mode(text):
     total = correct = count = 0
     for i in text[1].numbers:
         ids, labels = (torch.from_numpy(x) for x in text[1].sample(i))
-        with torch.no_grad(): logits = model(input_ids=ids[None]).logits[0]
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0]
         total += F.cross_entropy(logits, labels, reduction="sum").item()
-        correct += int((logits.argmax(-1) == labels).sum()); count += int((labels >= 0).sum())
-    assert found["tokens"] == count and found["loss"] == pytest.approx(total / count, rel=1e-5) and found["accuracy"] == pytest.approx(correct / count)
+        correct += int((logits.argmax(-1) == labels).sum())
+        count += int((labels >= 0).sum())
+    assert (
+        found["tokens"] == count
+        and found["loss"] == pytest.approx(total / count, rel=1e-5)
+        and found["accuracy"] == pytest.approx(correct / count)
+    )
 
 
 def test_trainer_loss_is_the_models_own(text, tmp_path):
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=H, n_layer=1, n_head=2, n_positions=64)).eval()
     tokenizer, t5_text, _ = toy_batches("t5")
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), d_model=H, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)).eval()
+    t5 = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=len(tokenizer), d_model=H, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0
+        )
+    ).eval()
     clm = TextBatches(toy_corpus(20), toy_tokenizer(), loss="clm")
     for model, corpus in ((BertForMaskedLM(BertConfig(**BASE)).eval(), text[0]), (gpt2, clm), (t5, t5_text)):
         trainer = LikelihoodTrainer(model, training_arguments(tmp_path, 1, 1e-3, 8), corpus, corpus)
         batch = next(iter(corpus))
-        labels = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100) if corpus.loss == "clm" else batch["labels"]   # the padding is not text
+        labels = (
+            batch["labels"].masked_fill(batch["attention_mask"] == 0, -100) if corpus.loss == "clm" else batch["labels"]
+        )  # the padding is not text
         torch.testing.assert_close(trainer.compute_loss(model, batch), model(**(batch | {"labels": labels})).loss)
 
 
 def test_accumulated_steps_have_the_loss_and_gradient_of_one_batch(text, tmp_path):
     logged, train = [], copy.copy(text[0])
     train.epoch = 0
-    train.numbers = np.array([i for i in train.numbers if (train.sample(i)[1] >= 0).sum() == 1])  # so that a mean of means is the mean
+    train.numbers = np.array(
+        [i for i in train.numbers if (train.sample(i)[1] >= 0).sum() == 1]
+    )  # so that a mean of means is the mean
     assert len(train.numbers) >= 64
     for size, accumulation in ((32, 1), (8, 4)):
         model = BertForMaskedLM(BertConfig(**BASE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
-        model.load_state_dict({n: torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.1 for n, p in model.state_dict().items()})
+        model.load_state_dict(
+            {
+                n: torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.1
+                for n, p in model.state_dict().items()
+            }
+        )
         arguments = training_arguments(tmp_path, 2, 1e-6, size, start=False)
         arguments.gradient_accumulation_steps, arguments.max_grad_norm = accumulation, 1e9
         trainer = LikelihoodTrainer(model, arguments, train, text[1])
@@ -121,15 +188,19 @@ def test_evaluation_of_other_texts(text, tmp_path):
     other = TextBatches(toy_corpus(9, seed=9), toy_tokenizer())
     trainer = LikelihoodTrainer(BertForMaskedLM(BertConfig(**BASE)), training_arguments(tmp_path, 1, 1e-3, 8), *text)
     found, own = trainer.evaluate(other), trainer.evaluate()
-    assert found["eval_tokens"] == sum(int((b["labels"] >= 0).sum()) for b in other) and own["eval_loss"] == heldout_loss(trainer.model, text[1])["loss"] != found["eval_loss"]
+    assert (
+        found["eval_tokens"] == sum(int((b["labels"] >= 0).sum()) for b in other)
+        and own["eval_loss"] == heldout_loss(trainer.model, text[1])["loss"] != found["eval_loss"]
+    )
 
 
 def test_a_configuration_with_its_own_heldout_text_comes_back():
     config = PretrainConfig(heldout="toy", steps=2)
     assert PretrainConfig.from_dict(config.to_dict()) == config and config.heldout_share == 0
-    run, = expand(Grid("g", (Block("g", "mlm_head", {"heldout": "toy", "steps": 2}),))).runs
+    (run,) = expand(Grid("g", (Block("g", "mlm_head", {"heldout": "toy", "steps": 2}),))).runs
     assert PretrainConfig.from_dict(run.parameters) == config and run.key == config.key
-    with pytest.raises(ValueError, match="heldout_share: 0 leaves"): PretrainConfig(heldout_share=0.0)
+    with pytest.raises(ValueError, match="heldout_share: 0 leaves"):
+        PretrainConfig(heldout_share=0.0)
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -137,12 +208,14 @@ def test_every_architecture_gets_a_head_and_keeps_its_encoder(kind, text, tmp_pa
     torch.manual_seed(0)
     encoder = ENCODERS[kind]()
     with torch.no_grad():
-        for p in encoder.parameters(): p.add_(0.1 * torch.randn_like(p))
+        for p in encoder.parameters():
+            p.add_(0.1 * torch.randn_like(p))
     encoder.save_pretrained(tmp_path / "encoder")
     model, notes = with_mlm_head(str(tmp_path / "encoder"), text[0])
     assert notes[0].startswith("absent from the checkpoint: ")
     assert any("identity" in n for n in notes) or (kind == "albert" and any("another form" in n for n in notes))
-    if kind == "bert-untied": assert torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
+    if kind == "bert-untied":
+        assert torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
     bias = model.get_output_embeddings().bias
     torch.testing.assert_close(bias.detach().double(), torch.from_numpy(log_frequencies(text[0])), rtol=1e-6, atol=1e-6)
     names = freeze_encoder(model)
@@ -150,24 +223,40 @@ def test_every_architecture_gets_a_head_and_keeps_its_encoder(kind, text, tmp_pa
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     LikelihoodTrainer(model, training_arguments(tmp_path, 2, 1e-2, 8), *text).train()
     after = dict(model.named_parameters())
-    unused = {"cls.predictions.bias"} if kind == "bert-untied" else set()      # transformers 5 keeps it beside decoder.bias and never reads it
-    for n in before.keys() - unused: assert torch.equal(before[n], after[n]) == (n not in names), n
+    unused = (
+        {"cls.predictions.bias"} if kind == "bert-untied" else set()
+    )  # transformers 5 keeps it beside decoder.bias and never reads it
+    for n in before.keys() - unused:
+        assert torch.equal(before[n], after[n]) == (n not in names), n
     for n, p in encoder.named_parameters():
-        if "pooler" not in n: assert torch.equal(p, dict(model.base_model.named_parameters())[n]), n
+        if "pooler" not in n:
+            assert torch.equal(p, dict(model.base_model.named_parameters())[n]), n
 
 
 def test_head_alone_is_learnt_back_below_the_baseline(tmp_path):
     config = PretrainConfig(limit=1500, steps=60)
     record = pretrain(config, tmp_path, evaluations=2)
     folder = tmp_path / config.key
-    assert record["heldout"]["after"]["loss"] < record["unigram"]["loss"] - 1 and record["heldout"]["after"]["accuracy"] > record["unigram"]["accuracy"]
-    assert record["tokens_seen"] > 60 * 32 * 5 and record["curve"][0]["step"] == 0 and record["curve"][-1]["step"] == 60 == record["steps"]
-    encoder, shipped = (AutoModel.from_pretrained(p, add_pooling_layer=False).state_dict() for p in (folder / "model", toy_model_path()))
+    assert (
+        record["heldout"]["after"]["loss"] < record["unigram"]["loss"] - 1
+        and record["heldout"]["after"]["accuracy"] > record["unigram"]["accuracy"]
+    )
+    assert (
+        record["tokens_seen"] > 60 * 32 * 5
+        and record["curve"][0]["step"] == 0
+        and record["curve"][-1]["step"] == 60 == record["steps"]
+    )
+    encoder, shipped = (
+        AutoModel.from_pretrained(p, add_pooling_layer=False).state_dict() for p in (folder / "model", toy_model_path())
+    )
     assert all(torch.equal(encoder[n], shipped[n]) for n in shipped)
     assert sorted(p.name for p in folder.iterdir()) == ["model", "record.json", "settings.json"]
-    assert AutoTokenizer.from_pretrained(folder / "model")("a dog sleeps.")["input_ids"] == toy_tokenizer()("a dog sleeps.")["input_ids"]
+    assert (
+        AutoTokenizer.from_pretrained(folder / "model")("a dog sleeps.")["input_ids"]
+        == toy_tokenizer()("a dog sleeps.")["input_ids"]
+    )
     stamp = (folder / "record.json").stat().st_mtime_ns
-    assert pretrain(config, tmp_path) == record and (folder / "record.json").stat().st_mtime_ns == stamp      # not repeated
+    assert pretrain(config, tmp_path) == record and (folder / "record.json").stat().st_mtime_ns == stamp  # not repeated
     assert (record["text"]["heldout"]["samples"], record["text"]["corpus"]["samples"]) == (30, 1470)
 
 
@@ -177,15 +266,18 @@ def test_masks_change_with_the_epoch_and_the_heldout_ones_do_not(tmp_path):
 
     class Watched(LikelihoodTrainer):
         def _collate(self, numbers):
-            for n in numbers: seen.setdefault(n, []).append(tuple(self.corpus.sample(n)[1]))
+            for n in numbers:
+                seen.setdefault(n, []).append(tuple(self.corpus.sample(n)[1]))
             return super()._collate(numbers)
 
         def evaluate(self, *args, **kwargs):
             fixed.append([tuple(self.heldout.sample(n)[1]) for n in self.heldout.numbers])
             return super().evaluate(*args, **kwargs)
 
-    Watched(BertForMaskedLM(BertConfig(**BASE)), training_arguments(tmp_path, 10, 1e-3, 8, evaluations=5), train, heldout).train()
-    assert set(seen) == set(range(40)) and all(len(v) == 2 for v in seen.values())         # two epochs of five steps
+    Watched(
+        BertForMaskedLM(BertConfig(**BASE)), training_arguments(tmp_path, 10, 1e-3, 8, evaluations=5), train, heldout
+    ).train()
+    assert set(seen) == set(range(40)) and all(len(v) == 2 for v in seen.values())  # two epochs of five steps
     assert sum(a != b for a, b in seen.values()) > 30 and all(f == fixed[0] for f in fixed)
 
 
@@ -194,38 +286,54 @@ KILLED = dict(steps=50, limit=400, train_encoder=True, seed=3)
 
 def kill_at(out: Path, step: int):
     "Start the run in a process of its own and kill it as soon as it writes the checkpoint of this step."
-    program = f"import torch; torch.set_num_threads(1)\nfrom isoreg.config import PretrainConfig\nfrom isoreg.pretrain import pretrain\npretrain(PretrainConfig(**{KILLED!r}), {str(out)!r}, 2, 5)"
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    program = f"import torch; torch.set_num_threads(1)\nfrom isoreg.config import PretrainConfig\nfrom isoreg.pretrain import pretrain\npretrain(PretrainConfig(**{KILLED!r}), {str(out)!r}, 2, 5)"  # noqa: E501
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
     wanted = out / PretrainConfig(**KILLED).key / f"checkpoint-{step}"
-    while process.poll() is None and not wanted.exists(): time.sleep(0.001)
+    while process.poll() is None and not wanted.exists():
+        time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, process.stderr.read().decode()[-2000:]
 
 
 def test_killed_and_resumed_is_the_run_left_alone(tmp_path):
     config = PretrainConfig(**KILLED)
-    kill_at(tmp_path / "killed", 30)                       # in the third epoch of 13 steps, half a checkpoint written
+    kill_at(tmp_path / "killed", 30)  # in the third epoch of 13 steps, half a checkpoint written
     folder = tmp_path / "killed" / config.key
     assert not (folder / "record.json").exists() and last_checkpoint(folder).name in ("checkpoint-25", "checkpoint-30")
-    (folder / "checkpoint-99").mkdir(); (folder / "checkpoint-99" / "trainer_state.json").write_text('{"global_step": 9')
+    (folder / "checkpoint-99").mkdir()
+    (folder / "checkpoint-99" / "trainer_state.json").write_text('{"global_step": 9')
     resumed, alone = pretrain(config, tmp_path / "killed", 2, 5), pretrain(config, tmp_path / "alone", 2, 5)
     states = [state_of(tmp_path / n / config.key / "model") for n in ("killed", "alone")]
     assert all(torch.equal(states[0][n], states[1][n]) for n in states[1])
-    for what in ("heldout", "curve", "loss", "tokens_seen", "unigram", "text", "config"): assert resumed[what] == alone[what], what
+    for what in ("heldout", "curve", "loss", "tokens_seen", "unigram", "text", "config"):
+        assert resumed[what] == alone[what], what
 
 
 def test_killed_after_the_last_step(tmp_path, monkeypatch):
     config = PretrainConfig(limit=200, steps=4)
     import isoreg.pretrain as module
-    def die(*args): raise KeyboardInterrupt
+
+    def die(*args):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
         patch.setattr(module, "_save", die)
-        with pytest.raises(KeyboardInterrupt): pretrain(config, tmp_path / "killed", 2, 2)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(config, tmp_path / "killed", 2, 2)
     folder = tmp_path / "killed" / config.key
     assert last_checkpoint(folder).name == "checkpoint-4"
     resumed, alone = pretrain(config, tmp_path / "killed", 2, 2), pretrain(config, tmp_path / "alone", 2, 2)
     a, b = (state_of(tmp_path / n / config.key / "model") for n in ("killed", "alone"))
-    assert all(torch.equal(a[n], b[n]) for n in b) and resumed["heldout"] == alone["heldout"] and resumed["tokens_seen"] == alone["tokens_seen"]
+    assert (
+        all(torch.equal(a[n], b[n]) for n in b)
+        and resumed["heldout"] == alone["heldout"]
+        and resumed["tokens_seen"] == alone["tokens_seen"]
+    )
 
 
 def test_a_folder_with_another_text_is_refused(tmp_path):
@@ -235,18 +343,34 @@ def test_a_folder_with_another_text_is_refused(tmp_path):
     pretrain(config, tmp_path / "out", 1, 1)
     (tmp_path / "out" / config.key / "record.json").unlink()
     file.write_text("\n".join(toy_corpus(60, seed=9)))
-    with pytest.raises(ValueError, match="out.*another text"): pretrain(config, tmp_path / "out", 1, 1)
+    with pytest.raises(ValueError, match="out.*another text"):
+        pretrain(config, tmp_path / "out", 1, 1)
 
 
-@pytest.mark.parametrize("values, words", [
-    (dict(stepz=1), ["stepz", "unknown", "steps"]), (dict(steps=0), ["steps", "0"]), (dict(lr=2.0), ["lr", "2.0"]), (dict(probability=0.0), ["probability"]),
-    (dict(heldout_share=1.0), ["heldout_share"]), (dict(batch_size="many"), ["batch_size", "many"]), (dict(seed=-1), ["seed"]), (dict(warmup=3.0), ["warmup"]),
-    (dict(weight_decay=float("nan")), ["weight_decay", "nan"]), (dict(precision="int8"), ["precision"]), (dict(model=" "), ["model", "empty"]),
-    (dict(model="./no/such"), ["model", "config.json"]), (dict(corpus=""), ["corpus", "empty"]), (dict(limit=1), ["limit"]),
-])
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (dict(stepz=1), ["stepz", "unknown", "steps"]),
+        (dict(steps=0), ["steps", "0"]),
+        (dict(lr=2.0), ["lr", "2.0"]),
+        (dict(probability=0.0), ["probability"]),
+        (dict(heldout_share=1.0), ["heldout_share"]),
+        (dict(batch_size="many"), ["batch_size", "many"]),
+        (dict(seed=-1), ["seed"]),
+        (dict(warmup=3.0), ["warmup"]),
+        (dict(weight_decay=float("nan")), ["weight_decay", "nan"]),
+        (dict(precision="int8"), ["precision"]),
+        (dict(model=" "), ["model", "empty"]),
+        (dict(model="./no/such"), ["model", "config.json"]),
+        (dict(corpus=""), ["corpus", "empty"]),
+        (dict(limit=1), ["limit"]),
+    ],
+)
 def test_bad_settings_are_named(values, words):
-    with pytest.raises(ValueError) as error: PretrainConfig.from_dict(values)
-    for word in words: assert word in str(error.value)
+    with pytest.raises(ValueError) as error:
+        PretrainConfig.from_dict(values)
+    for word in words:
+        assert word in str(error.value)
 
 
 def test_bad_models_and_texts_are_named_before_training(tmp_path):
@@ -254,26 +378,40 @@ def test_bad_models_and_texts_are_named_before_training(tmp_path):
     GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=H, n_layer=1, n_head=2, n_positions=64)).save_pretrained(gpt2)
     toy_tokenizer().save_pretrained(gpt2)
     BertModel(BertConfig(**BASE)).save_pretrained(other)
-    (other / "config.json").write_text(json.dumps(json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 2}))
+    (other / "config.json").write_text(
+        json.dumps(json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 2})
+    )
     maskless = toy_tokenizer()
     maskless.mask_token = None
     maskless.save_pretrained(other)
     empty.write_text("\n \n")
     for values, words in [
-        (dict(model=str(gpt2)), ["model", "gpt2", "without a masked-language-model"]), (dict(model=str(other)), ["tokenizer", "mask token"]), (dict(corpus=str(empty)), ["source", "no text"]),
-        (dict(model="models/nix"), ["model: no folder 'models/nix' here", "owner/name"]), (dict(corpus=str(tmp_path / "none.txt")), ["source", "none.txt"]), (dict(heldout="toy"), ["corpus", "held out"]), (dict(model="no/such-model-anywhere"), ["model", "no/such-model-anywhere"]),
+        (dict(model=str(gpt2)), ["model", "gpt2", "without a masked-language-model"]),
+        (dict(model=str(other)), ["tokenizer", "mask token"]),
+        (dict(corpus=str(empty)), ["source", "no text"]),
+        (dict(model="models/nix"), ["model: no folder 'models/nix' here", "owner/name"]),
+        (dict(corpus=str(tmp_path / "none.txt")), ["source", "none.txt"]),
+        (dict(heldout="toy"), ["corpus", "held out"]),
+        (dict(model="no/such-model-anywhere"), ["model", "no/such-model-anywhere"]),
     ]:
-        with pytest.raises(ValueError) as error: pretrain(PretrainConfig(limit=20, steps=1, **values), out)
-        for word in words: assert word in str(error.value), (values, str(error.value))
+        with pytest.raises(ValueError) as error:
+            pretrain(PretrainConfig(limit=20, steps=1, **values), out)
+        for word in words:
+            assert word in str(error.value), (values, str(error.value))
         assert not out.exists()
-    with pytest.raises(ValueError, match="lacks .* weights of its encoder"): with_mlm_head(str(other))
-    with pytest.raises(ValueError, match="evaluations: 0"): pretrain(PretrainConfig(), out, evaluations=0)
+    with pytest.raises(ValueError, match="lacks .* weights of its encoder"):
+        with_mlm_head(str(other))
+    with pytest.raises(ValueError, match="evaluations: 0"):
+        pretrain(PretrainConfig(), out, evaluations=0)
 
 
 def test_each_source_gives_its_share_and_nothing_is_in_both_parts(tmp_path):
-    for name, seed in (("a", 1), ("b", 2)): (tmp_path / f"{name}.txt").write_text("\n".join(toy_corpus(50, seed=seed)))
+    for name, seed in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.txt").write_text("\n".join(toy_corpus(50, seed=seed)))
     (tmp_path / "c.txt").write_text("\n".join(["the same line."] * 10))
-    train, heldout = corpus_texts(PretrainConfig(corpus=f"{tmp_path}/a.txt, {tmp_path}/b.txt, {tmp_path}/c.txt", heldout_share=0.1))
+    train, heldout = corpus_texts(
+        PretrainConfig(corpus=f"{tmp_path}/a.txt, {tmp_path}/b.txt, {tmp_path}/c.txt", heldout_share=0.1)
+    )
     assert heldout == toy_corpus(50, seed=1)[-5:] + toy_corpus(50, seed=2)[-5:] and not set(train) & set(heldout)
 
 
@@ -284,8 +422,11 @@ def test_toy_language_models_learn_and_repeat(kind):
     _, _, heldout = toy_batches(kind, 1)
     assert heldout_loss(learnt.model, heldout)["loss"] == learnt.heldout
     first, second = (toy_language_model(kind, steps=3, seed=1) for _ in range(2))
-    assert first.heldout == second.heldout and all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters()))
-    with pytest.raises(ValueError, match="kind"): toy_language_model("bert")
+    assert first.heldout == second.heldout and all(
+        torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters())
+    )
+    with pytest.raises(ValueError, match="kind"):
+        toy_language_model("bert")
 
 
 def test_notebook_has_the_parameters_of_the_configuration():
@@ -298,8 +439,10 @@ def test_notebook_has_the_parameters_of_the_configuration():
 
 def test_notebook_writes_its_record(tmp_path):
     execute("mlm_head", tmp_path / "done.ipynb", dict(steps=4, limit=100, out=str(tmp_path / "runs"), evaluations=1))
-    record, = (json.loads(p.read_text()) for p in (tmp_path / "runs").rglob("record.json"))
-    assert record["status"] == "done" and record["key"] == PretrainConfig(steps=4, limit=100).key and record["steps"] == 4
+    (record,) = (json.loads(p.read_text()) for p in (tmp_path / "runs").rglob("record.json"))
+    assert (
+        record["status"] == "done" and record["key"] == PretrainConfig(steps=4, limit=100).key and record["steps"] == 4
+    )
 
 
 @pytest.mark.skipif(not (DATA and MODELS), reason="needs ISOREG_DATA and ISOREG_MODELS")
@@ -307,7 +450,10 @@ def test_a_real_encoder_starts_near_the_baseline():
     source = Path(MODELS) / "minilm-l6-h384"
     config = PretrainConfig(model=str(source), corpus=str(Path(DATA) / "text" / "wikipedia.parquet"), limit=150)
     tokenizer, (train, heldout) = AutoTokenizer.from_pretrained(source), corpus_texts(config)
-    corpus, held = TextBatches(train, tokenizer, packed=True), TextBatches(heldout, tokenizer, packed=True, batch_size=8).draw(0.3)
+    corpus, held = (
+        TextBatches(train, tokenizer, packed=True),
+        TextBatches(heldout, tokenizer, packed=True, batch_size=8).draw(0.3),
+    )
     model, notes = with_mlm_head(str(source), corpus)
     assert any("identity" in n for n in notes)
     assert abs(heldout_loss(model, held)["loss"] - unigram_loss(corpus, held)["loss"]) < 0.6
@@ -317,22 +463,36 @@ def toy_notebook(values: dict):
     "The cells of pretrain_toy in this process, with the parameters as papermill puts them."
     space, injected = {"In": []}, "# Parameters\n" + "".join(f"{k} = {v!r}\n" for k, v in values.items())
     for cell in json.loads(run_notebook_path("pretrain_toy").read_text())["cells"]:
-        if cell["cell_type"] != "code": continue
-        for source in ("".join(cell["source"]), *([injected] if "parameters" in cell["metadata"].get("tags", []) else [])):
+        if cell["cell_type"] != "code":
+            continue
+        for source in (
+            "".join(cell["source"]),
+            *([injected] if "parameters" in cell["metadata"].get("tags", []) else []),
+        ):
             space["In"].append(source)
             exec(source, space)
 
 
-@pytest.mark.parametrize("wrong, message", [
-    ({"stpes": 4}, "stpes: unknown parameter; did you mean steps"), ({"steps": "two"}, "steps: 'two' is not int; give a whole number"), ({"lr": True}, "lr: True is not float; give a number")])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"stpes": 4}, "stpes: unknown parameter; did you mean steps"),
+        ({"steps": "two"}, "steps: 'two' is not int; give a whole number"),
+        ({"lr": True}, "lr: True is not float; give a number"),
+    ],
+)
 def test_the_toy_notebook_refuses_wrong_parameters(wrong, message, tmp_path):
-    with pytest.raises(ValueError, match=message): toy_notebook(wrong | {"out": str(tmp_path / "model")})
+    with pytest.raises(ValueError, match=message):
+        toy_notebook(wrong | {"out": str(tmp_path / "model")})
     assert not (tmp_path / "model").exists()
 
 
 def test_the_toy_notebook_knows_its_parameters_and_ends_after_one_small_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plt.switch_backend("agg")
-    defaults = {k: ast.literal_eval(v["default"]) for k, v in papermill.inspect_notebook(str(run_notebook_path("pretrain_toy"))).items()}
+    defaults = {
+        k: ast.literal_eval(v["default"])
+        for k, v in papermill.inspect_notebook(str(run_notebook_path("pretrain_toy"))).items()
+    }
     toy_notebook(defaults | dict(steps=1, batch_size=2, texts=10, out=5))
     assert (tmp_path / "5" / "model.safetensors").is_file()

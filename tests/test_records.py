@@ -1,4 +1,6 @@
-"""What a record keeps beside its scores, against the model that was saved with it; the stored records against their schema."""
+"""What a record keeps beside its scores, against the model that was saved with it; the stored records against
+their schema."""
+
 import json
 import shlex
 from pathlib import Path
@@ -30,7 +32,10 @@ RESULTS = Path(__file__).parents[1] / "nbs" / "results"
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    record = run(RunConfig(task="toy-cola", max_train=200, max_eval=120, epochs=1, regularizer="istar", lam=-0.1), model_folder=folder / "model")
+    record = run(
+        RunConfig(task="toy-cola", max_train=200, max_eval=120, epochs=1, regularizer="istar", lam=-0.1),
+        model_folder=folder / "model",
+    )
     return record, folder / "model"
 
 
@@ -43,7 +48,10 @@ def test_metric_follows_from_the_kept_predictions(task):
     assert {m: again[m] for m in record.metrics} == pytest.approx(record.metrics, abs=1e-12)
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=50), st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=50))
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=50),
+    st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=50),
+)
 @settings(max_examples=30, deadline=None)
 def test_pack_loses_nothing(classes, numbers):
     assert unpack(pack(np.array(classes))).tolist() == classes
@@ -52,18 +60,29 @@ def test_pack_loses_nothing(classes, numbers):
 
 def test_saved_model_is_the_one_that_was_measured(done):
     record, folder = done
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
     data = load_task("toy-cola", max_train=200, max_eval=120)
     rows = encode(data.evaluation, data.task, tokenizer, 64)
     with torch.no_grad():
-        guess = [int(model(**{k: torch.tensor([r[k]]) for k in ("input_ids", "attention_mask")}).logits.argmax()) for r in rows]
+        guess = [
+            int(model(**{k: torch.tensor([r[k]]) for k in ("input_ids", "attention_mask")}).logits.argmax())
+            for r in rows
+        ]
     assert guess == unpack(record.predictions).tolist()
 
 
 def test_model_card_says_what_the_record_says(done):
     record, folder = done
     card = (folder / "README.md").read_text()
-    assert card == model_card(record) and f"{record.value:.4f}" in card and f"{record.isoscore['after']['union']:.4f}" in card and record.git_commit in card
+    assert (
+        card == model_card(record)
+        and f"{record.value:.4f}" in card
+        and f"{record.isoscore['after']['union']:.4f}" in card
+        and record.git_commit in card
+    )
 
 
 def front_matter(card: str) -> dict:
@@ -83,9 +102,13 @@ def _as_if(record: RunRecord, source: str, **config) -> RunRecord:
 
 
 def test_front_matter_of_a_hub_model_names_it_and_its_data(done):
-    front = front_matter(model_card(_as_if(done[0], "hub", task="cola", model="google-bert/bert-base-cased", recipe="quick")))
+    front = front_matter(
+        model_card(_as_if(done[0], "hub", task="cola", model="google-bert/bert-base-cased", recipe="quick"))
+    )
     assert front["base_model"] == "google-bert/bert-base-cased" and front["datasets"] == ["nyu-mll/glue"]
-    assert front["metrics"] == ["matthews_correlation"] and all(isinstance(front[k], list) for k in ("tags", "metrics", "datasets"))
+    assert front["metrics"] == ["matthews_correlation"] and all(
+        isinstance(front[k], list) for k in ("tags", "metrics", "datasets")
+    )
 
 
 @pytest.mark.parametrize("model", ["models/minilm", "{}/deep/minilm: a [new] one"])
@@ -104,9 +127,14 @@ def test_card_shows_the_last_part_of_a_path_only(done, tmp_path, model):
 
 
 def test_model_loads_as_its_card_says_with_its_dropout(tmp_path):
-    scores = {name: float(i + 1) for i, (name, _) in enumerate(AutoModelForMaskedLM.from_pretrained(toy_model_path()).named_parameters())}
+    scores = {
+        name: float(i + 1)
+        for i, (name, _) in enumerate(AutoModelForMaskedLM.from_pretrained(toy_model_path()).named_parameters())
+    }
     (tmp_path / "scores.json").write_text(json.dumps({"tensor_scores": scores}))
-    config = RunConfig(max_train=64, max_eval=64, epochs=1, regularizer="none", dropout="guided", scores=str(tmp_path / "scores.json"))
+    config = RunConfig(
+        max_train=64, max_eval=64, epochs=1, regularizer="none", dropout="guided", scores=str(tmp_path / "scores.json")
+    )
     record = run(config, model_folder=tmp_path / "model")
     card, names = (tmp_path / "model" / "README.md").read_text(), {}
     assert "## Limits" in card and str(tmp_path) not in card
@@ -114,16 +142,26 @@ def test_model_loads_as_its_card_says_with_its_dropout(tmp_path):
     assert "load_dropout(model)" in code
     exec(code.replace('folder = "."', f"folder = {str(tmp_path / 'model')!r}"), names)  # noqa: S102: it is the card's own example
     rates = {s.name: s.p for s in dropout_sites(names["model"])}
-    assert len(set(rates.values())) > 3 and all(record.dropout["rates"][n] == pytest.approx(p) for n, p in rates.items() if n in record.dropout["rates"])
+    assert len(set(rates.values())) > 3 and all(
+        record.dropout["rates"][n] == pytest.approx(p) for n, p in rates.items() if n in record.dropout["rates"]
+    )
 
 
 def test_card_of_a_plain_run_needs_no_more_than_transformers(done):
     assert "isoreg.noise" not in model_card(done[0])
 
 
-@pytest.mark.parametrize("values", [
-    dict(), dict(regularizer="none", seed=3, segment_ids=False), dict(padding=True, zeta=0.0, layers="mean", lr=1e-4), dict(task="toy-rte", dropout="constant", dropout_p=0.05, recipe="mosbach"),
-    dict(regularizer="cosreg", lam=-1.0, cosreg_layer=2, train_fraction=0.5), dict(correction="ustat", layers=3, warmup=0.0, clip=0.0)])
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(),
+        dict(regularizer="none", seed=3, segment_ids=False),
+        dict(padding=True, zeta=0.0, layers="mean", lr=1e-4),
+        dict(task="toy-rte", dropout="constant", dropout_p=0.05, recipe="mosbach"),
+        dict(regularizer="cosreg", lam=-1.0, cosreg_layer=2, train_fraction=0.5),
+        dict(correction="ustat", layers=3, warmup=0.0, clip=0.0),
+    ],
+)
 def test_command_makes_the_same_run(values, monkeypatch):
     config, seen = RunConfig(**values), {}
     monkeypatch.setattr("isoreg.cli._run", lambda given, *rest, **more: seen.update(given))
@@ -134,31 +172,44 @@ def test_command_makes_the_same_run(values, monkeypatch):
 
 def test_sentence_vectors_equal_one_text_at_a_time():
     torch.manual_seed(0)
-    model = BertModel(BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)).train()
+    model = BertModel(
+        BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    ).train()
     ids, lengths = torch.randint(1, 50, (5, 9)), torch.tensor([9, 4, 7, 1, 5])
     mask = (torch.arange(9) < lengths[:, None]).long()
-    got = sentence_vectors(model, [{"input_ids": ids[:3], "attention_mask": mask[:3]}, {"input_ids": ids[3:], "attention_mask": mask[3:]}])
+    got = sentence_vectors(
+        model, [{"input_ids": ids[:3], "attention_mask": mask[:3]}, {"input_ids": ids[3:], "attention_mask": mask[3:]}]
+    )
     assert model.training and got["cls"].shape == got["mean"].shape == (3, 5, 16)
     model.eval()
     with torch.no_grad():
-        alone = [model(ids[i:i + 1, :n], output_hidden_states=True).hidden_states for i, n in enumerate(lengths)]
+        alone = [model(ids[i : i + 1, :n], output_hidden_states=True).hidden_states for i, n in enumerate(lengths)]
     for i, states in enumerate(alone):
         for k, h in enumerate(states):
             torch.testing.assert_close(got["cls"][k, i], h[0, 0], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(got["mean"][k, i], h[0].mean(0), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(got["mean_activation"], torch.cat([s[-1][0] for s in alone]).mean(0), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        got["mean_activation"], torch.cat([s[-1][0] for s in alone]).mean(0), atol=1e-5, rtol=1e-4
+    )
 
 
 def test_first_token_is_found_behind_padding_on_the_left():
     torch.manual_seed(0)
-    model = BertModel(BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32))
+    model = BertModel(
+        BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    )
     ids, lengths = torch.randint(1, 50, (4, 9)), torch.tensor([9, 4, 1, 6])
     right, position = (torch.arange(9) < lengths[:, None]).long(), torch.arange(9).expand(4, 9)
     turn = (position - (9 - lengths[:, None])) % 9  # the same tokens at the end of the row
-    got = [sentence_vectors(model, [batch]) for batch in (
-        {"input_ids": ids, "attention_mask": right, "position_ids": position},
-        {"input_ids": ids.gather(1, turn), "attention_mask": right.gather(1, turn), "position_ids": turn})]
-    for what in ("cls", "mean", "mean_activation"): torch.testing.assert_close(got[1][what], got[0][what], atol=1e-5, rtol=1e-4)
+    got = [
+        sentence_vectors(model, [batch])
+        for batch in (
+            {"input_ids": ids, "attention_mask": right, "position_ids": position},
+            {"input_ids": ids.gather(1, turn), "attention_mask": right.gather(1, turn), "position_ids": turn},
+        )
+    ]
+    for what in ("cls", "mean", "mean_activation"):
+        torch.testing.assert_close(got[1][what], got[0][what], atol=1e-5, rtol=1e-4)
 
 
 def test_card_of_data_at_the_root_keeps_its_slashes(done):
@@ -189,7 +240,9 @@ KINDS = ("fisher", "landscape", "geometry")
 
 
 def test_stored_records_follow_their_schemas():
-    checks = {None: Draft202012Validator(record_schema())} | {k: Draft202012Validator(measurement_schema(k)) for k in KINDS}
+    checks = {None: Draft202012Validator(record_schema())} | {
+        k: Draft202012Validator(measurement_schema(k)) for k in KINDS
+    }
     seen = dict.fromkeys(checks, 0)
     for path in RESULTS.glob("*.jsonl"):
         for line in path.read_text().splitlines():
@@ -203,20 +256,36 @@ def test_stored_records_follow_their_schemas():
 def test_schema_files_are_what_the_code_gives(name):
     made = record_schema() if name == "record" else measurement_schema(name)
     Draft202012Validator.check_schema(made)
-    assert json.loads((RESULTS / f"{name}.schema.json").read_text()) == made, "execute nbs/23_finetune.ipynb and nbs/25_measure.ipynb, which write the files"
+    assert json.loads((RESULTS / f"{name}.schema.json").read_text()) == made, (
+        "execute nbs/23_finetune.ipynb and nbs/25_measure.ipynb, which write the files"
+    )
     for where in (made, made["properties"]["config"]):
         assert all(len(p["description"]) > 5 for p in where["properties"].values()), "a field without a comment"
 
 
 def test_schemas_admit_what_measurements_write_and_refuse_the_rest(tmp_path):
-    made = {"geometry": measure_geometry(GeometryConfig(limit=60, pooling="cls"), tmp_path / "g"),
-            "landscape": measure_landscape(LandscapeConfig(limit=16, shape="line", points=3, hessian=False), tmp_path / "l"),
-            "fisher": measure_fisher(FisherConfig(limit=60, shares="50", draws=1, level="tensor"), tmp_path / "f")}
+    made = {
+        "geometry": measure_geometry(GeometryConfig(limit=60, pooling="cls"), tmp_path / "g"),
+        "landscape": measure_landscape(
+            LandscapeConfig(limit=16, shape="line", points=3, hessian=False), tmp_path / "l"
+        ),
+        "fisher": measure_fisher(FisherConfig(limit=60, shares="50", draws=1, level="tensor"), tmp_path / "f"),
+    }
     for kind, record in made.items():
-        check, record = Draft202012Validator(measurement_schema(kind)), json.loads((tmp_path / kind[0] / "record.json").read_text())
+        check, record = (
+            Draft202012Validator(measurement_schema(kind)),
+            json.loads((tmp_path / kind[0] / "record.json").read_text()),
+        )
         check.validate(record)
-        for wrong in ({"status": "maybe"}, {"kind": "other"}, {"samples": "many"}, {"more": 1}, {"config": record["config"] | {"colour": "red"}}):
+        for wrong in (
+            {"status": "maybe"},
+            {"kind": "other"},
+            {"samples": "many"},
+            {"more": 1},
+            {"config": record["config"] | {"colour": "red"}},
+        ):
             assert list(check.iter_errors(record | wrong)), (kind, wrong)
         for name in ("key", "config", "samples", "fingerprint"):
             assert list(check.iter_errors({k: v for k, v in record.items() if k != name})), (kind, name)
-    with pytest.raises(ValueError, match="kind"): measurement_schema("run")
+    with pytest.raises(ValueError, match="kind"):
+        measurement_schema("run")

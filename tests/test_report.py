@@ -21,9 +21,27 @@ matplotlib.use("Agg")
 from isoreg.files import pack
 from isoreg import report
 from isoreg.report import (
-    clears_majority, compare, failures, gain_share, label, load, over_tasks, plot_forest, plot_fraction, plot_layers,
-    plot_mean_activation, plot_tradeoff, provenance, published, rank_correlation,
-    readable, summarise, three_columns, to_markdown, write_report)
+    clears_majority,
+    compare,
+    failures,
+    gain_share,
+    label,
+    load,
+    over_tasks,
+    plot_forest,
+    plot_fraction,
+    plot_layers,
+    plot_mean_activation,
+    plot_tradeoff,
+    provenance,
+    published,
+    rank_correlation,
+    readable,
+    summarise,
+    three_columns,
+    to_markdown,
+    write_report,
+)
 from isoreg.statistics import ratio_interval, t_interval
 
 NBS = Path(__file__).parents[1] / "nbs"
@@ -150,6 +168,7 @@ def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
     def put(name, text):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
+
     good = record(NONE, 0, 0.6)
     put("a/record.json", json.dumps(good))
     put("copy/record.json", json.dumps(good))
@@ -160,7 +179,8 @@ def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
     put("again/failed.json", json.dumps(failed(PLUS, 0)))
     put("again/record.json", json.dumps(record(PLUS, 0, 0.7)))
     put("nan/record.json", json.dumps(record(NONE, 1, float("nan"))))
-    with pytest.warns(UserWarning) as caught: df = load(tmp_path)
+    with pytest.warns(UserWarning) as caught:
+        df = load(tmp_path)
     text = str(caught[0].message)
     assert (
         len(caught) == 1
@@ -190,24 +210,28 @@ def test_a_line_cut_in_a_jsonl_file_is_named(tmp_path):
         + "\n"
         + json.dumps(record(NONE, 2, 0.6))
     )
-    with pytest.warns(UserWarning, match=r"runs\.jsonl line 3 \(no complete JSON\)"): df = load(path)
+    with pytest.warns(UserWarning, match=r"runs\.jsonl line 3 \(no complete JSON\)"):
+        df = load(path)
     assert list(df.seed) == [0, 2] and list(df.line) == [1, 4]
 
 
 def test_two_values_of_one_run_are_told():
     one, two = record(NONE, 0, 0.6), record(NONE, 0, 0.7) | {"started": "2027-01-01"}
-    with pytest.warns(UserWarning, match="recorded twice with values 0.6 and 0.7"): df = load([one, two])
+    with pytest.warns(UserWarning, match="recorded twice with values 0.6 and 0.7"):
+        df = load([one, two])
     assert list(df.value) == [0.7]
 
 
 @pytest.mark.parametrize("source", ["no/such/folder", []])
 def test_nothing_to_load(source):
-    with pytest.raises(ValueError, match="source: "): load(source)
+    with pytest.raises(ValueError, match="source: "):
+        load(source)
 
 
 def test_run_records_and_new_fields_are_taken():
     from isoreg.config import RunConfig
     from isoreg.record import RunRecord
+
     run = RunRecord("k", RunConfig(regularizer="none", dropout="guided").to_dict(), metric="accuracy", value=0.5)
     df = load(
         [
@@ -324,7 +348,8 @@ def test_every_setting_that_varies_makes_a_row():
     s = summarise(df)
     assert list(s.lr) == [1e-5, 3e-5] and list(s.n) == [2, 2] and list(s.columns[:3]) == ["task", "lr", "method"]
     assert list(summarise(df, by=[]).n) == [4]
-    with pytest.raises(ValueError, match="by: no column 'lrr'; settings that vary are lr"): summarise(df, by=["lrr"])
+    with pytest.raises(ValueError, match="by: no column 'lrr'; settings that vary are lr"):
+        summarise(df, by=["lrr"])
 
 
 def test_protocols_are_never_mixed():
@@ -411,7 +436,8 @@ def test_rows_of_too_few_pairs_take_no_part():
         and most.p_holm[0] == 2 / 64 < whole.p_holm[0]
         and most.seeds_table[0] == 6
     )
-    with pytest.raises(ValueError, match="min_pairs: no comparison has 7 complete pairs"): compare(few, min_pairs=7)
+    with pytest.raises(ValueError, match="min_pairs: no comparison has 7 complete pairs"):
+        compare(few, min_pairs=7)
 
 
 def on_tasks(base=0.5, **differences):
@@ -509,11 +535,14 @@ def test_missing_and_failed_runs_of_a_task_are_named_over_tasks():
     np.testing.assert_allclose(
         [row.least, row.most], [(0.11 + table[table.task == "cola"][c].item()) / 2 for c in ("least", "most")]
     )
-    with pytest.raises(ValueError, match="table: not one of compare"): over_tasks(pd.DataFrame({"n": [1]}))
-    with pytest.raises(ValueError, match="table: not one of compare"): over_tasks(over_tasks(table))
+    with pytest.raises(ValueError, match="table: not one of compare"):
+        over_tasks(pd.DataFrame({"n": [1]}))
+    with pytest.raises(ValueError, match="table: not one of compare"):
+        over_tasks(over_tasks(table))
     with pytest.raises(ValueError, match="table: cola has two rows of I-STAR λ=1"):
         over_tasks(pd.concat([table, table]))
-    with pytest.raises(ValueError, match="table: no comparison has a complete pair"): over_tasks(table[table.n > 9])
+    with pytest.raises(ValueError, match="table: no comparison has a complete pair"):
+        over_tasks(table[table.n > 9])
 
 
 def test_a_task_of_failed_runs_only_is_not_forgotten_over_tasks():
@@ -637,7 +666,7 @@ def test_arms_of_other_data_or_another_machine_say_so():
     assert compare(load(on(NONE, "AB") + on(PLUS, "BA"))).differ[0] == [
         "hardware"
     ]  # the same machines, no pair on one of them
-    assert compare(load(on(NONE, "AABB") + on(PLUS, "AA"))).differ[0] == []               # every pair on one machine
+    assert compare(load(on(NONE, "AABB") + on(PLUS, "AA"))).differ[0] == []  # every pair on one machine
 
 
 def test_the_majority_rate_bounds_the_metric_alone():
@@ -661,14 +690,16 @@ def test_pairs_need_one_run_a_seed_and_the_same_setting():
     ]
     c = compare(load(both))
     assert list(c.lr) == [1e-5, 3e-5] and list(c.n) == [3, 3]
-    with pytest.raises(ValueError, match="by: 2 runs of .* have seed 0; they differ in lr"): compare(load(both), by=[])
+    with pytest.raises(ValueError, match="by: 2 runs of .* have seed 0; they differ in lr"):
+        compare(load(both), by=[])
     uneven = load(
         [record(NONE, s, 0.6 + 0.01 * s, settings={"epochs": 3}) for s in range(3)]
         + [record(PLUS, s, 0.7, settings={"epochs": 5}) for s in range(3)]
     )
     assert compare(uneven, by=[]).differ[0] == ["epochs"] and compare(uneven).verdict[0] == "no pair to compare"
     assert "arms differ in" in to_markdown(compare(uneven, by=[]))
-    with pytest.raises(ValueError, match="baseline: 'Base' is unknown; did you mean 'base'"): compare(uneven, "Base")
+    with pytest.raises(ValueError, match="baseline: 'Base' is unknown; did you mean 'base'"):
+        compare(uneven, "Base")
 
 
 def test_runs_with_and_without_groups_by_length_are_not_pooled():
@@ -684,7 +715,7 @@ def test_runs_with_and_without_groups_by_length_are_not_pooled():
         for s in range(3)
         for t, g in (("rte", 1), ("mrpc", 4))
     ]
-    assert "length_groups" not in summarise(load(apart))       # one form a task: nothing to tell apart
+    assert "length_groups" not in summarise(load(apart))  # one form a task: nothing to tell apart
 
 
 def test_collapsed_runs_stand_beside_the_difference():
@@ -698,7 +729,8 @@ def test_collapsed_runs_stand_beside_the_difference():
 # ---- tables
 
 
-def links(text): return re.findall(r"\]\(([^ )]+) \"([^\"]+)\"\)", text)
+def links(text):
+    return re.findall(r"\]\(([^ )]+) \"([^\"]+)\"\)", text)
 
 
 def outputs(name, start):
@@ -739,6 +771,7 @@ def test_the_front_page_shows_the_same_numbers():
         ):
             runs.setdefault((c["task"], label(c, scores=False)), {})[c["seed"]] = r
     names = {"CoLA": "cola", "MRPC": "mrpc", "STS-B": "stsb", "RTE": "rte"}
+
     def learnt(task):
         base = list(runs[task, "base"].values())
         x, x0, rows = (
@@ -779,11 +812,13 @@ def test_the_front_page_shows_the_same_numbers():
                     np.mean([arm[s]["collapsed"] for s in both]) >= 0.5
                 )
                 each.append(a - b)
-            else: assert len(runs.get((names[task], row["method"]), {})) < 3
+            else:
+                assert len(runs.get((names[task], row["method"]), {})) < 3
         if not row["method"].startswith("base"):
             assert bool(row[every]) == (len(each) == len(columns) and not any("†" in row[c] for c in columns))
         for column, part in ((every, each), (rest, each[1:])):  # CoLA stands first
-            if not part or not row[column]: continue
+            if not part or not row[column]:
+                continue
             error, freedom = zip(*((d.var(ddof=1) / len(d), len(d) - 1) for d in part))
             half = (
                 stats.t.ppf(0.975, sum(error) ** 2 / sum(e**2 / f for e, f in zip(error, freedom)))
@@ -874,9 +909,11 @@ def test_scattered_records_have_one_link_a_seed(tmp_path):
 
 def test_no_table_without_origin():
     table = pd.DataFrame({"a|b": ["1 | 2", "x_y & <z> 5 %"]})
-    with pytest.raises(ValueError, match="caption: "): to_markdown(table)
+    with pytest.raises(ValueError, match="caption: "):
+        to_markdown(table)
     assert r"1 \| 2" in to_markdown(table, "from here") and "from here" in to_markdown(table, "from here")
-    with pytest.raises(ValueError, match=r"columns: 'c' is unknown; use 'a\|b'"): to_markdown(table, "x", columns=["c"])
+    with pytest.raises(ValueError, match=r"columns: 'c' is unknown; use 'a\|b'"):
+        to_markdown(table, "x", columns=["c"])
 
 
 def test_the_forms_of_a_report_hold_the_same_cells(tmp_path):
@@ -1056,7 +1093,8 @@ def test_a_base_near_the_majority_cannot_judge_however_many_seeds():
     ).clears.to_dict() == {"mrpc": False, "rte": True}
     assert clears_majority(load(plain([0.53, 0.531], rows=None))).clears[0], "without the rows only the seeds speak"
     assert not clears_majority(load([failed(NONE, 0)])).clears[0]
-    with pytest.raises(ValueError, match="baseline: 'best' is unknown"): clears_majority(load(plain([0.6])), "best")
+    with pytest.raises(ValueError, match="baseline: 'best' is unknown"):
+        clears_majority(load(plain([0.6])), "best")
 
 
 def test_settings_are_judged_apart():
@@ -1119,7 +1157,7 @@ def test_none_and_a_value_are_two_settings(name, value, tmp_path):
         [run for x, base in ((None, 0.53), (value, 0.7)) for task in ("rte", "mrpc") for run in of(x, task, base, 0.05)]
     )
     made = pd.read_csv(next(p for p in write_report(low, tmp_path) if p.name == "over_tasks.csv"))
-    assert made["mean"].tolist() == pytest.approx([0.76])      # the tasks with None cannot judge
+    assert made["mean"].tolist() == pytest.approx([0.76])  # the tasks with None cannot judge
 
 
 # ---- rank correlation and figures
@@ -1256,8 +1294,10 @@ def test_layers_and_activations_need_their_fields():
     bare = arms(none=[0.6])
     with pytest.raises(ValueError, match="df: no finished run has intrinsic_dimension"):
         plot_layers(bare, "intrinsic_dimension")
-    with pytest.raises(ValueError, match="df: no finished run has mean_activation"): plot_mean_activation(bare)
-    with pytest.raises(ValueError, match="what: 'norm' is unknown"): plot_layers(bare, "norm")
+    with pytest.raises(ValueError, match="df: no finished run has mean_activation"):
+        plot_mean_activation(bare)
+    with pytest.raises(ValueError, match="what: 'norm' is unknown"):
+        plot_layers(bare, "norm")
 
 
 def test_forest_fills_only_differences():
@@ -1292,7 +1332,8 @@ def test_forest_puts_rows_below_their_heads():
     ticks, heads = fig.axes[0].get_yticks(), {t.get_text(): t.get_position()[1] for t in fig.axes[0].texts}
     assert list(ticks) == [-1, -2, -4] and (heads["one"], heads["two"]) == (0, -3)
     matplotlib.pyplot.close(fig)
-    with pytest.raises(ValueError, match="heads: 1 for 2 rows"): plot_forest(table, heads=["one"])
+    with pytest.raises(ValueError, match="heads: 1 for 2 rows"):
+        plot_forest(table, heads=["one"])
 
 
 def test_a_strength_has_its_colour_whatever_else_is_drawn():
@@ -1303,7 +1344,8 @@ def test_a_strength_has_its_colour_whatever_else_is_drawn():
     colour = lambda fig: {c.get_label(): c.lines[0].get_color() for c in fig.axes[0].containers}
     one, all_ = colour(few), colour(many)
     assert set(one) < set(all_) and all(one[k] == all_[k] for k in one) and len(set(all_.values())) == len(all_) == 7
-    for fig in (few, many): matplotlib.pyplot.close(fig)
+    for fig in (few, many):
+        matplotlib.pyplot.close(fig)
 
 
 def test_a_report_in_one_call(tmp_path):
@@ -1316,7 +1358,8 @@ def test_a_report_in_one_call(tmp_path):
     (runs / "bad").mkdir()
     (runs / "bad" / "failed.json").write_text(json.dumps(failed(MINUS, 0)))
     (tmp_path / "taken").write_text("")
-    with pytest.raises(ValueError, match="folder: .*taken' is a file"): write_report(runs, tmp_path / "taken")
+    with pytest.raises(ValueError, match="folder: .*taken' is a file"):
+        write_report(runs, tmp_path / "taken")
     made = write_report(runs, tmp_path / "report")
     names = {p.name for p in made}
     assert {f"{n}.{s}" for n in ("summary", "comparisons", "failures") for s in ("md", "html", "tex", "csv")} | {
@@ -1409,7 +1452,8 @@ def test_one_method_against_each_other_mirrors_the_baseline():
         and np.allclose(turned.low, -plain.high, equal_nan=True)
         and np.allclose(turned.p, plain.p)
     )
-    with pytest.raises(ValueError, match="of: 'guided' is unknown"): compare(runs, of="guided")
+    with pytest.raises(ValueError, match="of: 'guided' is unknown"):
+        compare(runs, of="guided")
 
 
 # ---- records that are odd but allowed, and those that are none
@@ -1462,7 +1506,8 @@ def test_null_scores_are_undefined_in_tables_and_figures(tmp_path, isoscore, eve
     text = to_markdown(summarise(df))
     assert ("(2 of 3)" in text) == (not every and (not whole or "union" in isoscore))
     assert list(compare(df).n) == [3, 3]
-    if s.isoscore_after_n: assert compare(df, value="isoscore_after").n.tolist()[0] == s.isoscore_after_n
+    if s.isoscore_after_n:
+        assert compare(df, value="isoscore_after").n.tolist()[0] == s.isoscore_after_n
     for draw in (
         plot_layers,
         lambda d: plot_layers(d, "intrinsic_dimension"),
@@ -1471,8 +1516,10 @@ def test_null_scores_are_undefined_in_tables_and_figures(tmp_path, isoscore, eve
         lambda d: plot_forest(compare(d)),
         plot_tradeoff,
     ):
-        try: fig = draw(df)
-        except report._NotRecorded: assert every and ("union" in isoscore or "layers" in isoscore)
+        try:
+            fig = draw(df)
+        except report._NotRecorded:
+            assert every and ("union" in isoscore or "layers" in isoscore)
         else:
             fig.savefig(tmp_path / "figure.png", dpi=30)
             matplotlib.pyplot.close(fig)
@@ -1535,7 +1582,8 @@ def test_what_is_left_out_is_one_short_line(tmp_path):
         "{",
     ]
     (tmp_path / "all.jsonl").write_text("\n".join(lines))
-    with pytest.warns(UserWarning) as caught: load(tmp_path / "all.jsonl")
+    with pytest.warns(UserWarning) as caught:
+        load(tmp_path / "all.jsonl")
     text = str(caught[0].message)
     assert (
         len(caught) == 1
@@ -1597,9 +1645,12 @@ def test_a_second_report_leaves_nothing_of_the_first(tmp_path):
 
 
 def test_an_error_in_a_figure_is_not_swallowed(tmp_path, monkeypatch):
-    def broken(df): raise ValueError("a fault of the figure")
+    def broken(df):
+        raise ValueError("a fault of the figure")
+
     monkeypatch.setattr(report, "plot_tradeoff", broken)
-    with pytest.raises(ValueError, match="a fault of the figure"): write_report(load([record(NONE, 0, 0.6)]), tmp_path)
+    with pytest.raises(ValueError, match="a fault of the figure"):
+        write_report(load([record(NONE, 0, 0.6)]), tmp_path)
 
 
 def test_comparison_knows_the_error_of_the_rows_and_mixed_commits():

@@ -1,4 +1,5 @@
 """The results that the site shows, against the records behind them."""
+
 import json
 import os
 import re
@@ -59,7 +60,8 @@ def test_no_cell_without_its_seeds_and_interval(path):
             for line in text.splitlines()
             if line.startswith("|")
         ]
-        if not rows: continue
+        if not rows:
+            continue
         head = rows[0]
         count, reach = (
             next((h for h in head if h in ("seeds", "pairs")), None),
@@ -69,8 +71,10 @@ def test_no_cell_without_its_seeds_and_interval(path):
             assert count and reach, f"{head}: means without seeds or interval"
         for row in rows[2:]:
             cells = dict(zip(head, row))
-            if count: assert re.match(r"\d+", cells[count]), cells
-            if reach: assert cells[reach] and "nan" not in cells[reach], cells
+            if count:
+                assert re.match(r"\d+", cells[count]), cells
+            if reach:
+                assert cells[reach] and "nan" not in cells[reach], cells
             assert all("[" in cell for name, cell in cells.items() if "(n = " in name and cell), cells
             for (
                 name,
@@ -99,13 +103,16 @@ def test_every_record_is_whole_and_clean():
 @pytest.fixture
 def as_it_ran(tmp_path, monkeypatch):
     "A folder in which the relative paths of the records lead to the data."
-    if not (DATA and MODELS): pytest.skip("needs ISOREG_DATA and ISOREG_MODELS")
-    for name, there in (("data", DATA), ("models", MODELS), ("nbs", NBS)): (tmp_path / name).symlink_to(there)
+    if not (DATA and MODELS):
+        pytest.skip("needs ISOREG_DATA and ISOREG_MODELS")
+    for name, there in (("data", DATA), ("models", MODELS), ("nbs", NBS)):
+        (tmp_path / name).symlink_to(there)
     monkeypatch.chdir(tmp_path)
 
 
 def test_every_record_is_of_a_shipped_grid(as_it_ran):
     from isoreg.grid import expand, load_grid
+
     for pattern, records in (("small-*.yaml", RECORDS), ("second-*.yaml", SECOND)):
         keys = {run.key for path in (NBS / "grids").glob(pattern) for run in expand(load_grid(path)).runs}
         assert not [r["key"] for r in records if r["key"] not in keys]
@@ -126,6 +133,7 @@ def test_second_round_is_as_planned():
 def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_ran):
     "MRPC was read without groups at first: a grid has the same runs with them."
     from isoreg.grid import expand, load_grid
+
     runs = expand(load_grid(NBS / "grids" / "small-istar.yaml")).runs
     bare = lambda config: {k: v for k, v in RunConfig.from_record(config).to_dict().items() if k != "length_groups"}
     keys, planned = {run.key for run in runs}, [bare(run.config) for run in runs]
@@ -136,6 +144,7 @@ def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_
 @pytest.mark.parametrize("kind", ["fisher", "geometry"])
 def test_the_measurements_are_those_of_their_grid(kind):
     from isoreg.grid import expand, load_grid
+
     stored = [json.loads(line)["key"] for line in (NBS / "results" / f"{kind}.jsonl").read_text().splitlines()]
     assert sorted(stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / f"small-{kind}.yaml")).runs)
 
@@ -143,6 +152,7 @@ def test_the_measurements_are_those_of_their_grid(kind):
 def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkeypatch):
     "The stored runs took a Fisher estimate by --set; their keys are of its path."
     from isoreg.grid import expand, load_grid
+
     stored = [json.loads(line) for line in (NBS / "results" / "landscape.jsonl").read_text().splitlines()]
     (place,) = {r["config"]["fisher"] for r in stored} - {None}
     (tmp_path / place).mkdir(parents=True)
@@ -154,7 +164,8 @@ def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkey
 
 
 def test_keys_follow_from_the_configurations(as_it_ran):
-    for r in RECORDS + FIRST + SECOND: assert RunConfig.from_record(r["config"]).key == r["key"]
+    for r in RECORDS + FIRST + SECOND:
+        assert RunConfig.from_record(r["config"]).key == r["key"]
 
 
 def test_metrics_follow_from_the_kept_predictions(as_it_ran):
@@ -190,8 +201,18 @@ def prose(notebook):
     return "\n".join(["".join(c.source) for c in notebook.cells if c.cell_type == "markdown"] + shown(notebook))
 
 
-FIRST_ROUND = [NBS / "tables" / f"{name}.ipynb" for name in (
-    "istar_main", "istar_shrinkage", "istar_dimension", "guided_main", "guided_paucity", "guided_restarts", "overview")]
+FIRST_ROUND = [
+    NBS / "tables" / f"{name}.ipynb"
+    for name in (
+        "istar_main",
+        "istar_shrinkage",
+        "istar_dimension",
+        "guided_main",
+        "guided_paucity",
+        "guided_restarts",
+        "overview",
+    )
+]
 
 
 @pytest.mark.parametrize("path", [*FIRST_ROUND, NBS / "index.ipynb"], ids=lambda p: p.stem)
@@ -213,7 +234,8 @@ def overview():
     for text in shown(nbformat.read(NBS / "tables" / "overview.ipynb", 4)):
         table = [line for line in text.splitlines() if line.startswith("|")]
         lines = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
-        if lines and lines[0][0] == "claim": rows += [dict(zip(lines[0], line)) for line in lines[2:]]
+        if lines and lines[0][0] == "claim":
+            rows += [dict(zip(lines[0], line)) for line in lines[2:]]
     return rows
 
 
@@ -222,9 +244,20 @@ def test_every_claim_has_one_of_four_verdicts():
         assert re.match("(holds|does not hold|cannot tell|not tested)", row["verdict"]) and all(row.values()), row
 
 
-@pytest.mark.parametrize("words", [
-    "raised and lowered", "average cosine", "outlier dimensions", "costs nothing", "One schedule",
-    "best rate of standard", "landscape is how", "L2", "tiny shares"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "raised and lowered",
+        "average cosine",
+        "outlier dimensions",
+        "costs nothing",
+        "One schedule",
+        "best rate of standard",
+        "landscape is how",
+        "L2",
+        "tiny shares",
+    ],
+)
 def test_no_claim_of_the_papers_is_passed_over(words):
     assert [row for row in overview() if words in row["claim"]]
 
@@ -235,10 +268,19 @@ def test_runs_of_one_class_are_no_test_of_isotropy():
     assert row["verdict"].startswith("cannot tell") and "λ=-5 on cola (6 of 6)" in left and "λ=-5, cola" not in tests
 
 
-@pytest.mark.parametrize("wrong", [
-    "no consistent signal(?! of worsening)", "dimensions as there are texts", "layer 12 whatever was asked",
-    "beats 10 %", r"refuse anything below 4\.22", "GPU 0 is taken for no GPU", "or a multiple of 10,000",
-    "each panel has its own scale"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "no consistent signal(?! of worsening)",
+        "dimensions as there are texts",
+        "layer 12 whatever was asked",
+        "beats 10 %",
+        r"refuse anything below 4\.22",
+        "GPU 0 is taken for no GPU",
+        "or a multiple of 10,000",
+        "each panel has its own scale",
+    ],
+)
 def test_no_page_says_what_was_wrong_about_the_papers_or_their_code(wrong):
     pages = {p.name: prose(nbformat.read(p, 4)) for p in [*NBS.glob("*.ipynb"), *NBS.glob("*/*.ipynb")]}
     pages["README.md"] = (ROOT / "README.md").read_text()
@@ -251,20 +293,29 @@ def test_the_front_page_answers_as_the_records_do():
     records = [json.loads(line) for line in (NBS / "results" / "runs.jsonl").read_text().splitlines()]
     plain = {"recipe": "quick", "train_fraction": 1.0, "split_protocol": "official"}
     settings = [(r, r["config"]) for r in records if plain.items() <= r["config"].items()]
-    settings = [(r, c) for r, c in settings if "minilm-l6-h384" in c["model"] and c["seed"] < 100 and c["task"] != "rte"]
+    settings = [
+        (r, c) for r, c in settings if "minilm-l6-h384" in c["model"] and c["seed"] < 100 and c["task"] != "rte"
+    ]
     scores = {
-        kind: {(c["task"], c["seed"]): r["value"] for r, c in settings if c["regularizer"] == "none" and c["dropout"] == kind}
+        kind: {
+            (c["task"], c["seed"]): r["value"]
+            for r, c in settings
+            if c["regularizer"] == "none" and c["dropout"] == kind
+        }
         for kind in ("standard", "guided", "constant-mean")
     }
 
     def gain(kind):
         base, by_task = scores["standard"], {}
         for (task, seed), value in scores[kind].items():
-            if (task, seed) in base: by_task.setdefault(task, []).append(value - base[task, seed])
+            if (task, seed) in base:
+                by_task.setdefault(task, []).append(value - base[task, seed])
         return sum(sum(d) / len(d) for d in by_task.values()) / len(by_task)
 
     assert f"It scored {gain('guided'):.3f} [" in readme
     assert f"has {100 * gain('constant-mean') / gain('guided'):.0f} % [" in readme
-    strong = [r["collapsed"] for r, c in settings if c["regularizer"] == "istar" and c["lam"] in (-1, -5) and c["zeta"] == 0.2]
+    strong = [
+        r["collapsed"] for r, c in settings if c["regularizer"] == "istar" and c["lam"] in (-1, -5) and c["zeta"] == 0.2
+    ]
     assert f"{sum(strong)} of {len(strong)} runs stopped learning" in readme
     assert f"has {len((NBS / 'results' / 'second.jsonl').read_text().splitlines())} runs so far" in readme

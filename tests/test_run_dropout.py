@@ -1,4 +1,5 @@
 """The parameter `dropout` of a run: every kind trains, says what it applied, and composes with a penalty."""
+
 import hashlib
 import json
 
@@ -21,12 +22,16 @@ def test_every_kind_runs_and_is_recorded(how, tmp_path):
     again = RunRecord.load(tmp_path)
     assert again.dropout["how"] == how and again.dropout["notes"] and again.config["dropout"] == how
     rates = {n: p for n, p in again.dropout["rates"].items() if not n.startswith("classifier")}
-    assert len(rates) == 13      # embeddings and three places in each of four layers
+    assert len(rates) == 13  # embeddings and three places in each of four layers
     mean = sum(rates.values()) / 13
-    if how in ("guided", "reversed", "shuffled"): assert sorted(rates.values()) == pytest.approx([0.1 * i / 12 for i in range(13)])
-    if how in ("guided", "reversed", "shuffled", "type-only", "constant-mean"): assert mean == pytest.approx(0.05)
-    if how in ("constant-mean",): assert len(set(rates.values())) == 1
-    if how in ("guided", "constant-mean", "reversed", "shuffled", "type-only"): assert any("Fisher of the checkpoint" in n for n in again.dropout["notes"])
+    if how in ("guided", "reversed", "shuffled"):
+        assert sorted(rates.values()) == pytest.approx([0.1 * i / 12 for i in range(13)])
+    if how in ("guided", "reversed", "shuffled", "type-only", "constant-mean"):
+        assert mean == pytest.approx(0.05)
+    if how in ("constant-mean",):
+        assert len(set(rates.values())) == 1
+    if how in ("guided", "constant-mean", "reversed", "shuffled", "type-only"):
+        assert any("Fisher of the checkpoint" in n for n in again.dropout["notes"])
 
 
 def test_kinds_differ_and_standard_is_the_baseline():
@@ -38,15 +43,21 @@ def test_kinds_differ_and_standard_is_the_baseline():
 
 def test_with_istar_from_files(tmp_path):
     from isoreg.fisher import load_scores
+
     first = run(RunConfig(**SMALL, regularizer="istar", lam=-0.1, dropout="guided"))
     assert "isoscore" in first.loss[0] and first.dropout["how"] == "guided" and "istar-0.1-guided" in first.key
-    schedule = save_schedule(tmp_path / "plan.json", {n: p for n, p in first.dropout["rates"].items() if not n.startswith("classifier")})
+    schedule = save_schedule(
+        tmp_path / "plan.json", {n: p for n, p in first.dropout["rates"].items() if not n.startswith("classifier")}
+    )
     second = run(RunConfig(**SMALL, regularizer="istar", lam=-0.1, dropout=str(schedule)))
-    assert second.dropout["rates"] == first.dropout["rates"] and [e["loss"] for e in second.loss] == [e["loss"] for e in first.loss]
+    assert second.dropout["rates"] == first.dropout["rates"] and [e["loss"] for e in second.loss] == [
+        e["loss"] for e in first.loss
+    ]
     scores = tmp_path / "scores.json"
     scores.write_text(json.dumps({"bert." + "x": 1.0}))
     assert load_scores(scores) == {"bert.x": 1.0}
-    with pytest.raises(ValueError, match="scores: .* tensors have none"): run(RunConfig(**SMALL, dropout="guided", scores=str(scores)))
+    with pytest.raises(ValueError, match="scores: .* tensors have none"):
+        run(RunConfig(**SMALL, dropout="guided", scores=str(scores)))
 
 
 def test_keys_keep_and_tell_apart():
@@ -70,9 +81,13 @@ def test_the_content_of_files_is_in_the_key(tmp_path):
     save_schedule(plan, {"embeddings": 0.1})
     assert of_plan.key == keys[0]
     plan.unlink()
-    with pytest.raises(ValueError, match="dropout: .*plan.json"): of_plan.key
+    with pytest.raises(ValueError, match="dropout: .*plan.json"):
+        of_plan.key
     # no file, no change: the digest as it was before contents entered it
-    assert RunConfig(**SMALL, dropout="guided", batches="by-length").key == "toy-cola-toy-bert-istar-0.1-guided-seed0-8c52f27328"
+    assert (
+        RunConfig(**SMALL, dropout="guided", batches="by-length").key
+        == "toy-cola-toy-bert-istar-0.1-guided-seed0-8c52f27328"
+    )
 
 
 def test_scores_source_and_the_record(tmp_path):
@@ -80,21 +95,46 @@ def test_scores_source_and_the_record(tmp_path):
 
     from isoreg.fisher import FisherEstimate, load_scores
     from isoreg.toy import toy_model_path
+
     model = AutoModelForMaskedLM.from_pretrained(toy_model_path())
     numel = {n: p.numel() for n, p in model.named_parameters()}
-    estimate = FisherEstimate({n: p.detach().square().sum() for n, p in model.named_parameters()}, 3, "tensor", "mlm", numel=numel, model="toy-bert", fingerprint="f" * 64)
+    estimate = FisherEstimate(
+        {n: p.detach().square().sum() for n, p in model.named_parameters()},
+        3,
+        "tensor",
+        "mlm",
+        numel=numel,
+        model="toy-bert",
+        fingerprint="f" * 64,
+    )
     file = estimate.save(tmp_path / "fisher")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert scores_source(tmp_path / "fisher") == {"sha256": digest, "path": "fisher.json", "model": "toy-bert", "fingerprint": "f" * 64}
+    assert scores_source(tmp_path / "fisher") == {
+        "sha256": digest,
+        "path": "fisher.json",
+        "model": "toy-bert",
+        "fingerprint": "f" * 64,
+    }
     (tmp_path / "measure").mkdir()
     record = tmp_path / "measure" / "record.json"
-    record.write_text(json.dumps({"config": {"model": "a/b"}, "fingerprint": "0ab", "tensor_scores": estimate.scores()}))
-    for path in (record, record.parent): assert scores_source(path) | {"sha256": ""} == {"sha256": "", "path": "record.json", "model": "a/b", "fingerprint": "0ab"}
+    record.write_text(
+        json.dumps({"config": {"model": "a/b"}, "fingerprint": "0ab", "tensor_scores": estimate.scores()})
+    )
+    for path in (record, record.parent):
+        assert scores_source(path) | {"sha256": ""} == {
+            "sha256": "",
+            "path": "record.json",
+            "model": "a/b",
+            "fingerprint": "0ab",
+        }
     (tmp_path / "plain.json").write_text(json.dumps(load_scores(record)))
     assert set(scores_source(tmp_path / "plain.json")) == {"sha256", "path"}
-    with pytest.raises(ValueError, match="scores: .*nowhere"): scores_source(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="scores: .*nowhere"):
+        scores_source(tmp_path / "nowhere")
     done = run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=str(tmp_path / "fisher")))
-    assert done.dropout["scores_source"] == scores_source(tmp_path / "fisher") and any("Fisher of toy-bert" in n for n in done.dropout["notes"])
+    assert done.dropout["scores_source"] == scores_source(tmp_path / "fisher") and any(
+        "Fisher of toy-bert" in n for n in done.dropout["notes"]
+    )
     assert done.to_dict()["dropout"]["scores_source"]["model"] == "toy-bert"
 
 
@@ -105,18 +145,34 @@ def test_a_text_gives_one_schedule_to_all_tasks_and_seeds(tmp_path, monkeypatch)
     from isoreg.models import load_tokenizer
     from isoreg.toy import toy_corpus, toy_model_path
     from transformers import AutoModelForMaskedLM
+
     monkeypatch.setattr("isoreg.finetune.CORPUS_TEXTS", 40)
     file, texts = tmp_path / "wiki.txt", toy_corpus(50, seed=9)
     file.write_text("\n".join(texts))
-    run_of = lambda **kw: run(RunConfig(**SMALL | dict(regularizer="none", dropout="guided", scores=f"corpus:{file}") | kw))
-    done = [run_of(task=t, seed=s, max_length=n) for t, s, n in (("toy-cola", 0, 64), ("toy-cola", 1, 32), ("toy-rte", 0, 48), ("toy-rte", 1, 64))]
-    for r in done[1:]: assert (r.dropout["rates"], r.dropout["scores_source"]) == (done[0].dropout["rates"], done[0].dropout["scores_source"])
+    run_of = lambda **kw: run(
+        RunConfig(**SMALL | dict(regularizer="none", dropout="guided", scores=f"corpus:{file}") | kw)
+    )
+    done = [
+        run_of(task=t, seed=s, max_length=n)
+        for t, s, n in (("toy-cola", 0, 64), ("toy-cola", 1, 32), ("toy-rte", 0, 48), ("toy-rte", 1, 64))
+    ]
+    for r in done[1:]:
+        assert (r.dropout["rates"], r.dropout["scores_source"]) == (
+            done[0].dropout["rates"],
+            done[0].dropout["scores_source"],
+        )
     source = done[0].dropout["scores_source"]
     drawn = [texts[i] for i in sorted(np.random.default_rng(0).permutation(50)[:40])]
-    assert source == {"corpus": "wiki.txt", "texts": 40, "sha256": hashlib.sha256(json.dumps(drawn).encode()).hexdigest()}
+    assert source == {
+        "corpus": "wiki.txt",
+        "texts": 40,
+        "sha256": hashlib.sha256(json.dumps(drawn).encode()).hexdigest(),
+    }
     assert any("40 texts of wiki.txt" in n for n in done[0].dropout["notes"])
     model = AutoModelForMaskedLM.from_pretrained(toy_model_path())
-    rates = guided_schedule(site_scores(model, empirical_fisher(model, TextBatches(drawn, load_tokenizer("toy-bert"), max_length=512))))
+    rates = guided_schedule(
+        site_scores(model, empirical_fisher(model, TextBatches(drawn, load_tokenizer("toy-bert"), max_length=512)))
+    )
     assert rates.items() <= done[0].dropout["rates"].items() and len(rates) == 13
     other = {t: run_of(task=t, scores=None).dropout["rates"] for t in ("toy-cola", "toy-rte")}
     assert other["toy-cola"] != other["toy-rte"]  # of the task's own texts each task has a schedule
@@ -136,29 +192,50 @@ def test_the_content_of_a_text_is_in_the_key(tmp_path):
 
 def test_a_card_shows_no_folder_of_a_text(tmp_path):
     (tmp_path / "wiki.txt").write_text("\n".join(["the cat sleeps ."] * 5))
-    card = model_card(run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=f"corpus:{tmp_path}/wiki.txt")))
+    card = model_card(
+        run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=f"corpus:{tmp_path}/wiki.txt"))
+    )
     assert str(tmp_path) not in card and "corpus:wiki.txt" in card
 
 
-@pytest.mark.parametrize("scores, message", [
-    ("corpus:", "names no text"), ("corpus:nowhere.txt", "scores: no file 'nowhere.txt'"), ("corpus:{}/table.xls", "scores: the file .*table.xls' is of unknown kind"),
-    ("wikitext", "scores: 'wikitext' cannot be read as JSON.*or corpus: and the name of a text")])
+@pytest.mark.parametrize(
+    "scores, message",
+    [
+        ("corpus:", "names no text"),
+        ("corpus:nowhere.txt", "scores: no file 'nowhere.txt'"),
+        ("corpus:{}/table.xls", "scores: the file .*table.xls' is of unknown kind"),
+        ("wikitext", "scores: 'wikitext' cannot be read as JSON.*or corpus: and the name of a text"),
+    ],
+)
 def test_what_is_neither_scores_nor_a_text_is_refused_at_once(scores, message, tmp_path):
     (tmp_path / "table.xls").write_text("x")
-    with pytest.raises(ValueError, match=message): RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path))
 
 
 @pytest.mark.parametrize("scores", ["corpus:{}/empty.txt", "corpus:nobody/nothing"])
 def test_a_text_that_cannot_be_read_is_told_before_training(scores, tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("\n\n")
     monkeypatch.setattr("isoreg.finetune._train", lambda *a: pytest.fail("training has begun"))
-    with pytest.raises(ValueError, match="scores: 'corpus:.*cannot be read"): run(RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path)))
+    with pytest.raises(ValueError, match="scores: 'corpus:.*cannot be read"):
+        run(RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path)))
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (dict(dropout="guide"), "dropout: 'guide' is unknown"), (dict(dropout="nowhere.json"), "schedule: nowhere.json"), (dict(dropout="constant"), "dropout_p: constant needs"),
-    (dict(dropout_p=0.1), "dropout_p: has no meaning"), (dict(dropout="gaussian", dropout_p=1.0), "dropout_p: 1.0 is out of range"), (dict(dropout="guided", p_max=-0.1), "p_max"),
-    (dict(dropout="guided", p_min=0.2), "p_min: 0.2 is above"), (dict(dropout="guided", aggregate="max"), "aggregate: 'max'"), (dict(scores="x.json"), "scores: has no meaning"),
-    (dict(dropout="guided", scores="x.json"), "scores: 'x.json' cannot be read")])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(dropout="guide"), "dropout: 'guide' is unknown"),
+        (dict(dropout="nowhere.json"), "schedule: nowhere.json"),
+        (dict(dropout="constant"), "dropout_p: constant needs"),
+        (dict(dropout_p=0.1), "dropout_p: has no meaning"),
+        (dict(dropout="gaussian", dropout_p=1.0), "dropout_p: 1.0 is out of range"),
+        (dict(dropout="guided", p_max=-0.1), "p_max"),
+        (dict(dropout="guided", p_min=0.2), "p_min: 0.2 is above"),
+        (dict(dropout="guided", aggregate="max"), "aggregate: 'max'"),
+        (dict(scores="x.json"), "scores: has no meaning"),
+        (dict(dropout="guided", scores="x.json"), "scores: 'x.json' cannot be read"),
+    ],
+)
 def test_bad_settings_fail_at_once(wrong, message):
-    with pytest.raises(ValueError, match=message): RunConfig(**SMALL, **wrong)
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**SMALL, **wrong)

@@ -301,32 +301,53 @@ def test_an_exported_cell_folds_as_it_says(site):
     assert any("code-fold is given twice" in line for line in check_site.check(site, only=["nbs/00_core.ipynb"]))
 
 
-@pytest.mark.parametrize("text, value", [
-    ("a: yes", "yes"), ("a: true", True), ("a: 12:30", "12:30"), ("a: 2026-01-02", "2026-01-02"), ("a: 1", 1),
-    ("a: 1.5", 1.5), ("a:", None), ("a: '1'", "1"), ("a: [x, 2]", ["x", 2])])
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("a: yes", "yes"),
+        ("a: true", True),
+        ("a: 12:30", "12:30"),
+        ("a: 2026-01-02", "2026-01-02"),
+        ("a: 1", 1),
+        ("a: 1.5", 1.5),
+        ("a:", None),
+        ("a: '1'", "1"),
+        ("a: [x, 2]", ["x", 2]),
+    ],
+)
 def test_yaml_is_read_as_quarto_reads_it(text, value):
     found = check_site.read_yaml(text)["a"]
     assert found == value and type(found) is type(value)
 
 
-@pytest.mark.parametrize("text, address", [
-    ('<script src="https://a.example/x.js"></script>', "https://a.example/x.js"),
-    ("<script\n  defer\n  src=https://a.example/x.js></script>", "https://a.example/x.js"),
-    ("<link rel='stylesheet' href='//a.example/x.css'>", "//a.example/x.css"),
-    ('<link href="https://a.example/x.css" rel="stylesheet">', "https://a.example/x.css"),
-    ('<img alt="a" src="http://a.example/x.png">', "http://a.example/x.png"),
-    ('@import"https://a.example/css?family=A:wght@300;400"', "https://a.example/css?family=A:wght@300;400"),
-    ("@import url(https://a.example/x.css);", "https://a.example/x.css"),
-    ("@font-face { src: url('https://a.example/x.woff2') }", "https://a.example/x.woff2"),
-])
+@pytest.mark.parametrize(
+    "text, address",
+    [
+        ('<script src="https://a.example/x.js"></script>', "https://a.example/x.js"),
+        ("<script\n  defer\n  src=https://a.example/x.js></script>", "https://a.example/x.js"),
+        ("<link rel='stylesheet' href='//a.example/x.css'>", "//a.example/x.css"),
+        ('<link href="https://a.example/x.css" rel="stylesheet">', "https://a.example/x.css"),
+        ('<img alt="a" src="http://a.example/x.png">', "http://a.example/x.png"),
+        ('@import"https://a.example/css?family=A:wght@300;400"', "https://a.example/css?family=A:wght@300;400"),
+        ("@import url(https://a.example/x.css);", "https://a.example/x.css"),
+        ("@font-face { src: url('https://a.example/x.woff2') }", "https://a.example/x.woff2"),
+    ],
+)
 def test_what_is_loaded_from_another_host_is_seen(text, address):
     assert check_site.loaded_from_elsewhere(text) == [address]
 
 
-@pytest.mark.parametrize("text", [
-    '<a class="x" href="https://a.example/x.html">there</a>', '<img src="images/x.png" alt="from https://a.example/">',
-    '<link rel="canonical" href="https://a.example/">', "&lt;script src=\"https://a.example/x.js\"&gt;",
-    """url("data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg'/>")""", "see https://a.example/x.js"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<a class="x" href="https://a.example/x.html">there</a>',
+        '<img src="images/x.png" alt="from https://a.example/">',
+        '<link rel="canonical" href="https://a.example/">',
+        '&lt;script src="https://a.example/x.js"&gt;',
+        """url("data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg'/>")""",
+        "see https://a.example/x.js",
+    ],
+)
 def test_what_is_only_named_is_not_loaded(text):
     assert check_site.loaded_from_elsewhere(text) == []
 
@@ -337,9 +358,10 @@ def test_no_stored_output_loads_anything_from_another_host():
 
 
 def test_api_links_must_lead_to_an_anchor():
-    api, made = "https://small.example/small/nbs/", {
-        "cells": [{"cell_type": "markdown", "source": "[x](https://small.example/small/nbs/core.html#triple)"}]
-    }
+    api, made = (
+        "https://small.example/small/nbs/",
+        {"cells": [{"cell_type": "markdown", "source": "[x](https://small.example/small/nbs/core.html#triple)"}]},
+    )
     done = type("Done", (), {"returncode": 0, "stderr": "", "stdout": json.dumps(made)})
     assert check_site.check_filtered(Path("a.ipynb"), [], done, api, {"core.html": {"double"}}) == [
         "a.ipynb: filtered cell 0: the API link core.html#triple leads nowhere"
@@ -408,7 +430,9 @@ def test_readme_shows_tables_and_leaves_pictures_out(tmp_path):
     assert "\n| a |\n|---|\n| 1 |\n" in text and "Figure" not in text and "AAAA" not in text
 
 
-@pytest.mark.parametrize("text, said", [("{{< embed tables/main.ipynb#tbl-main >}}", "shortcode"), (r"$\operatorname{tr}S$", "mathrm")])
+@pytest.mark.parametrize(
+    "text, said", [("{{< embed tables/main.ipynb#tbl-main >}}", "shortcode"), (r"$\operatorname{tr}S$", "mathrm")]
+)
 def test_readme_refuses_what_it_cannot_show(tmp_path, text, said):
     write_notebook(tmp_path / "index.ipynb", [("markdown", text)])
     with pytest.raises(SystemExit, match=said):
@@ -416,7 +440,9 @@ def test_readme_refuses_what_it_cannot_show(tmp_path, text, said):
 
 
 def test_readme_links_of_a_computed_text_are_seen_from_above(tmp_path):
-    write_notebook(tmp_path / "index.ipynb", [("code", "#| echo: false\nMarkdown(text)", "see [the table](tables/main.ipynb)")])
+    write_notebook(
+        tmp_path / "index.ipynb", [("code", "#| echo: false\nMarkdown(text)", "see [the table](tables/main.ipynb)")]
+    )
     assert "see [the table](nbs/tables/main.ipynb)" in build_readme.readme(tmp_path / "index.ipynb")
 
 

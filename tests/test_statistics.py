@@ -11,8 +11,18 @@ from scipy import stats
 
 from isoreg import statistics
 from isoreg.statistics import (
-    equivalence, holm, mean_rank_correlation, missing_bounds, ratio_interval, score_error, seeds_needed, sign_flip,
-    smallest_p, t_interval, two_errors)
+    equivalence,
+    holm,
+    mean_rank_correlation,
+    missing_bounds,
+    ratio_interval,
+    score_error,
+    seeds_needed,
+    sign_flip,
+    smallest_p,
+    t_interval,
+    two_errors,
+)
 
 
 @given(
@@ -28,7 +38,8 @@ def test_t_interval_is_that_of_scipy(values, level):
 
 def test_no_interval_from_nothing():
     assert all(math.isnan(x) for v in ([], [1.0], [0.7] * 5) for x in t_interval(v))
-    with pytest.raises(ValueError, match="level: "): t_interval([1, 2], 95)
+    with pytest.raises(ValueError, match="level: "):
+        t_interval([1, 2], 95)
 
 
 def test_the_t_interval_covers_and_the_bootstrap_does_not():
@@ -68,7 +79,8 @@ def test_many_pairs_are_sampled_and_it_is_said():
         and p == pytest.approx(stats.ttest_1samp(d, 0).pvalue, rel=0.15)
         and sign_flip(d) == (p, how)
     )
-    with pytest.raises(ValueError, match="differences: "): sign_flip([0.1, float("nan")])
+    with pytest.raises(ValueError, match="differences: "):
+        sign_flip([0.1, float("nan")])
     assert sign_flip([1e-17] * 5)[0] == 1  # equal but for rounding, as compare says too
     assert sign_flip([])[1] == "no pair" and sign_flip([0.3])[0] == 1
 
@@ -96,7 +108,8 @@ def test_no_sampled_p_is_below_the_smallest(n):
 
 @pytest.mark.parametrize("p", [0.5, [[0.1, 0.2]], [2, 0.1], [-0.1]])
 def test_holm_wants_a_list_of_probabilities(p):
-    with pytest.raises(ValueError, match="p: "): holm(p)
+    with pytest.raises(ValueError, match="p: "):
+        holm(p)
 
 
 def test_holm_on_a_known_example():
@@ -174,7 +187,8 @@ def test_row_error_widens_and_is_asked_for():
         dict(differences=[d], row_errors=[]),
         dict(differences=[[0.1]], row_errors=[0.1]),
     ):
-        with pytest.raises(ValueError, match="row_errors|differences"): two_errors(**bad)
+        with pytest.raises(ValueError, match="row_errors|differences"):
+            two_errors(**bad)
 
 
 # ---- a share of a gain, and equivalence
@@ -186,8 +200,9 @@ def made_up_pairs(rng, seeds, truth, tasks):
     return [np.c_[truth * gain + spread * a, gain + spread * b] for (gain, spread), (a, b) in zip(tasks, z)]
 
 
-@pytest.mark.parametrize("truth, tasks", [(0.5, [(0.03, 0.02), (0.02, 0.01)]), (-0.2, [(0.03, 0.01)]),
-                                          (1.5, [(0.05, 0.02)] * 3)])
+@pytest.mark.parametrize(
+    "truth, tasks", [(0.5, [(0.03, 0.02), (0.02, 0.01)]), (-0.2, [(0.03, 0.01)]), (1.5, [(0.05, 0.02)] * 3)]
+)
 def test_fieller_holds_the_ratio_as_often_as_it_says(truth, tasks):
     "Eight seeds, 2000 samples: a standard error of 0.5 points."
     rng, held = np.random.default_rng(0), 0
@@ -204,8 +219,10 @@ def test_fieller_on_one_task_is_where_a_t_test_of_a_less_ratio_times_b_turns(see
     (pair,) = made_up_pairs(np.random.default_rng(seed), n, 0.5, [(0.05, 0.01)])
     ratio, *bounds = ratio_interval([pair])
     assert ratio == pytest.approx(pair[:, 0].mean() / pair[:, 1].mean())
-    if math.isinf(bounds[0]): return
-    for bound in bounds: assert stats.ttest_1samp(pair[:, 0] - bound * pair[:, 1], 0).pvalue == pytest.approx(0.05)
+    if math.isinf(bounds[0]):
+        return
+    for bound in bounds:
+        assert stats.ttest_1samp(pair[:, 0] - bound * pair[:, 1], 0).pvalue == pytest.approx(0.05)
 
 
 def test_fieller_has_no_bounds_where_the_denominator_may_be_zero():
@@ -227,7 +244,8 @@ def test_equivalence_is_the_90_percent_interval_within_the_margin(seed, margin):
     within = -margin <= found["low"] and found["high"] <= margin
     assert within == (equivalence(found, margin) <= 0.05)
     assert equivalence(found | {"difference": -found["difference"]}, margin) == equivalence(found, margin)
-    with pytest.raises(ValueError, match="margin: "): equivalence(found, 0)
+    with pytest.raises(ValueError, match="margin: "):
+        equivalence(found, 0)
 
 
 # ---- what a score and a missing run leave open
@@ -247,10 +265,12 @@ def test_bounds_hold_whatever_a_failed_run_would_have_scored(rows):
     a, b, lost_a, lost_b = (np.array(c) for c in zip(*rows))
     least, most = missing_bounds(np.where(lost_a, np.nan, a), np.where(lost_b, np.nan, b), [0.0, 1.0])
     assert least - 1e-12 <= (a - b).mean() <= most + 1e-12
-    if not (lost_a | lost_b).any(): assert least == most == pytest.approx((a - b).mean())
+    if not (lost_a | lost_b).any():
+        assert least == most == pytest.approx((a - b).mean())
 
 
-def test_nothing_is_known_of_nothing(): assert all(map(math.isnan, missing_bounds([float("nan")], [float("nan")])))
+def test_nothing_is_known_of_nothing():
+    assert all(map(math.isnan, missing_bounds([float("nan")], [float("nan")])))
 
 
 @pytest.mark.parametrize("kind, theirs", [("spearman", stats.spearmanr), ("kendall", stats.kendalltau)])
@@ -260,5 +280,7 @@ def test_mean_rank_correlation_is_that_of_scipy(kind, theirs):
     each = [theirs(x, y).statistic for x, y in pairs]
     np.testing.assert_allclose(found["each"], each)
     np.testing.assert_allclose([found["low"], found["high"]], np.clip(t_interval(each), -1, 1))
-    with pytest.raises(ValueError, match="pairs: no seed"): mean_rank_correlation([([1, 2], [1, 2])])
-    with pytest.raises(ValueError, match="kind: 'pearson'"): mean_rank_correlation(pairs, "pearson")
+    with pytest.raises(ValueError, match="pairs: no seed"):
+        mean_rank_correlation([([1, 2], [1, 2])])
+    with pytest.raises(ValueError, match="kind: 'pearson'"):
+        mean_rank_correlation(pairs, "pearson")

@@ -1,4 +1,5 @@
 """The runs of a grid: what a kill leaves, who does what."""
+
 import dataclasses
 import errno
 import json
@@ -20,7 +21,22 @@ from isoreg.config import GeometryConfig, RunConfig
 from isoreg.grid import Run, expand, load_grid
 from isoreg.notebook import KernelDied, error_words
 from isoreg.sweep import (
-    Folder, Local, OnRay, Outcome, _on_node, _receive, find_gpus, is_disk_full, plan_jobs, publish, restore, set_aside, status, sweep, time_left)
+    Folder,
+    Local,
+    OnRay,
+    Outcome,
+    _on_node,
+    _receive,
+    find_gpus,
+    is_disk_full,
+    plan_jobs,
+    publish,
+    restore,
+    set_aside,
+    status,
+    sweep,
+    time_left,
+)
 
 invoke = lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
 TINY = "{max_train: 32, max_eval: 20, epochs: 1, lam: -0.1}"
@@ -40,12 +56,25 @@ def grid(path, text):
 def stub(folder, name="g", wait=0.05, tasks="[a, b]", seeds="[0, 1]", extra=""):
     "A grid of stub runs; its log is folder/log."
     sweep_stub.enter(folder)
-    return grid(folder / f"{name}.yaml", f"notebook: stub\nfixed: {{wait: {wait}, log: {folder / 'log'}}}\naxes: {{task: {tasks}, seed: {seeds}}}\n{extra}")
+    return grid(
+        folder / f"{name}.yaml",
+        f"notebook: stub\nfixed: {{wait: {wait}, log: {folder / 'log'}}}\naxes: {{task: {tasks}, seed: {seeds}}}\n{extra}",  # noqa: E501
+    )
 
 
 def start(path, out, **options):
-    return subprocess.Popen([sys.executable, sweep_stub.__file__, str(path), str(out), *(f"{k}={json.dumps(v)}" for k, v in options.items())],
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [
+            sys.executable,
+            sweep_stub.__file__,
+            str(path),
+            str(out),
+            *(f"{k}={json.dumps(v)}" for k, v in options.items()),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish(path, out, **options):
@@ -61,10 +90,12 @@ def wait_for(condition, seconds=300):
         time.sleep(0.05)
 
 
-def records(out): return {p.parent.name: json.loads(p.read_text()) for p in Path(out).glob("*/record.json")}
+def records(out):
+    return {p.parent.name: json.loads(p.read_text()) for p in Path(out).glob("*/record.json")}
 
 
-def logged(folder, word): return sorted(line.split()[1] for line in (folder / "log").read_text().splitlines() if line.startswith(word))
+def logged(folder, word):
+    return sorted(line.split()[1] for line in (folder / "log").read_text().splitlines() if line.startswith(word))
 
 
 # Who does what, and what a death leaves
@@ -86,8 +117,12 @@ def test_runs_are_done_once_found_again_and_duplicates_are_one(tmp_path):
     for run in plan.runs:
         assert sorted(p.name for p in (tmp_path / "out" / run.key).iterdir()) == ["notebook.ipynb", "record.json"]
         notebook = json.loads((tmp_path / "out" / run.key / "notebook.ipynb").read_text())
-        printed = "".join(o["text"] if isinstance(o["text"], str) else "".join(o["text"]) for o in notebook["cells"][-1]["outputs"])
-        assert "[]" in printed and printed.split()[-1] == "6"  # nothing left over from the run before: no name, and In holds "" and the five cells
+        printed = "".join(
+            o["text"] if isinstance(o["text"], str) else "".join(o["text"]) for o in notebook["cells"][-1]["outputs"]
+        )
+        assert (
+            "[]" in printed and printed.split()[-1] == "6"
+        )  # nothing left over from the run before: no name, and In holds "" and the five cells
     assert not any((tmp_path / "out" / ".sweep" / "part").iterdir())
     assert finish(path, tmp_path / "out")[0] == 0 and len(logged(tmp_path, "start")) == 4
 
@@ -119,7 +154,9 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(tmp_path):
     assert records(out) == records(tmp_path / "whole") and len(records(out)) == 18
     assert all(records(out)[k] == v for k, v in before.items())
     made = [k for k in logged(tmp_path, "record")]
-    assert max(made.count(k) for k in set(made)) <= 2 and kills.count("sweep") >= 3  # once here, once in the uninterrupted folder
+    assert (
+        max(made.count(k) for k in set(made)) <= 2 and kills.count("sweep") >= 3
+    )  # once here, once in the uninterrupted folder
 
 
 def test_two_sweeps_share_a_folder(tmp_path):
@@ -131,11 +168,15 @@ def test_two_sweeps_share_a_folder(tmp_path):
         assert all("to do" in p.stdout.readline() for p in (one, two))
     assert (one.wait(300), two.wait(300)) == (1, 1)
     made = logged(tmp_path, "start")
-    assert made.count(bad) == 2 and json.loads((folder.out / bad / "failed.json").read_text())["attempts"] == 2  # two attempts, not two each
+    assert (
+        made.count(bad) == 2 and json.loads((folder.out / bad / "failed.json").read_text())["attempts"] == 2
+    )  # two attempts, not two each
     made = [k for k in made if k != bad]
     assert len(made) == len(set(made)) == len(records(tmp_path / "out")) == 8
     said = [p.stdout.read() for p in (one, two)]
-    assert all("done: " in s for s in said) and sum("failed in another sweep meanwhile" in s for s in said) == 1  # both had a part of it
+    assert (
+        all("done: " in s for s in said) and sum("failed in another sweep meanwhile" in s for s in said) == 1
+    )  # both had a part of it
 
 
 def test_a_kernel_that_outlives_its_sweep_keeps_its_lock(tmp_path):
@@ -160,9 +201,13 @@ def test_a_kernel_that_outlives_its_sweep_keeps_its_lock(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_the_workers(tmp_path, number):
     path = stub(tmp_path, wait=30)
-    before = signal.signal(number, signal.SIG_DFL)  # a test run in the background of a script has SIGINT ignored, and hands that on
-    try: process = start(path, tmp_path / "out", jobs=2)
-    finally: signal.signal(number, before)
+    before = signal.signal(
+        number, signal.SIG_DFL
+    )  # a test run in the background of a script has SIGINT ignored, and hands that on
+    try:
+        process = start(path, tmp_path / "out", jobs=2)
+    finally:
+        signal.signal(number, before)
     wait_for(lambda: len(psutil.Process(process.pid).children()) == 2 and (tmp_path / "log").exists())
     kernels = psutil.Process(process.pid).children()
     process.send_signal(number)
@@ -174,8 +219,10 @@ def test_interrupt_ends_the_workers(tmp_path, number):
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
     path = stub(tmp_path, wait=1, tasks="[a]", seeds="[0]")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-    try: process = start(path, tmp_path / "out", jobs=1)
-    finally: signal.signal(signal.SIGHUP, before)
+    try:
+        process = start(path, tmp_path / "out", jobs=1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     wait_for(lambda: (tmp_path / "log").exists())
     process.send_signal(signal.SIGHUP)
     assert process.wait(300) == 0 and len(records(tmp_path / "out")) == 1
@@ -189,7 +236,9 @@ def test_the_record_of_an_orphan_that_ends_just_now_is_kept(tmp_path):
         process = start(path, folder.out, jobs=1)
         assert "1 to do" in process.stdout.readline()
         folder.part(run.key).mkdir(parents=True)
-        (folder.part(run.key) / "record.json").write_text(json.dumps({"key": run.key, "status": "done", "config": run.config}))
+        (folder.part(run.key) / "record.json").write_text(
+            json.dumps({"key": run.key, "status": "done", "config": run.config})
+        )
     assert process.wait(300) == 0 and f"found: {run.key}" in process.stdout.read()
     assert folder.record(run) is not None and not folder.part(run.key).exists() and not (tmp_path / "log").exists()
 
@@ -200,13 +249,15 @@ def test_the_record_of_an_orphan_that_ends_just_now_is_kept(tmp_path):
 def test_records_that_cannot_be_read_are_none(tmp_path):
     path, folder = stub(tmp_path), Folder(tmp_path / "out")
     run = expand(load_grid(path)).runs[0]
-    for name in ("record.json", "failed.json"): (folder.out / run.key / name).mkdir(parents=True)
+    for name in ("record.json", "failed.json"):
+        (folder.out / run.key / name).mkdir(parents=True)
     assert folder.record(run) is None and folder.failure(run.key) is None and run.key not in status(folder.out)["done"]
 
 
 def told(plan, folder, jobs=1):
     "Tell `isoreg status` of a plan, as a sweep does that is killed at once."
     from isoreg.sweep import _look, _write_plan
+
     executor = Local()
     executor.jobs = jobs
     _write_plan(_look(plan, folder, executor, False, print))
@@ -217,7 +268,8 @@ def test_status_knows_each_choice_and_checks_as_the_sweep_does(tmp_path):
     plan, more = expand(load_grid(path)), expand(load_grid(path), overrides={"seed": [7]})
     assert sweep(dataclasses.replace(plan, runs=plan.runs[:1]), out).code == 0
     folder = Folder(out)
-    for p in (plan, more): told(p, folder, jobs=5)
+    for p in (plan, more):
+        told(p, folder, jobs=5)
     s = status(out)
     assert len(s["missing"]) == 3 + 2 and len(s["grids"]) == 3 and s["done"] == [plan.runs[0].key]
     mean = records(out)[plan.runs[0].key]["total_seconds"]
@@ -226,7 +278,10 @@ def test_status_knows_each_choice_and_checks_as_the_sweep_does(tmp_path):
         s = status(out)
         assert s["left"] == pytest.approx(5 * mean / 2) and len(s["running"]) == 2 and len(s["missing"]) == 3
     record = records(out)[plan.runs[0].key]
-    for wrong in (record | {"config": record["config"] | {"wait": 9.0}}, {k: v for k, v in record.items() if k != "status"}):
+    for wrong in (
+        record | {"config": record["config"] | {"wait": 9.0}},
+        {k: v for k, v in record.items() if k != "status"},
+    ):
         (out / record["key"] / "record.json").write_text(json.dumps(wrong))
         assert status(out)["done"] == [] and folder.record(plan.runs[0]) is None
 
@@ -236,12 +291,15 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     plan = expand(load_grid(path))
     assert sweep(dataclasses.replace(plan, runs=plan.runs[:1]), out).code == 0
 
-    def refuse(*a, **k): raise OSError(errno.EROFS, "Read-only file system")
+    def refuse(*a, **k):
+        raise OSError(errno.EROFS, "Read-only file system")
+
     monkeypatch.setattr("isoreg.sweep.FileLock.acquire", refuse)
     monkeypatch.setattr("isoreg.sweep.tempfile.TemporaryFile", refuse)
     (Folder(out).home / "locks" / "other.claim").touch()
     assert status(out)["running"] == [] and len(status(out)["done"]) == 1
-    with pytest.raises(ValueError, match="out: cannot write to .*give a folder that can be written"): sweep(plan, out)
+    with pytest.raises(ValueError, match="out: cannot write to .*give a folder that can be written"):
+        sweep(plan, out)
 
 
 def test_runs_without_a_number_are_told(tmp_path):
@@ -262,7 +320,9 @@ def test_truncated_and_foreign_records_are_set_aside(tmp_path):
     a, b, c, _ = sorted(good)
     (out / a / "record.json").write_text(json.dumps(good[a])[:40])
     (out / b / "record.json").write_text(json.dumps(good[c]))  # whole, but another's
-    (out / c / "record.json").write_text(json.dumps(good[c] | {"config": good[c]["config"] | {"wait": 7.0}}))  # says its key, and other parameters
+    (out / c / "record.json").write_text(
+        json.dumps(good[c] | {"config": good[c]["config"] | {"wait": 7.0}})
+    )  # says its key, and other parameters
     code, output = finish(path, out, jobs=1)
     assert code == 0 and records(out) == good and output.count("not a record of this run") == 3
     assert json.loads((out / b / "record.aside-1.json").read_text())["key"] == c
@@ -272,7 +332,8 @@ def test_truncated_and_foreign_records_are_set_aside(tmp_path):
 def test_what_a_killed_attempt_said_does_not_hide_the_next_one(tmp_path):
     folder, key = Folder(tmp_path), "mine"
     says = {"part": folder.part(key), "own": folder.out / key}  # of a sweep, of isoreg run
-    for place in says.values(): place.mkdir(parents=True)
+    for place in says.values():
+        place.mkdir(parents=True)
     for last in ("own", "part"):
         for stamp, name in enumerate(sorted(says, key=lambda n: n == last)):
             (says[name] / "progress.json").write_text(json.dumps({"stage": name}))
@@ -280,18 +341,22 @@ def test_what_a_killed_attempt_said_does_not_hide_the_next_one(tmp_path):
         with folder.lock(key):
             assert status(tmp_path)["running"] == [{"key": key, "stage": last}]
     (says["part"] / "progress.json").write_text("{")  # killed while it wrote
-    with folder.lock(key, "node"): assert status(tmp_path)["running"] == [{"key": key, "stage": "own"}]
+    with folder.lock(key, "node"):
+        assert status(tmp_path)["running"] == [{"key": key, "stage": "own"}]
 
 
 def test_a_surface_of_other_scores_is_not_done(tmp_path, monkeypatch):
     "The key of a surface is of the path of its Fisher scores; what is in the file is told by the digest in the record."
     from isoreg.config import LandscapeConfig, scores_source
+
     monkeypatch.chdir(tmp_path)
     (tmp_path / "f").mkdir()
     write = lambda value: (tmp_path / "f" / "record.json").write_text(json.dumps({"tensor_scores": {"a": value}}))
     write(1.0)
     config = LandscapeConfig(subset="top", fisher="f")
-    path = grid(tmp_path / "g.yaml", "notebook: landscape\nfixed: {subset: top, fisher: f}\naxes: {direction_seed: [0, 1]}\n")
+    path = grid(
+        tmp_path / "g.yaml", "notebook: landscape\nfixed: {subset: top, fisher: f}\naxes: {direction_seed: [0, 1]}\n"
+    )
     plan, folder = expand(load_grid(path)), Folder(tmp_path / "out")
     run = plan.runs[0]
     assert run.key == config.key
@@ -299,9 +364,14 @@ def test_a_surface_of_other_scores_is_not_done(tmp_path, monkeypatch):
     record, file = old | {"fisher_sha256": scores_source("f")["sha256"]}, folder.out / run.key / "record.json"
     (tmp_path / "all.jsonl").write_text(json.dumps(record) + "\n")
     file.parent.mkdir(parents=True)
-    stands = lambda: (folder.record(run) is not None, run.key in status(folder.out)["done"], restore(tmp_path / "all.jsonl", plan, tmp_path / "new", dry_run=True) == {run.key})
+    stands = lambda: (
+        folder.record(run) is not None,
+        run.key in status(folder.out)["done"],
+        restore(tmp_path / "all.jsonl", plan, tmp_path / "new", dry_run=True) == {run.key},
+    )
     for planned in (False, True):
-        if planned: told(plan, folder)
+        if planned:
+            told(plan, folder)
         file.write_text(json.dumps(record))
         write(1.0)
         assert stands() == (True, True, True) and set_aside(folder, run) is None
@@ -312,10 +382,18 @@ def test_a_surface_of_other_scores_is_not_done(tmp_path, monkeypatch):
         assert stands()[:2] == (True, True)
         file.write_text(json.dumps(old | {"fisher_sha256": None}))
         assert stands()[:2] == (True, True)
-    file.write_text(json.dumps(record | {"config": {k: v for k, v in run.config.items() if k != "hessian"}}))  # older settings, filled in by the class
-    assert folder.record(run) is None and "0 done, 2 to do" in invoke("sweep", path, "--dry-run", "--out", folder.out).output
+    file.write_text(
+        json.dumps(record | {"config": {k: v for k, v in run.config.items() if k != "hessian"}})
+    )  # older settings, filled in by the class
+    assert (
+        folder.record(run) is None
+        and "0 done, 2 to do" in invoke("sweep", path, "--dry-run", "--out", folder.out).output
+    )
     write(1.0)
-    assert folder.record(run) is not None and "1 done, 1 to do" in invoke("sweep", path, "--dry-run", "--out", folder.out).output
+    assert (
+        folder.record(run) is not None
+        and "1 done, 1 to do" in invoke("sweep", path, "--dry-run", "--out", folder.out).output
+    )
     write(2.0)
     assert set_aside(folder, run).name == "record.aside-1.json"
     file.write_text(json.dumps(record))
@@ -329,16 +407,25 @@ def test_publish_can_be_cut_anywhere(tmp_path):
     run = expand(load_grid(path)).runs[0]
     part = folder.part(run.key)
     (part / "full").mkdir(parents=True)
-    for name in ("notebook.ipynb", "full/x", "progress.json", "record.jsonab.tmp"): (part / name).write_text(name)
+    for name in ("notebook.ipynb", "full/x", "progress.json", "record.jsonab.tmp"):
+        (part / name).write_text(name)
     (part / "record.json").write_text(json.dumps({"key": run.key, "status": "done", "config": run.config}))
     (folder.out / run.key / "full").mkdir(parents=True)  # left by a call that was cut before
     (folder.out / run.key / "full" / "old").write_text("old")
     (folder.out / run.key / "notebook.ipynb").write_text("old")
     report = sweep(dataclasses.replace(expand(load_grid(path)), runs=(run,)), folder.out)
     assert [o.status for o in report.done] == ["found"] and not (tmp_path / "log").exists()  # moved, not computed
-    assert sorted(p.relative_to(folder.out / run.key).as_posix() for p in (folder.out / run.key).rglob("*")) == ["full", "full/x", "notebook.ipynb", "record.json"]
+    assert sorted(p.relative_to(folder.out / run.key).as_posix() for p in (folder.out / run.key).rglob("*")) == [
+        "full",
+        "full/x",
+        "notebook.ipynb",
+        "record.json",
+    ]
     assert not part.exists() and (folder.out / run.key / "notebook.ipynb").read_text() == "notebook.ipynb"
-    assert set_aside(folder, run) is None and sweep(dataclasses.replace(expand(load_grid(path)), runs=(run,)), folder.out).found == 1
+    assert (
+        set_aside(folder, run) is None
+        and sweep(dataclasses.replace(expand(load_grid(path)), runs=(run,)), folder.out).found == 1
+    )
 
 
 # Failures
@@ -346,37 +433,74 @@ def test_publish_can_be_cut_anywhere(tmp_path):
 
 def test_a_failure_is_told_in_the_same_words_by_both_commands():
     from papermill import PapermillExecutionError
-    assert error_words(PapermillExecutionError(1, 1, "", "ValueError", " no \n", ["\x1b[31mTraceback\x1b[0m", "ValueError: no"])) == ("ValueError: no", "Traceback\nValueError: no")
-    assert error_words(KernelDied(-9, "last words")) == ("KernelDied: the kernel died with signal 9 (SIGKILL): out of memory, or killed by somebody", "last words")
-    assert error_words(KernelDied(-11))[0].endswith("signal 11 (SIGSEGV)") and error_words(KernelDied(7))[0].endswith("exit code 7")
-    try: raise OSError("no room")
-    except OSError as error: message, trace = error_words(error)
+
+    assert error_words(
+        PapermillExecutionError(1, 1, "", "ValueError", " no \n", ["\x1b[31mTraceback\x1b[0m", "ValueError: no"])
+    ) == ("ValueError: no", "Traceback\nValueError: no")
+    assert error_words(KernelDied(-9, "last words")) == (
+        "KernelDied: the kernel died with signal 9 (SIGKILL): out of memory, or killed by somebody",
+        "last words",
+    )
+    assert error_words(KernelDied(-11))[0].endswith("signal 11 (SIGSEGV)") and error_words(KernelDied(7))[0].endswith(
+        "exit code 7"
+    )
+    try:
+        raise OSError("no room")
+    except OSError as error:
+        message, trace = error_words(error)
     assert message == "OSError: no room" and trace.startswith("Traceback") and "raise OSError" in trace
 
 
 def test_failed_run_is_reported_and_taken_up_on_demand(tmp_path):
     "What died is tried twice; what was refused is not."
-    path, out = stub(tmp_path, extra="include:\n  - {task: bad, fail: always}\n  - {task: shaky, fail: once}\n  - {task: dead, fail: die}\n  - {task: killed, fail: kill}\n"), tmp_path / "out"
+    path, out = (
+        stub(
+            tmp_path,
+            extra="include:\n  - {task: bad, fail: always}\n  - {task: shaky, fail: once}\n  - {task: dead, fail: die}\n  - {task: killed, fail: kill}\n",  # noqa: E501
+        ),
+        tmp_path / "out",
+    )
     code, output = finish(path, out, jobs=2)
     runs = {r.config["task"]: r for r in expand(load_grid(path)).runs}
     tries = lambda: [logged(tmp_path, "start").count(runs[task].key) for task in ("bad", "shaky", "dead", "killed")]
     assert code == 1 and len(records(out)) == 5 and tries() == [1, 2, 2, 2], output
-    failure, dead, killed = (json.loads((out / runs[task].key / "failed.json").read_text()) for task in ("bad", "dead", "killed"))
+    failure, dead, killed = (
+        json.loads((out / runs[task].key / "failed.json").read_text()) for task in ("bad", "dead", "killed")
+    )
     assert failure["error"] == "ValueError: this run cannot work" and failure["attempts"] == 1 and dead["attempts"] == 2
     assert "def work" in failure["traceback"] or "work(" in failure["traceback"]
     assert not any((out / ".sweep" / "part").iterdir())
-    assert Path(failure["notebook"]) == out / runs["bad"].key / "notebook.ipynb" and "this run cannot work" in Path(failure["notebook"]).read_text()
-    assert "kernel died with exit code 9" in dead["error"] and "SIGKILL): out of memory, or killed" in killed["error"] and "last words" in killed["traceback"]
+    assert (
+        Path(failure["notebook"]) == out / runs["bad"].key / "notebook.ipynb"
+        and "this run cannot work" in Path(failure["notebook"]).read_text()
+    )
+    assert (
+        "kernel died with exit code 9" in dead["error"]
+        and "SIGKILL): out of memory, or killed" in killed["error"]
+        and "last words" in killed["traceback"]
+    )
     s = status(out)
-    assert set(s["failed"]) == {runs[task].key for task in ("bad", "dead", "killed")} and len(s["done"]) == 5 and s["missing"] == [] and s["running"] == []
+    assert (
+        set(s["failed"]) == {runs[task].key for task in ("bad", "dead", "killed")}
+        and len(s["done"]) == 5
+        and s["missing"] == []
+        and s["running"] == []
+    )
     report = sweep(expand(load_grid(path)), out)  # a plain one reports and does not try
-    assert report.code == 1 and set(report.failed) == set(s["failed"]) and "this run cannot work" in report.failed[runs["bad"].key]["traceback"]
+    assert (
+        report.code == 1
+        and set(report.failed) == set(s["failed"])
+        and "this run cannot work" in report.failed[runs["bad"].key]["traceback"]
+    )
     assert tries() == [1, 2, 2, 2]
     assert finish(path, out, jobs=1, retry_failed=True)[0] == 1 and tries() == [2, 2, 4, 4]
 
 
 def test_a_failure_that_was_mended_is_forgotten(tmp_path):
-    path, out = stub(tmp_path, tasks="[a]", seeds="[0, 1]", extra="include: [{task: shaky, fail: once}]\n"), tmp_path / "out"
+    path, out = (
+        stub(tmp_path, tasks="[a]", seeds="[0, 1]", extra="include: [{task: shaky, fail: once}]\n"),
+        tmp_path / "out",
+    )
     run = expand(load_grid(path)).runs[-1]
     (out / run.key).mkdir(parents=True)
     (out / run.key / "failed.json").write_text(json.dumps({"key": run.key, "error": "x"}))
@@ -393,7 +517,9 @@ def test_full_disk_under_the_notebook_stops_the_sweep(tmp_path):
     (part / "notebook.ipynb").symlink_to("/dev/full")  # what papermill writes meets a device without room
     code, output = finish(path, out, jobs=1)
     assert code == 1 and "the disk is full" in output and "No space left" in output and "same command again" in output
-    assert len(records(out)) == 1 and not list(out.glob("*/failed.json")) and logged(tmp_path, "start").count(run.key) == 0
+    assert (
+        len(records(out)) == 1 and not list(out.glob("*/failed.json")) and logged(tmp_path, "start").count(run.key) == 0
+    )
     (part / "notebook.ipynb").unlink()
     assert finish(path, out, jobs=1)[0] == 0 and len(records(out)) == 4
 
@@ -401,7 +527,12 @@ def test_full_disk_under_the_notebook_stops_the_sweep(tmp_path):
 def test_full_disk_in_the_kernel_and_before_the_start(tmp_path, monkeypatch):
     path = stub(tmp_path, tasks="[a]", seeds="[0, 1]", extra="include: [{task: b, fail: full}]\n")
     code, output = finish(path, tmp_path / "out", jobs=1)
-    assert code == 1 and "stopped: the disk is full" in output and len(records(tmp_path / "out")) == 2 and not list((tmp_path / "out").glob("*/failed.json"))
+    assert (
+        code == 1
+        and "stopped: the disk is full" in output
+        and len(records(tmp_path / "out")) == 2
+        and not list((tmp_path / "out").glob("*/failed.json"))
+    )
     usage = type("Usage", (), {"free": 2**20})
     monkeypatch.setattr("isoreg.sweep.shutil.disk_usage", lambda p: usage)
     result = invoke("sweep", "toy", "--out", tmp_path / "other")
@@ -415,9 +546,14 @@ def test_full_disk_in_the_kernel_and_before_the_start(tmp_path, monkeypatch):
 def test_workers_and_threads():
     assert plan_jobs(16) == (16, 1) and plan_jobs(16, jobs=3) == (3, 5) and plan_jobs(2, jobs=8) == (8, 1)
     assert plan_jobs(8, ram_mib=5000) == (2, 4) and plan_jobs(8, ram_mib=100) == (1, 8)
-    assert plan_jobs(32, gpus=2) == (2, 16) and plan_jobs(32, gpus=2, jobs=18) == (18, 1) and plan_jobs(1, gpus=4) == (1, 1)
+    assert (
+        plan_jobs(32, gpus=2) == (2, 16)
+        and plan_jobs(32, gpus=2, jobs=18) == (18, 1)
+        and plan_jobs(1, gpus=4) == (1, 1)
+    )
     for make in (lambda: plan_jobs(4, jobs=0), lambda: Local(0)):
-        with pytest.raises(ValueError, match="jobs: 0"): make()
+        with pytest.raises(ValueError, match="jobs: 0"):
+            make()
 
 
 @pytest.mark.parametrize("jobs, gpus", [(2, {"0", "1"}), (3, {"0", "1"}), (None, {"0", "1"})])
@@ -433,6 +569,7 @@ def test_each_worker_has_a_gpu_in_turn(tmp_path, monkeypatch, jobs, gpus):
 
 def test_measurements_say_their_peak(monkeypatch):
     from isoreg import measure
+
     called = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: called.append(1))
@@ -444,7 +581,9 @@ def test_measurements_say_their_peak(monkeypatch):
 
 def test_gpus_are_found_without_touching_them(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-aa)'; echo '  MIG 1g.18gb Device 0: (UUID: MIG-5c)'; echo 'GPU 1: NVIDIA H200 (UUID: GPU-bb)'\n")
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-aa)'; echo '  MIG 1g.18gb Device 0: (UUID: MIG-5c)'; echo 'GPU 1: NVIDIA H200 (UUID: GPU-bb)'\n"  # noqa: E501
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -465,15 +604,26 @@ def test_time_left():
 
 
 def test_node_that_does_not_see_the_folder_sends_its_files(tmp_path):
-    path, folder = stub(tmp_path, tasks="[a]", seeds="[0]", extra="include: [{task: bad, fail: always}]\n"), Folder(tmp_path / "out")
+    path, folder = (
+        stub(tmp_path, tasks="[a]", seeds="[0]", extra="include: [{task: bad, fail: always}]\n"),
+        Folder(tmp_path / "out"),
+    )
     good, bad = expand(load_grid(path)).runs
     outcome = _on_node(good, str(tmp_path / "elsewhere"), "token", str(tmp_path), {})
-    assert outcome.status == "done" and set(outcome.files) == {"record.json", "notebook.ipynb"} and not (tmp_path / "elsewhere").exists()
+    assert (
+        outcome.status == "done"
+        and set(outcome.files) == {"record.json", "notebook.ipynb"}
+        and not (tmp_path / "elsewhere").exists()
+    )
     _receive(folder, outcome)
     publish(folder, good)
     assert folder.record(good)["key"] == good.key
     outcome = _on_node(bad, str(tmp_path / "elsewhere"), "token", str(tmp_path), {})
-    assert (outcome.status, outcome.error, set(outcome.files)) == ("failed", "ValueError: this run cannot work", {"notebook.ipynb"})
+    assert (outcome.status, outcome.error, set(outcome.files)) == (
+        "failed",
+        "ValueError: this run cannot work",
+        {"notebook.ipynb"},
+    )
 
 
 def test_a_node_that_sees_the_folder_leaves_a_run_to_the_kernel_that_has_it(tmp_path):
@@ -495,29 +645,43 @@ def test_a_node_that_sees_the_folder_leaves_a_run_to_the_kernel_that_has_it(tmp_
 
 class Nodes:
     "An executor whose nodes do not see the folder, as those of Ray; the first task is lost."
+
     jobs = 1
 
-    def __init__(self): self.asked = []
+    def __init__(self):
+        self.asked = []
 
-    def start(self, folder, runs): return "on nodes"
+    def start(self, folder, runs):
+        return "on nodes"
 
     def submit(self, run, claim):
         from concurrent.futures import Future
+
         self.asked.append(run.key)
         future = Future()
-        if len(self.asked) == 1: future.set_exception(RuntimeError("the node is gone"))
-        else: future.set_result(_on_node(run, "/nowhere", "token", "/nowhere", {}))
+        if len(self.asked) == 1:
+            future.set_exception(RuntimeError("the node is gone"))
+        else:
+            future.set_result(_on_node(run, "/nowhere", "token", "/nowhere", {}))
         return future
 
-    def stop(self): pass
+    def stop(self):
+        pass
 
 
 def test_what_nodes_send_is_moved_into_place_and_a_lost_task_is_repeated(tmp_path):
-    path, out, nodes = stub(tmp_path, tasks="[a]", seeds="[0]", extra="include: [{task: bad, fail: always}]\n"), tmp_path / "out", Nodes()
+    path, out, nodes = (
+        stub(tmp_path, tasks="[a]", seeds="[0]", extra="include: [{task: bad, fail: always}]\n"),
+        tmp_path / "out",
+        Nodes(),
+    )
     good, bad = expand(load_grid(path)).runs
     report = sweep(expand(load_grid(path)), out, nodes)
     assert nodes.asked == [good.key, good.key, bad.key] and set(records(out)) == {good.key}
-    assert report.failed[bad.key]["error"] == "ValueError: this run cannot work" and Path(report.failed[bad.key]["notebook"]).is_file()
+    assert (
+        report.failed[bad.key]["error"] == "ValueError: this run cannot work"
+        and Path(report.failed[bad.key]["notebook"]).is_file()
+    )
     assert not any((out / ".sweep" / "part").iterdir()) and not Folder(out).is_held(good.key)
 
 
@@ -529,7 +693,11 @@ def toy(tmp_path_factory):
     "A 2 x 2 grid of real runs through the command, one worker."
     folder = tmp_path_factory.mktemp("toy")
     path = grid(folder / "two.yaml", f"fixed: {TINY}\naxes: {{regularizer: [none, istar], seed: [0, 1]}}")
-    result = subprocess.run([sys.executable, "-m", "isoreg.cli", "sweep", str(path), "--out", str(folder / "out"), "--jobs", "1"], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "isoreg.cli", "sweep", str(path), "--out", str(folder / "out"), "--jobs", "1"],
+        capture_output=True,
+        text=True,
+    )
     return path, folder / "out", result
 
 
@@ -537,7 +705,8 @@ TIMES = {"train_seconds", "device_seconds", "total_seconds", "started", "peak_me
 
 
 def same(one, two):
-    for name in set(one) - TIMES: assert one[name] == two[name], name
+    for name in set(one) - TIMES:
+        assert one[name] == two[name], name
 
 
 def test_toy_grid_from_end_to_end(toy):
@@ -545,7 +714,10 @@ def test_toy_grid_from_end_to_end(toy):
     assert result.returncode == 0, result.stderr
     plan = expand(load_grid(path))
     assert set(records(out)) == {r.key for r in plan.runs} and "4 of 4 runs are done (4 by this sweep" in result.stdout
-    assert all(json.loads((out / r.key / "notebook.ipynb").read_text())["metadata"]["papermill"]["exception"] is None for r in plan.runs)
+    assert all(
+        json.loads((out / r.key / "notebook.ipynb").read_text())["metadata"]["papermill"]["exception"] is None
+        for r in plan.runs
+    )
     again = invoke("sweep", path, "--out", out)
     assert again.exit_code == 0 and "4 done, 0 to do" in again.output
     told = invoke("status", out, "--json")
@@ -558,8 +730,30 @@ def test_runs_of_a_sweep_equal_those_of_isoreg_run_bit_for_bit(toy, tmp_path):
     swept = records(out)
     plan = expand(load_grid(path))
     run = plan.runs[-1]  # now alone, by the other command
-    config = {k: v for k, v in (("regularizer", "istar"), ("lam", -0.1), ("seed", 1), ("max-train", 32), ("max-eval", 20), ("epochs", 1))}
-    result = subprocess.run([sys.executable, "-m", "isoreg.cli", "run", "--out", str(tmp_path), *(str(x) for k, v in config.items() for x in (f"--{k}", v))], capture_output=True, text=True)
+    config = {
+        k: v
+        for k, v in (
+            ("regularizer", "istar"),
+            ("lam", -0.1),
+            ("seed", 1),
+            ("max-train", 32),
+            ("max-eval", 20),
+            ("epochs", 1),
+        )
+    }
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "isoreg.cli",
+            "run",
+            "--out",
+            str(tmp_path),
+            *(str(x) for k, v in config.items() for x in (f"--{k}", v)),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stderr
     same(records(tmp_path)[run.key], swept[run.key])
     report = sweep(dataclasses.replace(plan, runs=(run,)), tmp_path)  # and a sweep finds what isoreg run did
@@ -573,35 +767,61 @@ def test_ray_gives_the_same_records(toy, tmp_path):
     assert report.code == 0 and len(report.done) == 4, report.failed
     mine, theirs = records(tmp_path), records(out)
     assert set(mine) == set(theirs)
-    for key in mine: same(mine[key], theirs[key])
+    for key in mine:
+        same(mine[key], theirs[key])
     assert sweep(expand(load_grid(path)), tmp_path, OnRay("local")).found == 4
 
 
 def test_closing_message_groups_equal_failures(tmp_path, capsys):
     from isoreg.cli import _show_report
     from isoreg.sweep import Report
+
     failure = {"error": "ValueError: x", "traceback": "Traceback\nValueError: x"}
-    _show_report(Report(5, 1, [Outcome(Run("k0", "finetune", {}), "found")], {"k1": failure, "k2": failure}, empty=["k0"]), tmp_path)
+    _show_report(
+        Report(5, 1, [Outcome(Run("k0", "finetune", {}), "found")], {"k1": failure, "k2": failure}, empty=["k0"]),
+        tmp_path,
+    )
     said = capsys.readouterr()
-    assert said.err.count("Traceback") == 1 and all(f"k{i}/failed.json" in said.err for i in (1, 2)) and "2 runs" in said.err
+    assert (
+        said.err.count("Traceback") == 1
+        and all(f"k{i}/failed.json" in said.err for i in (1, 2))
+        and "2 runs" in said.err
+    )
     assert "(0 by this sweep" in said.out and "without a number" in said.out
     assert invoke("sweep", "toy", "--jobs", 0, "--out", tmp_path / "none").exit_code == 2
     path = grid(tmp_path / "two.yaml", "axes: {seed: [0, 1]}")
-    assert "two: " not in invoke("sweep", path, "--dry-run").output and "runs" not in invoke("sweep", path, "--jobs", 0).output.split("Usage")[0]
+    assert (
+        "two: " not in invoke("sweep", path, "--dry-run").output
+        and "runs" not in invoke("sweep", path, "--jobs", 0).output.split("Usage")[0]
+    )
 
 
 def test_ray_address_may_be_left_out(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("isoreg.sweep.OnRay", lambda address, jobs: seen.append(address) or (_ for _ in ()).throw(ValueError("ray: seen")))
-    for arguments in (["--ray"], ["--ray", "auto"], ["--ray", "ray://head:10001"], ["--ray", "--jobs", "2"]): assert invoke("sweep", *arguments, "toy", "--out", tmp_path).exit_code == 2
-    assert invoke("sweep", "--ray", "toy", "--out", tmp_path).exit_code == 2 and seen == [None, "auto", "ray://head:10001", None, None]
+    monkeypatch.setattr(
+        "isoreg.sweep.OnRay",
+        lambda address, jobs: seen.append(address) or (_ for _ in ()).throw(ValueError("ray: seen")),
+    )
+    for arguments in (["--ray"], ["--ray", "auto"], ["--ray", "ray://head:10001"], ["--ray", "--jobs", "2"]):
+        assert invoke("sweep", *arguments, "toy", "--out", tmp_path).exit_code == 2
+    assert invoke("sweep", "--ray", "toy", "--out", tmp_path).exit_code == 2 and seen == [
+        None,
+        "auto",
+        "ray://head:10001",
+        None,
+        None,
+    ]
 
 
 def test_isoreg_run_leaves_a_claimed_run_alone(tmp_path):
     config = RunConfig(max_train=32, max_eval=20, epochs=1)
     with Folder(tmp_path).lock(config.key):
         result = invoke("run", "--max-train", 32, "--max-eval", 20, "--epochs", 1, "--out", tmp_path)
-    assert result.exit_code == 1 and "another process" in result.output and not (tmp_path / config.key / "record.json").exists()
+    assert (
+        result.exit_code == 1
+        and "another process" in result.output
+        and not (tmp_path / config.key / "record.json").exists()
+    )
 
 
 def test_stored_records_count_as_done(tmp_path):
@@ -609,8 +829,11 @@ def test_stored_records_count_as_done(tmp_path):
     from isoreg.config import RunConfig
     from isoreg.finetune import run
     from isoreg.record import RunRecord, collect
+
     grid = tmp_path / "g.yaml"
-    grid.write_text("fixed: {task: toy-cola, regularizer: none, max_train: 32, max_eval: 20, epochs: 1}\naxes: {seed: [0, 1]}\n")
+    grid.write_text(
+        "fixed: {task: toy-cola, regularizer: none, max_train: 32, max_eval: 20, epochs: 1}\naxes: {seed: [0, 1]}\n"
+    )
     plan = expand(load_grid(grid))
     record = run(RunConfig.from_dict(plan.runs[0].config))
     record.save(tmp_path / "first" / record.key)
@@ -618,12 +841,17 @@ def test_stored_records_count_as_done(tmp_path):
     out = tmp_path / "second"
     assert len(restore(tmp_path / "all.jsonl", plan, out, dry_run=True)) == 1 and not out.exists()
     counted = invoke("sweep", grid, "--dry-run", "--records", tmp_path / "all.jsonl", "--out", out)
-    assert "2 runs: 1 done, 1 to do" in counted.output and f"done    {plan.runs[0].key}" in counted.output and not out.exists()
+    assert (
+        "2 runs: 1 done, 1 to do" in counted.output
+        and f"done    {plan.runs[0].key}" in counted.output
+        and not out.exists()
+    )
     assert len(restore(tmp_path / "all.jsonl", plan, out)) == 1 and not restore(tmp_path / "all.jsonl", plan, out)
     assert [Folder(out).record(r) is not None for r in plan.runs] == [True, False]
     assert RunRecord.load(out / record.key).value == record.value
     (tmp_path / "bad.jsonl").write_text("{\n")
-    with pytest.raises(ValueError, match="records: .*bad.jsonl"): restore(tmp_path / "bad.jsonl", plan, out)
+    with pytest.raises(ValueError, match="records: .*bad.jsonl"):
+        restore(tmp_path / "bad.jsonl", plan, out)
 
 
 def test_done_runs_are_done_from_another_directory(tmp_path, monkeypatch):
@@ -640,5 +868,3 @@ def test_done_runs_are_done_from_another_directory(tmp_path, monkeypatch):
     assert Folder(tmp_path / "runs").record(run) is not None
     path.write_text(json.dumps(record | {"config": record["config"] | {"lr": 0.001}}))
     assert Folder(tmp_path / "runs").record(run) is None
-
-

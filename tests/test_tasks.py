@@ -1,4 +1,5 @@
 """Tasks: metrics against formulas and other libraries, split protocols, sources, SQuAD windows."""
+
 import math
 import os
 import warnings
@@ -12,8 +13,20 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from isoreg.data import (
-    _SCORES, MissingSplit, encode, encode_squad_eval, encode_squad_train, find_tasks, load_metric, load_task,
-    normalize_answer, rows_fingerprint, split_rows, squad_predictions, squad_scores)
+    _SCORES,
+    MissingSplit,
+    encode,
+    encode_squad_eval,
+    encode_squad_train,
+    find_tasks,
+    load_metric,
+    load_task,
+    normalize_answer,
+    rows_fingerprint,
+    split_rows,
+    squad_predictions,
+    squad_scores,
+)
 from isoreg.tasks import METRICS, TASKS, Task, get_task
 from isoreg.toy import toy_tokenizer
 
@@ -29,12 +42,33 @@ def compute(task, predictions, references):
         return load_metric(task).compute(predictions=predictions, references=references)
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
+
 
 def test_papers_tasks():
-    assert {t.name for t in TASKS.values() if "istar" in t.papers} == {"sst2", "qnli", "rte", "mrpc", "qqp", "cola", "stsb", "sst5", "squad"}
+    assert {t.name for t in TASKS.values() if "istar" in t.papers} == {
+        "sst2",
+        "qnli",
+        "rte",
+        "mrpc",
+        "qqp",
+        "cola",
+        "stsb",
+        "sst5",
+        "squad",
+    }
     assert {t.name for t in TASKS.values() if "guided-dropout" in t.papers} == {
-        "cola", "stsb", "mnli", "mnli-mm", "mrpc", "qnli", "qqp", "rte", "sst2", "wnli"}
+        "cola",
+        "stsb",
+        "mnli",
+        "mnli-mm",
+        "mrpc",
+        "qnli",
+        "qqp",
+        "rte",
+        "sst2",
+        "wnli",
+    }
 
 
 def test_every_metric_is_named_and_every_primary_is_computed():
@@ -53,22 +87,43 @@ def test_unknown_task_names_the_nearest():
         get_task("mrcp")
 
 
-OWN = dict(name="polarity", kind="classification", text_columns=("text",), label_names=("negative", "positive"), metric="accuracy",
-           metrics=("accuracy", "f1"), hub=None, folder="polarity")
+OWN = dict(
+    name="polarity",
+    kind="classification",
+    text_columns=("text",),
+    label_names=("negative", "positive"),
+    metric="accuracy",
+    metrics=("accuracy", "f1"),
+    hub=None,
+    folder="polarity",
+)
 TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(kind="classify"), "kind: 'classify' .*'classification', 'regression' or 'qa'"), (dict(metric="acc"), "metric: 'acc' is unknown; use 'accuracy' or 'f1'"),
-    (dict(metric="acc", metrics=("acc",)), "metrics: 'acc' is unknown.*accuracy"), (dict(metrics="accuracy"), r"metrics: 'accuracy' .*\('accuracy',\)"),
-    (dict(text_columns="text"), r"text_columns: 'text' .*\('text',\)"), (dict(label_names="ab"), "label_names: 'ab'"),
-    (dict(eval_splits="validation"), "eval_splits: 'validation'"), (dict(eval_splits=()), "eval_splits: are empty"), (dict(text_columns=()), r"text_columns: \(\)"),
-    (dict(text_columns=(1,)), "text_columns: .*tuple of names"), (dict(label_names=()), "label_names: .*two different"),
-    (dict(label_names=("a", "a", "b")), "label_names: .*two different"), (dict(label_names=("a", "b", "c")), "metrics: 'f1' .*3 labels"),
-    (dict(kind="regression", metric="pearson", metrics=("pearson",)), "label_names: .*regression has none"), (dict(hub="a/b"), "hub: 'a/b'"),
-    (dict(folder=None), "hub, folder: both are None")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(kind="classify"), "kind: 'classify' .*'classification', 'regression' or 'qa'"),
+        (dict(metric="acc"), "metric: 'acc' is unknown; use 'accuracy' or 'f1'"),
+        (dict(metric="acc", metrics=("acc",)), "metrics: 'acc' is unknown.*accuracy"),
+        (dict(metrics="accuracy"), r"metrics: 'accuracy' .*\('accuracy',\)"),
+        (dict(text_columns="text"), r"text_columns: 'text' .*\('text',\)"),
+        (dict(label_names="ab"), "label_names: 'ab'"),
+        (dict(eval_splits="validation"), "eval_splits: 'validation'"),
+        (dict(eval_splits=()), "eval_splits: are empty"),
+        (dict(text_columns=()), r"text_columns: \(\)"),
+        (dict(text_columns=(1,)), "text_columns: .*tuple of names"),
+        (dict(label_names=()), "label_names: .*two different"),
+        (dict(label_names=("a", "a", "b")), "label_names: .*two different"),
+        (dict(label_names=("a", "b", "c")), "metrics: 'f1' .*3 labels"),
+        (dict(kind="regression", metric="pearson", metrics=("pearson",)), "label_names: .*regression has none"),
+        (dict(hub="a/b"), "hub: 'a/b'"),
+        (dict(folder=None), "hub, folder: both are None"),
+    ],
+)
 def test_a_record_that_cannot_work_is_refused(change, message):
-    with pytest.raises(ValueError, match=message): Task(**OWN | change)
+    with pytest.raises(ValueError, match=message):
+        Task(**OWN | change)
 
 
 def test_a_record_of_lists_is_one_of_tuples():
@@ -81,7 +136,8 @@ def test_the_metrics_that_a_record_may_name_are_those_that_are_computed():
     assert set(METRICS["classification"]) | set(METRICS["regression"]) == set(_SCORES)
 
 
-# ---- metrics ---------------------------------------------------------------------------------------------------------------------
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
 
 @given(bits)
 @settings(max_examples=60, deadline=None)
@@ -109,7 +165,10 @@ def test_correlations_against_numpy(n, seed):
     assert math.isclose(scores["spearman"], np.corrcoef(stats.rankdata(x), stats.rankdata(y))[0, 1], abs_tol=1e-5)
 
 
-@pytest.mark.parametrize("p, r", [([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0], [1.0]), ([float("nan"), 1.0], [1.0, 2.0])])
+@pytest.mark.parametrize(
+    "p, r",
+    [([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0], [1.0]), ([float("nan"), 1.0], [1.0, 2.0])],
+)
 def test_undefined_correlation_is_zero_and_warned(p, r):
     with pytest.warns(UserWarning, match="reported as 0.0"):
         assert load_metric("stsb").compute(predictions=p, references=r) == {"pearson": 0.0, "spearman": 0.0}
@@ -123,9 +182,19 @@ def test_batches_add_up_and_parallel_metrics_do_not_mix():
     assert one.compute() == {"accuracy": 0.75} and two.compute() == {"accuracy": 0.25}
 
 
-@pytest.mark.parametrize("said, gold, exact, f1", [
-    ("the Normans", ["Normans"], 1, 1), ("Normans!", ["normans"], 1, 1), ("", [""], 1, 1), ("", ["x"], 0, 0), ("the", ["a"], 1, 1),
-    ("in 1066 AD", ["1066"], 0, 1 / 2), ("x x y", ["x z"], 0, 2 / 5), ("10th", ["in the 10th century", "10th  "], 1, 1)])
+@pytest.mark.parametrize(
+    "said, gold, exact, f1",
+    [
+        ("the Normans", ["Normans"], 1, 1),
+        ("Normans!", ["normans"], 1, 1),
+        ("", [""], 1, 1),
+        ("", ["x"], 0, 0),
+        ("the", ["a"], 1, 1),
+        ("in 1066 AD", ["1066"], 0, 1 / 2),
+        ("x x y", ["x z"], 0, 2 / 5),
+        ("10th", ["in the 10th century", "10th  "], 1, 1),
+    ],
+)
 def test_squad_by_hand(said, gold, exact, f1):
     e, f = squad_scores(said, gold)
     assert e == exact and math.isclose(f, f1)
@@ -137,10 +206,10 @@ def test_squad_invariants(a, b, c):
     exact, f1 = squad_scores(a, [b])
     assert 0 <= exact <= f1 <= 1
     assert squad_scores(a, [a]) == (1.0, 1.0)
-    assert squad_scores(b, [a]) == (exact, f1)                              # symmetric in a single pair
+    assert squad_scores(b, [a]) == (exact, f1)  # symmetric in a single pair
     both = squad_scores(a, [b, c])
-    assert both == tuple(map(max, (exact, f1), squad_scores(a, [c])))      # the best reference counts
-    assert squad_scores(f"The {a}.", [b]) == (exact, f1)                    # articles, case and punctuation do not
+    assert both == tuple(map(max, (exact, f1), squad_scores(a, [c])))  # the best reference counts
+    assert squad_scores(f"The {a}.", [b]) == (exact, f1)  # articles, case and punctuation do not
     assert normalize_answer(normalize_answer(a)) == normalize_answer(a)
 
 
@@ -152,7 +221,8 @@ def test_squad_metric_matches_by_id_and_names_missing_ids():
         load_metric("squad").compute(predictions=[said[0], said[0]], references=refs)
 
 
-# ---- split protocols -------------------------------------------------------------------------------------------------------------
+# ---- split protocols -------------------------------------------------------------------------------------------------
+
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
@@ -162,12 +232,15 @@ def test_split_rows_partition(n, m, seed):
         assert sorted([*a, *b]) == list(range(n + m))
         assert len(b) == (m if protocol == "official" else math.ceil((n + m) / 5))
     assert list(split_rows(n, m, "joined", seed)[0]) == list(split_rows(n, m, "joined", seed)[0])
-    with pytest.raises(ValueError, match="protocol: 'jointed' .*'official' or 'joined'"): split_rows(n, m, "jointed", seed)
+    with pytest.raises(ValueError, match="protocol: 'jointed' .*'official' or 'joined'"):
+        split_rows(n, m, "jointed", seed)
 
 
 @pytest.mark.parametrize("sizes, held", [((2490, 277), 554), ((635, 71), 142)])
 def test_joined_sizes_of_the_published_scores(sizes, held):
-    assert len(split_rows(*sizes, "joined")[1]) == held         # published RTE and WNLI scores are multiples of 1/554 and 1/142
+    assert (
+        len(split_rows(*sizes, "joined")[1]) == held
+    )  # published RTE and WNLI scores are multiples of 1/554 and 1/142
 
 
 @pytest.mark.parametrize("protocol", ["official", "joined"])
@@ -175,7 +248,7 @@ def test_fractions_are_nested_and_leave_evaluation_alone(protocol):
     key = lambda rows: [(r["sentence1"], r["sentence2"]) for r in rows]
     sets = [load_task("toy-stsb", seed=5, train_fraction=f, split_protocol=protocol) for f in (0.1, 0.35, 1.0)]
     small, middle, full = (key(s.train) for s in sets)
-    assert middle[:len(small)] == small and set(middle) < set(full)
+    assert middle[: len(small)] == small and set(middle) < set(full)
     assert len(small) == round(0.1 * len(full)) and len(middle) == round(0.35 * len(full))
     assert len({tuple(key(s.evaluation)) for s in sets}) == 1
     assert not set(full) & set(key(sets[0].evaluation))
@@ -188,16 +261,24 @@ def test_max_rows_are_noted_and_evaluation_does_not_depend_on_the_seed():
     assert a.evaluation.to_list() == b.evaluation.to_list() and a.train.to_list() != b.train.to_list()
 
 
-@pytest.mark.parametrize("arguments, word", [
-    (dict(split_protocol="random"), "split_protocol: 'random'"), (dict(train_fraction=0), "train_fraction: 0 is out of range"),
-    (dict(train_fraction=1.5), "train_fraction: 1.5"), (dict(max_eval=0), "max_eval: 0"), (dict(eval_split="test"), "eval_split: 'test'"),
-    (dict(data_dir="no/such/folder"), "no/such/folder")])
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (dict(split_protocol="random"), "split_protocol: 'random'"),
+        (dict(train_fraction=0), "train_fraction: 0 is out of range"),
+        (dict(train_fraction=1.5), "train_fraction: 1.5"),
+        (dict(max_eval=0), "max_eval: 0"),
+        (dict(eval_split="test"), "eval_split: 'test'"),
+        (dict(data_dir="no/such/folder"), "no/such/folder"),
+    ],
+)
 def test_bad_arguments_are_named(arguments, word):
     with pytest.raises(ValueError, match=word):
         load_task("toy-rte", **arguments)
 
 
-# ---- sources ---------------------------------------------------------------------------------------------------------------------
+# ---- sources ---------------------------------------------------------------------------------------------------------
+
 
 def write(folder, name, rows):
     path = Path(folder) / name
@@ -206,7 +287,10 @@ def write(folder, name, rows):
 
 
 def rte_rows(n, start=0):
-    return [{"idx": i, "label": i % 2, "sentence2": f"hypothesis {i}", "sentence1": f"premise {i}"} for i in range(start, start + n)]
+    return [
+        {"idx": i, "label": i % 2, "sentence2": f"hypothesis {i}", "sentence1": f"premise {i}"}
+        for i in range(start, start + n)
+    ]
 
 
 def test_folder_gives_columns_in_order_and_notes(tmp_path):
@@ -221,14 +305,18 @@ def test_folder_gives_columns_in_order_and_notes(tmp_path):
     assert data.train.column_names == ["sentence1", "sentence2", "label"] and data.train[3]["sentence1"] == "premise 3"
     assert data.sources == {"train": "glue/rte/train.parquet", "validation_part": "glue/rte/validation_part.parquet"}
     assert any("validation_part is not the official split" in n for n in data.notes)
-    assert any("8 rows" in n and "2490" in n for n in data.notes)           # a short file under the official name is noticed
+    assert any("8 rows" in n and "2490" in n for n in data.notes)  # a short file under the official name is noticed
     assert data.majority == 0.5
 
 
 def test_fingerprint_sees_rows_and_order_and_nothing_else(tmp_path):
     rows = rte_rows(6)
     write(tmp_path, "a/glue/rte/train.parquet", rows)
-    write(tmp_path, "b/glue/rte/train.parquet", [{k: r[k] for k in ("sentence1", "sentence2", "label")} | {"idx": 99} for r in rows])
+    write(
+        tmp_path,
+        "b/glue/rte/train.parquet",
+        [{k: r[k] for k in ("sentence1", "sentence2", "label")} | {"idx": 99} for r in rows],
+    )
     write(tmp_path, "c/glue/rte/train.parquet", rows[::-1])
     for f in "abc":
         write(tmp_path, f"{f}/glue/rte/validation.parquet", rows[:2])
@@ -236,14 +324,23 @@ def test_fingerprint_sees_rows_and_order_and_nothing_else(tmp_path):
     assert a == b != c and len(a) == 64
     data = Dataset.from_list(rows)
     columns = ("sentence1", "label")
-    assert rows_fingerprint(data, columns=columns) != rows_fingerprint(data.select(range(3)), data.select(range(3, 6)), columns=columns)
+    assert rows_fingerprint(data, columns=columns) != rows_fingerprint(
+        data.select(range(3)), data.select(range(3, 6)), columns=columns
+    )
 
 
 def test_hub_and_folder_give_the_same_columns_and_fingerprint(tmp_path, monkeypatch):
     import datasets
+
     rows = {"train": rte_rows(8), "validation": rte_rows(4, 50)}
-    features = datasets.Features({"sentence1": datasets.Value("string"), "sentence2": datasets.Value("string"),
-                                  "label": datasets.ClassLabel(names=["entailment", "not_entailment"]), "idx": datasets.Value("int32")})
+    features = datasets.Features(
+        {
+            "sentence1": datasets.Value("string"),
+            "sentence2": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["entailment", "not_entailment"]),
+            "idx": datasets.Value("int32"),
+        }
+    )
     asked = []
 
     def hub(path, config, split):
@@ -270,27 +367,43 @@ def test_labels_are_integers_or_names(tmp_path, labels):
     assert own(tmp_path, text=TEXTS, label=labels * 3) == [0, 1] * 3
 
 
-@pytest.mark.parametrize("columns, message", [
-    (dict(text=TEXTS, label=["positive", "neg"] * 3), "'neg'.*labels are the integers 0 to 1 or the names .*'negative', 'positive'"),
-    (dict(text=TEXTS, label=["pos", "neg"] * 3), "labels are the integers"), (dict(text=TEXTS, label=[0.5, 1] * 3), "labels are the integers"),
-    (dict(text=TEXTS, label=[None, 1] * 3), "3 of 6 rows have no valid label, such as None"),
-    (dict(text=TEXTS, label=[None, "positive"] * 3), "3 of 6 rows have no valid label, such as None"),
-    (dict(text=TEXTS, label=[0, 2] * 3), "3 of 6 rows have no valid label, such as 2"),
-    (dict(text=[None] + TEXTS[1:], label=[0, 1] * 3), "1 rows of column text are None"), (dict(txt=TEXTS, label=[0, 1] * 3), "no column text; it has")])
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        (
+            dict(text=TEXTS, label=["positive", "neg"] * 3),
+            "'neg'.*labels are the integers 0 to 1 or the names .*'negative', 'positive'",
+        ),
+        (dict(text=TEXTS, label=["pos", "neg"] * 3), "labels are the integers"),
+        (dict(text=TEXTS, label=[0.5, 1] * 3), "labels are the integers"),
+        (dict(text=TEXTS, label=[None, 1] * 3), "3 of 6 rows have no valid label, such as None"),
+        (dict(text=TEXTS, label=[None, "positive"] * 3), "3 of 6 rows have no valid label, such as None"),
+        (dict(text=TEXTS, label=[0, 2] * 3), "3 of 6 rows have no valid label, such as 2"),
+        (dict(text=[None] + TEXTS[1:], label=[0, 1] * 3), "1 rows of column text are None"),
+        (dict(txt=TEXTS, label=[0, 1] * 3), "no column text; it has"),
+    ],
+)
 def test_rows_without_text_or_label_are_refused(tmp_path, columns, message):
-    with pytest.raises(ValueError, match=f"eval_split='validation' of polarity.*{message}"): own(tmp_path, **columns)
+    with pytest.raises(ValueError, match=f"eval_split='validation' of polarity.*{message}"):
+        own(tmp_path, **columns)
 
 
 def test_a_task_of_ones_own_says_where_its_rows_are_wanted(tmp_path, monkeypatch):
     own(tmp_path, text=TEXTS, label=[0, 1] * 3)
-    with pytest.raises(ValueError, match="hub=None; give the data_dir that holds polarity/train.parquet"): load_task(Task(**OWN))
-    with pytest.raises(MissingSplit, match="polarity/dev.parquet.*train, validation.$"): load_task(Task(**OWN), tmp_path, eval_split="dev")
-    with pytest.raises(ValueError, match="folder=None"): load_task(Task(**OWN | dict(folder=None, hub=("a/b", None))), tmp_path)
+    with pytest.raises(ValueError, match="hub=None; give the data_dir that holds polarity/train.parquet"):
+        load_task(Task(**OWN))
+    with pytest.raises(MissingSplit, match="polarity/dev.parquet.*train, validation.$"):
+        load_task(Task(**OWN), tmp_path, eval_split="dev")
+    with pytest.raises(ValueError, match="folder=None"):
+        load_task(Task(**OWN | dict(folder=None, hub=("a/b", None))), tmp_path)
     monkeypatch.setitem(TASKS, "polarity", Task(**OWN))
     monkeypatch.setitem(TASKS, "far", Task(**OWN | dict(name="far", folder=None, hub=("a/b", None))))
     found = lambda *folder: {r["task"]: r["where"] for r in find_tasks(*folder) if r["task"] in ("polarity", "far")}
     assert load_task("polarity", tmp_path).majority == 0.5
-    assert found() == {"polarity": "folder: polarity", "far": "hub: a/b"} and found(tmp_path) == {"polarity": "train, validation", "far": "hub: a/b"}
+    assert found() == {"polarity": "folder: polarity", "far": "hub: a/b"} and found(tmp_path) == {
+        "polarity": "train, validation",
+        "far": "hub: a/b",
+    }
 
 
 def test_unlabelled_rows_are_refused(tmp_path):
@@ -313,7 +426,8 @@ def test_find_tasks_names_what_is_not_official(tmp_path):
     assert next(r for r in find_tasks() if r["task"] == "toy-rte")["where"] == "toy"
 
 
-# ---- tokens ----------------------------------------------------------------------------------------------------------------------
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
 
 def test_encode_keeps_segments_labels_and_lengths():
     tokenizer, rows = toy_tokenizer(), load_task("toy-stsb", max_eval=50).evaluation
@@ -329,14 +443,20 @@ def test_encode_keeps_segments_labels_and_lengths():
 def test_encode_for_prediction_and_what_it_refuses():
     tokenizer, task, rows = toy_tokenizer(), Task(**OWN), Dataset.from_dict({"text": TEXTS})
     labelled = encode(Dataset.from_dict({"text": TEXTS, "label": ["negative", "positive"] * 3}), task, tokenizer)
-    assert labelled["labels"][:] == [0, 1] * 3 and labelled.remove_columns("labels").to_dict() == encode(rows, task, tokenizer).to_dict()
+    assert (
+        labelled["labels"][:] == [0, 1] * 3
+        and labelled.remove_columns("labels").to_dict() == encode(rows, task, tokenizer).to_dict()
+    )
     gap = Dataset.from_dict({"text": [None, *TEXTS]})
     assert len(encode(gap.select(range(1, 7)), task, tokenizer)) == 6
-    for call, message in ((lambda: encode(gap, task, tokenizer), "dataset .*1 rows of column text are None"),
-                          (lambda: encode(rows, "toy-cola", tokenizer), r"dataset has no column sentence; it has \['text'\]"),
-                          (lambda: encode(rows, task, "some/name"), "tokenizer: 'some/name' .*from_pretrained"),
-                          (lambda: encode_squad_eval(rows, "some/name"), "tokenizer: 'some/name'")):
-        with pytest.raises(ValueError, match=message): call()
+    for call, message in (
+        (lambda: encode(gap, task, tokenizer), "dataset .*1 rows of column text are None"),
+        (lambda: encode(rows, "toy-cola", tokenizer), r"dataset has no column sentence; it has \['text'\]"),
+        (lambda: encode(rows, task, "some/name"), "tokenizer: 'some/name' .*from_pretrained"),
+        (lambda: encode_squad_eval(rows, "some/name"), "tokenizer: 'some/name'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @given(st.integers(0, 10**6), st.integers(12, 40), st.integers(0, 12))
@@ -348,9 +468,16 @@ def test_squad_round_trip(seed, max_length, stride):
     for i in range(3):
         words = [str(w) for w in rng.choice(vocabulary, 30)]
         first = int(rng.integers(0, 30))
-        answer = " ".join(words[first:first + 1 + int(rng.integers(0, 3))])
+        answer = " ".join(words[first : first + 1 + int(rng.integers(0, 3))])
         start = len(" ".join(words[:first])) + (first > 0)
-        rows.append({"id": f"q{i}", "question": "the dog", "context": " ".join(words), "answers": {"text": [answer], "answer_start": [start]}})
+        rows.append(
+            {
+                "id": f"q{i}",
+                "question": "the dog",
+                "context": " ".join(words),
+                "answers": {"text": [answer], "answer_start": [start]},
+            }
+        )
     examples, tokenizer = Dataset.from_list(rows), toy_tokenizer()
     stride = min(stride, max_length // 3)
     gold, windows = (f(examples, tokenizer, max_length, stride) for f in (encode_squad_train, encode_squad_eval))
@@ -363,29 +490,41 @@ def test_squad_round_trip(seed, max_length, stride):
         if row["id"] in held:
             assert s["prediction_text"] == row["answers"]["text"][0]
     if stride >= 3:
-        assert held == {"q0", "q1", "q2"}                       # an overlap of an answer's length always holds it whole
+        assert held == {"q0", "q1", "q2"}  # an overlap of an answer's length always holds it whole
 
 
 def test_squad_predictions_obey_limits_and_sizes():
     context = "dog cat park dog cat park"
-    examples = Dataset.from_list([{"id": "q", "question": "the dog", "context": context, "answers": {"text": ["dog"], "answer_start": [0]}}])
+    examples = Dataset.from_list(
+        [{"id": "q", "question": "the dog", "context": context, "answers": {"text": ["dog"], "answer_start": [0]}}]
+    )
     windows = encode_squad_eval(examples, toy_tokenizer(), 30, 4)
     n = len(windows[0]["input_ids"])
     start, end = np.zeros((1, n)), np.zeros((1, n))
-    start[0, 0] = end[0, 0] = 99                                # [CLS] is no answer
-    start[0, 4], end[0, 9], end[0, 5] = 5, 5, 3                 # six tokens, or two
+    start[0, 0] = end[0, 0] = 99  # [CLS] is no answer
+    start[0, 4], end[0, 9], end[0, 5] = 5, 5, 3  # six tokens, or two
     assert squad_predictions(start, end, windows, examples)[0]["prediction_text"] == context
     assert squad_predictions(start, end, windows, examples, max_answer=3)[0]["prediction_text"] == "dog cat"
     with pytest.raises(ValueError, match="start_logits has 2 rows"):
         squad_predictions(np.zeros((2, n)), end, windows, examples)
 
 
-# ---- the real folder -------------------------------------------------------------------------------------------------------------
+# ---- the real folder -------------------------------------------------------------------------------------------------
+
 
 @real
-@pytest.mark.parametrize("name, sizes, share", [
-    ("cola", (8551, 1043), 0.704), ("mrpc", (3668, 408), 2474 / 3668), ("rte", (2490, 277), 1241 / 2490), ("wnli", (635, 71), 312 / 635),
-    ("sst2", (67349, 872), 0.558), ("stsb", (5749, 1500), None), ("sst5", (8544, 1101), None)])
+@pytest.mark.parametrize(
+    "name, sizes, share",
+    [
+        ("cola", (8551, 1043), 0.704),
+        ("mrpc", (3668, 408), 2474 / 3668),
+        ("rte", (2490, 277), 1241 / 2490),
+        ("wnli", (635, 71), 312 / 635),
+        ("sst2", (67349, 872), 0.558),
+        ("stsb", (5749, 1500), None),
+        ("sst5", (8544, 1101), None),
+    ],
+)
 def test_official_rows(name, sizes, share):
     data = load_task(name, DATA)
     assert (len(data.train), len(data.evaluation)) == sizes and data.notes == []
@@ -403,12 +542,18 @@ def test_missing_and_rebuilt_splits():
         load_task("qqp", DATA)
     data = load_task("qnli", DATA, train_split="train_rebuilt", max_train=100)
     assert "train_rebuilt is not the official split" in data.notes and len(data.evaluation) == 5463
-    assert load_task("mnli", DATA, train_split="train_part", eval_split="validation_matched_part", split_protocol="joined").evaluation.num_rows == 7469
+    assert (
+        load_task(
+            "mnli", DATA, train_split="train_part", eval_split="validation_matched_part", split_protocol="joined"
+        ).evaluation.num_rows
+        == 7469
+    )
 
 
 @real
 def test_squad_answers_come_back():
     from transformers import AutoTokenizer
+
     folder = os.environ.get("ISOREG_MODELS")
     if not folder:
         pytest.skip("ISOREG_MODELS is not set: no subword tokenizer")

@@ -50,7 +50,7 @@ seeds = st.integers(0, 10**6).map(random.Random)
 texts = lambda rows: {v for r in rows for k, v in r.items() if k.startswith("sentence")}
 
 
-# ---- grammar ---------------------------------------------------------------------------------------------------------------------
+# ---- grammar ---------------------------------------------------------------------------------------------------------
 
 
 @given(seeds)
@@ -115,7 +115,7 @@ def test_cola_labels_are_balanced_within_each_kind():
         assert abs(length[0] - length[1]) < 1.0  # length does not tell
 
 
-# ---- entailment, checked in a finite model -------------------------------------------------------------------------------------
+# ---- entailment, checked in a finite model ---------------------------------------------------------------------------
 
 QUANTIFIERS = {
     "a": lambda n, v: bool(n & v),
@@ -194,7 +194,7 @@ def test_pairs_differ_and_premises_have_one_reading(rng):
         assert clause.subject.det in DEFINITE
 
 
-# ---- similarity --------------------------------------------------------------------------------------------------------------
+# ---- similarity ------------------------------------------------------------------------------------------------------
 
 
 @given(seeds)
@@ -213,7 +213,7 @@ def test_similarity_falls_with_distance_of_the_word():
     assert all(get_role(set_role(a, r, get_role(a, r)), r) == get_role(a, r) for r in ROLES if get_role(a, r))
 
 
-# ---- tasks -------------------------------------------------------------------------------------------------------------------
+# ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TOY_TASKS)
@@ -245,7 +245,7 @@ def test_default_sizes_and_majorities():
 
 
 def test_another_process_with_another_hash_seed_gives_the_same_rows():
-    code = "from isoreg.toy import *; print([toy_task(n, 'validation', 60).to_list() for n in TOY_TASKS], toy_corpus(40), toy_pairs(20), toy_vocabulary())"
+    code = "from isoreg.toy import *; print([toy_task(n, 'validation', 60).to_list() for n in TOY_TASKS], toy_corpus(40), toy_pairs(20), toy_vocabulary())"  # noqa: E501
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -256,7 +256,7 @@ def test_another_process_with_another_hash_seed_gives_the_same_rows():
         ).stdout
         for h in ("1", "2")
     }
-    here = f"{[toy_task(n, 'validation', 60).to_list() for n in TOY_TASKS]} {toy_corpus(40)} {toy_pairs(20)} {toy_vocabulary()}\n"
+    here = f"{[toy_task(n, 'validation', 60).to_list() for n in TOY_TASKS]} {toy_corpus(40)} {toy_pairs(20)} {toy_vocabulary()}\n"  # noqa: E501
     assert outputs == {here}
 
 
@@ -273,7 +273,7 @@ def test_bad_arguments_are_named(arguments, word):
         toy_task(*arguments)
 
 
-# ---- tokenizer and model ---------------------------------------------------------------------------------------------------------
+# ---- tokenizer and model ---------------------------------------------------------------------------------------------
 
 
 def test_tokenizer_round_trip_and_segments():
