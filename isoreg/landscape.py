@@ -540,7 +540,8 @@ class _Replay:
             yield _to(batch, self.device)
             count += 1
         if count == len(self.hashes): return
-        for count, batch in enumerate(_seeded(self.source, count), count + 1):
+        for batch in _seeded(self.source, count):
+            count += 1
             if count > len(self.hashes) or not self._same(batch, count - 1): _other_batches()
             self._keep(batch, count)
             _seed(count - 1)                    # what the loss draws does not depend on how the batch came
@@ -734,7 +735,7 @@ def _profile(surface: Surface, edges: Sequence[float]) -> pd.DataFrame:
     if edges.ndim != 1 or len(edges) < 2 or (np.diff(edges) <= 0).any():
         raise ValueError(f"edges: {edges.tolist()}; need at least two increasing numbers")
     r, ok, rows = surface.radii, np.isfinite(surface.losses), []
-    for low, high in zip(edges, edges[1:]):
+    for low, high in itertools.pairwise(edges):
         values = surface.losses[(r >= low) & (r < high) & ok]
         loss = values.mean() if len(values) else np.nan
         rows.append({"from": low, "to": high, "points": len(values), "loss": loss})

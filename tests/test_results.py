@@ -228,20 +228,57 @@ def test_comparisons_are_told_by_score_and_p(path):
     assert not re.findall(words, prose(nbformat.read(path, 4)))
 
 
+LINK = re.compile(r"(?<!\\)\[((?:\\.|[^\[\]\\])*)\]\(([^)\s]*)[^)]*\)")
+
+
+@pytest.fixture(scope="module")
 def overview():
-    "The rows of the overview's tables, each a claim."
+    "The rows of the overview's tables, each a claim, with the place that it leads to and the text that opens there."
+    texts = shown(nbformat.read(NBS / "tables" / "overview.ipynb", 4))
+    pattern = r'<summary>(.*?): <b>(.*?)</b></summary>\n<div id="(.*?)"[^>]*>\n\n(.*?)\n\n</div>\n</details>'
+    opens = {place: (name, word, text) for name, word, place, text in re.findall(pattern, "".join(texts), re.DOTALL)}
     rows = []
-    for text in shown(nbformat.read(NBS / "tables" / "overview.ipynb", 4)):
+    for text in texts:
         table = [line for line in text.splitlines() if line.startswith("|")]
         lines = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
         if lines and lines[0][0] == "claim":
             rows += [dict(zip(lines[0], line)) for line in lines[2:]]
+    for row in rows:
+        row["claim"], place = LINK.fullmatch(row["claim"]).groups()
+        row["opens"] = opens[place.removeprefix("#")]
+    assert len(rows) == len(opens)
     return rows
 
 
-def test_every_claim_has_one_of_four_verdicts():
-    for row in overview():
-        assert re.match("(holds|does not hold|cannot tell|not tested)", row["verdict"]) and all(row.values()), row
+def test_every_claim_has_one_of_four_verdicts_and_opens_to_the_whole_of_it(overview):
+    for row in overview:
+        name, word, text = row["opens"]
+        assert row["verdict"] in ("holds", "does not hold", "cannot tell", "not tested") and all(row.values()), row
+        assert (name, word) == (row["claim"], row["verdict"]), row
+        heads = re.findall(r"^- \*(.*?):\*", text, re.MULTILINE)
+        assert heads == ["Published", "As released", "Corrected, here", "Verdict", "Table"], row
+        assert f"- *Verdict:* {word}" in text, row
+
+
+def test_an_answer_is_short(overview):
+    "About two lines of each cell at the width of the site."
+    for row in overview:
+        for name in ("claim", "verdict", "size here", "in the paper", "table"):
+            assert len(LINK.sub(r"\1", row[name])) < 70, row[name]
+
+
+def test_the_size_of_a_claim_opens_its_runs(overview):
+    kinds = set()
+    for row in overview:
+        for number, path, key in re.findall(r'\[((?:\\.|[^\[\]\\])*)\]\((\S+) "(\S+)[^"]*"\)', row["size here"]):
+            file, _, spans = path.partition("#")
+            first = int(re.match(r"L(\d+)", spans)[1])
+            line = (NBS / "tables" / file).read_text().splitlines()[first - 1]
+            assert json.loads(line)["key"] == key, (row["claim"], number)
+            kinds.add(Path(file).stem)
+        measured = re.search(r"\\\[.*n = \d", row["size here"])  # an interval over seeds
+        assert "jsonl#L" in row["size here"] or not measured, row
+    assert kinds == {"runs", "geometry", "fisher", "landscape"}
 
 
 @pytest.mark.parametrize(
@@ -258,14 +295,23 @@ def test_every_claim_has_one_of_four_verdicts():
         "tiny shares",
     ],
 )
-def test_no_claim_of_the_papers_is_passed_over(words):
-    assert [row for row in overview() if words in row["claim"]]
+def test_no_claim_of_the_papers_is_passed_over(words, overview):
+    assert [row for row in overview if words in row["claim"]]
 
 
-def test_runs_of_one_class_are_no_test_of_isotropy():
-    (row,) = (row for row in overview() if row["claim"] == "Lowering isotropy helps")
-    tests, _, left = row["corrected, here"].partition("no test")
-    assert row["verdict"].startswith("cannot tell") and "λ=-5 on cola (6 of 6)" in left and "λ=-5, cola" not in tests
+def test_runs_of_one_class_are_no_test_of_isotropy(overview):
+    (row,) = (row for row in overview if row["claim"] == "Lowering isotropy helps")
+    tests, _, left = row["opens"][-1].partition("no test")
+    assert row["verdict"] == "cannot tell" and "λ=-5 on cola (6 of 6)" in left and "λ=-5, cola" not in tests
+
+
+def test_the_overview_answers_before_it_shows_code():
+    "No cell of code is published but folded, below everything else."
+    site = [c for c in nbformat.read(NBS / "tables" / "overview.ipynb", 4).cells if c.cell_type != "raw"]
+    published = [c for c in site if not re.match(r"#\| hide\n", c.source)]
+    assert all(re.search(r"^#\| echo: false$", c.source, re.M) for c in published if c.cell_type == "code")
+    assert published[0].outputs[0].data["text/markdown"].startswith("**Answer.**")
+    assert published[-1].outputs[0].data["text/markdown"].startswith("<details><summary>Code")
 
 
 @pytest.mark.parametrize(
