@@ -140,7 +140,7 @@ def test_model_loads_as_its_card_says_with_its_dropout(tmp_path):
     assert "## Limits" in card and str(tmp_path) not in card
     code = card.split("```python\n")[1].split("```")[0]
     assert "load_dropout(model)" in code
-    exec(code.replace('folder = "."', f"folder = {str(tmp_path / 'model')!r}"), names)  # noqa: S102: it is the card's own example
+    exec(code.replace('folder = "."', f"folder = {str(tmp_path / 'model')!r}"), names)  # the card's own example
     rates = {s.name: s.p for s in dropout_sites(names["model"])}
     assert len(set(rates.values())) > 3 and all(
         record.dropout["rates"][n] == pytest.approx(p) for n, p in rates.items() if n in record.dropout["rates"]
