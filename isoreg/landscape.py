@@ -549,7 +549,6 @@ class _Replay:
         if count != len(self.hashes): _other_batches()
 
     def _same(self, batch: Any, i: int): return self.marks[i].holds(batch) or _fingerprint(batch) == self.hashes[i]
-
     def _keep(self, batch: Any, count: int) -> None:
         if count != len(self.copies) + 1 or not self.room: return   # all before it were kept
         mark = _Mark(batch)
