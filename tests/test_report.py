@@ -754,9 +754,9 @@ def test_the_stored_tables_are_what_the_records_give(monkeypatch):
     assert outputs("27_report.ipynb", "#| label: tbl-learnt\n") == [learnt.to_markdown(index=False, floatfmt=".3f")]
 
 
-def test_the_front_page_shows_the_same_numbers():
+def test_the_page_of_the_first_round_shows_the_same_numbers():
     "Each row from the records themselves: pairs of runs with the same seed."
-    (table,) = (o for o in outputs("index.ipynb", "lines.to_markdown"))
+    (table,) = (o for o in outputs("tables/first.ipynb", "lines.to_markdown"))
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
     head, rows = rows[0], [dict(zip(rows[0], row)) for row in rows[2:]]
     runs = {}
