@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -98,7 +98,7 @@ def _options(
             if not about(field).flag: continue
             plain = next(k for k in kinds(field) if k is not type(None))
             option = typer.Option(help=help_text(field), rich_help_panel=heading, show_default=False)
-            annotation = Annotated[plain | None, option]
+            annotation = Annotated[plain | None, option]  # type: ignore[valid-type]
             found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     return found
 
@@ -209,6 +209,7 @@ def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
         try: execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, files_of(claim))
         except (PapermillExecutionError, KernelDied) as error: return _failure(run, out, error)
     (folder / "failed.json").unlink(missing_ok=True)
+    return None
 
 # %% ../nbs/31_cli.ipynb #262feb22
 @contextlib.contextmanager
@@ -547,6 +548,7 @@ def score_command(
     with _input_errors():
         if model is not None and array is not None:
             raise ValueError("array: does not apply to a text file; leave --array out, or --model")
+        result: Any
         if model is None: result = score_points(_points(file, array))
         else: result = _score_texts(file, model, max_lines, seed)
     if as_json: print(json.dumps(result, indent=1))

@@ -56,7 +56,7 @@ def about(
     field: FieldInfo,  # of a configuration
 ) -> About:
     "Return what is known of a setting beside its type, its bounds and its default."
-    return field.json_schema_extra or About()
+    return field.json_schema_extra or About()  # type: ignore[return-value]
 
 # %% ../nbs/19_config.ipynb #09a1a088
 def kinds(
@@ -194,10 +194,11 @@ def check_scores(
     "`ValueError` for what is neither a file of scores nor a text. A data set on the hub is asked for when it is read."
     if not scores.startswith(CORPUS):
         from isoreg.fisher import load_scores
-        try: return load_scores(scores)
+        try: load_scores(scores)
         except ValueError as error:
             also = "" if Path(scores).exists() else f", or {CORPUS} and the name of a text"
             raise ValueError(f"{error}{also}") from None
+        return
     if not scores_texts(scores):
         raise ValueError(f"scores: {scores!r} names no text; "
                          f"write {CORPUS} and a file, or name:configuration:split of the hub")

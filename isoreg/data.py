@@ -66,7 +66,7 @@ def load_task(
     parts, sources = zip(*(_rows(task, data_dir, split, argument) for argument, split in asked.items()))
     sizes, splits = tuple(map(len, parts)), tuple(asked.values())
     notes = _notes(task, splits, sizes, split_protocol, seed)
-    keep, held = split_rows(*sizes, split_protocol, seed, fixed_eval=task.folder == "glue/mnli")
+    keep, held = split_rows(sizes[0], sizes[1], split_protocol, seed, fixed_eval=task.folder == "glue/mnli")
     wanted = min(max(1, round(train_fraction * len(keep))), max_train or len(keep))
     if wanted < len(keep): notes.append(f"train is {wanted} of {len(keep)} rows")
     elif split_protocol == "official": keep = np.sort(keep)

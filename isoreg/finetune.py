@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,7 +113,7 @@ def _prepare(config: RunConfig, data: TaskData, record: RunRecord) -> tuple[nn.M
     "Return the model with its dropout, and the tokenizer; the record gets what is to be said of them."
     model, tokenizer, notes = load_model(config)
     notes += check_vocabulary(tokenizer, model, [t for c in data.task.text_columns for t in data.train[c]])
-    _check_layers(config, model.config.num_hidden_layers)
+    _check_layers(config, model.config.num_hidden_layers)  # type: ignore[arg-type]
     record.dropout = _apply_dropout(config, model, data, tokenizer)
     if config.length_groups > 1: split_by_length(model, config.length_groups)
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
@@ -202,7 +203,7 @@ def _own_fisher(name: str, tokenizer, texts: list[str], max_length: int, corpus:
 def _make_trainer(config: RunConfig, model, tokenizer, data: TaskData, folder: str, progress) -> PenaltyTrainer:
     "Return the trainer with its rows; `sample` is a loader of evaluation rows in one random order, without labels."
     train, rows, scores = _encoded(config, data, tokenizer, model)
-    pad = dict(padding="max_length", max_length=config.max_length) if config.pad_to_max else {}
+    pad: dict[str, Any] = dict(padding="max_length", max_length=config.max_length) if config.pad_to_max else {}
     penalty, callbacks = PENALTIES[config.regularizer](config), [progress]
     if getattr(penalty, "needs_reference", False):
         callbacks.append(ReferenceRefresh(penalty, config.reference_points, released=config.reference == "released"))
@@ -235,7 +236,7 @@ def training_arguments(
 ) -> TrainingArguments:
     "Return the settings of the run in the words of the installed transformers."
     cuda, precision = torch.cuda.is_available(), resolve_precision(config.precision)
-    arguments = dict(
+    settings = dict[str, Any](
         output_dir=folder, seed=config.seed, learning_rate=config.lr, num_train_epochs=config.epochs,
         per_device_train_batch_size=config.batch_size, per_device_eval_batch_size=max(64, config.batch_size),
         gradient_accumulation_steps=config.accumulation, weight_decay=config.weight_decay, max_grad_norm=config.clip,
@@ -243,9 +244,9 @@ def training_arguments(
         lr_scheduler_type="linear" if config.schedule == "linear" else "constant_with_warmup", fp16=precision == "fp16",
         use_cpu=not cuda, eval_strategy="epoch", save_strategy="no", logging_strategy="steps", report_to="none",
         logging_steps=max(1, steps // 50), disable_tqdm=True, dataloader_pin_memory=cuda)
-    if config.batches == "by-length": arguments |= _grouped_by_length()
-    if task_kind == "qa": arguments["label_names"] = ["start_positions", "end_positions"]
-    arguments = TrainingArguments(**arguments)
+    if config.batches == "by-length": settings |= _grouped_by_length()
+    if task_kind == "qa": settings["label_names"] = ["start_positions", "end_positions"]
+    arguments = TrainingArguments(**settings)
     if arguments.n_gpu > 1: arguments._n_gpu = 1  # one device a process: DataParallel would multiply the batch
     return arguments
 

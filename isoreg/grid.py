@@ -358,7 +358,7 @@ def choose(
         setting = {n: run.config[n] for n in varied if n not in (*PLACE, "regularizer", "dropout")}
         *_, settings = groups.setdefault(json.dumps([place, method]), (place, method, {}))
         settings.setdefault(json.dumps(setting), (setting, []))[1].append(run)
-    return [_best(*group, found) for group in groups.values()]
+    return [_best(place, method, settings, found) for place, method, settings in groups.values()]
 
 # %% ../nbs/29_grid.ipynb #9502d978
 def _best(place: dict, method: tuple, settings: dict, found: dict) -> Choice:

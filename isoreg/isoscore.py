@@ -135,7 +135,8 @@ def invariants_of_moments(
     m: Moments,  # of order 2 or 4
 ) -> Invariants:
     "Return count, tr M2, ‖M2‖² and m4 of each cloud, (...), in float64 where the device has it; differentiable."
-    return Invariants(m.count, *_TraceAndSquare.apply(m.m2), None if m.m4 is None else m.m4.to(wide_dtype(m.m4)))
+    trace, square = _TraceAndSquare.apply(m.m2)
+    return Invariants(m.count, trace, square, None if m.m4 is None else m.m4.to(wide_dtype(m.m4)))
 
 # %% ../nbs/02_isoscore.ipynb #87dddf0d
 class _Gram(torch.autograd.Function):

@@ -7,6 +7,7 @@ __all__ = ['IStar', 'reference_covariance', 'token_moments', 'measure_isotropy',
 import numbers
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +140,7 @@ def _check_settings(lam, zeta, reference_cov, correction, convention) -> tuple[f
     return float(lam), float(zeta), correction
 
 # %% ../nbs/07_istar.ipynb #e3ee40e1
-def _check_layers(layers) -> str | int:
+def _check_layers(layers) -> Any:
     "Return the layers; `ValueError` unless they are an index, 'union' or 'mean'."
     if isinstance(layers, numbers.Integral) and not isinstance(layers, bool): return int(layers)
     return one_of("layers", layers, ("union", "mean"), "an index into hidden_states")
@@ -224,7 +225,7 @@ def reference_covariance(
     Raises `ValueError` for layers that the model does not have and fewer points than layers (at the first batch), if no
     batch came or fewer than two tokens counted, and as `token_moments` does.
     """
-    layers, counted = _check_layers(layers), dict(layers=layers, released=released)
+    layers, counted = _check_layers(layers), dict[str, Any](layers=layers, released=released)
     m = token_moments(model, batches, max_points, padding=padding, progress=progress, **counted)
     if isinstance(layers, int): return m.map(lambda f: f[layers]).cov()
     m = m if embeddings else m.map(lambda f: f[1:])

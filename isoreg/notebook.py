@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 from pydantic import create_model
 
@@ -46,7 +47,7 @@ def check_parameters(
     if unknown and not kind: raise ValueError(f"{unknown[0]}: unknown parameter; {near(unknown[0], extra)}")
     types = {n: namespace["__annotations__"][n] for n in extra if n in namespace.get("__annotations__", {})}
     fields = {n: (t, setting(namespace[n], "")) for n, t in types.items()}
-    further = create_model("Further", __base__=Settings, **fields)
+    further: Any = create_model("Further", __base__=Settings, **fields)  # type: ignore[call-overload]
     namespace |= further(**{n: namespace[n] for n in types}).to_dict()
     return {n: namespace[n] for n in [n for n in known if n in namespace] + unknown}
 
@@ -93,10 +94,13 @@ def _run_papermill(path: Path, output: Path, parameters: dict, env: dict, files:
     import papermill
     from nbclient.exceptions import DeadKernelError
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what fails is in the notebook, and is raised
-    kernels = []
+    kernels: list = []
     with (tempfile.TemporaryDirectory(prefix="isoreg-", ignore_cleanup_errors=True) as folder,
           tempfile.TemporaryFile() as log):
-        started = lambda kernel: (kernels.append(kernel), on_start(kernel))
+        def started(kernel):
+            kernels.append(kernel)
+            on_start(kernel)
+
         manager = _kernel_manager(folder, log, env, files, started)
         try:
             papermill.execute_notebook(str(path), str(output), parameters=parameters, progress_bar=False,

@@ -415,8 +415,8 @@ def compare(
     one_of(name, fixed, dict.fromkeys(df.method))
     df = df.reset_index(drop=True)
     by, values = _by(df, by), _outcome(df, value)
-    rows = [row | {"metric": _metric(df, pd.concat(arms), value), **_pair(row, *arms, values, level, value == "value")}
-            for row, *arms in _arms(df, by, fixed, of is not None)]
+    rows = [row | {"metric": _metric(df, pd.concat([a, b]), value), **_pair(row, a, b, values, level, value == "value")}
+            for row, a, b in _arms(df, by, fixed, of is not None)]
     if not rows: raise ValueError(f"{name}: every run is {fixed!r}; there is nothing to compare it with")
     rows = [r for r in rows if r["n"] >= min_pairs]
     if not rows: raise ValueError(f"min_pairs: no comparison has {min_pairs} complete pairs; give a smaller number")
@@ -1147,7 +1147,9 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     df = df.assign(file=[os.path.relpath(f, folder).replace(os.sep, "/") if f else "" for f in df.file])
     tables = _tables(df, baseline, by)
-    contents = {f"{name}.{suffix}": text for name, t in tables.items() for suffix, text in _forms(t, base).items()}
+    contents: dict = {}
+    for name, t in tables.items():
+        contents |= {f"{name}.{suffix}": text for suffix, text in _forms(t, base).items()}
     contents |= _figures(df, tables)
     for name in _FILES: (folder / name).unlink(missing_ok=True)
     for name, content in contents.items(): write_atomically(folder / name, content)

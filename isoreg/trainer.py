@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -37,7 +38,7 @@ class PenaltyMixin:
     def __init__(self, *args, penalty: nn.Module | Sequence[nn.Module] | None = None, **kwargs):
         self.penalties, self._means, self._verified, self._padding_checked = _penalties(penalty), _Means(), False, False
         super().__init__(*args, **kwargs)
-        for p in self.penalties: _attach(self, p)
+        for p in self.penalties: _attach(self, p)  # type: ignore[arg-type]
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -255,7 +256,7 @@ class ReferenceRefresh(TrainerCallback):
 def _drawn_reference(c: ReferenceRefresh, args, state, model: nn.Module, loader: DataLoader) -> Tensor:
     "Return the reference of examples drawn for this epoch, (d, d), or (L, d, d) for a mean over layers."
     seed = (args.seed if c.seed is None else c.seed) * 1009 + int(state.epoch or 0)
-    counted = {"layers": "union", "padding": False, "embeddings": False}
+    counted: dict[str, Any] = {"layers": "union", "padding": False, "embeddings": False}
     counted = {name: getattr(c.penalty, name, default) for name, default in counted.items()} | {"released": c.released}
     progress = not args.disable_tqdm if c.progress is None else c.progress
     with same_draws(args.device), contextlib.nullcontext() if c.released else _autocast(args):
@@ -272,7 +273,8 @@ def own_batches(
     data = loader.dataset
     if isinstance(data, IterableDataset): return DataLoader(data, batch_size, collate_fn=loader.collate_fn)
     rank, ranks = (torch.distributed.get_rank(), world_size()) if world_size() > 1 else (0, 1)
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[rank::ranks].tolist()
+    draw = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(data), generator=draw)[rank::ranks].tolist()  # type: ignore[arg-type]
     return DataLoader(Subset(data, order), batch_size, collate_fn=loader.collate_fn)
 
 # %% ../nbs/09_trainer.ipynb #636fab78
