@@ -171,7 +171,7 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
 def _note_unused(given: dict, config: RunConfig):
     "Print the settings that the configuration does not keep as they were given."
     for name, value in given.items():
-        if name != "eval_split" and getattr(config, name) != value:
+        if name not in ("eval_split", "task") and getattr(config, name, value) != value:
             _errors.print(f"note: {name} {value} plays no part in this run")
 
 # %% ../nbs/31_cli.ipynb #c629f806
