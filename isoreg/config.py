@@ -2,8 +2,9 @@
 
 # %% auto #0
 __all__ = ['option', 'RECIPES', 'PENALTIES', 'DROPOUTS', 'BUILT_IN', 'COMMON', 'CONFIGS', 'About', 'setting', 'about', 'Settings',
-           'scores_source', 'Registry', 'reads', 'made', 'RunConfig', 'method_label', 'FisherConfig', 'LandscapeConfig',
-           'GeometryConfig', 'PretrainConfig', 'help_text', 'options_table', 'command']
+           'scores_source', 'Registry', 'name_of', 'packages', 'reads', 'made', 'RunConfig', 'method_label',
+           'FisherConfig', 'LandscapeConfig', 'GeometryConfig', 'PretrainConfig', 'help_text', 'options_table',
+           'command']
 
 # %% ../nbs/19_config.ipynb #3d3f6671
 import difflib
@@ -430,21 +431,6 @@ class Registry(dict):
         known = [*choices(DropoutSettings.model_fields[self.setting]), *known]
         raise ValueError(f"{self.setting}: {name!r} is unknown; use {', '.join(known)}, or a schedule file (.json)")
 
-    def name_of(
-        self,
-        maker: Callable,  # the class of a penalty
-    ) -> str:
-        "Return the name by which runs know it, or else its own."
-        installed = {e.name: e.load() for e in entry_points(group=self.group)}
-        return next((n for n, m in (self._own() | installed | self).items() if m is maker), maker.__name__)
-
-    def packages(
-        self,
-        name: str,  # of a penalty or a schedule
-    ) -> dict[str, str]:
-        "Return the installed package that has the name, and its version; nothing for another name."
-        return {e.dist.name: e.dist.version for e in entry_points(group=self.group, name=name) if e.dist}
-
     def _own(self) -> dict:
         module, _, table = self.home.partition(":")
         return getattr(import_module(module), table) if module else {}
@@ -452,6 +438,22 @@ class Registry(dict):
 
 PENALTIES = Registry("regularizer", "isoreg.istar:PENALTY_CLASSES")
 DROPOUTS = Registry("dropout")
+
+# %% ../nbs/19_config.ipynb #dea87eae
+def name_of(
+    maker: Callable,  # the class of a penalty
+) -> str:
+    "Return the name by which runs know a penalty, or else that of its class."
+    installed = {e.name: e.load() for e in entry_points(group=PENALTIES.group)}
+    return next((n for n, m in (PENALTIES._own() | installed | PENALTIES).items() if m is maker), maker.__name__)
+
+
+def packages(
+    config,  # RunConfig of a run
+) -> dict[str, str]:
+    "Return the installed packages that its penalty and its schedule come from, with their versions."
+    found = (e for r in (PENALTIES, DROPOUTS) for e in entry_points(group=r.group, name=getattr(config, r.setting)))
+    return {e.dist.name: e.dist.version for e in found if e.dist}
 
 # %% ../nbs/19_config.ipynb #c8ed374e
 BUILT_IN = ("none", "istar", "cosreg")  # their settings are those of PenaltySettings

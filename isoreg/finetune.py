@@ -27,8 +27,9 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from .card import save_model
-from .config import (
-    BUILT_IN, COMMON, DROPOUTS, GUIDED, PENALTIES, RATED, RunConfig, made, reads, scores_source, scores_texts)
+from isoreg.config import (
+    BUILT_IN, COMMON, DROPOUTS, GUIDED, RATED, RunConfig, made, name_of, packages, reads, scores_source,
+    scores_texts)
 from .corpus import TextBatches, load_texts
 from .data import (
     MissingSplit, TaskData, encode, encode_squad_eval, encode_squad_train, load_evaluation, load_metric, load_task,
@@ -90,7 +91,7 @@ def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
     if not isinstance(penalty, nn.Module):
         raise ValueError(f"penalty: {penalty!r} is no torch module; pass one, such as IStar(lam=-0.1)")
     kind = type(penalty)
-    name, (common, own) = PENALTIES.name_of(kind), reads(kind, "regularizer")
+    name, (common, own) = name_of(kind), reads(kind, "regularizer")
     usual = {n: RunConfig.model_fields[n].default for n in COMMON["regularizer"] if n not in ("lam", "seed")}
     values = usual | {"padding": False, "lam": 1.0, "cosreg_layer": -1}
     values |= {n: getattr(penalty, n) for n in common if n != "seed" and hasattr(penalty, n)}
@@ -395,17 +396,12 @@ def _fill_record(record: RunRecord, config: RunConfig, data: TaskData, trainer: 
     record.data = {"sources": data.sources, "fingerprint": data.fingerprint, "train_rows": len(data.train),
                    "evaluation_rows": len(data.evaluation), "majority": data.majority, "notes": data.notes}
     record.hardware = hardware() | {"precision": resolve_precision(config.precision)}
-    record.versions, record.git_commit = versions() | _plugins(config), git_commit()
+    record.versions, record.git_commit = versions() | packages(config), git_commit()
     if config.definition and task.label_names: record.data["labels"] = list(task.label_names)
     if math.isfinite(record.value):
         answers = task.kind == "qa"
         references = [{"answers": a} for a in data.evaluation["answers"]] if answers else data.evaluation["label"]
         record.resampled = pack(resample(task, unpack(record.predictions), references))
-
-
-def _plugins(config: RunConfig) -> dict[str, str]:
-    "Return the packages of the run's penalty and schedule, with their versions."
-    return PENALTIES.packages(config.regularizer) | DROPOUTS.packages(config.dropout)
 
 
 def _measured(entry: dict, kind: str) -> dict:
