@@ -865,11 +865,12 @@ def report_command(
 
 # %% ../nbs/31_cli.ipynb #f67db4df
 def _show_summary(summary):
-    "Print the table that `summary.md` has in full: task, method, runs, mean, interval."
+    "Print the columns of the summary that fit a screen; `summary.md` has them all."
     from isoreg.report import readable
     shown = readable(summary).map(str)
-    table = _table("", tuple(shown.columns))
-    for row in shown.itertuples(index=False): table.add_row(*row)
+    left_out = ("median", "worst", "one class only", "IsoScore before", "its layers, mean")
+    table = Table(*(c for c in shown.columns if c not in left_out), box=None, pad_edge=False)
+    for _, row in shown.iterrows(): table.add_row(*(v for c, v in row.items() if c not in left_out))
     _console.print(table)
 
 # %% ../nbs/31_cli.ipynb #8261207b
