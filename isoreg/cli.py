@@ -869,7 +869,8 @@ def _show_summary(summary):
     from isoreg.report import readable
     shown = readable(summary).map(str)
     left_out = ("median", "worst", "one class only", "IsoScore before", "its layers, mean")
-    table = Table(*(c for c in shown.columns if c not in left_out), box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for c in shown.columns.difference(left_out, sort=False): table.add_column(c, overflow="fold")
     for _, row in shown.iterrows(): table.add_row(*(v for c, v in row.items() if c not in left_out))
     _console.print(table)
 
