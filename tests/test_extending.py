@@ -11,8 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from torch import nn
+
+import isoreg
 
 from isoreg.card import model_card
 from isoreg.config import DROPOUTS, PENALTIES, RunConfig, command, made, method_label
@@ -173,15 +174,20 @@ def test_bad_rows_are_refused_before_a_model_is_loaded(folder, text, message, mo
 
 
 def test_run_takes_a_task(folder):
-    task = Task("words", text_columns=["sentence"], files={s: str(folder / f"{n}.csv") for s, n in
-                                                           (("train", "train"), ("validation", "dev"))})
+    task = Task(
+        "words",
+        text_columns=["sentence"],
+        files={s: str(folder / f"{n}.csv") for s, n in (("train", "train"), ("validation", "dev"))},
+    )
     record = run(RunConfig(regularizer="none", epochs=1), task=task)
     assert record.config["task"] == "words" and record.config["definition"]["text"] == ["sentence"]
     assert run(RunConfig(regularizer="none", **TINY), task=TASKS["toy-rte"]).config["definition"] is None
 
 
 def test_a_grid_finds_the_task_beside_itself(folder):
-    (folder / "g.yaml").write_text("fixed: {regularizer: none}\naxes: {task: [polarity.yaml, toy-cola], seed: [0, 1]}\n")
+    (folder / "g.yaml").write_text(
+        "fixed: {regularizer: none}\naxes: {task: [polarity.yaml, toy-cola], seed: [0, 1]}\n"
+    )
     plan = expand(load_grid(folder / "g.yaml"))
     assert [r.config["task"] for r in plan.runs] == ["polarity", "polarity", "toy-cola", "toy-cola"]
     assert plan.runs[0].key == RunConfig(task=str(folder / "polarity.yaml"), regularizer="none").key
@@ -246,7 +252,11 @@ def test_a_common_setting_has_to_mean_the_same(monkeypatch):
 def test_built_in_penalties_are_made_in_the_same_way():
     istar = made("regularizer", RunConfig(lam=-0.3, zeta=0.4, layers="mean", convention="text"))
     assert isinstance(istar, IStar) and (istar.lam, istar.zeta, istar.layers, istar.convention) == (
-        -0.3, 0.4, "mean", "text")
+        -0.3,
+        0.4,
+        "mean",
+        "text",
+    )
     cosreg = made("regularizer", RunConfig(regularizer="cosreg", cosreg_layer=2))
     assert isinstance(cosreg, CosReg) and (cosreg.lam, cosreg.layer) == (1.0, 2)
     assert made("regularizer", RunConfig(regularizer="none")) is None
@@ -255,7 +265,9 @@ def test_built_in_penalties_are_made_in_the_same_way():
 def test_run_takes_any_module():
     record = run(RunConfig(**TINY), penalty=Length(0.1, power=1.0))
     assert (record.config["regularizer"], record.config["lam"]) == ("Length", 0.1)
-    assert record.config["penalty_settings"] == {"power": 1.0} and load(record).method.iloc[0] == "Length λ=0.1, power 1.0"
+    assert (
+        record.config["penalty_settings"] == {"power": 1.0} and load(record).method.iloc[0] == "Length λ=0.1, power 1.0"
+    )
     plain = run(RunConfig(regularizer="none", **TINY))
     assert record.loss[-1]["loss"] > plain.loss[-1]["loss"] + 0.1 and record.key != plain.key
     named = RunConfig(lam=-0.2, zeta=0.0, correction="ustat", **TINY)
@@ -270,11 +282,13 @@ def test_a_schedule_by_name_sets_the_rates(monkeypatch):
     monkeypatch.setitem(DROPOUTS, "rising", rising)
     record = run(RunConfig(regularizer="none", dropout="rising", p_max=0.2, bend=2, **TINY))
     rates = list(record.dropout["rates"].values())
-    assert record.dropout["how"] == "rising" and rates == pytest.approx([0.2 * i / len(rates) for i in range(len(rates))])
+    expected = [0.2 * i / len(rates) for i in range(len(rates))]
+    assert record.dropout["how"] == "rising" and rates == pytest.approx(expected)
     assert load(record).method.tolist() == ["rising p 0 to 0.2, bend 2.0"]
-    reads_scores = lambda sites, scores, p_min=0.0: {s.name: 0.05 if scores[s.name] > 0 else p_min for s in sites
-                                                     if s.name in scores} | {s.name: 0.0 for s in sites
-                                                                             if s.name not in scores}
+
+    def reads_scores(sites, scores, p_min=0.0):
+        return {s.name: 0.05 if scores.get(s.name, 0) > 0 else p_min for s in sites}
+
     monkeypatch.setitem(DROPOUTS, "informed", reads_scores)
     informed = run(RunConfig(regularizer="none", dropout="informed", **TINY))
     assert max(informed.dropout["rates"].values()) == 0.05 and any("Fisher" in n for n in informed.dropout["notes"])
@@ -290,17 +304,22 @@ def site(tmp_path_factory):
     return folder / "site"
 
 
-def isoreg(site, cwd, *arguments):
+def command_line(site, cwd, *arguments):
     path = os.pathsep.join([str(site), str(ROOT)])
-    done = subprocess.run([sys.executable, "-m", "isoreg.cli", *arguments], cwd=cwd, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": path, "COLUMNS": "200"})
+    done = subprocess.run(
+        [sys.executable, "-m", "isoreg.cli", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "200"},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_an_installed_plug_in_runs_from_the_command_and_a_grid(site, tmp_path):
     tiny = "--epochs 1 --set max_train=48 --set max_eval=40".split()
-    isoreg(site, tmp_path, "run", "--regularizer", "length", "--set", "target=2", "--dropout", "rising", *tiny)
+    command_line(site, tmp_path, "run", "--regularizer", "length", "--set", "target=2", "--dropout", "rising", *tiny)
     (file,) = tmp_path.glob("runs/*/record.json")
     record = RunRecord.load(file)
     assert record.config["penalty_settings"] == {"target": 2.0} and record.versions["isoreg-example"] == "0.1"
@@ -308,9 +327,9 @@ def test_an_installed_plug_in_runs_from_the_command_and_a_grid(site, tmp_path):
     fixed = "fixed: {max_train: 48, max_eval: 40, epochs: 1}\n"
     method = "axes: {method: [{regularizer: none}, {regularizer: length, target: [1, 2], dropout: rising}]}\n"
     (tmp_path / "g.yaml").write_text(fixed + method)
-    out = isoreg(site, tmp_path, "sweep", "g.yaml", "--jobs", "1")
+    out = command_line(site, tmp_path, "sweep", "g.yaml", "--jobs", "1")
     assert "3 of 3 runs are done (2 by this sweep" in out  # one of them is the run above
-    shown = isoreg(site, tmp_path, "report", "runs")
+    shown = command_line(site, tmp_path, "report", "runs")
     summary = (tmp_path / "report" / "summary.md").read_text()
     for label in ("length λ=0.1 + rising", "length λ=0.1, target 2.0 + rising"):
         assert label in summary and label in shown
@@ -347,9 +366,8 @@ def test_names_of_the_package_are_lazy():
 
 def test_type_checkers_see_the_names():
     text = (ROOT / "isoreg" / "__init__.py").read_text()
+    block = text.split("if TYPE_CHECKING:")[1].split("\n", 1)[1].split("_HOME")[0]
     namespace = {}
-    exec(text.split("if TYPE_CHECKING:")[1].split("\n", 1)[1].split("_HOME")[0].replace("    from .", "from isoreg."), namespace)
-    import isoreg
-
+    exec(block.replace("    from .", "from isoreg."), namespace)
     assert {n for n in namespace if n != "__builtins__"} == set(isoreg._HOME)
     assert all(getattr(isoreg, n) is namespace[n] for n in isoreg._HOME if n != "isoscore")
