@@ -20,7 +20,8 @@ def __getattr__(name: str):
     from importlib import import_module
     from pkgutil import iter_modules
     if name in _HOME: return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    if name not in {m.name for m in iter_modules(__path__)}: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in {m.name for m in iter_modules(__path__)}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{__name__}.{name}")
 
 

@@ -81,7 +81,8 @@ def _scores_table(record: RunRecord) -> str:
 # %% ../nbs/22_card.ipynb #1bbf7c2e
 def _how_to_load(c: RunConfig) -> str:
     "Return the Python that loads the model with its dropout."
-    kind = "AutoModelForQuestionAnswering" if get_task(c.task, c.definition).kind == "qa" else "AutoModelForSequenceClassification"
+    questions = get_task(c.task, c.definition).kind == "qa"
+    kind = "AutoModelForQuestionAnswering" if questions else "AutoModelForSequenceClassification"
     mixout = "\nload_dropout(model, pretrained=weights)  # state dict that the training began with"
     load = {"standard": "", "mixout": mixout}.get(c.dropout, "\nload_dropout(model)")
     lines = f"""```python

@@ -325,7 +325,7 @@ class DropoutSettings(Settings):
     "Which units are left out, and how often."
     group = "Dropout"
     dropout: Dropout | str = option(
-        "standard", "which units are left out how often, a schedule file (.json), or a plug-in's schedule", before="standard",
+        "standard", "which units are left out how often; also a file (.json), or that of a plug-in", before="standard",
         family="dropout", file=True)
     scores: str | None = option(
         None, "guided: tensor scores of runs/fisher; corpus: and a text; without it: the task's texts",
@@ -481,7 +481,8 @@ def _own_settings(of: str, maker: Callable, given: dict) -> dict:
     "Return the settings of a plug-in that are not its default. `ValueError` for an unknown, missing or wrong one."
     own = reads(maker, of)[1]
     for n in given:
-        if n not in own: raise ValueError(f"{n}: is no setting of {maker.__name__}; {near(n, own) if own else 'it has none'}")
+        if n in own: continue
+        raise ValueError(f"{n}: is no setting of {maker.__name__}; {near(n, own) if own else 'it has none'}")
     for n, p in own.items():
         if p.default is p.empty and n not in given:
             raise ValueError(f"{n}: {maker.__name__} needs it and has no default; give --set {n}=VALUE")

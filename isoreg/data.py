@@ -256,7 +256,8 @@ def _with_labels(task: Task, data_dir: str | Path | None, split: str) -> Task:
     source = f"train_split={split!r} of {task.name}"
     _require(rows, [task.label], source)
     found = set(rows.data.table[task.label].to_pylist()) - {None}
-    if len(found) < 2: raise ValueError(f"{source}: column {task.label} has the labels {sorted(found)}; need two or more")
+    if len(found) < 2:
+        raise ValueError(f"{source}: column {task.label} has the labels {sorted(found)}; need two or more")
     order = sorted(found, key=str if any(isinstance(v, str) for v in found) else None)
     return replace(task, label_names=tuple(map(str, order)))
 
