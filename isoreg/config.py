@@ -522,9 +522,9 @@ def made(
 _FIELDS = {"regularizer": (PENALTIES, "penalty_settings"), "dropout": (DROPOUTS, "dropout_settings")}
 
 # %% ../nbs/19_config.ipynb #c0f2cf2b
-def _gathered(values: dict) -> dict:
+def _gathered(values: dict, fields: Iterable[str]) -> dict:
     "Return the settings with a task of one's own as its definition, and the settings of plug-ins in their tables."
-    values, known = values | _own_task(values), list(RunConfig.model_fields)
+    values, known = values | _own_task(values), list(fields)
     for of, (registry, field) in _FIELDS.items():
         name = values.get(of)
         if not _is_plugin(of, name): continue
@@ -532,7 +532,7 @@ def _gathered(values: dict) -> dict:
         except ValueError:  # a record may be read where its plug-in is not installed
             if values.get(field) is None: raise
             continue
-        own = [n for n in reads(maker, of)[1] if n not in RunConfig.model_fields]
+        own = [n for n in reads(maker, of)[1] if n not in fields]
         given = {n: values.pop(n) for n in own if n in values}
         values[field] = _own_settings(of, maker, (values.get(field) or {}) | given)
         known += own
@@ -613,6 +613,7 @@ def check_precision(
 # %% ../nbs/19_config.ipynb #ca763417
 def _check_penalty(c):
     "`ValueError` for settings of the penalty that do not go together."
+    if c.regularizer not in BUILT_IN and c.penalty_settings is None: PENALTIES.find(c.regularizer)
     if c.regularizer in BUILT_IN and c.penalty_settings is not None:
         raise ValueError(f"penalty_settings: {c.regularizer} has none, its settings are those of the run; leave it out")
     if isinstance(c.layers, str) and c.layers not in ("union", "mean"):
@@ -629,6 +630,7 @@ def _check_dropout(c):
     if c.dropout.endswith(".json"):
         from isoreg.noise import load_schedule
         load_schedule(c.dropout)
+    elif c.dropout_settings is None and _is_plugin("dropout", c.dropout): DROPOUTS.find(c.dropout)
     if c.dropout_settings is not None and not _is_plugin("dropout", c.dropout):
         raise ValueError(f"dropout_settings: {c.dropout} has none, its settings are those of the run; leave it out")
     if c.dropout == "constant" and c.dropout_p is None:
@@ -678,7 +680,7 @@ class RunConfig(DataSettings, RecipeSettings, DropoutSettings, PenaltySettings, 
     "Everything that decides a fine-tuning run. `ValueError` for a bad value, before anything is loaded."
     required = ("task", "model", "regularizer", "seed")
 
-    def __init__(self, **values): super().__init__(**_gathered(values))
+    def __init__(self, **values): super().__init__(**_gathered(values, type(self).model_fields))
 
     @model_validator(mode="after")
     def _whole(self):

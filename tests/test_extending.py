@@ -131,9 +131,9 @@ def test_a_name_on_the_hub_is_a_definition_too():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ("metric: acuracy", "metric: 'acuracy' is unknown; did you mean 'accuracy'"),
+        ("metric: accurac", "metric: 'accurac' is unknown; did you mean 'accuracy'"),
         ("text: [a, b, c]", "text: .*one column, or two"),
-        ("lable: x", "lable: unknown field; did you mean 'label'"),
+        ("labl: x", "labl: unknown field; did you mean 'label'"),
         ("label: sentence", "label: 'sentence' is a column of texts too"),
         ("label: 3", "label: 3 is no text"),
         ("labels: [one]", "labels: .*two different labels"),
@@ -229,7 +229,7 @@ def test_a_penalty_by_name_has_its_settings_in_key_record_and_label(monkeypatch)
         (dict(power="much"), "power: 'much' is not float; give a number, such as 2.0"),
         (dict(name=1), "name: 1 is not str; give text"),
         (dict(penalty_settings={"other": 1}), "other: is no setting of Length"),
-        (dict(regularizer="lenght"), "regularizer: 'lenght' is unknown; did you mean length"),
+        (dict(regularizer="lengthy"), "regularizer: 'lengthy' is unknown; did you mean length"),
         (dict(regularizer="istar", penalty_settings={"power": 1}), "penalty_settings: istar has none"),
         (dict(dropout="rise"), "dropout: 'rise' is unknown; use standard"),
     ],
