@@ -6,6 +6,7 @@ __all__ = ['isoscore', 'isoscore_from_cov', 'participation_ratio', 'invariants',
 
 # %% ../nbs/02_isoscore.ipynb #665f0666
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -317,6 +318,15 @@ def _fault_of_cov(S: Tensor) -> str:
     v = S.diagonal(dim1=-2, dim2=-1)
     impossible = S.square() > 1.05 * v[..., None] * v[..., None, :] + 1e-3
     return "has a covariance larger than its two variances allow; pass a covariance" if bool(impossible.any()) else ""
+
+# %% ../nbs/02_isoscore.ipynb #4087a876
+class _Module(type(sys)):
+    "The module of the score, which may be called as its function."
+
+    def __call__(self, *args, **kwargs): return self.isoscore(*args, **kwargs)
+
+
+if "__file__" in globals(): sys.modules[__name__].__class__ = _Module  # not inside this notebook
 
 # %% ../nbs/02_isoscore.ipynb #f8068286
 class IsoScoreEstimate(NamedTuple):

@@ -331,7 +331,7 @@ def _by(df: pd.DataFrame, by: Sequence[str] | None) -> list[str]:
 # %% ../nbs/27_report.ipynb #bd7c289b
 def _varying(df: pd.DataFrame) -> list[str]:
     "Return the settings that vary, apart from the seed, what makes the method, and where files lie."
-    fixed = (*METHOD, "seed", "task", "model", "data_dir", "recipe", "length_groups")
+    fixed = (*METHOD, "seed", "task", "definition", "model", "data_dir", "recipe", "length_groups")
     known = [c for c in SETTINGS if c in df.columns and c not in fixed]
     found = [c for c in ("model_name", *known, "protocol") if _varies(df[c])]
     grouped = df.groupby("task").length_groups.agg(_varies).any()  # from task to task it tells no runs apart
