@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -158,7 +158,8 @@ EXAMPLES = {  # in this order they build on each other
     "run": "isoreg run --task toy-cola --regularizer istar --lam -0.1 --set correction=ustat",
     "rerun": "isoreg rerun runs/toy-cola-toy-bert-none-seed0-defa0c425c",  # of the demo
     "sweep": "isoreg sweep toy --out runs --dry-run",
-    "select": "sed 's/seed: .*/seed: [100, 101]/' nbs/grids/toy.yaml > search.yaml\nisoreg sweep search.yaml --out search\n"
+    "select": "sed 's/seed: .*/seed: [100, 101]/' nbs/grids/toy.yaml > search.yaml\n"
+              "isoreg sweep search.yaml --out search\n"
               "isoreg select search.yaml search --out final.yaml",
     "status": "isoreg status runs --json",
     "score": "isoreg score README.md --model toy-bert",
@@ -178,13 +179,13 @@ def commands_page() -> str:
 def _command(name: str, command) -> str:
     "Return the section of a command."
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    groups = {"Arguments": arguments} if arguments else {}
+    groups = {"Arguments": arguments, "Options": []}
     for p in command.params:
         if p.param_type_name == "option": groups.setdefault(p.rich_help_panel or "Options", []).append(p)
     usage = " ".join([f"isoreg {name}", "[OPTIONS]", *map(_placeholder, arguments)])
     parts = [f"## isoreg {name}", inspect.cleandoc(command.help or ""), f"```text\n{usage}\n```"]
     for heading, options in groups.items():
-        parts.append(f"**{heading}**\n\n| | |\n|:---|:------|\n" + "\n".join(map(_option, options)))
+        if options: parts.append(f"**{heading}**\n\n| | |\n|:---|:------|\n" + "\n".join(map(_option, options)))
     return "\n\n".join([*parts, f"**Example**\n\n```bash\n{EXAMPLES[name]}\n```"])
 
 # %% ../nbs/32_reference.ipynb #7ef00020
