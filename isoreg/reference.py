@@ -140,17 +140,16 @@ def index_page(
     "Return the index of public names in Markdown, each with its line and a link to its entry."
     parts = []
     for room, file, title in rooms(folder):
-        lines = [f"| [`{name}`](../{file}#{anchor(room, value.__name__)}) | {_cell(first_sentence(value))} |"
+        lines = [f"- [{name}](../{file}#{anchor(room, value.__name__)}): {_plain(first_sentence(value))}"
                  for name, value in public_names(room).items()]
-        head = f"## {title}\n\n`isoreg.{room}`, [chapter](../{file})"
-        parts += [head, "\n".join(["| name | what it does |", "|:---|:------|", *lines])] if lines else []
+        parts += [f"## {room}: [{title}](../{file})", "\n".join(lines)] if lines else []
     return "\n\n".join(parts) + "\n"
 
 # %% ../nbs/32_reference.ipynb #7ef0001a
-def _cell(text: str) -> str:
-    "Return a text as a cell of a table: its code as it stands, all else without a meaning in Markdown."
-    parts = text.replace("|", r"\|").split("`")
-    return "`".join(part if n % 2 else re.sub(r"[<$@*]", r"\\\g<0>", part) for n, part in enumerate(parts))
+def _plain(text: str) -> str:
+    "Return a text whose code stands as it is, and all else without a meaning in Markdown."
+    parts = text.split("`")
+    return "`".join(part if n % 2 else re.sub(r"[<$@*|]", r"\\\g<0>", part) for n, part in enumerate(parts))
 
 # %% ../nbs/32_reference.ipynb #7ef0001d
 EXAMPLES = {  # in this order they build on each other
@@ -199,4 +198,4 @@ def _option(p) -> str:
     given = _placeholder(p) if p.param_type_name == "argument" else ", ".join(p.opts)
     shown = p.show_default and p.default is not None and not getattr(p, "is_flag", False)
     text = p.help + f" (default {p.default})" * bool(shown)
-    return f"| `{given}` | {_cell(text)} |"
+    return f"| `{given}` | {_plain(text)} |"

@@ -47,13 +47,13 @@ def test_pages_are_what_the_code_says():
 
 
 def test_rooms_stand_in_their_order():
-    headings = re.findall(r"^`isoreg\.(\w+)`, \[chapter\]", index_page(NBS), re.M)
+    headings = re.findall(r"^## (\w+): \[", index_page(NBS), re.M)
     numbers = {path.stem.split("_", 1)[1]: int(path.stem[:2]) for path in NBS.glob("[0-9]*.ipynb")}
     assert headings == sorted(numbers, key=numbers.get) == ROOMS
 
 
 def test_every_public_name_has_one_line_and_an_anchor():
-    rows = re.findall(r"^\| \[`(\w+)`\]\(\.\./(\d\d_(\w+)\.ipynb)#([\w.]+)\) \| (.+) \|$", index_page(NBS), re.M)
+    rows = re.findall(r"^- \[(\w+)\]\(\.\./(\d\d_(\w+)\.ipynb)#([\w.]+)\): (.+)$", index_page(NBS), re.M)
     assert [(room, name) for name, _, room, _, _ in rows] == [(room, name) for room, name, _ in PUBLIC]
     for name, file, room, mark, line in rows:
         assert (NBS / file).exists() and len(line) > 12, name
@@ -133,10 +133,10 @@ def test_an_entry_of_a_name_that_is_not_public_has_no_anchor():
 
 
 @pytest.mark.parametrize(
-    "given, cell", [("a|b", r"a\|b"), ("`x|y`", r"`x\|y`"), ("S* < $n$ `<z>`", r"S\* \< \$n\$ `<z>`")]
+    "given, plain", [("a|b", r"a\|b"), ("`x|y`", "`x|y`"), ("S* < $n$ `<z>`", r"S\* \< \$n\$ `<z>`")]
 )
-def test_a_cell_is_text(given, cell):
-    assert reference._cell(given) == cell
+def test_text_has_no_meaning_in_markdown_but_code_has(given, plain):
+    assert reference._plain(given) == plain
 
 
 # ---- the commands

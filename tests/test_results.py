@@ -18,7 +18,7 @@ from isoreg.data import load_metric, load_task
 ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"
 TABLES = sorted((NBS / "tables").glob("*.ipynb"))
-COMPUTED = "using", "choosing", "errors", "reproducing", "cost", "audit"  # guides
+COMPUTED = "using", "choosing", "errors", "reproducing", "cost", "audit", "datasets"  # guides
 RECORDS, FIRST, SECOND = (
     [json.loads(line) for line in (NBS / "results" / f"{name}.jsonl").read_text().splitlines()]
     for name in ("runs", "istar_first", "second")
