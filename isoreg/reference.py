@@ -134,6 +134,9 @@ def rooms(
         yield path.stem.split("_", 1)[1], path.name, re.search(r'^title: "?(.+?)"?$', front, re.MULTILINE)[1]
 
 # %% ../nbs/32_reference.ipynb #7ef00019
+_SMALL = '::: {style="font-size: .9rem"}'  # as tables are
+
+
 def index_page(
     folder: str | Path = "..",  # nbs, as seen from where the page is made
 ) -> str:
@@ -142,7 +145,7 @@ def index_page(
     for room, file, title in rooms(folder):
         lines = [f"- [{name}](../{file}#{anchor(room, value.__name__)}): {_plain(first_sentence(value))}"
                  for name, value in public_names(room).items()]
-        parts += [f"## {room}: [{title}](../{file})", "\n".join(lines)] if lines else []
+        if lines: parts += [f"## {room}: [{title}](../{file})", _SMALL, "\n".join(lines), ":::"]
     return "\n\n".join(parts) + "\n"
 
 # %% ../nbs/32_reference.ipynb #7ef0001a
