@@ -21,9 +21,11 @@ KNOWN_KEYS = {
     "project": "type output-dir render resources",
     "execute": "enabled echo warning",
     "format": "html",
-    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css smooth-scroll include-after-body",  # noqa: E501
+    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css smooth-scroll "
+    "include-before-body include-after-body respect-user-color-scheme highlight-style",
     "format.html.theme": "light dark",
     "website": "title description site-url repo-url repo-branch repo-actions search page-navigation favicon "
+    "image image-alt open-graph twitter-card "
     "sidebar navbar page-footer",
     "website.sidebar": "style collapse-level search title contents",
     "website.navbar": "title left right search",

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
+import yaml
 from nbconvert import HTMLExporter
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -33,10 +34,12 @@ from check_site import (
 )
 
 CUT = "<!-- cut here -->"
+INCLUDES = ("include-before-body", "include-after-body")
 KINDS = {"fig": "Figure", "tbl": "Table", "eq": "Equation"}
 PAGE = """<!doctype html>
 <html lang="{lang}"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><link rel="icon" href="{icon}"><link rel="stylesheet" href="{up}styles.css">
+<title>{title}</title><meta name="description" content="{description}">
+<meta property="og:image" content="{up}{card}"><link rel="icon" href="{icon}"><link rel="stylesheet" href="{up}styles.css">
 <style>
 :root {{ color-scheme: light dark; --paper: #fff; --ink: #212529; --edge: #ccc; --soft: #f4f4f4; --link: #2761a3 }}
 @media (prefers-color-scheme: dark) {{ :root {{ --paper: #222; --ink: #ddd; --edge: #555; --soft: #2c2c2c; --link: #7fb3f0 }} }}
@@ -46,9 +49,9 @@ pre {{ background: var(--soft); padding: .6rem; overflow-x: auto; font-size: .85
 table {{ border-collapse: collapse; font-size: .9rem }} summary {{ cursor: pointer; opacity: .8 }} td p {{ margin: 0 }} td, th {{ border-bottom: 1px solid var(--edge); padding: .2rem .5rem; text-align: left }} .prompt {{ display: none }} figure {{ margin: 0 }}
 .note {{ border: 1px solid var(--edge); padding: .3rem .6rem }}
 </style></head><body>
-<p class="note">A preview without Quarto. <a href="{up}index.html">Start</a></p>
+{before}<p class="note">A preview without Quarto. <a href="{up}index.html">Start</a></p>
 <details><summary>Pages</summary><nav>{nav}</nav></details>
-<header><h1>{title}</h1><p>{description}</p></header><main>{body}</main>{after}</body></html>
+<header><h1>{title}</h1><p>{subtitle}</p><p>{description}</p></header><main id="quarto-document-content">{body}</main>{after}</body></html>
 """  # noqa: E501
 
 
@@ -188,7 +191,7 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
         )
     fronts = {p: front_matter(cells) for p, cells in cells_of.items()}
     place = {p: (p.parent / fronts[p].get("output-file", f"{p.stem}.html")).relative_to(root) for p in notebooks}
-    texts = [p.name for p in published(root, config["project"]["render"]) if p.suffix == ".md"]
+    texts = [p.name for p in published(root, config["project"]["render"]) if p.suffix == ".md" or p.stem == "404"]
     pages = {str(p.relative_to(root)): str(place[p]) for p in notebooks} | {
         "index.qmd": "index.html",
         "README.md": "index.html",
@@ -207,24 +210,29 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
         for path in root.glob(glob):
             (out / path.relative_to(root)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, out / path.relative_to(root))
-    written, after = [], config["format"]["html"].get("include-after-body", "")
-    after = (root / after).read_text() if after else ""
+    options, website, written = config["format"]["html"], config["website"], []
+    before, after = ((root / options[n]).read_text() if n in options else "" for n in INCLUDES)
     api = re.compile(r'href="https?://[^"/]+/\w+/(nbs/[\w/.-]+\.html)')
 
-    def write(target: str, title: str, description: str, content: str):
+    def write(target: str, title: str, description: str, content: str, subtitle: str = ""):
         folder, up = os.path.dirname(target), "../" * target.count("/")
-        nav = " · ".join(f'<a href="{up}{pages[h]}">{html.escape(names.get(h, "isoreg"))}</a>' for h in order)
+        here = lambda h: ' aria-current="page"' if pages[h] == target else ""
+        link = lambda h: f'<a href="{up}{pages[h]}"{here(h)}>{html.escape(names.get(h, "isoreg"))}</a>'
+        nav = " · ".join(map(link, order))
         content = api.sub(lambda m: f'href="{up}{m[1]}', links(content, pages, folder))
         (out / target).parent.mkdir(parents=True, exist_ok=True)
         (out / target).write_text(
             PAGE.format(
                 title=html.escape(title),
+                subtitle=html.escape(subtitle),
                 description=html.escape(description),
                 up=up,
                 nav=nav,
                 body=content,
                 lang=config.get("lang", "en"),
+                before=before,
                 after=after,
+                card=website["image"],
                 icon=up + icon if icon else "data:,",
             )
         )
@@ -236,13 +244,16 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
             fronts[path].get("title", path.stem),
             fronts[path].get("description", ""),
             body(cells, bool((fronts[path].get("format") or {}).get("html", {}).get("code-fold"))),
+            fronts[path].get("subtitle", ""),
         )
     for name, target, title in [
         ("README.md", "index.html", "isoreg"),
         *((name, pages[name], names[name]) for name in texts),
     ]:
-        text = re.sub(r"^# .*$", "", (root / name).read_text(), count=1, flags=re.M)
-        write(target, title, "", pandoc([text])[0])
+        text, said = (root / name).read_text(), website["description"]
+        if front := re.match(r"---\n(.*?)\n---\n", text, re.S):
+            text, said = text[front.end() :], yaml.safe_load(front[1]).get("description", said)
+        write(target, title, said, pandoc([re.sub(r"^# .*$", "", text, count=1, flags=re.M)])[0])
     return written
 
 

@@ -44,7 +44,7 @@ def _pages():
         if path.suffix == ".ipynb":
             front = site.front_matter(site.read_cells(path))
             found.append((path.parent / front["output-file"]).relative_to(ROOT).as_posix())
-        elif path.suffix == ".md":
+        elif path.suffix == ".md" or path.stem == "404":
             found.append(path.with_suffix(".html").name)
     return found
 
@@ -130,8 +130,9 @@ def source(name):
     "The notebook (or README) behind a page."
     if name == "index.html":
         return (ROOT / "README.md").read_text()
-    if (ROOT / name).with_suffix(".md").exists():
-        return (ROOT / name).with_suffix(".md").read_text()
+    for text in ((ROOT / name).with_suffix(suffix) for suffix in (".md", ".qmd")):
+        if text.exists():
+            return text.read_text()
     site = _load("check_site")
     for path in (ROOT / Path(name).parent).glob("*.ipynb"):
         cells = site.read_cells(path)
@@ -318,3 +319,89 @@ def test_language_and_icon_are_given(name, opened, folder):
     assert (folder / name).parent.joinpath(icon).resolve() == (folder / "nbs/images/favicon.svg").resolve() and (
         folder / "nbs/images/favicon.svg"
     ).exists()
+
+
+CONTRAST = """() => {
+  const rgba = s => (s.match(/[\\d.]+/g) || []).map(Number);
+  const over = ([r, g, b, a = 1], below) => [r, g, b].map((c, i) => c * a + below[i] * (1 - a));
+  const light = c => c.map(v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4).reduce((s, v, i) => s + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const paper = e => { const own = rgba(getComputedStyle(e).backgroundColor); return own.length > 3 && own[3] < 1 ? over(own, e.parentElement ? paper(e.parentElement) : [255, 255, 255]) : own; };
+  const seen = e => { let o = 1; for (; e; e = e.parentElement) o *= getComputedStyle(e).opacity; return o; };
+  const low = [];
+  for (const e of document.querySelectorAll('main *, nav *, dialog *, header *, footer *')) {
+    const words = [...e.childNodes].filter(n => n.nodeType == 3 && n.textContent.trim());
+    if (!words.length || !e.checkVisibility({ checkOpacity: true, checkVisibilityCSS: true }) || e.closest('svg, .visually-hidden, .skip')) continue;
+    const below = paper(e), ink = over(rgba(getComputedStyle(e).color), below).map((c, i) => c * seen(e) + below[i] * (1 - seen(e)));
+    const [a, b] = [light(ink), light(below)], ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) low.push(`${ratio.toFixed(1)} ${e.tagName} ${e.className}: ${words[0].textContent.trim().slice(0, 40)}`);
+  }
+  return [...new Set(low)];
+}"""  # noqa: E501
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["index.html", "nbs/istar.html", "nbs/tables/guided-main.html"])
+def test_text_stands_out_from_its_background(name, scheme, opened):
+    "WCAG 2.1, 1.4.3: 4.5 to 1, in the mode that the system asks for, and in the dialog of the runs."
+    page, _ = opened(name, scheme=scheme)
+    paper, _ = _paper_and_ink(page)
+    assert (paper > 600) == (scheme == "light"), "the system's preference is not followed"
+    if name == "nbs/tables/guided-main.html":
+        page.locator(RUNS).first.click()
+        page.locator("dialog[open]").wait_for()
+    assert not page.evaluate(CONTRAST)
+
+
+def test_formulas_have_a_font_that_travels_with_the_site(opened, folder):
+    page, said = opened("nbs/istar.html")
+    page.evaluate("document.fonts.ready")
+    loaded = page.evaluate("[...document.fonts].filter(f => f.status == 'loaded').map(f => f.family)")
+    assert any("Isoreg Math" in family for family in loaded) and not said
+    tall = page.evaluate("""[...document.querySelectorAll('main math mo')].filter(e => ['(', '[', '{', '∑'].includes(e.textContent))
+        .map(e => e.getBoundingClientRect().height / parseFloat(getComputedStyle(e).fontSize))""")  # noqa: E501
+    assert tall and max(tall) < 4
+    assert (folder / "nbs/fonts/OFL.txt").exists()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_machinery_is_folded_and_each_fold_is_labelled(name, opened):
+    page, _ = opened(name)
+    folds = page.evaluate("""[...document.querySelectorAll('main details')].filter(d => d.querySelector(':scope > pre, :scope > div pre'))
+        .map(d => [d.open, d.querySelector('summary').innerText.trim()])""")  # noqa: E501
+    assert not [label for opens, label in folds if opens and re.match("Source|Imports|Check", label)]
+    assert not [label for _, label in folds if not label]
+    open_code = page.evaluate("""[...document.querySelectorAll('main pre')].filter(e => !e.closest('details'))
+        .map(e => e.innerText.trim())""")
+    assert not [code for code in open_code if re.fullmatch(r"(?:(?:import|from) [^\n]+\n?)+", code)]
+
+
+def test_the_first_key_leads_to_the_content(opened):
+    page, _ = opened("nbs/istar.html")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.innerText") == "Skip to the content"
+    assert page.evaluate("document.activeElement.getBoundingClientRect().top >= 0")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.getElementById(location.hash.slice(1)).tagName") == "MAIN"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_each_page_has_a_title_and_a_description(name, folder):
+    text = (folder / name).read_text()
+    title = re.search(r"<title>(.*?)</title>", text, re.S)
+    described = re.search(r'<meta name="description" content="([^"]{20,})"', text)
+    assert title and title[1].strip() and described
+    assert re.search(r'<meta property="og:image" content="[^"]+\.png"', text)
+
+
+def test_a_number_keeps_its_interval_in_one_line(opened):
+    page, _ = opened("nbs/tables/guided-main.html", width=390)
+    broken = page.evaluate("""[...document.querySelectorAll("main td a[href*='.jsonl#L']")]
+        .filter(a => a.getClientRects().length > 1).map(a => a.innerText)""")
+    assert not broken
+
+
+def test_the_current_page_is_marked(opened):
+    page, _ = opened("nbs/istar.html")
+    marked = page.evaluate("""[...document.querySelectorAll('nav a.active, a.sidebar-link.active, nav a[aria-current=page]')]
+        .map(a => a.href.split('/').pop())""")  # noqa: E501
+    assert "istar.html" in [link.split("#")[0] for link in marked]
