@@ -212,7 +212,7 @@ def check_config(root: Path, config: dict) -> list[str]:
     }
     pages = published(root, globs)
     for page in pages:
-        if page not in reachable:
+        if page not in reachable and page.stem != "404":
             wrong.append(f"_quarto.yml: {page.relative_to(root)} is published but not in the sidebar")
     for page in sorted(reachable - set(pages)):
         wrong.append(f"_quarto.yml: {page.relative_to(root)} is in the sidebar but not published")
