@@ -7,6 +7,7 @@ __all__ = ['EXAMPLES', 'public_names', 'first_sentence', 'Field', 'fields', 'anc
 # %% ../nbs/32_reference.ipynb #7ef00003
 import ast
 import dataclasses
+import html
 import importlib
 import inspect
 import json
@@ -95,6 +96,14 @@ def _library(sym) -> tuple[str, object]:
         if same: return module.rpartition(".")[2] if name in held.__all__ else "", getattr(held, name)
     return "", sym
 
+# %% ../nbs/32_reference.ipynb #2d2724cb
+def _mark(room: str, documented) -> str:
+    "Return the mark of a name: nothing to see, a place to link to, and a section of its own for the search."
+    line = html.escape(first_sentence(documented).replace("`", ""))
+    inside = f"<h2 hidden>{documented.__name__}</h2><p hidden>{line}</p>"
+    section = f'<section id="{anchor(room, documented.__name__)}" class="level2">{inside}</section>'
+    return f"```{{=html}}\n{section}\n```\n\n"
+
 # %% ../nbs/32_reference.ipynb #7ef00012
 def entry(
     sym,  # function or class
@@ -105,7 +114,7 @@ def entry(
     shown = importlib.import_module("nbdev.showdoc").BasicMarkdownRenderer(sym, name=name, title_level=title_level)
     room, held = _library(sym)
     if inspect.isclass(held): shown.dm = _call(held, str(shown.dm))
-    return _Entry(shown, f"[]{{#{anchor(room, held.__name__)}}}\n\n" if room else "")
+    return _Entry(shown, _mark(room, held) if room else "")
 
 # %% ../nbs/32_reference.ipynb #7ef00013
 class _Entry(NamedTuple):

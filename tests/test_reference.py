@@ -58,7 +58,9 @@ def test_every_public_name_has_one_line_and_an_anchor():
     for name, file, room, mark, line in rows:
         assert (NBS / file).exists() and len(line) > 12, name
         value = public_names(room)[name]
-        assert f"[]{{#{mark}}}" in entry(value)._repr_markdown_(), f"{name}: its entry has no anchor {mark}"
+        shown_there = entry(value)._repr_markdown_()
+        assert f'<section id="{mark}" class="level2">' in shown_there, f"{name}: its entry has no anchor {mark}"
+        assert f"<h2 hidden>{value.__name__}</h2>" in shown_there  # the site's search takes it for a section
 
 
 def test_anchors_differ():
@@ -112,7 +114,7 @@ def test_a_class_shows_its_fields(kind):
     assert [f.name for f in fields(kind)] == expected
     assert all(f.type for f in fields(kind))
     page = entry(kind)._repr_markdown_()
-    assert re.findall(r"^    (\w+): ", page.split("```")[1], re.M) == expected or not expected
+    assert re.findall(r"^    (\w+): ", page.split("```python")[1].split("```")[0], re.M) == expected or not expected
     assert not re.search(r"\(\s*\*args,\s*\*\*kwargs\s*\)", page)
 
 
@@ -129,7 +131,7 @@ def test_a_comment_behind_a_field_is_its_text():
 
 
 def test_an_entry_of_a_name_that_is_not_public_has_no_anchor():
-    assert not entry(shown)._repr_markdown_().startswith("[]{#")
+    assert "<section" not in entry(shown)._repr_markdown_()
 
 
 @pytest.mark.parametrize(
