@@ -179,6 +179,14 @@ BREAKS = {
         lambda s: replace_text(s / "_quarto.yml", "title: small", "title: small\n  favicon: nbs/images/none.svg"),
         "the favicon nbs/images/none.svg does not exist",
     ),
+    "social card": (
+        lambda s: replace_text(s / "_quarto.yml", "title: small", "title: small\n  image: nbs/images/none.png"),
+        "the image nbs/images/none.png does not exist",
+    ),
+    "filter of pandoc": (
+        lambda s: replace_text(s / "_quarto.yml", "execute:", "filters: [none.lua]\nexecute:"),
+        "the file none.lua of filters does not exist",
+    ),
     "filter": (
         lambda s: replace_text(s / "_quarto.yml", "[nbdev_filter]", "[no_such_filter]"),
         "no_such_filter is not on PATH",
@@ -383,6 +391,31 @@ def test_a_rendered_page_that_loads_from_another_host_is_found(site):
     assert check_site.check_rendered(site) == []
     (site / "_site/site_libs/a.css").write_text('@import"https://a.example/a.css";body{}')
     assert check_site.check_rendered(site) == ["site_libs/a.css: https://a.example/a.css is loaded from another host"]
+
+
+@pytest.mark.parametrize(
+    "text, kept",
+    [
+        ("0.03 [0.02, 0.04]", "0.03 [0.02,~0.04]"),
+        ("0.3 ± 0.1 at n = 6", "0.3~±~0.1 at n~=~6"),
+        ("0.1 to 0.4", "0.1~to~0.4"),
+        ("[−0.1, +0.2], up to 6 to us", "[−0.1,~+0.2], up to 6 to us"),
+        ("[two, three] of 3, 4", "[two, three] of 3, 4"),
+        ("`[0.1, 0.2]`", "<code>[0.1, 0.2]</code>"),
+    ],
+)
+@pytest.mark.skipif(shutil.which("pandoc") is None, reason="pandoc is not on PATH")
+def test_an_interval_stays_in_one_line(text, kept):
+    assert preview.pandoc([text])[0].strip() == f"<p>{kept}</p>".replace("~", "\u00a0")
+
+
+SMALL = re.compile(r"(?:fontsize|labelsize)=[0-7](?![\d])")
+
+
+def test_letters_of_figures_have_eight_points_or_more():
+    "And no figure is wider than the page (tests/test_pages.py): 8 points are 10 pixels there."
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
+        assert not SMALL.findall("".join(cell["source"] for cell in check_site.read_cells(path))), path.name
 
 
 def test_git_ignores_what_quarto_would_have_it_ignore():
