@@ -1,5 +1,5 @@
-"""Write what is made from the configurations: the parameter cells of the run notebooks and the schemas of the
-records."""
+"""Write what is made from the code: the parameter cells of the run notebooks, the schemas of the records, and the
+pages Reference and Commands."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from pathlib import Path
 from isoreg.config import CONFIGS, parameter_cell
 from isoreg.measure import measurement_schema
 from isoreg.record import record_schema
+from isoreg.reference import commands_page, index_page
 
 NOTEBOOKS = Path(__file__).parents[1] / "nbs"
 
@@ -27,9 +28,21 @@ def write_schema(name: str, schema: dict) -> None:
     (NOTEBOOKS / "results" / f"{name}.schema.json").write_text(json.dumps(schema, indent=1) + "\n")
 
 
+def write_page(name: str, text: str) -> None:
+    "Write the Markdown that the last cell of a guide shows, as running it would."
+    path = NOTEBOOKS / "guides" / f"{name}.ipynb"
+    notebook = json.loads(path.read_text())
+    data = {"text/markdown": text.splitlines(keepends=True), "text/plain": ["<IPython.core.display.Markdown object>"]}
+    shown = {"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"}
+    notebook["cells"][-1]["outputs"] = [shown]
+    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+
+
 if __name__ == "__main__":
     for name in CONFIGS:
         write_parameters(name)
     write_schema("record", record_schema())
     for name in ("fisher", "landscape", "geometry"):
         write_schema(name, measurement_schema(name))
+    write_page("reference", index_page(NOTEBOOKS))
+    write_page("commands", commands_page())

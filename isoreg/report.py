@@ -2,8 +2,7 @@
 
 # %% auto #0
 __all__ = ['load', 'provenance', 'summarise', 'clears_majority', 'compare', 'over_tasks', 'gain_share', 'to_markdown', 'readable',
-           'published', 'three_columns', 'rank_correlation', 'plot_tradeoff', 'plot_layers', 'plot_fraction',
-           'plot_mean_activation', 'plot_forest', 'write_report', 'failures']
+           'published', 'three_columns', 'write_report', 'failures']
 
 # %% ../nbs/27_report.ipynb #2f0a92db
 import html
@@ -26,9 +25,9 @@ from .checks import one_of
 from .config import GUIDED, METHOD, RunConfig, earlier, kinds
 from .config import method_label as label
 from .files import record_files, unpack, write_atomically
-from .statistics import (
-    ROUNDING, holm, mean_rank_correlation, missing_bounds, ratio_interval, score_error, seeds_needed, sign_flip,
-    smallest_p, t_interval, two_errors)
+from isoreg.statistics import (
+    ROUNDING, holm, missing_bounds, ratio_interval, score_error, seeds_needed, sign_flip, smallest_p, t_interval,
+    two_errors)
 
 # %% ../nbs/27_report.ipynb #faf62b0c
 def load(
@@ -211,8 +210,8 @@ def provenance(
     lines = ["Model " + "; ".join(_model_text(g) for _, g in df.groupby("model_name", sort=False)),
              "Data " + "; ".join(_data_text(g) for _, g in df.groupby("task", sort=False)),
              "Protocol " + _protocol_text(df), "Seeds " + _span(df.seed),
-             "Hardware " + _known(df.hardware[df.hardware != "unknown"]),
-             "Commit " + _known(commits), f"{len(df)} runs, {failed or 'none'} failed"]
+             "Hardware " + known_texts(df.hardware[df.hardware != "unknown"]),
+             "Commit " + known_texts(commits), f"{len(df)} runs, {failed or 'none'} failed"]
     return ". ".join(lines) + "." + _notes_text(df)
 
 # %% ../nbs/27_report.ipynb #429faddc
@@ -240,7 +239,7 @@ _NAMES = {"epochs": "epochs", "lr": "learning rate", "batch_size": "batch", "acc
 
 # %% ../nbs/27_report.ipynb #0abbf452
 def _protocol_text(df: pd.DataFrame) -> str:
-    values = {n: list(dict.fromkeys(_setting(v) for v in df[c].dropna())) for c, n in _NAMES.items()}
+    values = {n: list(dict.fromkeys(setting_text(v) for v in df[c].dropna())) for c, n in _NAMES.items()}
     recipe = lambda g: ", ".join(dict.fromkeys(g.recipe.dropna().astype(str))) or "no recipe"
     recipes = ", ".join(f"{p} ({recipe(g)})" for p, g in df.groupby("protocol"))
     grouped = [f"each batch of {', '.join(dict.fromkeys(g.task))} read in {n} groups of similar length"
@@ -255,7 +254,9 @@ def _notes_text(df: pd.DataFrame) -> str:
     return f" Notes: {'; '.join(notes[:6])}." if notes else ""
 
 # %% ../nbs/27_report.ipynb #f383eb27
-def _setting(v) -> str: return f"{v:g}" if isinstance(v, (int, float, np.number)) else str(v)
+def setting_text(v) -> str:
+    "Return a setting as a table shows it."
+    return f"{v:g}" if isinstance(v, (int, float, np.number)) else str(v)
 
 # %% ../nbs/27_report.ipynb #63c366bd
 def _span(values) -> str:
@@ -264,7 +265,7 @@ def _span(values) -> str:
     return f"{v[0]} to {v[-1]}" if len(v) > 2 and v[-1] - v[0] == len(v) - 1 else ", ".join(map(str, v))
 
 # %% ../nbs/27_report.ipynb #6b327fcb
-def _known(values, none: str = "unknown") -> str:
+def known_texts(values, none: str = "unknown") -> str:
     "Return the different texts among the values."
     return " and ".join(dict.fromkeys(v for v in values if isinstance(v, str) and v)) or none
 
@@ -281,8 +282,8 @@ def summarise(
     worst (the lowest), majority, isoscore_before, isoscore_after and their layers' mean (with _sd and _n, the runs that
     have one: none where a layer is undefined), seeds, keys, records. `ValueError` for an unknown column or value."""
     df = df.reset_index(drop=True)  # of tables put together with pandas.concat, too
-    by, values, rows = [*_by(df, by), "method"], _outcome(df, value), []
-    for names, g in _ordered(df.groupby(by, dropna=False, sort=False)):
+    by, values, rows = [*columns_apart(df, by), "method"], outcomes(df, value), []
+    for names, g in in_order(df.groupby(by, dropna=False, sort=False)):
         done = g[g.status == "done"]
         scores = _scores(g, values[g.index].dropna(), level)
         rows.append({**dict(zip(by, names)), "metric": _metric(df, g, value), **scores,
@@ -320,7 +321,7 @@ def _records(g: pd.DataFrame) -> tuple:
     return tuple((int(r.seed), r.file, int(r.line), r.key) for r in g.sort_values("seed").itertuples())
 
 # %% ../nbs/27_report.ipynb #c2675e45
-def _by(df: pd.DataFrame, by: Sequence[str] | None) -> list[str]:
+def columns_apart(df: pd.DataFrame, by: Sequence[str] | None) -> list[str]:
     "Return the columns that tell rows apart beside the method; `ValueError` for one that is not there."
     by = _varying(df) if by is None else [by] if isinstance(by, str) else list(by)
     for c in by:
@@ -343,7 +344,7 @@ def _varies(values: pd.Series) -> bool:
     return values.map(lambda v: None if v is None or v != v else str(v)).nunique(dropna=False) > 1
 
 # %% ../nbs/27_report.ipynb #0067ada2
-def _ordered(groups) -> list:
+def in_order(groups) -> list:
     "Return groups in order of their settings, and methods by dropout and strength."
     number = lambda v: isinstance(v, (int, float, np.number)) and v == v
     place = lambda v: (0, float(v), "") if number(v) else (1, 0.0, str(v))
@@ -352,7 +353,7 @@ def _ordered(groups) -> list:
     return sorted(groups, key=lambda item: (*map(place, item[0][:-1]), rank(item[1])))
 
 # %% ../nbs/27_report.ipynb #c736bed8
-def _outcome(df: pd.DataFrame, value: str) -> pd.Series:
+def outcomes(df: pd.DataFrame, value: str) -> pd.Series:
     "Return the number to report of each run; NaN where it failed."
     is_column = value in df.columns and pd.api.types.is_numeric_dtype(df[value])
     found = (df[value] if is_column else df.metrics.map(lambda m: m.get(value))).astype(float)
@@ -365,7 +366,7 @@ def _outcome(df: pd.DataFrame, value: str) -> pd.Series:
 # %% ../nbs/27_report.ipynb #408f0809
 def _metric(df: pd.DataFrame, g: pd.DataFrame, value: str) -> str:
     "Return what the number is; a group without a finished run has the metric of its task's other runs."
-    return value if value != "value" else _known(g.metric, _known(df.metric[df.task == g.task.iloc[0]]))
+    return value if value != "value" else known_texts(g.metric, known_texts(df.metric[df.task == g.task.iloc[0]]))
 
 # %% ../nbs/27_report.ipynb #c17df239
 def clears_majority(
@@ -380,8 +381,8 @@ def clears_majority(
     nothing has to be cleared. `ValueError` if no run has the baseline."""
     one_of("baseline", baseline, dict.fromkeys(df.method))
     plain = df[df.method == baseline].reset_index(drop=True)
-    by, rows = _by(df, by), []
-    for names, g in _ordered(plain.groupby([*by, "method"], dropna=False, sort=False)):
+    by, rows = columns_apart(df, by), []
+    for names, g in in_order(plain.groupby([*by, "method"], dropna=False, sort=False)):
         x, few, majority = g.value.dropna(), g.evaluation_rows.min(), g[g.status == "done"].majority.mean()
         metric = _metric(plain, g, "value")
         error = score_error(x, few, metric in _CORRELATIONS) if len(x) else math.nan
@@ -414,7 +415,7 @@ def compare(
     name, fixed = ("baseline", baseline) if of is None else ("of", of)
     one_of(name, fixed, dict.fromkeys(df.method))
     df = df.reset_index(drop=True)
-    by, values = _by(df, by), _outcome(df, value)
+    by, values = columns_apart(df, by), outcomes(df, value)
     rows = [row | {"metric": _metric(df, pd.concat(arms), value), **_pair(row, *arms, values, level, value == "value")}
             for row, *arms in _arms(df, by, fixed, of is not None)]
     if not rows: raise ValueError(f"{name}: every run is {fixed!r}; there is nothing to compare it with")
@@ -425,7 +426,7 @@ def compare(
 # %% ../nbs/27_report.ipynb #1852328b
 def _arms(df: pd.DataFrame, by: list[str], fixed: str, turned: bool) -> Iterator[tuple]:
     "Yield names, runs and runs of the baseline of each comparison; turned: the fixed method is the one compared."
-    for names, arm in _ordered(df.groupby([*by, "method"], dropna=False, sort=False)):
+    for names, arm in in_order(df.groupby([*by, "method"], dropna=False, sort=False)):
         if names[-1] == fixed: continue
         same = df.method == fixed
         for c, v in zip(by, names): same &= (df[c] == v) | (df[c].isna() & pd.isna(v))
@@ -518,13 +519,14 @@ def _too_few(row: dict) -> str:
     "Return what the pairs can reach, and how many would do."
     n, unequal, least = row["n"], row["unequal"], smallest_p(row["unequal"])
     odd = f" ({unequal} of them unequal)" if unequal < n else ""
-    after = f" ({_p_text(row['reachable'])} in this table)" if row["reachable"] > least else ""
+    after = f" ({p_text(row['reachable'])} in this table)" if row["reachable"] > least else ""
     takes = f"{row['seeds_table']} pairs"
     if row["seeds_table"] > row["seeds_alone"]: takes += f" in this table, {row['seeds_alone']} alone"
-    return f"cannot tell: with {n} pair{'s' * (n > 1)}{odd} p is at least {_p_text(least)}{after}; it takes {takes}"
+    return f"cannot tell: with {n} pair{'s' * (n > 1)}{odd} p is at least {p_text(least)}{after}; it takes {takes}"
 
 # %% ../nbs/27_report.ipynb #5ffde48f
-def _p_text(p: float) -> str:
+def p_text(p: float) -> str:
+    "Return p as a table shows it; nothing for NaN."
     return "" if p != p else "< 0.001" if p < 0.001 else "0.0625" if p == 0.0625 else f"{p:.3f}"
 
 # %% ../nbs/27_report.ipynb #bfad97bc
@@ -563,7 +565,7 @@ def _together(g: pd.DataFrame, level: float) -> dict:
     least, most = g[["least", "most"]].T.fillna(g.difference).T.mean() if g.failed.any() else (math.nan, math.nan)
     agree = sum(abs(d.mean()) > ROUNDING and d.mean() * difference > 0 for d in each)
     sums, row_errors = g[["unequal", "failed", "collapsed", "collapsed_baseline"]].sum(), have.row_error.to_numpy()
-    return {"metric": _known(g.metric, "mean of the tasks' metrics"), "n": len(flat), "mean": have["mean"].mean(),
+    return {"metric": known_texts(g.metric, "mean of the tasks' metrics"), "n": len(flat), "mean": have["mean"].mean(),
             "mean_baseline": have.mean_baseline.mean(), "difference": difference, "sd": math.nan, "low": low,
             "high": high, "p": p, "test": test, "p_seeds": p_seeds, "unequal": int(sums.unequal),
             "incomplete": [f"{r.task}, {x}" for r in g.itertuples() for x in r.incomplete], "failed": int(sums.failed),
@@ -693,8 +695,8 @@ def _read_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
                 "baseline's mean": _Cell(_pm(r["mean_baseline"], math.nan, digits), r["records_baseline"])}
         row["difference"] = _Cell(signed(r["difference"]), (*r["records"], *r["records_baseline"])) if r["n"] else ""
         row[_interval_head(table)] = _between(r["low"], r["high"], r["n"], digits, signed=True)
-        if "p_seeds" in r: row["p by seed"] = _p_text(r["p_seeds"])
-        row |= {"p": _p_text(r["p"]), "p, Holm": _p_text(r["p_holm"]), "verdict": r["verdict"].split(":")[0]}
+        if "p_seeds" in r: row["p by seed"] = p_text(r["p_seeds"])
+        row |= {"p": p_text(r["p"]), "p, Holm": p_text(r["p_holm"]), "verdict": r["verdict"].split(":")[0]}
         row["if failed runs count"] = f"{signed(r['least'])} to {signed(r['most'])}" if r["failed"] else ""
         row |= {"incomplete pairs": "; ".join(r["incomplete"]), "arms differ in": ", ".join(r["differ"])}
         stuck = f"{r['collapsed']} of {r['n']}; baseline {r['collapsed_baseline']} of {r['n']}"
@@ -716,7 +718,7 @@ def _read_judges(table: pd.DataFrame, digits: int) -> pd.DataFrame:
 _READ = {"summary": _read_summary, "comparison": _read_comparison, "judges": _read_judges}
 
 # %% ../nbs/27_report.ipynb #ebe6edc9
-def _names(r: dict, table: pd.DataFrame) -> dict: return {c: _setting(r[c]) for c in table.attrs["by"]}
+def _names(r: dict, table: pd.DataFrame) -> dict: return {c: setting_text(r[c]) for c in table.attrs["by"]}
 
 # %% ../nbs/27_report.ipynb #e4cfe58f
 def _interval_head(table: pd.DataFrame) -> str: return f"{100 * table.attrs['level']:g} % interval"
@@ -797,336 +799,6 @@ def _measured(runs: pd.DataFrame, row: dict, digits: int) -> _Cell:
     mean = _pm(times * s["mean"], times * s["sd"], digits) or "no finished run"
     return _Cell(f"{mean}{reach} ({', '.join(more)})", s.records)
 
-# %% ../nbs/27_report.ipynb #63b33bb3
-def rank_correlation(
-    df: pd.DataFrame,  # of load, runs of one task: several methods, each with several seeds
-    x: str = "isoscore_after",  # numeric column
-    y: str = "value",  # as for summarise
-    **how,  # kind, level, resamples and seed, as for mean_rank_correlation
-) -> dict:  # of mean_rank_correlation; settings, left_out (seeds), failed
-    """Return the rank correlation over settings, within each seed, and its mean over seeds with a t interval.
-
-    Finished runs count, collapsed ones too. All seeds have the same settings: those with the most, and of several such
-    sets that of most seeds; others are left out and counted. `ValueError` if no seed has three settings that differ."""
-    if df.task.nunique() > 1: raise ValueError(f"df: has the tasks {', '.join(dict.fromkeys(df.task))}; choose one")
-    done = df.assign(_y=_outcome(df, y), _x=_outcome(df, x)).dropna(subset=["_x", "_y"])
-    settings = {s: tuple(sorted(g.method)) for s, g in done.groupby("seed")}
-    most = max(settings.values(), key=lambda m: (len(m), list(settings.values()).count(m), m), default=())
-    whole = done[[settings[s] == most for s in done.seed]].sort_values(["seed", "key"])  # one order for the shuffles
-    found = mean_rank_correlation([(g._x, g._y) for _, g in whole.groupby("seed")], **how)
-    return found | {"settings": whole.method.nunique(), "left_out": done.seed.nunique() - whole.seed.nunique(),
-                    "failed": int((df.status == "failed").sum())}
-
-# %% ../nbs/27_report.ipynb #c65103d6
-def plot_tradeoff(
-    df: pd.DataFrame,  # of load: a penalty at several strengths, several seeds
-    value: str = "value",  # as for summarise
-    log: bool = False,  # logarithmic axis of the isotropy
-    kind: str | None = "spearman",  # rank correlation in the title, or "kendall"; None: no number
-):
-    """Return a figure of the score against the isotropy after training, one panel for each task and setting.
-
-    Small: runs; large: means with standard deviations. A cross marks a run that answers with one class only; failed
-    runs are counted in the panel, and so are those whose isotropy is not defined. The p of each title is of its panel,
-    not corrected for the others. `ValueError` if no finished run has an isotropy."""
-    if not df.isoscore_after[df.status == "done"].notna().any():
-        raise _NotRecorded("df: no finished run has isoscore_after; there is nothing to draw")
-    styles = _styles(df)
-    crowd = len(styles) > 4  # then a legend in place of labels
-    fig, panels = _panels(df, legend=crowd)
-    for ax, g in panels:
-        done = g.assign(_y=_outcome(g, value))[(g.status == "done") & g.isoscore_after.notna()]
-        for n, (_, arm) in enumerate(sorted(done.groupby("method"), key=lambda item: item[1].isoscore_after.mean())):
-            _draw_arm(ax, arm, styles[arm.method.iloc[0]], None if crowd else n % 2 == 0)
-        _majority_line(ax, done, done._y, value)
-        if done.isoscore_before.notna().any(): ax.axvline(done.isoscore_before.mean(), color="grey", ls="--", lw=0.8)
-        ax.margins(0.2)
-        ax.set(xlabel="IsoScore after training", ylabel=_metric_name(g, value), xscale="log" if log else "linear")
-        _count_lost(ax, g, len(done))
-        if kind and done.method.nunique() > 2:
-            ax.set_title(ax.get_title() + "\n" + _correlation_text(g, value, kind), fontsize=9)
-    if crowd: _legend(fig, panels, list(styles))
-    return fig
-
-# %% ../nbs/27_report.ipynb #c5e954f2
-def _draw_arm(ax, arm: pd.DataFrame, style: tuple, above: bool | None):
-    "Draw the runs of a method and their mean, with its name above or below; None: without."
-    (colour, mark, _), name, x, y = style, arm.method.iloc[0], arm.isoscore_after, arm._y
-    spread = np.nan_to_num([x.std(), y.std()])
-    ax.plot(x, y, mark, color=colour, mfc="none", ms=4, alpha=0.7)
-    ax.plot(x[arm.collapsed], y[arm.collapsed], "x", color=colour, ms=9)
-    ax.errorbar(x.mean(), y.mean(), xerr=spread[0], yerr=spread[1], color=colour, marker=mark, ms=7, capsize=2, lw=1,
-                ls="", label=name)
-    if above is None: return
-    end = max(y.max(), y.mean() + spread[1]) if above else min(y.min(), y.mean() - spread[1])
-    ax.annotate(name.replace("I-STAR ", "").replace("λ=", "λ = "), (x.mean(), end), xytext=(0, 5 if above else -5),
-                textcoords="offset points", fontsize=8, ha="center", va="bottom" if above else "top")
-
-# %% ../nbs/27_report.ipynb #442dd5a1
-def _count_lost(ax, g: pd.DataFrame, shown: int):
-    "Say how many runs of a panel failed, or have no isotropy."
-    failed = int((g.status == "failed").sum())
-    lost = [f"{n} {what}" for n, what in ((failed, "failed"), (len(g) - failed - shown, "without isotropy")) if n]
-    if lost: ax.text(0.98, 0.02, ", ".join(lost), transform=ax.transAxes, ha="right", fontsize=8)
-
-# %% ../nbs/27_report.ipynb #590dcec8
-def _correlation_text(g: pd.DataFrame, value: str, kind: str) -> str:
-    "Return the title's line on the rank correlation of a panel."
-    try: c = rank_correlation(g, y=value, kind=kind)
-    except ValueError: return "no rank correlation"
-    bounds, p = ", equal in all seeds" if c["seeds"] > 1 else "", _p_text(c["p"])
-    if c["low"] == c["low"]: bounds = f" [{c['low']:.2f}, {c['high']:.2f}]"
-    sign, equals = "ρ" if kind == "spearman" else "τ", "" if "<" in p else "= "
-    return f"{sign} = {c['mean']:.2f}{bounds}, p {equals}{p}, n = {c['seeds']}"
-
-# %% ../nbs/27_report.ipynb #88ff9492
-def _metric_name(df: pd.DataFrame, value: str) -> str:
-    return (_known(df.metric, "score") if value == "value" else value).replace("_", " ")
-
-# %% ../nbs/27_report.ipynb #b179e2cc
-def _majority_line(ax, g: pd.DataFrame, y: pd.Series, value: str):
-    "Draw the score of the majority class, dotted, where it is near the runs."
-    if value != "value" or not (g.majority > 0).any() or not y.notna().any(): return
-    if g.majority.mean() > y.min() - 0.5 * np.ptp(y.dropna()): ax.axhline(g.majority.mean(), color="grey", ls=":", lw=1)
-
-# %% ../nbs/27_report.ipynb #f198d5c7
-class _NotRecorded(ValueError):
-    "The records do not hold what a figure shows."
-
-# %% ../nbs/27_report.ipynb #e3752f89
-def _pyplot():
-    import matplotlib.pyplot as plt
-    return plt
-
-# %% ../nbs/27_report.ipynb #c6e040a8
-def _panels(df: pd.DataFrame, without: Sequence[str] = (), legend: bool = False):
-    "Return a figure with a panel for each task and varying setting, and (axes, runs) of each; with room for a legend."
-    by = [c for c in _by(df, None) if c not in without]
-    groups = list(df.groupby(by, dropna=False, sort=False))
-    lines = math.ceil(len(groups) / 3)
-    columns = math.ceil(len(groups) / lines)
-    size = max(4.6, 3.4 * columns) + 1.8 * legend, 3.1 * lines
-    fig, axes = _pyplot().subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
-    for ax in axes.flat[len(groups):]: ax.set_visible(False)
-    for ax, (names, _) in zip(axes.flat, groups):
-        title = ", ".join(_setting(v) if c == "task" else f"{c} {_setting(v)}" for c, v in zip(by, names))
-        ax.set_title(title, fontsize=10)
-    return fig, [(ax, g) for ax, (_, g) in zip(axes.flat, groups)]
-
-# %% ../nbs/27_report.ipynb #19572d8f
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, for the colour-blind
-_OWN = {"base": "black", "cosreg": "#009E73", "guided": "#D55E00", "gaussian": "#56B4E9", "constant-mean": "#0072B2",
-        "reversed": "#CC79A7", "type-only": "#E69F00"}
-_MARKS_OF = "soD^vP*"
-
-# %% ../nbs/27_report.ipynb #9972b235
-def _styles(df: pd.DataFrame) -> dict:
-    "Return colour, mark and dash of each method, the same in every panel; I-STAR by its strength."
-    styles, arms = {}, {names[-1]: g.iloc[0] for names, g in _ordered(df.groupby(["task", "method"], sort=False))}
-    for name, r in arms.items():
-        used, n = [colour for colour, _, _ in styles.values()], len(styles)
-        own = _OWN.get(name if name == "base" else r.regularizer if r.regularizer != "none" else r.dropout)
-        free = next((c for c in _COLOURS if c not in used), _COLOURS[n % 6])
-        colour = _shade(r.lam) if r.regularizer == "istar" else own or free
-        styles[name] = (colour, _MARKS_OF[n % len(_MARKS_OF)], ("-", "--", ":", "-.")[used.count(colour) % 4])
-    return styles
-
-# %% ../nbs/27_report.ipynb #75e6efc4
-def _shade(lam: float) -> tuple:
-    "Return a colour from light at 0.05 to dark at 10, orange below zero and blue above."
-    depth = np.clip(math.log(max(abs(lam), 0.05) / 0.05) / math.log(200), 0, 1)
-    return _pyplot().get_cmap("Oranges" if lam < 0 else "Blues")(0.35 + 0.6 * depth)
-
-# %% ../nbs/27_report.ipynb #aa60365c
-def _legend(fig, panels, order: list[str], seeds: dict[str, list[int]] | None = None):
-    "Draw one legend of all panels with the seeds of each method: one number, or one a panel where they differ."
-    found = {label: handle for ax, _ in panels for handle, label in zip(*ax.get_legend_handles_labels())}
-    rank = lambda name: next((i for i, o in enumerate(order) if name == o or name.startswith(o + " (")), len(order))
-    names = sorted(found, key=rank)
-    count = {n: f" ({', '.join(map(str, v if len(set(v)) > 1 else v[:1]))})" for n, v in (seeds or {}).items()}
-    texts = [n + count.get(n, "") for n in names]
-    fig.legend([found[n] for n in names], texts, loc="outside right upper", fontsize=7)
-
-# %% ../nbs/27_report.ipynb #01d9fc94
-def plot_layers(
-    df: pd.DataFrame,  # of load
-    what: str = "isoscore",  # or "intrinsic_dimension"
-    tokens: str = "cls",  # intrinsic dimension: of the first token, "cls", or of the mean over tokens, "mean"
-    log: bool = False,  # logarithmic axis
-):
-    """Return a figure of a measure of each hidden state, 0 (the embeddings) to L, one line a method.
-
-    Mean over seeds with a band from the lowest to the highest, before training in grey; in brackets the seeds, by panel
-    where they differ. A layer where the measure is not defined counts for no seed. `ValueError` if no record has it."""
-    one_of("what", what, ("isoscore", "intrinsic_dimension"))
-    done = df[df.status == "done"]
-    lines = {when: {r.Index: v for r in done.itertuples() if (v := _by_layer(r, what, when, tokens)) is not None}
-             for when in ("before", "after")}
-    if not any(lines.values()):
-        raise _NotRecorded(f"df: no finished run has {what} by layer; measure it with a version that records it")
-    (fig, panels), styles = _panels(done, legend=True), {"before training": ("grey", "", ":"), **_styles(done)}
-    seeds = {name: [0] * len(panels) for name in styles if name != "before training"}
-    for at, (ax, g) in enumerate(panels):
-        for name, style in styles.items():
-            arm, when = (g[g.method == name], "after") if name in seeds else (g, "before")
-            values = pd.DataFrame([lines[when][i] for i in arm.index if i in lines[when]], dtype=float)
-            if not len(values): continue
-            _band(ax, values.columns, values.mean(), values.min(), values.max(), style, name, ms=4)
-            if name in seeds: seeds[name][at] = len(values)
-        ax.set(xlabel="hidden state (0: embeddings)", yscale="log" if log else "linear")
-        ax.set_ylabel("IsoScore" if what == "isoscore" else f"intrinsic dimension ({tokens})")
-        ax.xaxis.get_major_locator().set_params(integer=True)
-    _legend(fig, panels, list(styles), seeds)
-    return fig
-
-# %% ../nbs/27_report.ipynb #98ffbc71
-def _band(ax, x, middle, low, high, style: tuple, label: str, ms: int):
-    "Draw a line within its band."
-    colour, mark, dash = style
-    ax.plot(x, middle, color=colour, marker=mark, ls=dash, ms=ms, label=label)
-    ax.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
-
-# %% ../nbs/27_report.ipynb #02433d40
-def _by_layer(r, what: str, when: str, tokens: str) -> list | None:
-    "Return the values of hidden states 0 (embeddings) to L of a run; None where the record has none."
-    if what == "intrinsic_dimension":
-        found = getattr(r, f"{what}_{when}")
-        return found.get(tokens) if isinstance(found, dict) else None
-    layers = getattr(r, f"isoscore_layers_{when}")
-    return [getattr(r, f"isoscore_embeddings_{when}"), *layers] if isinstance(layers, list) else None
-
-# %% ../nbs/27_report.ipynb #50c44aa4
-def plot_fraction(
-    df: pd.DataFrame,  # of load: several values of train_fraction
-    value: str = "value",  # as for summarise
-):
-    """Return a figure of the score by share of the training part.
-
-    Median over seeds as a line, quartiles as a band, each run as a dot; failed runs are counted in the legend."""
-    (fig, panels), styles = _panels(df, without=("train_fraction",), legend=True), _styles(df)
-    for ax, g in panels:
-        for name, arm in g.groupby("method", sort=False):
-            y, failed = _outcome(arm, value), int((arm.status == "failed").sum())
-            parts = y.groupby(100 * arm.train_fraction)
-            low, middle, high = (parts.quantile(q) for q in (0.25, 0.5, 0.75))
-            _band(ax, middle.index, middle, low, high, styles[name], name + f" ({failed} failed)" * (failed > 0), ms=5)
-            ax.plot(100 * arm.train_fraction, y, ".", color=styles[name][0], ms=3, alpha=0.6)
-        _majority_line(ax, g, _outcome(g, value), value)
-        ax.set(xlabel="share of the training data, %", ylabel=_metric_name(g, value))
-    _legend(fig, panels, list(styles))
-    return fig
-
-# %% ../nbs/27_report.ipynb #2d824500
-def plot_mean_activation(
-    df: pd.DataFrame,  # of load, records with mean_activation
-):
-    """Return a figure of the mean activation of each dimension of the last layer, averaged over seeds.
-
-    One row a method, one column a task or setting, on one scale; a grey line is the state before training, where
-    recorded. `ValueError` if no record has it."""
-    done = df[(df.status == "done") & df.mean_activation_after.map(lambda v: isinstance(v, list))]
-    if not len(done):
-        raise _NotRecorded("df: no finished run has mean_activation; measure it with a version that records it")
-    columns, styles = list(done.groupby(_by(done, None), dropna=False, sort=False)), _styles(done)
-    size = max(5, 3.6 * len(columns)), 0.6 + 1.3 * len(styles)
-    fig, axes = _pyplot().subplots(len(styles), len(columns), figsize=size, layout="constrained", squeeze=False,
-                                   sharex="col", sharey=True)
-    for (names, g), line in zip(columns, axes.T): _activation_column(line, ", ".join(map(_setting, names)), g, styles)
-    sizes = np.abs(np.concatenate([np.ravel(v) for v in done.mean_activation_after]))
-    usual, largest = float(np.quantile(sizes, 0.99)), float(sizes.max())
-    unusual = largest > 5 * usual > 0  # a few dimensions would press all others flat
-    if unusual: _logarithmic_beyond(axes, usual, largest)
-    fig.supylabel("mean activation" + f", logarithmic beyond ±{usual:.1g}" * unusual, fontsize=9)
-    return fig
-
-# %% ../nbs/27_report.ipynb #f1422520
-def _activation_column(axes, title: str, g: pd.DataFrame, styles: dict):
-    "Draw the mean activations of one task, a method each axes; those of methods without a run stay empty."
-    before = [v for v in g.mean_activation_before if isinstance(v, list)]
-    for ax, name in zip(axes, styles):
-        arm = g[g.method == name]
-        if before: ax.plot(pd.DataFrame(before).mean(), color="grey", lw=0.8)
-        if len(arm): ax.plot(pd.DataFrame(arm.mean_activation_after.tolist()).mean(), ".", color=styles[name][0], ms=3)
-        ax.set_title(f"{title}: {name}, {len(arm)} seed{'s' * (len(arm) != 1)}", fontsize=8, loc="left")
-        ax.set_visible(bool(len(arm)))
-    last = [ax for ax in axes if ax.get_visible()][-1]
-    last.set_xlabel("dimension of the last layer")
-    last.tick_params(labelbottom=True)
-
-# %% ../nbs/27_report.ipynb #bcc82773
-def _logarithmic_beyond(axes, usual: float, largest: float):
-    "Make the axes linear up to the usual size and logarithmic beyond."
-    from matplotlib.ticker import NullLocator
-    start = float(f"{usual:.1g}")
-    ticks = [v for v in (start, 10 * start, 100 * start) if 2 * v < largest] + [float(f"{largest:.1g}")]
-    for ax in axes.flat:
-        ax.set_yscale("symlog", linthresh=start)
-        ax.set_yticks(sorted({0, *(s * v for v in ticks for s in (-1, 1))}))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_locator(NullLocator())
-
-# %% ../nbs/27_report.ipynb #486415c3
-def plot_forest(
-    comparisons: pd.DataFrame,  # of compare; several can be put together with pandas.concat
-    heads: Sequence[str] | None = None,  # one a row: rows with the same head stand together below it
-):
-    """Return a figure of every difference of a table with its t interval.
-
-    Filled: Holm p at or below the level; open: not. At the right the pairs, p after Holm, and the verdict. An interval
-    much wider than the differences spread is cut at the border, where an arrow says so."""
-    table = comparisons.reset_index(drop=True)
-    place, titles = _places(len(table), heads)
-    lines, several = len(table) + len(titles), table.baseline.nunique() > 1
-    size = 11 if several else 8.5, 0.9 + 0.3 * lines
-    fig, ax = _pyplot().subplots(figsize=size, layout="constrained")
-    for i, r in zip(place, table.itertuples()): _draw_difference(ax, i, r)
-    settings = list(table.columns[: list(table.columns).index("method") + 1])
-    names = [", ".join(map(_setting, r)) for r in table[settings].itertuples(index=False)]
-    if several: names = [f"{name} against {b}" for name, b in zip(names, table.baseline)]
-    ax.set_yticks(-place, names, fontsize=8)
-    for i, title in titles.items():
-        ax.text(0, -i, title, transform=ax.get_yaxis_transform(), va="center", fontsize=8, weight="bold")
-    ax.axvline(0, color="grey", lw=0.8)
-    ax.locator_params(axis="x", nbins=5)
-    _cut(ax, table, place)
-    unit = table.metric.iloc[0].replace("_", " ") if table.metric.nunique() == 1 else "the metric of each task"
-    against = "difference in " if several else f"difference to {_known(table.baseline)}, in "
-    ax.set(xlabel=against + unit, ylim=(-lines + 0.4, 0.6))
-    return fig
-
-# %% ../nbs/27_report.ipynb #e8ec9084
-def _draw_difference(ax, i: int, r):
-    "Draw one row of a forest, and its words at the right."
-    shown = str(r.verdict).startswith(("higher", "lower"))
-    colour = "black" if not shown else "#0072B2" if r.difference > 0 else "#D55E00"
-    reach = [[r.difference - r.low], [r.high - r.difference]] if r.low == r.low else None
-    look = {"marker": "o", "mfc": colour} if shown else {"marker": "s", "mfc": "white"}
-    if r.n: ax.errorbar(r.difference, -i, xerr=reach, color=colour, capsize=3, lw=1.2, **look)
-    words = r.verdict.split(":")[0] + (f", one class only in {r.collapsed}" if r.collapsed else "")
-    ax.text(1.02, -i, f"n={r.n}, p (Holm) {_p_text(r.p_holm) or 'none'}: {words}", transform=ax.get_yaxis_transform(),
-            va="center", fontsize=8)
-
-# %% ../nbs/27_report.ipynb #f54b6dc6
-def _places(rows: int, heads: Sequence[str] | None) -> tuple[np.ndarray, dict[int, str]]:
-    "Return the line of each row of a forest, and the lines that are heads."
-    if heads is None: return np.arange(rows), {}
-    if len(heads) != rows: raise ValueError(f"heads: {len(heads)} for {rows} rows; give one a row")
-    new = [i for i in range(rows) if i == 0 or heads[i] != heads[i - 1]]
-    return np.array([i + sum(n <= i for n in new) for i in range(rows)]), {i + k: heads[i] for k, i in enumerate(new)}
-
-# %% ../nbs/27_report.ipynb #50aea5a4
-def _cut(ax, table: pd.DataFrame, place: np.ndarray):
-    "Set limits that a single wide interval does not stretch; arrows where one is cut."
-    known = table[table.low.notna()]
-    if not len(known): return
-    room = max(np.ptp([0, *table.difference.dropna()]), 2 * (known.high - known.low).median())
-    least, most = min(0, table.difference.min()) - room / 2, max(0, table.difference.max()) + room / 2
-    left, right = min(known.low.min(), table.difference.min()), max(known.high.max(), table.difference.max())
-    if left < least or right > most: ax.set_xlim(max(least, left - room / 20), min(most, right + room / 20))
-    for i, r in zip(place, table.itertuples()):
-        for beyond, border, mark in ((least - r.low, least, "<"), (r.high - most, most, ">")):
-            if beyond > 0: ax.plot(border, -i, mark, color="black", ms=5, clip_on=False)
-
 # %% ../nbs/27_report.ipynb #2936cef1
 def write_report(
     source,  # of load, or its table
@@ -1197,19 +869,20 @@ def _forms(table: pd.DataFrame, base: str) -> dict[str, str]:
 # %% ../nbs/27_report.ipynb #5d2bbb5e
 def _figures(df: pd.DataFrame, tables: dict) -> dict[str, bytes]:
     "Return the files of the figures that the records allow."
-    drawn = {"tradeoff": lambda: plot_tradeoff(df), "layers": lambda: plot_layers(df),
-             "mean_activation": lambda: plot_mean_activation(df),
-             "intrinsic_dimension": lambda: plot_layers(df, "intrinsic_dimension")}
-    if df.train_fraction.nunique() > 1: drawn["fraction"] = lambda: plot_fraction(df)
-    if "comparisons" in tables: drawn["forest"] = lambda: plot_forest(tables["comparisons"])
+    from isoreg import figures
+    drawn = {"tradeoff": lambda: figures.plot_tradeoff(df), "layers": lambda: figures.plot_layers(df),
+             "mean_activation": lambda: figures.plot_mean_activation(df),
+             "intrinsic_dimension": lambda: figures.plot_layers(df, "intrinsic_dimension")}
+    if df.train_fraction.nunique() > 1: drawn["fraction"] = lambda: figures.plot_fraction(df)
+    if "comparisons" in tables: drawn["forest"] = lambda: figures.plot_forest(tables["comparisons"])
     files = {}
     for name, draw in drawn.items():
         try: fig = draw()
-        except _NotRecorded: continue  # these records do not hold what the figure needs
+        except figures.NotRecorded: continue  # these records do not hold what the figure needs
         for suffix, metadata in (("png", None), ("pdf", {"CreationDate": None})):
             fig.savefig(buffer := BytesIO(), format=suffix, dpi=150, metadata=metadata)
             files[f"{name}.{suffix}"] = buffer.getvalue()
-        _pyplot().close(fig)
+        figures.pyplot().close(fig)
     return files
 
 # %% ../nbs/27_report.ipynb #063c36c8
@@ -1219,7 +892,7 @@ def failures(
     "Return the runs that failed, why and, where the file says it, after how many attempts; runs link to their files."
     rows = [{"task": r.task, "method": r.method, "seed": str(r.seed),
              "run": _Cell(r.key, ((r.seed, r.file, r.line, r.key),)),
-             "attempts": _setting(r.attempts) if r.attempts == r.attempts else "",
+             "attempts": setting_text(r.attempts) if r.attempts == r.attempts else "",
              "error": (str(r.error).strip().splitlines() or [""])[-1][:200]}
             for r in df[df.status == "failed"].itertuples()]
     out = pd.DataFrame(rows, columns=["task", "method", "seed", "run", "attempts", "error"])

@@ -20,6 +20,15 @@ from scipy import stats
 matplotlib.use("Agg")
 from isoreg.files import pack
 from isoreg import report
+from isoreg import figures
+from isoreg.figures import (
+    plot_forest,
+    plot_fraction,
+    plot_layers,
+    plot_mean_activation,
+    plot_tradeoff,
+    rank_correlation,
+)
 from isoreg.report import (
     clears_majority,
     compare,
@@ -28,14 +37,8 @@ from isoreg.report import (
     label,
     load,
     over_tasks,
-    plot_forest,
-    plot_fraction,
-    plot_layers,
-    plot_mean_activation,
-    plot_tradeoff,
     provenance,
     published,
-    rank_correlation,
     readable,
     summarise,
     three_columns,
@@ -1518,7 +1521,7 @@ def test_null_scores_are_undefined_in_tables_and_figures(tmp_path, isoscore, eve
     ):
         try:
             fig = draw(df)
-        except report._NotRecorded:
+        except figures.NotRecorded:
             assert every and ("union" in isoscore or "layers" in isoscore)
         else:
             fig.savefig(tmp_path / "figure.png", dpi=30)
@@ -1648,7 +1651,7 @@ def test_an_error_in_a_figure_is_not_swallowed(tmp_path, monkeypatch):
     def broken(df):
         raise ValueError("a fault of the figure")
 
-    monkeypatch.setattr(report, "plot_tradeoff", broken)
+    monkeypatch.setattr(figures, "plot_tradeoff", broken)
     with pytest.raises(ValueError, match="a fault of the figure"):
         write_report(load([record(NONE, 0, 0.6)]), tmp_path)
 

@@ -1,0 +1,233 @@
+"""The reference, the page of the commands, the pages of reproducing and the tutorials: nothing is missing, nothing is
+out of date, every link has its place."""
+
+import dataclasses
+import inspect
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from isoreg import reference
+from isoreg.cli import app
+from isoreg.config import CONFIGS
+from isoreg.grid import expand, load_grid
+from isoreg.reference import EXAMPLES, anchor, commands_page, entry, fields, first_sentence, index_page, public_names
+
+ROOT = Path(__file__).parents[1]
+NBS = ROOT / "nbs"
+ROOMS = [room for room, _, _ in reference.rooms(NBS)]
+PUBLIC = [(room, name, value) for room in ROOMS for name, value in public_names(room).items()]
+COMMANDS = typer.main.get_command(app).commands
+TUTORIALS = sorted((NBS / "tutorials").glob("*.ipynb"))
+
+
+def cells(path):
+    return json.loads(path.read_text())["cells"]
+
+
+def text(cell):
+    return "".join(cell["source"])
+
+
+def shown(page):
+    "The Markdown that the last cell of a guide shows."
+    return "".join(cells(NBS / "guides" / f"{page}.ipynb")[-1]["outputs"][0]["data"]["text/markdown"])
+
+
+def test_pages_are_what_the_code_says():
+    assert shown("reference") == index_page(NBS) and shown("commands") == commands_page()
+
+
+# ---- the index
+
+
+def test_rooms_stand_in_their_order():
+    headings = re.findall(r"^## (\w+): \[", index_page(NBS), re.M)
+    numbers = {path.stem.split("_", 1)[1]: int(path.stem[:2]) for path in NBS.glob("[0-9]*.ipynb")}
+    assert headings == sorted(numbers, key=numbers.get) == ROOMS
+
+
+def test_every_public_name_has_one_line_and_an_anchor():
+    rows = re.findall(r"^- \[(\w+)\]\(\.\./(\d\d_(\w+)\.ipynb)#([\w.]+)\): (.+)$", index_page(NBS), re.M)
+    assert [(room, name) for name, _, room, _, _ in rows] == [(room, name) for room, name, _ in PUBLIC]
+    for name, file, room, mark, line in rows:
+        assert (NBS / file).exists() and len(line) > 12, name
+        value = public_names(room)[name]
+        shown_there = entry(value)._repr_markdown_()
+        assert f'<section id="{mark}" class="level2">' in shown_there, f"{name}: its entry has no anchor {mark}"
+        assert f"<h2 hidden>{value.__name__}</h2>" in shown_there  # the site's search takes it for a section
+
+
+def test_anchors_differ():
+    marks = [anchor(room, value.__name__) for room, name, value in PUBLIC if name == value.__name__]
+    assert len(marks) == len(set(marks)) and len({m.lower() for m in marks}) < len(marks)  # as moments and Moments
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_chapter_shows_what_the_index_links_to(room):
+    (path,) = NBS.glob(f"[0-9]*_{room}.ipynb")
+    source = "\n".join(text(c) for c in cells(path) if re.match(r"#\|\s*exports?\b", text(c)))
+    for name, value in public_names(room).items():
+        assert re.search(rf"^(?:class|def) {value.__name__}\b", source, re.M), f"{name} is not exported with an entry"
+
+
+def test_the_settings_name_the_entry():
+    assert re.search(r"^renderer = isoreg\.reference\.entry$", (ROOT / "settings.ini").read_text(), re.M)
+
+
+@pytest.mark.parametrize(
+    "said, line",
+    [
+        ("Return x. Raises nothing.", "Return x."),
+        ("Return x, (a. b) of y.\n\nMore of it.", "Return x, (a. b) of y."),
+        ("Return what\n    stands in two lines.", "Return what stands in two lines."),
+        (
+            "Return the score (Rudman et al. 2022) of `x`. `ValueError` for y.",
+            "Return the score (Rudman et al. 2022) of `x`.",
+        ),
+        (None, ""),
+    ],
+)
+def test_first_sentence(said, line):
+    def f():
+        pass
+
+    f.__doc__ = said
+    assert first_sentence(f) == line
+
+
+# ---- fields
+
+CLASSES = [(f"{room}.{name}", value) for room, name, value in PUBLIC if inspect.isclass(value)]
+
+
+@pytest.mark.parametrize("kind", [value for _, value in CLASSES], ids=[name for name, _ in CLASSES])
+def test_a_class_shows_its_fields(kind):
+    expected = [*getattr(kind, "_fields", ()), *getattr(kind, "model_fields", ())]
+    if dataclasses.is_dataclass(kind):
+        expected += [f.name for f in dataclasses.fields(kind) if f.init]
+    assert [f.name for f in fields(kind)] == expected
+    assert all(f.type for f in fields(kind))
+    page = entry(kind)._repr_markdown_()
+    assert re.findall(r"^    (\w+): ", page.split("```python")[1].split("```")[0], re.M) == expected or not expected
+    assert not re.search(r"\(\s*\*args,\s*\*\*kwargs\s*\)", page)
+
+
+def test_settings_show_what_help_says():
+    for kind in CONFIGS.values():
+        assert all(f.text for f in fields(kind))
+
+
+def test_a_comment_behind_a_field_is_its_text():
+    from isoreg.moments import Moments
+
+    found = {f.name: f for f in fields(Moments)}
+    assert found["mean"].text == "(..., d)" and found["m3"].default == "None" and found["mean"].default == ""
+
+
+def test_an_entry_of_a_name_that_is_not_public_has_no_anchor():
+    assert "<section" not in entry(shown)._repr_markdown_()
+
+
+@pytest.mark.parametrize(
+    "given, plain", [("a|b", r"a\|b"), ("`x|y`", "`x|y`"), ("S* < $n$ `<z>`", r"S\* \< \$n\$ `<z>`")]
+)
+def test_text_has_no_meaning_in_markdown_but_code_has(given, plain):
+    assert reference._plain(given) == plain
+
+
+# ---- the commands
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_and_option_is_on_the_page(name):
+    section = re.search(rf"^## isoreg {name}\n(.+?)(?=^## |\Z)", commands_page(), re.M | re.S)[1]
+    help_text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    options = set(re.findall(r"(?<=[│|] )\s*(--[\w-]+)", help_text)) - {"--help"}
+    assert options == set(re.findall(r"^\| `(--[\w-]+)` \|", section, re.M))
+    headings = re.findall(r"[╭+]─? (\w[\w ,-]*?) ─", help_text)
+    assert [h for h in headings if h] == re.findall(r"^\*\*(.+)\*\*$", section, re.M)[:-1]
+    for argument in (p for p in COMMANDS[name].params if p.param_type_name == "argument"):
+        assert f"`{argument.metavar or argument.name.upper()}" in section
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_parse(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs", "search"):
+        (tmp_path / folder).mkdir()
+    lines = [line for line in EXAMPLES[name].splitlines() if line.startswith("isoreg ")]
+    assert shlex.split(lines[-1])[1] == name and EXAMPLES[name] in commands_page()
+    for line in lines:
+        _, command, *arguments = shlex.split(line)
+        COMMANDS[command].make_context(command, arguments)
+
+
+def test_the_examples_name_what_is_there():
+    assert set(EXAMPLES) == set(COMMANDS)
+    (key,) = re.findall(r"runs/(\S+)", EXAMPLES["rerun"])
+    assert key in [run.key for run in expand(load_grid("demo")).runs]
+    assert (NBS / "grids" / "toy.yaml").exists() and re.search(
+        "^  seed: ", (NBS / "grids" / "toy.yaml").read_text(), re.M
+    )
+
+
+# ---- reproducing
+
+
+def test_the_audit_takes_its_tokens_from_the_page_on_cost():
+    rows = {}
+    for page in ("cost", "audit"):
+        (source,) = [text(c) for c in cells(NBS / "guides" / f"{page}.ipynb") if re.search(r"^ROW = ", text(c), re.M)]
+        rows[page] = eval(re.search(r"^ROW = (\{.*?\})", source, re.M | re.S)[1])
+    assert rows["audit"].items() <= rows["cost"].items()
+
+
+# ---- the tutorials
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
+def test_a_tutorial_ends_in_a_picture_and_says_where_to_go(path):
+    code = [c for c in cells(path) if c["cell_type"] == "code"]
+    kinds = [set(output.get("data", {})) for c in code for output in c["outputs"]]
+    assert sum("image/png" in kind for kind in kinds) == 1 and "image/png" in kinds[-1] and code[-1]["outputs"]
+    last = text(cells(path)[-1])
+    assert "Where to go next" in last and len(re.findall(r"\]\(\.\./", last)) >= 3
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
+def test_a_tutorial_opens_on_colab_and_installs_nowhere_else(path):
+    first, install = cells(path)[1:3]
+    assert text(first).startswith(
+        f"[Open in Colab](https://colab.research.google.com/github/isoreg/isoreg/blob/main/nbs/tutorials/{path.name})"
+    )
+    calls = []
+    for shell, expected in (("<ipykernel.zmqshell.X>", 0), ("<google.colab._shell.Shell>", 1)):
+
+        class Shell:
+            def __repr__(self, shell=shell):
+                return shell
+
+            def run_line_magic(self, *said):
+                calls.append(said)
+
+        exec(text(install), {"get_ipython": Shell})
+        assert len(calls) == expected
+    assert calls[0][0] == "pip" and "github.com/isoreg/isoreg" in calls[0][1]
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
+def test_a_tutorial_runs_on_what_is_embedded(path):
+    source = "\n".join(text(c) for c in cells(path) if c["cell_type"] == "code")
+    assert "toy_model_path()" in source and "nbs/" not in source and "results/" not in source
+    assert all(len(text(c).splitlines()) <= 25 for c in cells(path) if c["cell_type"] == "code")
+
+
+def test_each_door_of_the_front_page_leads_to_a_tutorial():
+    (doors,) = [text(c) for c in cells(NBS / "index.ipynb") if "## Three doors" in text(c)]
+    assert {f"tutorials/{path.name}" for path in TUTORIALS} <= set(re.findall(r"\]\(([^)]+)\)", doors))
