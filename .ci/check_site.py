@@ -17,13 +17,15 @@ import yaml
 
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the filter of this environment
 KNOWN_KEYS = {
-    "": "project lang execute ipynb-filters format website number-sections bibliography",
+    "": "project lang execute ipynb-filters filters format website number-sections bibliography",
     "project": "type output-dir render resources",
     "execute": "enabled echo warning",
     "format": "html",
-    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css smooth-scroll include-after-body",  # noqa: E501
+    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css smooth-scroll "
+    "include-before-body include-after-body respect-user-color-scheme highlight-style",
     "format.html.theme": "light dark",
-    "website": "title description site-url repo-url repo-branch repo-actions search page-navigation favicon "
+    "website": "title description site-url repo-url repo-branch repo-actions search page-navigation favicon image image-alt "
+    "open-graph twitter-card "
     "sidebar navbar page-footer",
     "website.sidebar": "style collapse-level search title contents",
     "website.navbar": "title left right search",
@@ -210,14 +212,16 @@ def check_config(root: Path, config: dict) -> list[str]:
     }
     pages = published(root, globs)
     for page in pages:
-        if page not in reachable:
+        if page not in reachable and page.stem != "404":  # nobody goes there on purpose
             wrong.append(f"_quarto.yml: {page.relative_to(root)} is published but not in the sidebar")
     for page in sorted(reachable - set(pages)):
         wrong.append(f"_quarto.yml: {page.relative_to(root)} is in the sidebar but not published")
-    if site.get("favicon") and not (root / site["favicon"]).exists():
-        wrong.append(f"_quarto.yml: the favicon {site['favicon']} does not exist")
-    for name in ("css", "include-after-body"):
-        given = (config.get("format", {}).get("html") or {}).get(name) or []
+    for kind in ("favicon", "image"):
+        if site.get(kind) and not (root / site[kind]).exists():
+            wrong.append(f"_quarto.yml: the {kind} {site[kind]} does not exist")
+    options = {**(config.get("format", {}).get("html") or {}), "filters": config.get("filters")}
+    for name in ("css", "include-before-body", "include-after-body", "filters"):
+        given = options.get(name) or []
         for file in [given] if isinstance(given, str) else given:
             if not (root / file).exists():
                 wrong.append(f"_quarto.yml: the file {file} of {name} does not exist")
