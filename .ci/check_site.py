@@ -21,11 +21,11 @@ KNOWN_KEYS = {
     "project": "type output-dir render resources",
     "execute": "enabled echo warning",
     "format": "html",
-    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css smooth-scroll "
-    "include-before-body include-after-body respect-user-color-scheme highlight-style",
+    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css "
+    "smooth-scroll include-before-body include-after-body respect-user-color-scheme highlight-style",
     "format.html.theme": "light dark",
-    "website": "title description site-url repo-url repo-branch repo-actions search page-navigation favicon image image-alt "
-    "open-graph twitter-card "
+    "website": "title description site-url repo-url repo-branch repo-actions search page-navigation favicon "
+    "image image-alt open-graph twitter-card "
     "sidebar navbar page-footer",
     "website.sidebar": "style collapse-level search title contents",
     "website.navbar": "title left right search",
@@ -212,7 +212,7 @@ def check_config(root: Path, config: dict) -> list[str]:
     }
     pages = published(root, globs)
     for page in pages:
-        if page not in reachable and page.stem != "404":  # nobody goes there on purpose
+        if page not in reachable and page.stem != "404":
             wrong.append(f"_quarto.yml: {page.relative_to(root)} is published but not in the sidebar")
     for page in sorted(reachable - set(pages)):
         wrong.append(f"_quarto.yml: {page.relative_to(root)} is in the sidebar but not published")

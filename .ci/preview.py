@@ -52,7 +52,7 @@ table {{ border-collapse: collapse; font-size: .9rem }} summary {{ cursor: point
 </style></head><body>
 {before}<p class="note">A preview without Quarto. <a href="{up}index.html">Start</a></p>
 <details><summary>Pages</summary><nav>{nav}</nav></details>
-<header><h1>{title}</h1><p>{description}</p></header><main id="quarto-document-content">{body}</main>{after}</body></html>
+<header><h1>{title}</h1><p>{subtitle}</p><p>{description}</p></header><main id="quarto-document-content">{body}</main>{after}</body></html>
 """  # noqa: E501
 
 
@@ -216,7 +216,7 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
     before, after = ((root / options[n]).read_text() if n in options else "" for n in INCLUDES)
     api = re.compile(r'href="https?://[^"/]+/\w+/(nbs/[\w/.-]+\.html)')
 
-    def write(target: str, title: str, description: str, content: str):
+    def write(target: str, title: str, description: str, content: str, subtitle: str = ""):
         folder, up = os.path.dirname(target), "../" * target.count("/")
         here = lambda h: ' aria-current="page"' if pages[h] == target else ""
         link = lambda h: f'<a href="{up}{pages[h]}"{here(h)}>{html.escape(names.get(h, "isoreg"))}</a>'
@@ -226,6 +226,7 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
         (out / target).write_text(
             PAGE.format(
                 title=html.escape(title),
+                subtitle=html.escape(subtitle),
                 description=html.escape(description),
                 up=up,
                 nav=nav,
@@ -245,6 +246,7 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
             fronts[path].get("title", path.stem),
             fronts[path].get("description", ""),
             body(cells, bool((fronts[path].get("format") or {}).get("html", {}).get("code-fold"))),
+            fronts[path].get("subtitle", ""),
         )
     for name, target, title in [
         ("README.md", "index.html", "isoreg"),

@@ -1,14 +1,30 @@
 __version__ = "0.1.0"
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` below imports what is asked for
+    from .fisher import empirical_fisher as empirical_fisher
+    from .isoscore import isoscore as isoscore
+    from .istar import CosReg as CosReg
+    from .istar import IStar as IStar
+    from .metric import IsoScore as IsoScore
+    from .noise import apply_dropout as apply_dropout
+    from .trainer import PenaltyTrainer as PenaltyTrainer
+
+_HOME = {"IStar": "istar", "CosReg": "istar", "PenaltyTrainer": "trainer", "isoscore": "isoscore", "IsoScore": "metric",
+         "empirical_fisher": "fisher", "apply_dropout": "noise"}
+
 
 def __getattr__(name: str):
-    "The modules of the package: after `import isoreg`, `isoreg.istar` is imported when it is first asked for (PEP 562)."
+    "The names above, and the modules: each is imported when it is first asked for (PEP 562)."
     from importlib import import_module
     from pkgutil import iter_modules
-    if name not in {m.name for m in iter_modules(__path__)}: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _HOME: return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name not in {m.name for m in iter_modules(__path__)}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
     from pkgutil import iter_modules
-    return sorted({*globals(), *(m.name for m in iter_modules(__path__) if not m.name.startswith("_"))})
+    return sorted({*globals(), *_HOME, *(m.name for m in iter_modules(__path__) if not m.name.startswith("_"))})

@@ -81,7 +81,8 @@ def _scores_table(record: RunRecord) -> str:
 # %% ../nbs/22_card.ipynb #1bbf7c2e
 def _how_to_load(c: RunConfig) -> str:
     "Return the Python that loads the model with its dropout."
-    kind = "AutoModelForQuestionAnswering" if get_task(c.task).kind == "qa" else "AutoModelForSequenceClassification"
+    questions = get_task(c.task, c.definition).kind == "qa"
+    kind = "AutoModelForQuestionAnswering" if questions else "AutoModelForSequenceClassification"
     mixout = "\nload_dropout(model, pretrained=weights)  # state dict that the training began with"
     load = {"standard": "", "mixout": mixout}.get(c.dropout, "\nload_dropout(model)")
     lines = f"""```python
@@ -113,7 +114,7 @@ def _limits(record: RunRecord, c: RunConfig) -> list[str]:
 
 def _front_matter(record: RunRecord, c: RunConfig) -> str:
     "Return what the hub reads, as YAML; models and data sets only where they are on the hub."
-    task = get_task(c.task)
+    task = get_task(c.task, c.definition)
     front = {"library_name": "transformers", "tags": ["isoreg"], "metrics": list(task.metrics)}
     if record.model.get("source") == "hub": front["base_model"] = c.model
     if task.hub: front["datasets"] = [task.hub[0]]

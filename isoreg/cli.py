@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,7 +27,7 @@ import isoreg
 from .config import RunConfig, about, groups, help_text, kinds, parse_set
 
 # %% ../nbs/31_cli.ipynb #92727564
-app = typer.Typer(name="isoreg", no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+app = typer.Typer(name="isoreg", no_args_is_help=True, rich_markup_mode="rich",
                   pretty_exceptions_enable=False,
                   help="Isotropy and dropout regularisers for fine-tuning language models.")
 
@@ -98,7 +98,7 @@ def _options(
             if not about(field).flag: continue
             plain = next(k for k in kinds(field) if k is not type(None))
             option = typer.Option(help=help_text(field), rich_help_panel=heading, show_default=False)
-            annotation = Annotated[plain | None, option]
+            annotation = Annotated[plain | None, option]  # type: ignore[valid-type]
             found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     return found
 
@@ -171,7 +171,7 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
 def _note_unused(given: dict, config: RunConfig):
     "Print the settings that the configuration does not keep as they were given."
     for name, value in given.items():
-        if name != "eval_split" and getattr(config, name) != value:
+        if name not in ("eval_split", "task") and getattr(config, name, value) != value:
             _errors.print(f"note: {name} {value} plays no part in this run")
 
 # %% ../nbs/31_cli.ipynb #c629f806
@@ -207,8 +207,11 @@ def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
     progress.unlink(missing_ok=True)  # of an earlier try, as failed.json below
     with _progress_bar() as on_progress:
         try: execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, files_of(claim))
-        except (PapermillExecutionError, KernelDied) as error: return _failure(run, out, error)
+        except KeyboardInterrupt: return _stopped(folder)
+        except (PapermillExecutionError, KernelDied) as error:
+            return _stopped(folder) if _interrupted(error) else _failure(run, out, error)
     (folder / "failed.json").unlink(missing_ok=True)
+    return None
 
 # %% ../nbs/31_cli.ipynb #262feb22
 @contextlib.contextmanager
@@ -224,13 +227,20 @@ def _progress_bar() -> Iterator[Callable[[dict], None]]:
             bar.update(row, description=said["stage"], total=said["total"] or None, completed=said["step"], step=step)
         yield on_progress
 
+# %% ../nbs/31_cli.ipynb #40e32074
+def _stopped(folder: Path) -> tuple[str, int]:
+    "Take away what an interrupted run has half written; return what the command says of it, and its exit code."
+    for name in ("notebook.ipynb", "progress.json"): (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError): folder.rmdir()  # unless an earlier try has left something
+    return "stopped; nothing of this run is kept, and the same command does it again", 130
+
 # %% ../nbs/31_cli.ipynb #5de25b6b
 def _failure(run, out: Path, error: Exception) -> tuple[str, int]:
     "Leave `failed.json`, as a sweep does; return what the command says of the error, and its exit code."
     from isoreg.notebook import error_words
     from isoreg.sweep import Folder, Outcome, is_disk_full, write_failure
     folder, (message, trace) = out / run.key, error_words(error)
-    if not _interrupted(error) and not is_disk_full(error):
+    if not is_disk_full(error):
         with contextlib.suppress(OSError): write_failure(Folder(out), Outcome(run, "failed", message, trace))
     code = _exit_code(error, folder / "progress.json")
     offline = code == 2 and ("onnection" in message or "ffline" in message)
@@ -239,9 +249,8 @@ def _failure(run, out: Path, error: Exception) -> tuple[str, int]:
 
 # %% ../nbs/31_cli.ipynb #ae2d5aaa
 def _exit_code(error: Exception, progress: Path) -> int:
-    "Return 130 if interrupted; 1 if the kernel died, the disk is full or training had begun; else 2, bad input."
+    "Return 1 if the kernel died, the disk is full or training had begun; else 2, bad input."
     from isoreg.sweep import is_disk_full
-    if _interrupted(error): return 130
     return 1 if not hasattr(error, "ename") or is_disk_full(error) or _trained(progress) else 2
 
 
@@ -547,6 +556,7 @@ def score_command(
     with _input_errors():
         if model is not None and array is not None:
             raise ValueError("array: does not apply to a text file; leave --array out, or --model")
+        result: Any
         if model is None: result = score_points(_points(file, array))
         else: result = _score_texts(file, model, max_lines, seed)
     if as_json: print(json.dumps(result, indent=1))
@@ -844,7 +854,7 @@ def report_command(
 ):
     """Tables (.md, .html, .tex, .csv) and figures (.png, .pdf) from records: intervals, paired tests, failed and
     collapsed runs."""
-    from isoreg.report import load, write_report
+    from isoreg.report import load, summarise, write_report
     with _input_errors():
         with _warnings_shown(): runs = load([str(s) for s in source])
         methods = list(runs.method.unique())
@@ -852,7 +862,19 @@ def report_command(
         files = write_report(runs, out, baseline if compared else None)
     if not compared:
         _errors.print(f"no comparisons: no run of {baseline!r} beside others; methods are {', '.join(methods)}")
+    _show_summary(summarise(runs))
     for file in files: _console.print(str(file))
+
+# %% ../nbs/31_cli.ipynb #f67db4df
+def _show_summary(summary):
+    "Print the columns of the summary that fit a screen; `summary.md` has them all."
+    from isoreg.report import readable
+    shown = readable(summary).map(str)
+    left_out = ("median", "worst", "one class only", "IsoScore before", "its layers, mean")
+    table = Table(box=None, pad_edge=False)
+    for c in shown.columns.difference(left_out, sort=False): table.add_column(c, overflow="fold")
+    for _, row in shown.iterrows(): table.add_row(*(v for c, v in row.items() if c not in left_out))
+    _console.print(table)
 
 # %% ../nbs/31_cli.ipynb #8261207b
 @app.command("tasks")

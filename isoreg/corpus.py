@@ -162,7 +162,8 @@ def _special_ids(t: PreTrainedTokenizerBase, loss: str) -> _Ids:
 def _tokenised(corpus: TextBatches, texts: list[str]) -> list[np.ndarray]:
     "Return the token ids of each text, or of each piece of the packed corpus."
     late = corpus.packed or corpus.loss == "seq2seq"  # special tokens come later
-    options = dict(add_special_tokens=not late, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    options: dict = dict(add_special_tokens=not late, return_attention_mask=False, return_token_type_ids=False,
+                         verbose=False)
     length = corpus.max_length - (corpus.loss == "seq2seq")
     if not corpus.packed: options |= dict(truncation=True, max_length=length)
     ids = [np.array(i, dtype=np.int64) for i in corpus.tokenizer(texts, **options)["input_ids"]]
@@ -231,7 +232,7 @@ _SETTINGS = "name loss batch_size max_length probability span seed epoch packed 
 # %% ../nbs/10_corpus.ipynb #417a13a9
 def _described(corpus: TextBatches) -> dict:
     "Return what decides the batches: settings, a fingerprint of the whole corpus, and the members of this part."
-    digest, inside = hashlib.sha256(), np.zeros(len(corpus.samples), bool)
+    digest, inside = hashlib.sha256(), np.zeros(len(corpus.samples), np.bool_)
     for ids in corpus.samples: digest.update(np.r_[len(ids), ids].tobytes())
     inside[corpus.numbers] = True
     settings = {n: getattr(corpus, n) for n in _SETTINGS} | ({} if corpus.by_length else {"by_length": False})

@@ -15,12 +15,14 @@ import re
 import string
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
 import pyarrow.parquet as pq
 from datasets import Dataset, Features, Value
 from scipy import stats
@@ -28,7 +30,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 from transformers import PreTrainedTokenizerBase
 
 from .checks import in_range, one_of
-from .tasks import TASKS, Task, get_task
+from .tasks import TASKS, Task, file_digest, get_task
 from .toy import TOY_TASKS, toy_task
 
 # %% ../nbs/18_data.ipynb #f9781eb1
@@ -62,11 +64,12 @@ def load_task(
     """
     task = get_task(task)
     _check(split_protocol, train_fraction, max_train, max_eval, data_dir)
+    task = _with_labels(task, data_dir, train_split)
     asked = {"train_split": train_split, "eval_split": eval_split or task.eval_splits[0]}
     parts, sources = zip(*(_rows(task, data_dir, split, argument) for argument, split in asked.items()))
     sizes, splits = tuple(map(len, parts)), tuple(asked.values())
     notes = _notes(task, splits, sizes, split_protocol, seed)
-    keep, held = split_rows(*sizes, split_protocol, seed, fixed_eval=task.folder == "glue/mnli")
+    keep, held = split_rows(sizes[0], sizes[1], split_protocol, seed, fixed_eval=task.folder == "glue/mnli")
     wanted = min(max(1, round(train_fraction * len(keep))), max_train or len(keep))
     if wanted < len(keep): notes.append(f"train is {wanted} of {len(keep)} rows")
     elif split_protocol == "official": keep = np.sort(keep)
@@ -127,6 +130,7 @@ _UNOFFICIAL = re.compile("_(part|rebuilt)$")
 def _read(task: Task, data_dir: str | Path | None, split: str, argument: str) -> tuple[Dataset, str]:
     "Return the rows of one split as they are stored, and where they came from."
     if task.name in TOY_TASKS: return toy_task(task.name, one_of(argument, split, ("train", "validation"))), "toy"
+    if task.files: return _read_own(task, split, argument)
     if data_dir is not None: return _read_folder(task, data_dir, split, argument)
     if _UNOFFICIAL.search(split):
         raise ValueError(f"{argument}={split!r} exists in data folders only; give data_dir")
@@ -145,6 +149,30 @@ def _read_folder(task: Task, data_dir: str | Path, split: str, argument: str) ->
     path = Path(data_dir) / task.folder / f"{split}.parquet"
     if not path.is_file(): raise _missing(task, data_dir, split, argument)
     return Dataset(pq.read_table(path)), f"{task.folder}/{split}.parquet"
+
+# %% ../nbs/18_data.ipynb #33b09c3e
+def _read_own(task: Task, split: str, argument: str) -> tuple[Dataset, str]:
+    "Return the rows of a file that the task names, and the name of the file."
+    file = dict(task.files)[one_of(argument, split, dict(task.files))]
+    digest = file_digest(split, file)
+    if dict(task.sha256).get(split, digest) != digest:
+        raise ValueError(f"files: {split}: {file!r} is not the file that this run was planned with; plan it again")
+    try: table = _table_of(Path(file), task.text_columns)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"files: {split}: {file!r} cannot be read ({why}); CSV and TSV need a head line, JSON an "
+                         "object a line, all of them UTF-8") from None
+    return Dataset(table), Path(file).name
+
+# %% ../nbs/18_data.ipynb #cf3ebdf6
+def _table_of(path: Path, texts: Sequence[str]) -> pa.Table:
+    "Return the columns of a file; those of texts as texts."
+    kind = path.suffix.lower()
+    if kind == ".parquet": return pq.read_table(path)
+    if kind in (".json", ".jsonl"): return pa.json.read_json(path)
+    return pa.csv.read_csv(
+        path, parse_options=pa.csv.ParseOptions(delimiter="\t" if kind == ".tsv" else ",", newlines_in_values=True),
+        convert_options=pa.csv.ConvertOptions(column_types={c: pa.string() for c in texts}))
 
 # %% ../nbs/18_data.ipynb #70d07329
 class MissingSplit(FileNotFoundError, ValueError):
@@ -171,8 +199,9 @@ def _rows(task: Task, data_dir: str | Path | None, split: str, argument: str) ->
     "Return the checked rows of one split, with the task's columns and types, and where they came from."
     rows, origin = _read(task, data_dir, split, argument)
     source = f"{argument}={split!r} of {task.name}"
-    _require(rows, task.columns, source)
-    table = rows.data.table.select(task.columns)
+    stored = [task.label if c == "label" else c for c in task.columns]  # what the columns are called there
+    _require(rows, stored, source)
+    table = rows.data.table.select(stored).rename_columns(task.columns)
     _refuse_gaps(table, [c for c in task.columns if c != "label"], source)
     try: rows = Dataset(_numbered(table, task).cast(_features(task).arrow_schema))  # no copy on disk, no progress bar
     except (pa.ArrowException, TypeError) as error:
@@ -211,16 +240,34 @@ def _label_numbers(values: Iterable, task: Task) -> list:
 
 
 def _numbered(table: pa.Table, task: Task) -> pa.Table:
-    "Return the table with integers for the names of labels."
-    if task.kind != "classification" or pa.types.is_integer(table["label"].type): return table
-    return table.set_column(len(task.text_columns), "label", pa.array(_label_numbers(table["label"].to_pylist(), task)))
+    "Return the table with integers for the names of labels; where all are names, numbers among them, by their names."
+    if task.kind != "classification": return table
+    found = table["label"].to_pylist()
+    if {str(v) for v in set(found) - {None}} <= set(task.label_names):
+        found = [v if v is None else str(v) for v in found]
+    elif pa.types.is_integer(table["label"].type): return table
+    return table.set_column(len(task.text_columns), "label", pa.array(_label_numbers(found, task)))
+
+
+def _with_labels(task: Task, data_dir: str | Path | None, split: str) -> Task:
+    "Return the task with its labels; where it names none, those of the training rows, sorted."
+    if task.kind != "classification" or task.label_names: return task
+    rows, _ = _read(task, data_dir, split, "train_split")
+    source = f"train_split={split!r} of {task.name}"
+    _require(rows, [task.label], source)
+    found = set(rows.data.table[task.label].to_pylist()) - {None}
+    if len(found) < 2:
+        raise ValueError(f"{source}: column {task.label} has the labels {sorted(found)}; need two or more")
+    order = sorted(found, key=str if any(isinstance(v, str) for v in found) else None)
+    return replace(task, label_names=tuple(map(str, order)))
 
 # %% ../nbs/18_data.ipynb #b0a11692
 def _check_labels(rows: Dataset, task: Task, source: str) -> None:
     "Raise a `ValueError` for a label that is missing or out of range."
     labels = rows.data.table["label"].to_numpy()  # a missing label is NaN
     top = np.inf if task.kind == "regression" else task.num_labels
-    bad = ~np.isfinite(labels) | (labels < 0) | (labels >= top)
+    low = -np.inf if task.kind == "regression" and task.name not in TASKS else 0  # GLUE marks unlabelled rows by -1
+    bad = ~np.isfinite(labels) | (labels < low) | (labels >= top)
     if not bad.any(): return
     example = rows[int(bad.argmax())]["label"]
     raise ValueError(f"{source}: {bad.sum()} of {len(labels)} rows have no valid label, such as {example}; "

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,9 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from .card import save_model
-from .config import GUIDED, PENALTIES, RATED, RunConfig, scores_source, scores_texts
+from isoreg.config import (
+    BUILT_IN, COMMON, DROPOUTS, GUIDED, RATED, RunConfig, made, name_of, packages, reads, scores_source,
+    scores_texts)
 from .corpus import TextBatches, load_texts
 from .data import (
     MissingSplit, TaskData, encode, encode_squad_eval, encode_squad_train, load_evaluation, load_metric, load_task,
@@ -38,9 +41,11 @@ from .fisher import FisherEstimate, empirical_fisher, load_scores
 from .geometry import two_nn
 from .istar import measure_isotropy
 from .models import check_vocabulary, load_model, model_source, resolve_precision
+from .schedules import site_scores
+from .sites import dropout_sites
 from .record import RunRecord, git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256
 from .states import eval_mode
-from .tasks import get_task
+from .tasks import Task, get_task
 from .toy import toy_corpus
 from .trainer import PenaltyTrainer, ReferenceRefresh, split_by_length
 
@@ -50,11 +55,17 @@ def run(
     progress_file: str | Path | None = None,  # told how far the run is
     isotropy_points: int = 250_000,  # token vectors over all layers behind each isotropy score
     model_folder: str | Path | None = None,  # gets the trained model, its tokenizer and a model card
+    *,
+    task: Task | None = None,  # one's own, in place of the configuration's
+    penalty: nn.Module | None = None,  # any module that takes (hidden_states, attention_mask), in place of its penalty
 ) -> RunRecord:
     """Fine-tune and evaluate as the configuration says, and return the record.
 
-    Raises `ValueError` for data or a model that is not there, before training starts.
+    Raises `ValueError` for data, a model or a penalty that is not there, before training starts.
     """
+    if task is not None: config = RunConfig(**config.to_dict() | {"task": task, "definition": None})
+    if penalty is not None: config = _with_penalty(config, penalty)
+    else: penalty = made("regularizer", config)
     model_source(config.model)  # a folder that is not there is told before the data is read
     begun, progress = time.perf_counter(), ProgressFile(progress_file)
     record = RunRecord(config.key, config.to_dict(), started=datetime.now(UTC).isoformat(timespec="seconds"))
@@ -64,7 +75,7 @@ def run(
         data, others = _read_data(config)
         progress.write("loading model")
         model, tokenizer = _prepare(config, data, record)
-        trainer = _make_trainer(config, model, tokenizer, data, folder, progress)
+        trainer = _make_trainer(config, model, tokenizer, data, folder, progress, penalty)
         _train(trainer, config, record, isotropy_points)
         record.predictions = pack(trainer.compute_metrics.predictions)
         record.others = {name: _score_of(config, other, tokenizer, trainer) for name, other in others.items()}
@@ -74,6 +85,27 @@ def run(
     record.total_seconds = time.perf_counter() - begun
     if model_folder is not None: _save_model(model, tokenizer, record, model_folder)
     return record
+
+# %% ../nbs/23_finetune.ipynb #e6b9973f
+def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
+    "Return the configuration with the name and the settings of a module. `ValueError` for what is none."
+    if not isinstance(penalty, nn.Module):
+        raise ValueError(f"penalty: {penalty!r} is no torch module; pass one, such as IStar(lam=-0.1)")
+    kind = type(penalty)
+    name, (common, own) = name_of(kind), reads(kind, "regularizer")
+    usual = {n: RunConfig.model_fields[n].default for n in COMMON["regularizer"] if n not in ("lam", "seed")}
+    values = usual | {"padding": False, "lam": 1.0, "cosreg_layer": -1}
+    values |= {n: getattr(penalty, n) for n in common if n != "seed" and hasattr(penalty, n)}
+    settings = {n: _kept(getattr(penalty, n)) for n, p in own.items() if hasattr(penalty, n)}
+    settings = {n: v for n, v in settings.items() if v != own[n].default}
+    if name in BUILT_IN: values |= {f"{name}_{n}": v for n, v in settings.items() if hasattr(config, f"{name}_{n}")}
+    else: values["penalty_settings"] = settings
+    return RunConfig(**config.to_dict() | {"penalty_settings": None} | values | {"regularizer": name})
+
+
+def _kept(value):
+    "Return a setting as a record keeps it: a plain value, or else the name of its type."
+    return value if isinstance(value, (bool, int, float, str, type(None))) else f"a {type(value).__name__}"
 
 # %% ../nbs/23_finetune.ipynb #91c23ea7
 def _save_model(model: nn.Module, tokenizer, record: RunRecord, folder: str | Path):
@@ -94,7 +126,8 @@ def _threads_kept() -> Iterator[None]:
 # %% ../nbs/23_finetune.ipynb #0f762bd4
 def _read_data(config: RunConfig) -> tuple[TaskData, dict[str, TaskData]]:
     "Return the rows of the run's task, and the evaluation rows of the tasks that it names beside its own."
-    data = load_task(config.task, config.data_dir, config.train_split, config.eval_split, config.split_protocol,
+    task = get_task(config.task, config.definition)
+    data = load_task(task, config.data_dir, config.train_split, config.eval_split, config.split_protocol,
                      config.seed, config.train_fraction, config.max_train, config.max_eval)
     others = {}
     for name in data.task.also if config.eval_split is None else ():
@@ -110,9 +143,9 @@ SMALL = 2_000_000  # parameters of a model that one thread serves best
 
 def _prepare(config: RunConfig, data: TaskData, record: RunRecord) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     "Return the model with its dropout, and the tokenizer; the record gets what is to be said of them."
-    model, tokenizer, notes = load_model(config)
+    model, tokenizer, notes = load_model(config, data.task)
     notes += check_vocabulary(tokenizer, model, [t for c in data.task.text_columns for t in data.train[c]])
-    _check_layers(config, model.config.num_hidden_layers)
+    _check_layers(config, model.config.num_hidden_layers)  # type: ignore[arg-type]
     record.dropout = _apply_dropout(config, model, data, tokenizer)
     if config.length_groups > 1: split_by_length(model, config.length_groups)
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
@@ -138,7 +171,8 @@ def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenize
         scores, source, notes = _scores(config, data, tokenizer)
         options = {n: getattr(config, n) for n in ("p_max", "p_min", "aggregate", "seed")} | {"scores": scores}
     elif config.dropout in RATED: options = dict(p=config.dropout_p)
-    done = dict(apply_dropout(model, config.dropout, **options))
+    if config.dropout_settings is None: done = dict(apply_dropout(model, config.dropout, **options))
+    else: done, source, notes = _apply_plugin(config, model, data, tokenizer)
     if source: done["scores_source"] = source
     return done | {"notes": done.get("notes", []) + notes}
 
@@ -158,6 +192,16 @@ def _scores(config: RunConfig, data: TaskData, tokenizer) -> tuple[dict, dict, l
     source = scores_source(config.scores)
     of = Path(source.get("model", "a model that the file does not name")).name
     return load_scores(config.scores), source, [f"scores: Fisher of {of}"]
+
+# %% ../nbs/23_finetune.ipynb #e6a94e53
+def _apply_plugin(config: RunConfig, model: nn.Module, data: TaskData, tokenizer) -> tuple[dict, dict, list[str]]:
+    "Put a plug-in's schedule on the model; return what was done, where scores come from, and notes."
+    sites, more, source, notes = dropout_sites(model), {}, {}, []
+    if "scores" in reads(DROPOUTS.find(config.dropout), "dropout")[0]:
+        scores, source, notes = _scores(config, data, tokenizer)
+        more["scores"] = site_scores(sites, scores, config.aggregate, model=model)
+    done = dict(apply_dropout(model, made("dropout", config, **more)(sites)))
+    return done | {"how": config.dropout}, source, notes
 
 # %% ../nbs/23_finetune.ipynb #79c892c3
 CORPUS_TEXTS, CORPUS_LENGTH = 2000, 512  # texts drawn from a named corpus, tokens of each at most
@@ -199,11 +243,13 @@ def _own_fisher(name: str, tokenizer, texts: list[str], max_length: int, corpus:
     return empirical_fisher(model.to("cuda" if torch.cuda.is_available() else "cpu"), batches)
 
 # %% ../nbs/23_finetune.ipynb #a48930d9
-def _make_trainer(config: RunConfig, model, tokenizer, data: TaskData, folder: str, progress) -> PenaltyTrainer:
+def _make_trainer(
+    config: RunConfig, model, tokenizer, data: TaskData, folder: str, progress, penalty: nn.Module | None,
+) -> PenaltyTrainer:
     "Return the trainer with its rows; `sample` is a loader of evaluation rows in one random order, without labels."
     train, rows, scores = _encoded(config, data, tokenizer, model)
-    pad = dict(padding="max_length", max_length=config.max_length) if config.pad_to_max else {}
-    penalty, callbacks = PENALTIES[config.regularizer](config), [progress]
+    pad: dict[str, Any] = dict(padding="max_length", max_length=config.max_length) if config.pad_to_max else {}
+    callbacks: list = [progress]
     if getattr(penalty, "needs_reference", False):
         callbacks.append(ReferenceRefresh(penalty, config.reference_points, released=config.reference == "released"))
     steps = config.epochs * math.ceil(math.ceil(len(train) / config.batch_size) / config.accumulation)
@@ -235,7 +281,7 @@ def training_arguments(
 ) -> TrainingArguments:
     "Return the settings of the run in the words of the installed transformers."
     cuda, precision = torch.cuda.is_available(), resolve_precision(config.precision)
-    arguments = dict(
+    settings = dict[str, Any](
         output_dir=folder, seed=config.seed, learning_rate=config.lr, num_train_epochs=config.epochs,
         per_device_train_batch_size=config.batch_size, per_device_eval_batch_size=max(64, config.batch_size),
         gradient_accumulation_steps=config.accumulation, weight_decay=config.weight_decay, max_grad_norm=config.clip,
@@ -243,9 +289,9 @@ def training_arguments(
         lr_scheduler_type="linear" if config.schedule == "linear" else "constant_with_warmup", fp16=precision == "fp16",
         use_cpu=not cuda, eval_strategy="epoch", save_strategy="no", logging_strategy="steps", report_to="none",
         logging_steps=max(1, steps // 50), disable_tqdm=True, dataloader_pin_memory=cuda)
-    if config.batches == "by-length": arguments |= _grouped_by_length()
-    if task_kind == "qa": arguments["label_names"] = ["start_positions", "end_positions"]
-    arguments = TrainingArguments(**arguments)
+    if config.batches == "by-length": settings |= _grouped_by_length()
+    if task_kind == "qa": settings["label_names"] = ["start_positions", "end_positions"]
+    arguments = TrainingArguments(**settings)
     if arguments.n_gpu > 1: arguments._n_gpu = 1  # one device a process: DataParallel would multiply the batch
     return arguments
 
@@ -351,7 +397,8 @@ def _fill_record(record: RunRecord, config: RunConfig, data: TaskData, trainer: 
     record.data = {"sources": data.sources, "fingerprint": data.fingerprint, "train_rows": len(data.train),
                    "evaluation_rows": len(data.evaluation), "majority": data.majority, "notes": data.notes}
     record.hardware = hardware() | {"precision": resolve_precision(config.precision)}
-    record.versions, record.git_commit = versions(), git_commit()
+    record.versions, record.git_commit = versions() | packages(config), git_commit()
+    if config.definition and task.label_names: record.data["labels"] = list(task.label_names)
     if math.isfinite(record.value):
         answers = task.kind == "qa"
         references = [{"answers": a} for a in data.evaluation["answers"]] if answers else data.evaluation["label"]

@@ -206,6 +206,7 @@ def _row_counts(tape: Tape, module: nn.Module, x: Tensor) -> list[int] | None:
     "Return the rows of each sample in the flattened input; None if they cannot be told apart."
     if module in tape.head and tape.samples > 1 and x.shape[:-1] == (1, sum(tape.counts)): return tape.counts
     if x.ndim >= 2 and x.shape[0] == tape.samples: return [x[0, ..., 0].numel()] * tape.samples
+    return None
 
 # %% ../nbs/11_fisher.ipynb #c4bf693a
 def _normalised(module: nn.Module, x: Tensor) -> Tensor:
@@ -237,10 +238,10 @@ class _Sums:
 
     def clear(self): self.uses, self.waiting, self.vectors, self.done = defaultdict(list), defaultdict(int), {}, {}
 
-    def expect(self, own: list[tuple[int, Tensor]]):
+    def expect(self, own: Sequence[tuple[int, Tensor]]):
         for k, p in own: self.waiting[k] += p.ndim == 2
 
-    def add(self, module, x: Tensor, g: Tensor, sizes: list[int], own: list[tuple[int, Tensor]]):
+    def add(self, module, x: Tensor, g: Tensor, sizes: list[int], own: Sequence[tuple[int, Tensor]]):
         "Take the gradient of one use: a matrix waits for its other uses, the gradients of a vector add up."
         kind = _kind(module)
         if kind != "embedding": x = x.reshape(-1, x.shape[-1])

@@ -16,14 +16,27 @@ from torch import Tensor
 from .checks import in_range, one_of
 from .moments import Moments, as_given, check_points, full_precision, merge, moments
 
+# %% ../nbs/05_geometry.ipynb #123124fb
+class Geometry(dict):
+    "The measures of a cloud by name."
+
+    def __repr__(self) -> str:
+        "Return a line for each measure; of the dimensions, those that stand out."
+        numbers = {n: f"{v:.4g}" for n, v in self.items() if isinstance(v, (int, float))}
+        d = self.get("dimensions")
+        lists = {n: getattr(d, n) for n in ("by_mean", "by_variance", "largest")} if isinstance(d, tuple) else {}
+        words = {f"dimensions, {n.replace('_', ' ')}": ", ".join(map(str, v[:8])) + ", ..." * (len(v) > 8) or "none"
+                 for n, v in lists.items()}
+        return "\n".join(f"{n:24} {v}" for n, v in (numbers | words).items())
+
 # %% ../nbs/05_geometry.ipynb #68169a04
 def geometry(
     points,  # (n, d) tensor or array; float16 and bfloat16 are measured in float32 and better
     mask=None,  # (n,), true or 1 where a row counts
     *,
     undefined: str = "raise",  # or "nan", for a measure that the cloud does not have, such as IsoScore of equal points
-) -> dict:
-    """Return all measures of a cloud by name, from one set of moments and two decompositions.
+) -> Geometry:
+    """Return all measures of a cloud by name, from one set of moments and two decompositions; printed, it is a table.
 
     Each is as its own function gives it with its defaults. Keys: points, dims, isoscore, average_cosine,
     partition_score, log_partition_score, variance_explained, effective_rank (centred), rankme, two_nn, and dimensions
@@ -38,7 +51,7 @@ def geometry(
             remedy = f"or pass undefined='nan', which gives NaN for {name}"
             if undefined == "raise": raise ValueError(f"{error}; {remedy}") from None
             out[name] = math.nan
-    return {"points": c.n, "dims": c.d} | out | {"dimensions": outlier_dimensions(c)}
+    return Geometry({"points": c.n, "dims": c.d} | out | {"dimensions": outlier_dimensions(c)})
 
 # %% ../nbs/05_geometry.ipynb #37aed510
 class _Cloud:

@@ -6,6 +6,7 @@ __all__ = ['isoscore', 'isoscore_from_cov', 'participation_ratio', 'invariants',
 
 # %% ../nbs/02_isoscore.ipynb #665f0666
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -135,7 +136,8 @@ def invariants_of_moments(
     m: Moments,  # of order 2 or 4
 ) -> Invariants:
     "Return count, tr M2, ‖M2‖² and m4 of each cloud, (...), in float64 where the device has it; differentiable."
-    return Invariants(m.count, *_TraceAndSquare.apply(m.m2), None if m.m4 is None else m.m4.to(wide_dtype(m.m4)))
+    trace, square = _TraceAndSquare.apply(m.m2)
+    return Invariants(m.count, trace, square, None if m.m4 is None else m.m4.to(wide_dtype(m.m4)))
 
 # %% ../nbs/02_isoscore.ipynb #87dddf0d
 class _Gram(torch.autograd.Function):
@@ -316,6 +318,15 @@ def _fault_of_cov(S: Tensor) -> str:
     v = S.diagonal(dim1=-2, dim2=-1)
     impossible = S.square() > 1.05 * v[..., None] * v[..., None, :] + 1e-3
     return "has a covariance larger than its two variances allow; pass a covariance" if bool(impossible.any()) else ""
+
+# %% ../nbs/02_isoscore.ipynb #4087a876
+class _Module(type(sys)):
+    "The module of the score, which may be called as its function."
+
+    def __call__(self, *args, **kwargs): return self.isoscore(*args, **kwargs)
+
+
+if "__file__" in globals(): sys.modules[__name__].__class__ = _Module  # not inside this notebook
 
 # %% ../nbs/02_isoscore.ipynb #f8068286
 class IsoScoreEstimate(NamedTuple):

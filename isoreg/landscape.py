@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def _walk(model, batches, directions, axes, loss, path, progress, precision, red
     walk, mean_loss = displaced(model, *directions), _MeanLoss(model, batches, loss, precision, CACHE_BYTES, reduction)
     info = {"directions": [dict(getattr(d, "info", {})) for d in directions], "loss": _name(loss),
             "reduction": reduction, "precision": precision, "model": _name(model)}
-    rows = [None] * len(alphas)
+    rows: list = [None] * len(alphas)
     if path is not None:
         made_of = {"weights": _parameters(model), "directions": list(directions), "batches": mean_loss.batches.hashes}
         info["fingerprints"] = {k: _fingerprint(v) for k, v in made_of.items()}
@@ -755,7 +756,7 @@ def _from_json(source: str | Path | Mapping) -> tuple[np.ndarray, np.ndarray, li
     "Return grid, rows and info of a file, or of what was read from one."
     is_dict = isinstance(source, Mapping)
     try:
-        body = source if is_dict else json.loads(Path(source).read_text())
+        body: Any = source if is_dict else json.loads(Path(source).read_text())  # type: ignore[arg-type]
         rows = [r and [float(v) for v in r] for r in body["losses"]]
         alphas, betas = (np.array(body[k], dtype=np.float64) for k in ("alphas", "betas"))
         if len(rows) != len(alphas) or any(r and len(r) != len(betas) for r in rows): raise KeyError("losses")
@@ -845,7 +846,7 @@ def _products(total: Tensor, params: list[nn.Parameter], along: list[list[Tensor
     "Return dᵀHe of a batch's summed loss for each two directions, (k, k)."
     H = np.zeros((len(along),) * 2)
     if not total.requires_grad: return H
-    options = dict(allow_unused=True, materialize_grads=True)
+    options = dict[str, Any](allow_unused=True, materialize_grads=True)
     gradient = torch.autograd.grad(total, params, create_graph=True, **options)
     for i, d in enumerate(along):
         slope = _inner(gradient, d)
@@ -856,7 +857,7 @@ def _products(total: Tensor, params: list[nn.Parameter], along: list[list[Tensor
 
 # %% ../nbs/12_landscape.ipynb #16861dcf
 def _inner(a: Iterable[Tensor], b: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    return sum((x * y).sum(dtype=dtype) for x, y in zip(a, b))
+    return reduce(torch.add, ((x * y).sum(dtype=dtype) for x, y in zip(a, b)))
 
 # %% ../nbs/12_landscape.ipynb #2248e793
 def _along(d: Mapping[str, Tensor], moved: dict[str, nn.Parameter]) -> list[Tensor]:

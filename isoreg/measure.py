@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from .checks import one_of
 from .config import (
-    FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, TextSettings, config_schema, earlier, scores_source)
+    FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, Settings, TextSettings, config_schema, earlier,
+    scores_source)
 from .corpus import TextBatches, load_texts, sample_losses
 from .schedules import guided_schedule, site_scores
 from .sites import dropout_sites
@@ -167,9 +169,10 @@ def _directions(config: LandscapeConfig, model: nn.Module, corpus: TextBatches, 
 
 def _surface(config: LandscapeConfig, model, corpus, loss: str, directions: list[Direction], path: Path) -> Surface:
     "Return the losses on the grid, saved row by row."
-    axis, how = grid(config.reach, config.points), dict(precision=config.precision, reduction=config.reduction)
-    if config.shape == "line": return loss_line(model, corpus, *directions, axis, loss, path, **how)
-    return loss_surface(model, corpus, *directions, axis, axis, loss, path, **how)
+    axis = grid(config.reach, config.points)
+    walk: Any = loss_line if config.shape == "line" else loss_surface
+    return walk(model, corpus, *directions, *[axis] * len(directions), loss, path, precision=config.precision,
+                reduction=config.reduction)
 
 # %% ../nbs/25_measure.ipynb #a496dd47
 def _mask(config: LandscapeConfig, model: nn.Module, corpus: TextBatches, loss: str) -> dict | None:
@@ -477,7 +480,7 @@ def collect_measurements(
     return found
 
 # %% ../nbs/25_measure.ipynb #e14cffac
-KINDS = {"fisher": FisherConfig, "landscape": LandscapeConfig, "geometry": GeometryConfig}
+KINDS: dict[str, type[Settings]] = {"fisher": FisherConfig, "landscape": LandscapeConfig, "geometry": GeometryConfig}
 
 
 def measurement_schema(

@@ -78,9 +78,10 @@ class IsoScore(MomentsMetric):
         _check_settings(correction, reference_cov, zeta, convention)
         self.correction, self.zeta, self.convention = correction, zeta, convention
         R = None if reference_cov is None else check_cov(reference_cov, "reference_cov", num_dims).detach().double()
+        self.reference_cov: Tensor | None
         self.register_buffer("reference_cov", R)
 
-    def compute(self) -> Tensor:
+    def compute(self) -> Tensor:  # type: ignore[override]
         "Return the score as a 0-d float64 tensor."
         m = _check_seen(self._seen(), self, MIN_ROWS[self.correction])
         if self.reference_cov is None: score = _score(m, self.correction)

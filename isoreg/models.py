@@ -18,12 +18,13 @@ from transformers import (
     PretrainedConfig, PreTrainedTokenizerBase, set_seed)
 
 from .config import RunConfig
-from .tasks import get_task
+from .tasks import Task, get_task
 from .toy import toy_model_path
 
 # %% ../nbs/21_models.ipynb #4b57d844
 def load_model(
     config: RunConfig,  # task, model and seed count
+    task: Task | None = None,  # the configuration's, with the labels that its rows have
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:  # model, tokenizer, notes
     """Return the pretrained encoder with a fresh head for the task, in float32, drawn with the seed of the run.
 
@@ -31,7 +32,7 @@ def load_model(
     `load_tokenizer`.
     """
     tokenizer, notes = load_tokenizer(config.model), []
-    model, missing = _with_head(config)
+    model, missing = _with_head(config, task or get_task(config.task, config.definition))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         notes.append(f"padding token set to {tokenizer.eos_token}")
@@ -42,10 +43,9 @@ def load_model(
     return model, tokenizer, notes
 
 # %% ../nbs/21_models.ipynb #62c57685
-def _with_head(config: RunConfig) -> tuple[nn.Module, set[str]]:
+def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str]]:
     "Return the model and the keys that the checkpoint lacks. `ValueError` where the encoder's are among them."
-    task, source = get_task(config.task), model_source(config.model)
-    kind, options = AutoModelForQuestionAnswering, {}
+    source, kind, options = model_source(config.model), AutoModelForQuestionAnswering, {}
     if task.kind != "qa":
         problem = "regression" if task.kind == "regression" else "single_label_classification"
         kind, options = AutoModelForSequenceClassification, {"num_labels": task.num_labels, "problem_type": problem}
@@ -99,7 +99,7 @@ def has_decoder(
 ) -> bool:
     "Return whether a model is an encoder and a decoder. Its saved encoder may say that it is none, and loads as both."
     parts = (getattr(model, "encoder", None), getattr(model, "decoder", None))
-    return model.config.is_encoder_decoder or None not in parts
+    return bool(model.config.is_encoder_decoder) or None not in parts
 
 # %% ../nbs/21_models.ipynb #e10eb9d1
 def model_source(

@@ -213,7 +213,7 @@ def _set_full_precision() -> list | str:
     return before
 
 # %% ../nbs/01_moments.ipynb #a1b00001
-def _restore_precision(before: list | str):
+def _restore_precision(before):
     "Set the precision as it was."
     if not _SWITCHES: return torch.set_float32_matmul_precision(before)
     for m, value in zip(_SWITCHES, before):
@@ -307,7 +307,7 @@ def merge(
     n = sum(p.count for p in parts)
     μ = sum(p.mean * p.count[..., None] for p in parts) / n.clamp(min=1)[..., None]
     moved = [_moved(p, p.mean - μ) for p in parts]
-    return Moments(n, μ, *(sum(f) for f in zip(*moved)))
+    return Moments(n, μ, *map(sum, zip(*moved)))  # type: ignore[arg-type]
 
 # %% ../nbs/01_moments.ipynb #b8da096d
 def _moved(p: Moments, e: Tensor) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ def set_dropout(
     inside `torch.compile`d code.
     """
     model, rates = unwrapped(model), check_schedule(schedule)
-    found = find_sites(model, batch) if verify or sites is None else Found(sites, [], "")
+    found = find_sites(model, batch) if verify or sites is None else Found(list(sites), [], "")
     sites = found.sites
     check_names(rates, {s.name: s.kind for s in sites}, complete=not partial)
     if found.stray and verify: raise RuntimeError(found.stray)
@@ -340,6 +341,7 @@ def _linear_maps(model: nn.Module) -> dict[str, nn.Module]:
 
 def _reference(model: nn.Module, path: str, pretrained: Mapping[str, Tensor] | None) -> Tensor:
     "Return a copy of the weight that a linear map is mixed with; `ValueError` if there is none of its shape."
+    w: Any
     w, local = model.get_submodule(path).weight, path.removeprefix(base_prefix(model))
     u = w if pretrained is None else pretrained.get(f"{path}.weight", pretrained.get(f"{local}.weight"))
     if u is not None and u.shape == w.shape: return u.detach().clone()
@@ -370,9 +372,10 @@ def load_dropout(
     known = {s.name for s in sites}
     rates = {n: p for n, p in note["rates"].items() if n in known or not n.startswith("classifier")}
     with contextlib.ExitStack() as undo:
-        about = {}
+        about: dict = {}
         if rates or kind == "rates":
-            about |= undo.enter_context(set_dropout(model, rates, partial=True, verify=verify, batch=batch))
+            done: Any = set_dropout(model, rates, partial=True, verify=verify, batch=batch)
+            about |= undo.enter_context(done)
         if kind in _GAUSSIAN:
             about |= undo.enter_context(gaussian_dropout(model, released=kind.endswith("released"), batch=batch))
         if kind == "mixout":

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -262,11 +262,11 @@ def with_mlm_head(
     """
     set_seed(seed)
     m, missing = _load_mlm(model)
-    encoder = {id(p) for p in m.base_model.parameters()}
+    encoder, base = {id(p) for p in m.base_model.parameters()}, f"{m.base_model_prefix}."
     named = dict(m.named_parameters(remove_duplicate=False))
     missing = {n for n in missing if n in named}
     lost = [n for n in missing
-            if id(named[n]) in encoder and n.startswith(m.base_model_prefix + ".") and "pooler" not in n]
+            if id(named[n]) in encoder and n.startswith(base) and "pooler" not in n]
     if lost:
         raise ValueError(f"model: {model!r} lacks {len(lost)} weights of its encoder, such as {min(lost)}; "
                          "is its config.json of another model?")
@@ -275,7 +275,8 @@ def with_mlm_head(
     only = {id(named[n]) for n in missing} - encoder
     if not only: return m, ["the checkpoint has a head: it is trained further"]
     absent = ", ".join(n for n, p in head.items() if id(p) in only)
-    return m, [f"absent from the checkpoint: {absent}", *start_head(m, corpus and log_frequencies(corpus), only)]
+    start = log_frequencies(corpus) if corpus else None
+    return m, [f"absent from the checkpoint: {absent}", *start_head(m, start, only)]
 
 # %% ../nbs/24_pretrain.ipynb #e9f5d723
 def _load_mlm(model: str) -> tuple[nn.Module, set[str]]:
@@ -296,7 +297,8 @@ def _new_head(model: nn.Module, head: dict, corpus: TextBatches | None) -> list[
     fresh = dict(AutoModelForMaskedLM.from_config(model.config).named_parameters())
     with torch.no_grad():
         for name, p in head.items(): p.copy_(fresh[name])
-    return ["the head was thrown away: " + ", ".join(head), *start_head(model, corpus and log_frequencies(corpus))]
+    start = log_frequencies(corpus) if corpus else None
+    return ["the head was thrown away: " + ", ".join(head), *start_head(model, start)]
 
 # %% ../nbs/24_pretrain.ipynb #fe1fe08b
 class LikelihoodTrainer(Trainer):
@@ -430,7 +432,7 @@ def _read(source: str, config: PretrainConfig) -> list[str]:
 def _batches(config: PretrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TextBatches, TextBatches]:
     "Return training and held-out batches; the held-out masks do not depend on the run's seed."
     train, heldout = corpus_texts(config)
-    settings = dict(max_length=config.max_length, probability=config.probability, packed=config.packed)
+    settings = dict[str, Any](max_length=config.max_length, probability=config.probability, packed=config.packed)
     size, name = config.batch_size, config.heldout or f"the last {config.heldout_share:g} of {config.corpus}"
     corpus = TextBatches(train, tokenizer, batch_size=size, seed=config.seed, name=config.corpus, **settings)
     held = TextBatches(heldout, tokenizer, batch_size=max(32, size), seed=12345, name=name, **settings)
@@ -477,7 +479,7 @@ def toy_language_model(
     finally: torch.set_num_threads(threads)
 
 # %% ../nbs/24_pretrain.ipynb #be081a86
-TOY = {
+TOY: dict[str, dict[str, Any]] = {
     "gpt2": dict(loss="clm", steps=400, lr=3e-3, packed=False, max_length=64),
     "t5": dict(loss="seq2seq", steps=400, lr=3e-3, packed=True, max_length=32)}
 
@@ -491,7 +493,7 @@ def toy_batches(
     if kind == "t5":
         tokenizer.eos_token = "[SEP]"
         tokenizer.add_tokens([f"<extra_id_{i}>" for i in range(20)], special_tokens=True)
-    settings = {k: TOY[kind][k] for k in ("loss", "packed", "max_length")} | dict(name="toy")
+    settings: dict[str, Any] = {k: TOY[kind][k] for k in ("loss", "packed", "max_length")} | {"name": "toy"}
     corpus = TextBatches(texts[:-400], tokenizer, seed=seed, **settings)
     return tokenizer, corpus, TextBatches(texts[-400:], tokenizer, batch_size=64, seed=12345, **settings)
 
@@ -505,5 +507,5 @@ def _toy_model(kind: str, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
             n_embd=96, n_layer=4, n_head=4, n_positions=64, bos_token_id=start, resid_pdrop=0.0, embd_pdrop=0.0,
             attn_pdrop=0.0, **common))
     return T5ForConditionalGeneration(T5Config(
-        d_model=96, d_kv=24, d_ff=384, num_layers=2, num_heads=4, decoder_start_token_id=pad, dropout_rate=0.0,
+        d_model=96, d_kv=24, d_ff=384, num_layers=2, num_heads=4, decoder_start_token_id=pad, dropout_rate=0.0,  # type: ignore[call-arg]
         **common))

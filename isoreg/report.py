@@ -332,7 +332,7 @@ def columns_apart(df: pd.DataFrame, by: Sequence[str] | None) -> list[str]:
 # %% ../nbs/27_report.ipynb #bd7c289b
 def _varying(df: pd.DataFrame) -> list[str]:
     "Return the settings that vary, apart from the seed, what makes the method, and where files lie."
-    fixed = (*METHOD, "seed", "task", "model", "data_dir", "recipe", "length_groups")
+    fixed = (*METHOD, "seed", "task", "definition", "model", "data_dir", "recipe", "length_groups")
     known = [c for c in SETTINGS if c in df.columns and c not in fixed]
     found = [c for c in ("model_name", *known, "protocol") if _varies(df[c])]
     grouped = df.groupby("task").length_groups.agg(_varies).any()  # from task to task it tells no runs apart
@@ -416,8 +416,8 @@ def compare(
     one_of(name, fixed, dict.fromkeys(df.method))
     df = df.reset_index(drop=True)
     by, values = columns_apart(df, by), outcomes(df, value)
-    rows = [row | {"metric": _metric(df, pd.concat(arms), value), **_pair(row, *arms, values, level, value == "value")}
-            for row, *arms in _arms(df, by, fixed, of is not None)]
+    rows = [row | {"metric": _metric(df, pd.concat([a, b]), value), **_pair(row, a, b, values, level, value == "value")}
+            for row, a, b in _arms(df, by, fixed, of is not None)]
     if not rows: raise ValueError(f"{name}: every run is {fixed!r}; there is nothing to compare it with")
     rows = [r for r in rows if r["n"] >= min_pairs]
     if not rows: raise ValueError(f"min_pairs: no comparison has {min_pairs} complete pairs; give a smaller number")
@@ -819,7 +819,9 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     df = df.assign(file=[os.path.relpath(f, folder).replace(os.sep, "/") if f else "" for f in df.file])
     tables = _tables(df, baseline, by)
-    contents = {f"{name}.{suffix}": text for name, t in tables.items() for suffix, text in _forms(t, base).items()}
+    contents: dict = {}
+    for name, t in tables.items():
+        contents |= {f"{name}.{suffix}": text for suffix, text in _forms(t, base).items()}
     contents |= _figures(df, tables)
     for name in _FILES: (folder / name).unlink(missing_ok=True)
     for name, content in contents.items(): write_atomically(folder / name, content)

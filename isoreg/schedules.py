@@ -7,7 +7,7 @@ __all__ = ['CONTROLS', 'AGGREGATES', 'guided_schedule', 'released_schedule', 'co
 import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +87,7 @@ def _check_sizes(sites: Sequence[Site], sizes: Mapping[str, int]):
             raise ValueError(f"scores: {t!r} has {sizes[t]} scalars in the estimate, {m} in the model; "
                              "take the scores of the same model")
 
-def _check_layers(model: nn.Module, wanted: Sequence[str], f: Mapping[str, float]):
+def _check_layers(model: nn.Module, wanted: Iterable[str], f: Mapping[str, float]):
     "Check that the scores name no layer beyond those of the model."
     numbered = lambda n: {(n[: m.start()], m[0]) for m in re.finditer(r"(^|\.)\d+(?=\.|$)", n)}
     parameters = [n.removeprefix(base_prefix(model)) for n, _ in model.named_parameters(remove_duplicate=False)]

@@ -5,7 +5,7 @@ __all__ = ['isoscore_by_sequence', 'isoscore_by_sequence_with_error', 'SequenceS
 
 # %% ../nbs/03_sequences.ipynb #3e2a0004
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,7 +149,9 @@ class SequenceStream:
 
     def __init__(self, groups: int, d: int, device: torch.device):
         zeros = functools.partial(torch.zeros, dtype=wide_dtype(torch.empty(0, device=device)), device=device)
-        self.means, self.δ, self.left = _Means(groups, d, zeros), None, None
+        self.means = _Means(groups, d, zeros)
+        self.δ: Any = None
+        self.left: Any = None
         self.all, self.single = zeros(groups + 1, 5), zeros(groups + 1, 5)  # of what is left without each group
         self.P_g, self.G_g = zeros(d, d), zeros(d, d)  # of the group that streams by
 

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -66,7 +67,7 @@ class Site:
 # %% ../nbs/13_sites.ipynb #4a67eb4d
 _PYTHON = (F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d,
            F.multi_head_attention_forward)
-_SIGNATURES = {f: inspect.signature(f) for f in _PYTHON}  # the others are built in and tell none
+_SIGNATURES: dict = {f: inspect.signature(f) for f in _PYTHON}  # the others are built in and tell none
 _SIGNATURES |= dict.fromkeys((torch.dropout, torch.dropout_), inspect.signature(lambda input, p, train: None))
 _SIGNATURES[F.scaled_dot_product_attention] = inspect.signature(
     lambda query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False: None)
@@ -202,7 +203,10 @@ def record_calls(model: nn.Module, batch) -> _Recorder:
     recorders.append(r)
     try:
         with kernels, r: _forward(model, batch)
-    finally: before.remove(), after.remove(), recorders.remove(r)
+    finally:
+        before.remove()
+        after.remove()
+        recorders.remove(r)
     return r
 
 # %% ../nbs/13_sites.ipynb #4f307ef8
@@ -284,7 +288,7 @@ def _owner(model: nn.Module, handle: str) -> tuple[nn.Module, str, object]:
 
 def get_rate(model: nn.Module, handle: str) -> float:
     "Return the rate at a handle; that of an Identity is 0."
-    value = _owner(model, handle)[2]
+    value: Any = _owner(model, handle)[2]
     if not isinstance(value, nn.Module): return float(value)
     return 0.0 if isinstance(value, nn.Identity) else float(getattr(value, _rate_name(value)))
 

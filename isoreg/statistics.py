@@ -101,7 +101,7 @@ def score_error(
 
 # %% ../nbs/26_statistics.ipynb #7f519716
 def two_errors(
-    differences: Sequence[Sequence[float]],  # of each task: one number a pair, two or more
+    differences: Sequence[Sequence[float] | np.ndarray],  # of each task: one number a pair, two or more
     row_errors: Sequence[float] | None = None,  # of each task: of its mean, from the rows; None: the rows stay
     level: float = 0.95,  # of the interval
 ) -> dict:  # difference, error, freedom, low, high, p; all but the first two NaN without any spread

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, Features, Value
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -357,8 +358,8 @@ def _quantifier_pair(rng: random.Random, label: int) -> tuple[Clause, Clause]:
         clause = draw_premise(rng)
         if clause.negated or clause.subject.det in DEFINITE | {"no", "few"}: continue
         if clause.subject.plural == (weak in PLURAL): break
-    pair = tuple(replace(clause, subject=replace(clause.subject, det=d)) for d in (strong, weak))
-    return pair if label == 0 else pair[::-1]
+    good, bad = (replace(clause, subject=replace(clause.subject, det=d)) for d in (strong, weak))
+    return (good, bad) if label == 0 else (bad, good)
 
 # %% ../nbs/16_toy.ipynb #5977cd5a
 ROLES = {"subject": ("subject", "noun"), "verb": ("verb",), "object": ("object", "noun"), "place": ("place", "noun"),
@@ -367,14 +368,14 @@ ROLES = {"subject": ("subject", "noun"), "verb": ("verb",), "object": ("object",
 
 def get_role(clause: Clause, role: str) -> str:
     "Return the word that fills a role, empty if there is none."
-    value = clause
+    value: Any = clause
     for name in ROLES[role]: value = getattr(value, name) if value else ""
     return value or ""
 
 def set_role(clause: Clause, role: str, word: str) -> Clause:
     "Return the sentence with another word in a role, whose noun phrase or place must exist."
     *outer, last = ROLES[role]
-    inner = replace(getattr(clause, outer[0]), **{last: word}) if outer else word
+    inner: Any = replace(getattr(clause, outer[0]), **{last: word}) if outer else word
     return replace(clause, **{outer[0] if outer else last: inner})
 
 # %% ../nbs/16_toy.ipynb #c66c3aab

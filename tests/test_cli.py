@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +32,8 @@ from isoreg.report import load
 from isoreg.notebook import KernelDied
 from isoreg.sweep import Folder, status
 from isoreg.toy import toy_model_path
+
+ROOT = Path(__file__).parents[1]
 
 invoke = lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
 TINY = {"max_train": 32, "max_eval": 20, "epochs": 1}
@@ -665,12 +669,81 @@ def test_report_of_stored_records(tmp_path):
     made = {p.name for p in (tmp_path / "report").iterdir()}
     assert {"summary.md", "summary.tex", "comparisons.html", "comparisons.csv", "tradeoff.png", "forest.pdf"} <= made
     assert "I-STAR λ=-1" in (tmp_path / "report" / "summary.md").read_text()
+    assert {"task", "method", "metric", "λ=-1"} <= set(done.stdout.replace(",", " ").split())  # the summary
     for wrong, words in (
         (["report", str(tmp_path / "nothing")], "no file or folder"),
         (["report", str(tmp_path)], "no record"),
     ):
         failed = CliRunner().invoke(app, [*wrong, "--out", str(tmp_path / "other")])
         assert failed.exit_code == 2 and words in failed.output and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("stage", ["training", "loading data"])
+def test_ctrl_c_ends_a_run_with_one_line_and_leaves_nothing(tmp_path, stage):
+    command = [sys.executable, "-m", "isoreg.cli", "run", "--epochs", "50", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    begun = lambda: any(stage in p.read_text() or "training" in p.read_text() for p in tmp_path.glob("*/progress.json"))
+    while process.poll() is None and not begun():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    said = [line for line in err.splitlines() if line.strip() and stage.split()[0] not in line and "━" not in line]
+    assert (process.returncode, out) == (130, "") and len(said) <= 2
+    assert said[-1] == "error: stopped; nothing of this run is kept, and the same command does it again"
+    assert [p.name for p in tmp_path.iterdir()] == [".sweep"]  # the lock alone
+
+
+def test_an_interrupt_by_the_kernel_leaves_an_earlier_record(tmp_path, monkeypatch):
+    (tmp_path / RunConfig().key).mkdir()
+    (tmp_path / RunConfig().key / "record.json").write_text("{}")
+
+    def interrupted(name, notebook, *a):
+        Path(notebook).write_text("half")
+        raise papermill.PapermillExecutionError(1, 1, "", "KeyboardInterrupt", "", [])
+
+    monkeypatch.setattr("isoreg.notebook.execute", interrupted)
+    result = invoke("run", "--force", "--out", tmp_path)
+    assert result.exit_code == 130 and result.stderr.count("\n") <= 3 and "Traceback" not in result.stderr
+    assert [p.name for p in (tmp_path / RunConfig().key).iterdir()] == ["record.json"]
+
+
+def test_success_of_papermill_says_nothing_of_errors(tmp_path):
+    tiny = "-p epochs 1 -p max_train 32 -p max_eval 20 -p out".split()
+    notebook = str(run_notebook_path("finetune"))
+    command = [sys.executable, "-m", "papermill", notebook, str(tmp_path / "out.ipynb"), *tiny, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = done.stdout + done.stderr + (tmp_path / "out.ipynb").read_text()
+    assert "KeyboardInterrupt" not in said and "IProgress not found" not in said
+
+
+def test_the_kernel_and_tqdm_are_quiet_in_a_run_notebook():
+    script = (
+        "import logging, sys, types, warnings\n"
+        "kernel = types.SimpleNamespace(log=logging.getLogger('kernel'))\n"
+        "shell = types.SimpleNamespace(kernel=kernel)\n"
+        "sys.modules['IPython'] = types.SimpleNamespace(get_ipython=lambda: shell)\n"
+        "from isoreg.notebook import quiet; quiet()\n"
+        "kernel.log.error('KeyboardInterrupt caught in kernel')\n"
+        "warnings.warn('IProgress not found. Please update jupyter'); warnings.warn('another')\n"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
+    assert "another" in said and "IProgress" not in said and "KeyboardInterrupt" not in said
+    for path in (ROOT / "nbs" / "runs").glob("*.ipynb"):
+        cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"]]
+        first = next(i for i, c in enumerate(cells) if "import torch" in c or "from isoreg.config" in c)
+        assert any(c.endswith("quiet()") for c in cells[:first]), path
+
+
+def test_shell_completion_is_installed_and_completes(tmp_path):
+    environment = os.environ | {"HOME": str(tmp_path), "SHELL": "/bin/bash"}
+    script = Path(sys.executable).with_name("isoreg")
+    done = subprocess.run(
+        ["bash", "-c", f"{script} --install-completion; exit $?"], env=environment, capture_output=True
+    )
+    assert done.returncode == 0 and "isoreg" in (tmp_path / ".bashrc").read_text()
+    asked = environment | {"_ISOREG_COMPLETE": "complete_bash", "COMP_WORDS": "isoreg sc", "COMP_CWORD": "1"}
+    words = subprocess.run([script], env=asked, capture_output=True, text=True).stdout.split()
+    assert words == ["score"]
 
 
 def test_model_is_saved_with_its_card(tmp_path):

@@ -814,7 +814,7 @@ class _Mean(torch.nn.Module):
 
 
 def test_any_penalty_has_a_record_and_a_card(monkeypatch, tmp_path):
-    monkeypatch.setitem(PENALTIES, "mean", lambda c: _Mean(c.lam))
+    monkeypatch.setitem(PENALTIES, "mean", _Mean)
     record = run(RunConfig(regularizer="mean", lam=0.1, **SMALL), model_folder=tmp_path / "model")
     assert "isoreg): mean λ=0.1." in (tmp_path / "model" / "README.md").read_text() and "mean_penalty" in record.loss[0]
     record.save(tmp_path / "run")
@@ -827,11 +827,7 @@ def test_run_notebook_takes_any_penalty_and_writes_the_record_before_it_draws(tm
     cells = notebook.cells
     at = next(i for i, c in enumerate(cells) if "parameters" in c.metadata.get("tags", []))
     given = f"regularizer, lam, max_train, max_eval, epochs, out = 'mean', 0.1, 64, 40, 1, {str(tmp_path)!r}"
-    own = (
-        "import torch\nfrom isoreg.config import PENALTIES\n"
-        + inspect.getsource(_Mean)
-        + "PENALTIES['mean'] = lambda c: _Mean(c.lam)"
-    )
+    own = "import torch\nfrom isoreg.config import PENALTIES\n" + inspect.getsource(_Mean) + "PENALTIES['mean'] = _Mean"
     cells[at + 1 : at + 1] = [nbformat.v4.new_code_cell(given), nbformat.v4.new_code_cell(own)]
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     (path,) = tmp_path.glob("*/record.json")
@@ -842,19 +838,16 @@ def test_run_notebook_takes_any_penalty_and_writes_the_record_before_it_draws(tm
     assert json.loads(path.read_text())["status"] == "done"
 
 
-def test_a_penalty_of_ones_own_keeps_its_settings_and_its_sign(monkeypatch):
-    monkeypatch.setitem(PENALTIES, "mine", lambda c: _Mean(c.lam))
-    config = RunConfig(
-        regularizer="mine", zeta=0.5, layers="mean", convention="text", correction="ustat", cosreg_layer=2
+def test_a_penalty_of_ones_own_keeps_the_settings_that_it_reads_and_its_sign(monkeypatch):
+    settings = dict(zeta=0.5, layers="mean", convention="text", correction="ustat", cosreg_layer=2)
+    monkeypatch.setitem(
+        PENALTIES, "mine", lambda lam, zeta=0.2, layers="union", convention="released", correction=None: _Mean(lam)
     )
-    assert (config.zeta, config.layers, config.convention, config.correction, config.cosreg_layer, config.lam) == (
-        0.5,
-        "mean",
-        "text",
-        "ustat",
-        2,
-        1.0,
-    )
+    config = RunConfig(regularizer="mine", **settings)
+    assert config.lam == 1.0 and config.cosreg_layer == -1  # which is cosreg's alone
+    assert all(getattr(config, n) == v for n, v in settings.items() if n != "cosreg_layer")
+    monkeypatch.setitem(PENALTIES, "mine", _Mean)
+    assert RunConfig(regularizer="mine", **settings).key == RunConfig(regularizer="mine").key  # it reads none of them
 
 
 def test_a_record_outlives_a_model_that_cannot_be_saved(monkeypatch, tmp_path):

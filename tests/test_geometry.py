@@ -723,3 +723,15 @@ def test_fingerprint_leaves_the_drawn_pooler_out(tmp_path):
         measure_geometry(GeometryConfig(limit=8, layers="-1"), tmp_path / name) for name in "ab"
     )  # toy-bert comes without a pooler
     assert one["fingerprint"] == two["fingerprint"] and one["layers"] == two["layers"]
+
+
+def test_the_result_prints_as_a_small_table():
+    points = torch.randn(60, 20) * torch.tensor([9.0] + [1.0] * 19)
+    found = geometry(points)
+    lines = str(found).splitlines()
+    assert len(lines) <= 15 and max(map(len, lines)) < 100 and "tensor" not in str(found)
+    shown = dict(line.split(maxsplit=1) for line in lines if not line.startswith("dimensions"))
+    assert shown["points"] == "60" and float(shown["isoscore"]) == pytest.approx(found["isoscore"], rel=1e-3)
+    assert set(shown) == set(found) - {"dimensions"} and isinstance(found, dict)
+    (variance,) = (line for line in lines if line.startswith("dimensions, by variance"))
+    assert variance.split()[-1] == "0" and "nan" in str(geometry(torch.ones(5, 3), undefined="nan"))

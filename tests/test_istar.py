@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import math
 import random
 import re
 import shutil
@@ -35,7 +36,15 @@ from transformers import (
 from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, token_moments
 from isoreg.states import same_draws
-from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, ReferenceRefresh, own_batches, split_by_length
+from isoreg.trainer import (
+    IsotropyLog,
+    LambdaSchedule,
+    PenaltyMixin,
+    PenaltyTrainer,
+    ReferenceRefresh,
+    own_batches,
+    split_by_length,
+)
 import itertools
 
 CONFIG = dict(
@@ -1523,3 +1532,50 @@ def test_tokens_that_say_nothing_are_told_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         penalty(few), penalty(many)
+
+
+class Seen(IStar):
+    "Notes the strength that each call really has."
+
+    def forward(self, hidden_states, attention_mask=None):
+        self.__dict__.setdefault("seen", []).append(self.lam)
+        return super().forward(hidden_states, attention_mask)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "options, shape",
+    [
+        (dict(warmup=0.25), lambda t: min(1, t / 2)),
+        (dict(warmup=0.0, decay="linear"), lambda t: 1 - t / 8),
+        (dict(warmup=0.25, decay="linear", floor=0.2), lambda t: t / 2 if t <= 2 else 0.2 + 0.8 * (8 - t) / 6),
+        (dict(warmup=0.5, decay="cosine"), lambda t: t / 4 if t <= 4 else 0.5 + 0.5 * math.cos(math.pi * (t - 4) / 4)),
+        (dict(warmup=1.0, decay="linear"), lambda t: t / 8),
+    ],
+)
+def test_a_scheduled_strength_is_what_training_sees(options, shape, accumulation):
+    penalty = Seen(-0.5, zeta=0.2)  # it reads a reference too, whose callback must still come
+    schedule = LambdaSchedule(penalty, **options)
+    data = examples(32 * accumulation, 0)
+    trainer = make_trainer(penalty, data, 4, accumulation, steps=8)
+    trainer.add_callback(schedule)
+    trainer.train()
+    expected = [-0.5 * shape(t) for t in range(1, 9) for _ in range(accumulation)]
+    assert penalty.seen == pytest.approx(expected, abs=1e-12) and penalty.lam == -0.5
+    assert penalty.reference_cov is not None
+    logged = [e["istar"] / (1 - e["isoscore"]) for e in trainer.state.log_history if "istar" in e]
+    assert logged == pytest.approx(expected[::accumulation], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((torch.nn.Linear(2, 2),), "penalty: a Linear has no number lam"),
+        ((IStar(-1), 1.5), "warmup: 1.5 is out of range"),
+        ((IStar(-1), 0.1, "step"), "decay: 'step' is unknown; use None, 'linear' or 'cosine'"),
+        ((IStar(-1), 0.1, "linear", -1), "floor: -1 is out of range"),
+    ],
+)
+def test_what_is_no_schedule_of_the_strength_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LambdaSchedule(*arguments)

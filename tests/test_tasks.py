@@ -113,12 +113,13 @@ TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
         (dict(eval_splits=()), "eval_splits: are empty"),
         (dict(text_columns=()), r"text_columns: \(\)"),
         (dict(text_columns=(1,)), "text_columns: .*tuple of names"),
-        (dict(label_names=()), "label_names: .*two different"),
+        (dict(label_names=("a",)), "label_names: .*two different"),
+        (dict(label="text"), "label: 'text' is a column of texts too"),
         (dict(label_names=("a", "a", "b")), "label_names: .*two different"),
         (dict(label_names=("a", "b", "c")), "metrics: 'f1' .*3 labels"),
         (dict(kind="regression", metric="pearson", metrics=("pearson",)), "label_names: .*regression has none"),
         (dict(hub="a/b"), "hub: 'a/b'"),
-        (dict(folder=None), "hub, folder: both are None"),
+        (dict(folder=None), "hub, folder, files: none is given"),
     ],
 )
 def test_a_record_that_cannot_work_is_refused(change, message):
