@@ -17,7 +17,7 @@ import yaml
 
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the filter of this environment
 KNOWN_KEYS = {
-    "": "project lang execute ipynb-filters format website number-sections bibliography",
+    "": "project lang execute ipynb-filters filters format website number-sections bibliography",
     "project": "type output-dir render resources",
     "execute": "enabled echo warning",
     "format": "html",
@@ -216,10 +216,12 @@ def check_config(root: Path, config: dict) -> list[str]:
             wrong.append(f"_quarto.yml: {page.relative_to(root)} is published but not in the sidebar")
     for page in sorted(reachable - set(pages)):
         wrong.append(f"_quarto.yml: {page.relative_to(root)} is in the sidebar but not published")
-    if site.get("favicon") and not (root / site["favicon"]).exists():
-        wrong.append(f"_quarto.yml: the favicon {site['favicon']} does not exist")
-    for name in ("css", "include-after-body"):
-        given = (config.get("format", {}).get("html") or {}).get(name) or []
+    for kind in ("favicon", "image"):
+        if site.get(kind) and not (root / site[kind]).exists():
+            wrong.append(f"_quarto.yml: the {kind} {site[kind]} does not exist")
+    options = {**(config.get("format", {}).get("html") or {}), "filters": config.get("filters")}
+    for name in ("css", "include-before-body", "include-after-body", "filters"):
+        given = options.get(name) or []
         for file in [given] if isinstance(given, str) else given:
             if not (root / file).exists():
                 wrong.append(f"_quarto.yml: the file {file} of {name} does not exist")

@@ -4,7 +4,8 @@ one folder.
     python .ci/preview.py _preview
 
 It is not the site: Quarto's layout, search and navigation are missing. What is the same is what goes in (the filtered
-notebooks, the captions, the cross-references, styles.css, _records.html) and how equations are made (pandoc, MathML)."""  # noqa: E501
+notebooks, the captions, the cross-references, styles.css, _records.html, _intervals.lua) and how equations are made
+(pandoc, MathML)."""
 
 import argparse
 import html
@@ -43,7 +44,7 @@ PAGE = """<!doctype html>
 <style>
 :root {{ color-scheme: light dark; --paper: #fff; --ink: #212529; --edge: #ccc; --soft: #f4f4f4; --link: #2761a3 }}
 @media (prefers-color-scheme: dark) {{ :root {{ --paper: #222; --ink: #ddd; --edge: #555; --soft: #2c2c2c; --link: #7fb3f0 }} }}
-body {{ margin: 0 auto; max-width: 52rem; padding: 1rem; font: 1rem/1.55 system-ui, sans-serif; background: var(--paper); color: var(--ink) }}
+body {{ margin: 0 auto; max-width: 56rem; padding: 1rem; font: 1rem/1.55 system-ui, sans-serif; background: var(--paper); color: var(--ink) }}
 a {{ color: var(--link) }} nav {{ font-size: .85rem }} img {{ max-width: 100%; height: auto; background: #fff }}
 pre {{ background: var(--soft); padding: .6rem; overflow-x: auto; font-size: .85rem; white-space: pre-wrap }} code, pre {{ overflow-wrap: anywhere }}
 table {{ border-collapse: collapse; font-size: .9rem }} summary {{ cursor: pointer; opacity: .8 }} td p {{ margin: 0 }} td, th {{ border-bottom: 1px solid var(--edge); padding: .2rem .5rem; text-align: left }} .prompt {{ display: none }} figure {{ margin: 0 }}
@@ -80,8 +81,9 @@ def to_pandoc(text: str, numbers: dict[str, str]) -> str:
 
 
 def pandoc(texts: list[str]) -> list[str]:
+    filters = [f"--lua-filter={path}" for path in Path(__file__).parents[1].glob("_*.lua")]
     done = subprocess.run(
-        ["pandoc", "-f", "markdown", "-t", "html5", "--mathml", "--wrap=none"],
+        ["pandoc", "-f", "markdown", "-t", "html5", "--mathml", "--wrap=none", *filters],
         input=f"\n\n{CUT}\n\n".join(texts),
         capture_output=True,
         text=True,
