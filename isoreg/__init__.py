@@ -19,7 +19,8 @@ def __getattr__(name: str):
     "The names above, and the modules: each is imported when it is first asked for (PEP 562)."
     from importlib import import_module
     from pkgutil import iter_modules
-    if name in _HOME: return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    home = _HOME.get(name, name)
+    if home != name: return getattr(import_module(f"{__name__}.{home}"), name)  # the module isoscore is callable itself
     if name not in {m.name for m in iter_modules(__path__)}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{__name__}.{name}")

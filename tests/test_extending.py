@@ -371,3 +371,11 @@ def test_type_checkers_see_the_names():
     exec(block.replace("    from .", "from isoreg."), namespace)
     assert {n for n in namespace if n != "__builtins__"} == set(isoreg._HOME)
     assert all(getattr(isoreg, n) is namespace[n] for n in isoreg._HOME if n != "isoscore")
+
+
+def test_the_first_touch_of_a_name_that_is_a_module_too_gives_both():
+    code = (
+        "import isoreg, torch; x = torch.randn(50, 8)\n"
+        "assert isoreg.isoscore.isoscore_with_error(x)[0] > 0 and isoreg.isoscore(x) > 0"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
