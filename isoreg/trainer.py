@@ -317,7 +317,7 @@ def _autocast(args):
 
 # %% ../nbs/09_trainer.ipynb #5a687ad7
 class LambdaSchedule(TrainerCallback):
-    """Set the strength of a penalty before each step of a Trainer (@eq-lambda), and restore it after training.
+    """Set the strength of a penalty before each step of a Trainer, and restore it after training.
 
     `ValueError` for a penalty without a strength `lam`, and for values out of range.
     """
