@@ -147,7 +147,7 @@ def source(name):
 PROSE = """() => { const main = document.querySelector('main').cloneNode(true);
     main.querySelectorAll('pre, code, math, [hidden]').forEach(e => e.remove()); return main.textContent; }"""
 # Pages with a figure wider than the page: the letters of the run have 10 points; those of the overview are too small.
-WIDE = {"nbs/runs/geometry-run.html", "nbs/tables/overview.html"}
+WIDE = {"nbs/runs/geometry-run.html"}
 
 
 @pytest.mark.parametrize("name", PAGES)
