@@ -408,8 +408,8 @@ def test_other_kinds_of_task(task):
 def test_a_diverged_run_has_no_number(task, tmp_path, monkeypatch):
     "Of NaN the first class would be the largest, and half of the answers right."
 
-    def broken(config):
-        model, *rest = load_model(config)
+    def broken(config, task):
+        model, *rest = load_model(config, task)
         with torch.no_grad():
             model.classifier.bias.fill_(float("nan"))
         return model, *rest
