@@ -79,20 +79,23 @@ def _scores_table(record: RunRecord) -> str:
     return "\n".join(["| evaluation | value |", "|:--|:--|", *(f"| {a} | {b} |" for a, b in rows)])
 
 # %% ../nbs/22_card.ipynb #1bbf7c2e
+def _import(module: str, names: str) -> str:
+    "Return a line of Python that imports names."
+    return f"from {module} import {names}"
+
+
 def _how_to_load(c: RunConfig) -> str:
     "Return the Python that loads the model with its dropout."
     questions = get_task(c.task, c.definition).kind == "qa"
     kind = "AutoModelForQuestionAnswering" if questions else "AutoModelForSequenceClassification"
-    mixout = "\nload_dropout(model, pretrained=weights)  # state dict that the training began with"
-    load = {"standard": "", "mixout": mixout}.get(c.dropout, "\nload_dropout(model)")
-    lines = f"""```python
-from transformers import {kind}, AutoTokenizer{load and chr(10) + "from isoreg.noise import load_dropout"}
-
-folder = "."  # of this card
-model, tokenizer = {kind}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder){load}
-```"""
-    if not load: return lines + "\n\nIn evaluation mode, which `from_pretrained` gives, no dropout acts."
-    return lines + (
+    mixout = "load_dropout(model, pretrained=weights)  # state dict that the training began with"
+    load = {"standard": "", "mixout": mixout}.get(c.dropout, "load_dropout(model)")
+    lines = ["```python", _import("transformers", f"{kind}, AutoTokenizer"),
+             _import("isoreg.noise", "load_dropout") if load else "", 'folder = "."  # of this card',
+             f"model, tokenizer = {kind}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)", load, "```"]
+    code = "\n".join(filter(None, lines))
+    if not load: return code + "\n\nIn evaluation mode, which `from_pretrained` gives, no dropout acts."
+    return code + (
         "\n\n`from_pretrained` alone sets one rate everywhere and says nothing: `load_dropout` reads the rates of "
         "this run from the configuration. They matter when training goes on; in evaluation mode no dropout acts.")
 

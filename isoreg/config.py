@@ -291,7 +291,7 @@ _zeta = lambda c: f"ζ={c['zeta']:g}" if c["regularizer"] == "istar" and not c["
 class PenaltySettings(Settings):
     "What is added to the loss."
     group = "Penalty"
-    regularizer: str = option("istar", "none, istar, cosreg, or that of a plug-in")
+    regularizer: str = option("istar", "none, istar, cosreg, another of PENALTY_CLASSES, or that of a plug-in")
     lam: float | None = option(None, "strength; without it -0.1 for istar, 1 for the others", remedy=_STRENGTH)
     layers: str | int = option("union", "istar: union, mean, or the number of one layer", label=_layers)
     zeta: float = option(0.2, "istar: weight of the reference covariance", ge=0, le=1, label=_zeta)
@@ -329,7 +329,7 @@ class DropoutSettings(Settings):
         "standard", "which units are left out how often; also a file (.json), or that of a plug-in", before="standard",
         family="dropout", file=True)
     scores: str | None = option(
-        None, "guided: tensor scores of runs/fisher; corpus: and a text; without it: the task's texts",
+        None, "guided: scores of runs/fisher, or corpus: and a text; without it: the task's texts",
         family="dropout", file=True)
     dropout_p: float | None = _rate(None, "constant, gaussian: the rate of all sites; mixout: its probability")
     p_max: float = _rate(0.1, "guided: rate of the least informative site", before=0.1, flag=False)
@@ -420,23 +420,29 @@ class Registry(dict):
         name: str,  # of a penalty or a schedule
     ) -> Callable:
         "Return what makes it. `ValueError` for an unknown name, and for a package that cannot be loaded."
+        if name in (own := self._own()): return own[name]
         if name in self: return self[name]
         for entry in entry_points(group=self.group, name=name):
             try: return entry.load()
             except Exception as error:
                 raise ValueError(f"{self.setting}: {name!r} of {entry.value} cannot be loaded "
                                  f"({type(error).__name__}: {error}); mend or remove the package") from None
-        if name in (own := self._own()): return own[name]
         known = [*self, *(e.name for e in entry_points(group=self.group))]
         if self.home: raise ValueError(f"{self.setting}: {name!r} is unknown; {near(name, ['none', *own, *known])}")
         known = [*choices(DropoutSettings.model_fields[self.setting]), *known]
         raise ValueError(f"{self.setting}: {name!r} is unknown; use {', '.join(known)}, or a schedule file (.json)")
 
+    def __setitem__(self, name: str, maker: Callable):
+        "Give a name to what makes it. `ValueError` for a name of isoreg's own."
+        if not _is_plugin(self.setting, name) or name in self._own():
+            raise ValueError(f"{self.setting}: {name!r} is a name of isoreg's own; give another")
+        super().__setitem__(name, maker)
+
     def _own(self) -> dict:
         module, _, table = self.home.partition(":")
         return getattr(import_module(module), table) if module else {}
 
-
+# %% ../nbs/19_config.ipynb #2f94f052
 PENALTIES = Registry("regularizer", "isoreg.istar:PENALTY_CLASSES")
 DROPOUTS = Registry("dropout")
 
@@ -445,19 +451,23 @@ def name_of(
     maker: Callable,  # the class of a penalty
 ) -> str:
     "Return the name by which runs know a penalty, or else that of its class."
-    installed = {e.name: e.load() for e in entry_points(group=PENALTIES.group)}
-    return next((n for n, m in (PENALTIES._own() | installed | PENALTIES).items() if m is maker), maker.__name__)
+    package = maker.__module__.partition(".")[0]
+    its = [e for e in entry_points(group=PENALTIES.group) if e.module.partition(".")[0] == package]
+    known = {e.name: e.load() for e in its} | PENALTIES | PENALTIES._own()
+    return next((n for n, m in known.items() if m is maker), maker.__name__)
 
 
 def packages(
     config,  # RunConfig of a run
 ) -> dict[str, str]:
     "Return the installed packages that its penalty and its schedule come from, with their versions."
-    found = (e for r in (PENALTIES, DROPOUTS) for e in entry_points(group=r.group, name=getattr(config, r.setting)))
+    names = [(r, getattr(config, r.setting)) for r in (PENALTIES, DROPOUTS)]
+    foreign = [(r.group, n) for r, n in names if _is_plugin(r.setting, n) and n not in r | r._own()]
+    found = (e for group, n in foreign for e in entry_points(group=group, name=n))
     return {e.dist.name: e.dist.version for e in found if e.dist}
 
 # %% ../nbs/19_config.ipynb #c8ed374e
-BUILT_IN = ("none", "istar", "cosreg")  # their settings are those of PenaltySettings
+BUILT_IN = ("none", "istar", "cosreg")  # not treated as plug-ins: each of their settings is a field of PenaltySettings
 COMMON = {"regularizer": ("lam", "layers", "zeta", "correction", "convention", "padding", "seed"),
           "dropout": ("scores", "p_max", "p_min", "dropout_p", "seed")}
 
@@ -466,7 +476,10 @@ def reads(
     maker: Callable,  # of a penalty or a schedule
     of: str,  # "regularizer" or "dropout"
 ) -> tuple[dict, dict]:  # common settings, settings of its own: name -> inspect.Parameter
-    "Return what it reads. `ValueError` for a common setting with another default than runs have."
+    """Return what it reads.
+
+    `ValueError` for a common setting with another default than runs have, and for the name of any other setting.
+    """
     found = {n: p for n, p in inspect.signature(maker).parameters.items()
              if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n != "sites"}
     common = {n: p for n, p in found.items() if n in COMMON[of]}
@@ -475,6 +488,10 @@ def reads(
         if n in ("lam", "padding", "seed", "scores") or p.default in (p.empty, usual): continue
         raise ValueError(f"{of}: {maker.__name__} has {n}={p.default!r}, but runs have {n}={usual!r}; "
                          "give it that default, or the parameter another name")
+    for n in found:
+        if n not in common and n in RunConfig.model_fields:
+            raise ValueError(f"{of}: {maker.__name__} has a parameter {n}, the name of a setting of all runs, "
+                             "which would not reach it; give it another name")
     return common, {n: p for n, p in found.items() if n not in common}
 
 # %% ../nbs/19_config.ipynb #04edc6a3
@@ -533,7 +550,7 @@ def _gathered(values: dict, fields: Iterable[str]) -> dict:
         except ValueError:  # a record may be read where its plug-in is not installed
             if values.get(field) is None: raise
             continue
-        own = [n for n in reads(maker, of)[1] if n not in fields]
+        own = reads(maker, of)[1]
         given = {n: values.pop(n) for n in own if n in values}
         values[field] = _own_settings(of, maker, (values.get(field) or {}) | given)
         known += own
@@ -543,7 +560,7 @@ def _gathered(values: dict, fields: Iterable[str]) -> dict:
 
 
 def _is_plugin(of: str, name) -> bool:
-    "Return whether a name is that of a plug-in: neither isoreg's own nor a file."
+    "Return whether a name is handled as a plug-in's: its settings are read off its signature."
     known = BUILT_IN if of == "regularizer" else choices(RunConfig.model_fields["dropout"])
     return isinstance(name, str) and name not in known and not name.endswith(".json")
 

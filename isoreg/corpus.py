@@ -48,7 +48,6 @@ class TextBatches:
     def __post_init__(self, texts): _build(self, texts)
     def __len__(self) -> int: return -(-len(self.numbers) // self.batch_size)
     def __iter__(self) -> Iterator[dict[str, Tensor]]: return self.iterate()
-
     def iterate(self, start: int = 0) -> Iterator[dict[str, Tensor]]:
         "Yield the batches from number `start` on, for resuming."
         for numbers in _order(self)[start:]: yield self.collate([self.sample(i) for i in numbers])

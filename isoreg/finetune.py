@@ -27,6 +27,7 @@ from transformers import (
     set_seed)
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+# %% ../nbs/23_finetune.ipynb #9715743f
 from .card import save_model
 from isoreg.config import (
     BUILT_IN, COMMON, DROPOUTS, GUIDED, RATED, RunConfig, made, name_of, packages, reads, scores_source,

@@ -548,7 +548,6 @@ class _Replay:
             _seed(count - 1)                    # what the loss draws does not depend on how the batch came
             yield _to(batch, self.device)
         if count != len(self.hashes): _other_batches()
-
     def _same(self, batch: Any, i: int): return self.marks[i].holds(batch) or _fingerprint(batch) == self.hashes[i]
     def _keep(self, batch: Any, count: int) -> None:
         if count != len(self.copies) + 1 or not self.room: return   # all before it were kept
@@ -677,7 +676,6 @@ class Surface:
     def origin(self) -> float: return float(self.losses[self.alphas == 0][0, self.betas == 0][0])
     @property
     def radii(self) -> np.ndarray: return np.hypot(self.alphas[:, None], self.betas[None]).round(9)
-
     def radius_profile(self, edges: Sequence[float] = RINGS) -> pd.DataFrame:
         "Return the mean loss of each ring edges[i] <= r < edges[i + 1]: columns from, to, points (finite ones), loss."
         return _profile(self, edges)

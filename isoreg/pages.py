@@ -18,9 +18,15 @@ def fold(
     try: tree = ast.parse("".join(lines)).body
     except SyntaxError: return  # a magic
     kind = "Source" if "exports" in (cell.directives_ or {}) else _kind(tree)
-    if not any("code-fold" in o for o in options) and kind != "Code": options.insert(0, "#| code-fold: true\n")
-    if not any("code-summary" in o for o in options): options.insert(0, f'#| code-summary: "{_label(kind, tree)}"\n')
+    given = "".join(options)
+    if "code-fold" not in given and kind != "Code": options.insert(0, _option("code-fold", "true"))
+    if "code-summary" not in given: options.insert(0, _option("code-summary", f'"{_label(kind, tree)}"'))
     cell.source = "".join([*options, *(line for line in lines if not line.startswith("#|"))])
+
+# %% ../nbs/34_pages.ipynb #f08b8df6
+def _option(name: str, value: str) -> str:
+    "Return the line with which a cell gives Quarto an option."
+    return f"#| {name}: {value}\n"
 
 # %% ../nbs/34_pages.ipynb #36cbb404
 def _kind(tree: list[ast.stmt]) -> str:

@@ -506,6 +506,5 @@ def _toy_model(kind: str, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
         return GPT2LMHeadModel(GPT2Config(
             n_embd=96, n_layer=4, n_head=4, n_positions=64, bos_token_id=start, resid_pdrop=0.0, embd_pdrop=0.0,
             attn_pdrop=0.0, **common))
-    return T5ForConditionalGeneration(T5Config(
-        d_model=96, d_kv=24, d_ff=384, num_layers=2, num_heads=4, decoder_start_token_id=pad, dropout_rate=0.0,  # type: ignore[call-arg]
-        **common))
+    common |= dict(d_model=96, d_kv=24, d_ff=384, num_layers=2, num_heads=4, decoder_start_token_id=pad)
+    return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **common))

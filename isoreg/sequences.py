@@ -169,8 +169,7 @@ class SequenceStream:
         self.P_g += X.flatten(0, 1).mT @ X.flatten(0, 1)
         self.G_g += s.mT @ s
         single = _moved_sums(X, n, s, self.δ, mask).sum(0)
-        single[g] = 0
-        self.single += single
+        single[g] = 0; self.single += single
 
     def close(self, g: int):
         "End group g."

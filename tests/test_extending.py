@@ -16,7 +16,7 @@ from torch import nn
 import isoreg
 
 from isoreg.card import model_card
-from isoreg.config import DROPOUTS, PENALTIES, RunConfig, command, made, method_label
+from isoreg.config import DROPOUTS, PENALTIES, RunConfig, command, made, method_label, name_of, packages
 from isoreg.data import load_task
 from isoreg.finetune import rerun, run
 from isoreg.grid import expand, load_grid
@@ -247,6 +247,9 @@ def test_a_common_setting_has_to_mean_the_same(monkeypatch):
     monkeypatch.setitem(PENALTIES, "needs", lambda lam, width: Length(lam))
     with pytest.raises(ValueError, match="width: .*needs it"):
         RunConfig(regularizer="needs")
+    monkeypatch.setitem(PENALTIES, "slow", lambda lam, warmup=0.5: Length(lam))
+    with pytest.raises(ValueError, match="has a parameter warmup, the name of a setting of all runs"):
+        RunConfig(regularizer="slow", warmup=0.2)
 
 
 def test_built_in_penalties_are_made_in_the_same_way():
@@ -343,6 +346,22 @@ def test_the_package_tells_a_plug_in_that_cannot_be_loaded(site, tmp_path, monke
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"regularizer: 'broken' of no_such_module:Penalty cannot be loaded"):
         RunConfig(regularizer="broken")
+
+
+def test_no_package_takes_a_name_of_isoreg(tmp_path, monkeypatch):
+    (tmp_path / "usurper.py").write_text("raise SystemExit('loaded')\n")
+    package = tmp_path / "usurper-0.1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: usurper\nVersion: 0.1\n")
+    names = "".join(f"[isoreg.{g}]\n{n} = usurper:make\n" for g, n in (("penalties", "istar"), ("dropouts", "guided")))
+    (package / "entry_points.txt").write_text(names)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = RunConfig(**TINY)
+    assert isinstance(made("regularizer", config), IStar) and packages(config) == {}
+    assert name_of(CosReg) == "cosreg" and name_of(Length) == "Length"  # nothing of other packages is loaded
+    for registry, name in ((PENALTIES, "istar"), (DROPOUTS, "guided")):
+        with pytest.raises(ValueError, match=f"'{name}' is a name of isoreg's own"):
+            registry[name] = Length
 
 
 # ---- names of the package --------------------------------------------------------------------------------------------
