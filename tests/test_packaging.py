@@ -204,7 +204,7 @@ def test_the_readme_gives_the_test_command():
     steps = [
         "python3 -m venv .venv",
         ".venv/bin/pip install -c constraints.txt -e '.[dev]'",
-        ".venv/bin/python -m pytest -n 2 --dist loadfile",
+        ".venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder",
     ]
     assert lines == [" && ".join(steps)]
 
