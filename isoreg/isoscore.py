@@ -166,8 +166,26 @@ class _Gram(torch.autograd.Function):
 # %% ../nbs/02_isoscore.ipynb #a1b00015
 def _gram(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     "Return the Gram matrix (..., n, n) of the centred rows, in float64 where the device has it; and the count (...)."
+    X, count = centre(x, mask)
+    K = _centred_both_ways((X @ X.mT).to(wide_dtype(x)), mask, count)
+    if X.dtype == K.dtype or _holds_its_digits(K.detach(), count): return K, count
     X, count = centre(x.to(wide_dtype(x)), mask)
     return X @ X.mT, count
+
+
+def _centred_both_ways(K: Tensor, mask: Tensor | None, count: Tensor) -> Tensor:
+    "Return K (..., n, n) less what the rounding of the rows' mean has left in it."
+    n = count.clamp(min=1)[..., None, None]
+    r = K.sum(-1, keepdim=True) / n
+    K = K - r - r.mT + r.sum(-2, keepdim=True) / n
+    return K if mask is None else K.masked_fill(~(mask[..., None] & mask[..., None, :]), 0)
+
+
+def _holds_its_digits(K: Tensor, count: Tensor) -> bool:
+    "Return whether a product in float32 will do: no direction dominates (PR >= 2), and no square leaves its range."
+    t, f = K.diagonal(dim1=-2, dim2=-1).sum(-1), K.square().sum((-2, -1))
+    length = t / count.clamp(min=1)
+    return bool(((t * t >= 2 * f) & (length > 1e-12) & (length < 1e12)).all())
 
 # %% ../nbs/02_isoscore.ipynb #87dddf0e
 def centre(
