@@ -60,7 +60,8 @@ class _TraceAndSquare(torch.autograd.Function):
     def forward(ctx, S: Tensor):
         ctx.save_for_backward(S)
         t = S.diagonal(dim1=-2, dim2=-1).to(wide_dtype(S)).sum(-1)
-        f = sum(rows.to(wide_dtype(S)).square().sum((-2, -1)) for rows in S.split(128, dim=-2))
+        blocks = (rows.to(wide_dtype(S)).flatten(-2) for rows in S.split(128, dim=-2))
+        f = sum(torch.linalg.vecdot(rows, rows) for rows in blocks)
         return t, f
 
     @staticmethod

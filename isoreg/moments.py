@@ -109,8 +109,8 @@ def _chunks(x: Tensor, centre: Tensor, mask: Tensor | None = None) -> Iterator[t
 
 # %% ../nbs/01_moments.ipynb #e33f9bb9
 def _blocks(d: int, device: torch.device) -> list[slice]:
-    "Return the block columns of a matrix (d, d): 192 wide on the CPU, a single one elsewhere."
-    width = 192 if device.type == "cpu" else d
+    "Return the block columns of a matrix (d, d): 96 wide on the CPU, a single one elsewhere."
+    width = 96 if device.type == "cpu" else d
     return [slice(a, a + width) for a in range(0, d, width)]
 
 # %% ../nbs/01_moments.ipynb #fba07e86

@@ -10,18 +10,19 @@ import ast
 def fold(
     cell,  # of nbdev: cell_type, source, directives_
 ) -> None:
-    "Fold a cell of code that is a source of the library, imports or checks, and label each fold with what it holds."
+    "Fold a cell that is a source, imports, checks or a longer drawing, and label each fold with what it holds."
     if cell.cell_type != "code" or not cell.source.strip(): return
     lines = cell.source.splitlines(keepends=True)
     options = [line for line in lines if line.startswith("#|")]
     if any("echo: false" in o or "include: false" in o for o in options): return
     try: tree = ast.parse("".join(lines)).body
     except SyntaxError: return  # a magic
-    kind = "Source" if "exports" in (cell.directives_ or {}) else _kind(tree)
-    given = "".join(options)
+    given, body = "".join(options), [line for line in lines if not line.startswith("#|")]
+    drawn = "fig-cap" in given and len(body) > 4
+    kind = "Source" if "exports" in (cell.directives_ or {}) else "Figure" if drawn else _kind(tree)
     if "code-fold" not in given and kind != "Code": options.insert(0, _option("code-fold", "true"))
     if "code-summary" not in given: options.insert(0, _option("code-summary", f'"{_label(kind, tree)}"'))
-    cell.source = "".join([*options, *(line for line in lines if not line.startswith("#|"))])
+    cell.source = "".join([*options, *body])
 
 # %% ../nbs/34_pages.ipynb #f08b8df6
 def _option(name: str, value: str) -> str:
@@ -37,7 +38,7 @@ def _kind(tree: list[ast.stmt]) -> str:
 # %% ../nbs/34_pages.ipynb #ee544eeb
 def _label(kind: str, tree: list[ast.stmt]) -> str:
     "Return the label of a fold, with up to three of the names that the cell defines."
-    if kind in ("Imports", "Check"): return kind
+    if kind in ("Imports", "Check", "Figure"): return kind
     names = [s.name for s in tree if isinstance(s, ast.FunctionDef | ast.ClassDef)]
     targets = [t for s in tree if isinstance(s, ast.Assign) for t in s.targets]
     names = names or [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name) and n.id != "_"]
