@@ -31,8 +31,9 @@ def moments(
     one_of("order", order, (2, 4))
     points, mask = check_points(points, mask)
     lead, (n, d) = points.shape[:-2], points.shape[-2:]
+    clouds = points.reshape(-1, n, d), None if mask is None else mask.reshape(-1, n), order
     with full_precision(points):
-        fields = _Moments.apply(points.reshape(-1, n, d), None if mask is None else mask.reshape(-1, n), order)
+        fields = _compiled(*clouds)[: order + 1] if torch.compiler.is_compiling() else _Moments.apply(*clouds)
     return Moments(*fields).map(lambda f: f.reshape(lead + f.shape[1:]))
 
 # %% ../nbs/01_moments.ipynb #962caeab
@@ -190,6 +191,7 @@ def full_precision(
     x: Tensor,  # whose device counts
 ):
     "Give a context in which float32 products are float32 products: no autocast, no TF32. Threads may share it."
+    if torch.compiler.is_compiling(): yield; return  # a graph knows no switches; the operators of the moments set them
     with _lock:
         before = _set_full_precision()
         _found.append(_found[0] if _found else before)
@@ -370,3 +372,47 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g): return _SumOverRanks.apply(g.contiguous(), ctx.group), None
+
+# %% ../nbs/01_moments.ipynb #18f14435
+@torch.library.custom_op("isoreg::moments", mutates_args=(), schema=
+                         "(Tensor x, Tensor? mask, int order) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+def _compiled(x, mask, order):
+    "Return the fields of the moments of clouds x (k, n, d); of order 2 the last two are empty."
+    with full_precision(x): fields = _Moments.apply(x, mask, order)
+    return *fields, *(x.new_empty(0) for _ in range(5 - len(fields)))
+
+
+@_compiled.register_fake
+def _(x, mask, order):
+    (k, _, d), wide = x.shape, torch.promote_types(x.dtype, torch.float32)
+    shapes = [(k, d), (k, d, d), *([(k, d), (k,)] if order == 4 else [(0,), (0,)])]
+    return x.new_empty(k, dtype=torch.int64), *(x.new_empty(s, dtype=wide) for s in shapes)
+
+# %% ../nbs/01_moments.ipynb #090d96a5
+@torch.library.custom_op("isoreg::moments_backward", mutates_args=(), schema=
+                         "(Tensor x, Tensor? mask, Tensor[] fields, Tensor[] grads) -> Tensor")
+def _compiled_backward(x, mask, fields, grads):
+    "Return the gradient with respect to x (k, n, d)."
+    grad = torch.empty_like(x)
+    with full_precision(x):
+        for i, out in enumerate(grad):
+            rest, m = [None] * (4 - len(grads)), Moments(*(f[i] for f in fields))
+            _gradient(x[i], None if mask is None else mask[i], m, *(g[i] for g in grads), *rest, out)
+    return grad
+
+
+@_compiled_backward.register_fake
+def _(x, mask, fields, grads): return torch.empty_like(x)
+
+
+def _save(ctx, inputs, output):
+    ctx.order = inputs[2]
+    ctx.save_for_backward(*inputs[:2], *output[: ctx.order + 1])
+
+
+def _backward(ctx, _, *grads):
+    x, mask, *fields = ctx.saved_tensors
+    return _compiled_backward(x, mask, fields, grads[: ctx.order]), None, None
+
+
+_compiled.register_autograd(_backward, setup_context=_save)

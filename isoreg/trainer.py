@@ -63,6 +63,7 @@ class PenaltyMixin:
 
     def log(self, logs, *args, **kwargs):
         "Log as the Trainer does, with the mean of each part since the last log."
+        for p in self.penalties: getattr(p, "check", int)()  # what an accelerator's steps did not wait for
         if "loss" in logs: logs |= self._means.read(self.args.device)
         return super().log(logs, *args, **kwargs)
 
