@@ -183,7 +183,8 @@ def note(
     binary = zeros_and_ones(mask)
     binary = torch.ones_like(sound) if binary is True else binary
     seen = torch.stack([t.long() for t in (binary, sound, enough, count)])
-    p.worst = seen if p.worst is None else torch.minimum(p.worst, seen)
+    before = getattr(p, "worst", None)
+    p.worst = seen if before is None else torch.minimum(before, seen)
     if seen.device.type == "cpu" and not torch.compiler.is_compiling(): check(p, mask)
 
 
