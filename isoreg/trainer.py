@@ -27,7 +27,7 @@ from .checks import in_range, one_of
 from .files import write_atomically
 from .istar import check_max_points, measure_isotropy, reference_covariance, warn_without_gradient
 from .moments import full_precision, world_size
-from .states import eval_mode, request_states, same_draws, states_of, token_mask
+from .states import encoder_of, eval_mode, request_states, same_draws, states_of, token_mask
 
 # %% ../nbs/09_trainer.ipynb #574e6f71
 class PenaltyMixin:
@@ -58,9 +58,12 @@ class PenaltyMixin:
         if model.training: _verify_normalisation(self, model, inputs, num_items_in_batch)
         if not model.training or not self.penalties:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        body = getattr(model, "module", model)
-        loss, outputs = super().compute_loss(model, _request(self, body, inputs), True, num_items_in_batch)
-        states = states_of(outputs)
+        body, seen = getattr(model, "module", model), []
+        whole = return_outputs or not _from_trl(self)
+        with contextlib.nullcontext() if whole else _noted_states(body, seen):
+            loss = super().compute_loss(model, _request(self, body, inputs), whole, num_items_in_batch)
+        loss, outputs = loss if whole else (loss, None)
+        states = seen[0] if seen else states_of(outputs)
         loss = _penalised(self, loss, states, token_mask(body, inputs, states, self.mask_fn), num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
@@ -84,6 +87,19 @@ def _check_order(cls: type):
 # %% ../nbs/09_trainer.ipynb #d862c4e1
 class PenaltyTrainer(PenaltyMixin, Trainer):
     "Train as the transformers Trainer, with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
+
+# %% ../nbs/09_trainer.ipynb #d8351592
+def _from_trl(trainer: Trainer) -> bool:
+    "Return whether the Trainer is one of TRL."
+    return any(kind.__module__.split(".")[0] == "trl" for kind in type(trainer).__mro__)
+
+
+@contextlib.contextmanager
+def _noted_states(body: nn.Module, seen: list):
+    "Add the hidden states of each call of the encoder to a list."
+    handle = encoder_of(body).register_forward_hook(lambda module, args, output: seen.append(states_of(output)))
+    try: yield
+    finally: handle.remove()
 
 # %% ../nbs/09_trainer.ipynb #e8b64804
 def _penalised(trainer: Trainer, loss: Tensor, states: tuple[Tensor, ...], mask: Tensor | None, num_items) -> Tensor:
