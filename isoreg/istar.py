@@ -6,7 +6,7 @@ __all__ = ['PENALTY_CLASSES', 'IStar', 'note', 'check', 'reference_covariance', 
 # %% ../nbs/07_istar.ipynb #a564f98c
 import numbers
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .isoscore import (
     mix, reference_weight, score_from_cov, too_even)
 from .moments import Moments, all_reduce, full_precision, merge, moments, pool, sum_over_ranks, world_size
 from .states import (
-    check_layer, check_mask, check_states, encoder_of, eval_mode, hidden_states, zeros_and_ones)
+    check_alike, check_layer, check_mask, check_states, encoder_of, eval_mode, hidden_states, zeros_and_ones)
 
 # %% ../nbs/07_istar.ipynb #816281f2
 class IStar(nn.Module):
@@ -74,9 +74,12 @@ def _choose(p: IStar, states: tuple[Tensor, ...], mask: Tensor | None) -> tuple[
     check_states(states, mask)
     one = isinstance(p.layers, int)
     chosen = [states[check_layer("layers", p.layers, states)]] if one else list(states[0 if p.embeddings else 1 :])
-    if chosen: return chosen, None if p.padding else mask
-    raise ValueError("hidden_states: hold the embeddings alone and no layer; pass all L + 1 of the model, or set "
-                     "embeddings=True")
+    if not chosen:
+        raise ValueError("hidden_states: hold the embeddings alone and no layer; pass all L + 1 of the model, or set "
+                         "embeddings=True")
+    mask = None if p.padding else mask
+    check_alike(chosen, mask)
+    return chosen, mask
 
 # %% ../nbs/07_istar.ipynb #173124c7
 def _moments(p: IStar, X: list[Tensor], mask: Tensor | None) -> Moments:
@@ -251,13 +254,14 @@ def reference_covariance(
     embeddings: bool = False,  # count the embedding layer too
     progress: bool = True,  # show a progress bar
     released: bool = False,  # whole batches until there are more than max_points; of one layer, its own vectors count
+    mask_fn: Callable | None = None,  # as in hidden_states
 ) -> Tensor:
     """Return the covariance of token vectors of the training set, the paper's Sigma_S; detached, the same on all ranks.
 
     Raises `ValueError` for layers that the model does not have and fewer points than layers (at the first batch), if no
     batch came or fewer than two tokens counted, and as `token_moments` does.
     """
-    layers, counted = _check_layers(layers), dict[str, Any](layers=layers, released=released)
+    layers, counted = _check_layers(layers), dict[str, Any](layers=layers, released=released, mask_fn=mask_fn)
     m = token_moments(model, batches, max_points, padding=padding, progress=progress, **counted)
     if isinstance(layers, int): return m.map(lambda f: f[layers]).cov()
     m = m if embeddings else m.map(lambda f: f[1:])
@@ -274,6 +278,7 @@ def token_moments(
     progress: bool = False,  # show a progress bar
     layers: str | int = "union",  # an index must be one of the model's
     released: bool = False,  # as in reference_covariance
+    mask_fn: Callable | None = None,  # as in hidden_states
 ) -> Moments:
     """Return the moments of the token vectors after each layer 0..L, batched (L + 1, ...), the same on all ranks.
 
@@ -286,7 +291,7 @@ def token_moments(
     bar = tqdm(total=budget.limit, unit=" vectors", desc="token moments", disable=not progress)
     with eval_mode(model), bar:
         for batch in batches:
-            states, mask = hidden_states(model, batch)
+            states, mask = hidden_states(model, batch, mask_fn)
             m = _of_batch(states, None if padding else mask, budget)
             total = m if total is None else merge([total, m])
             bar.update(budget.add(m.count))
@@ -301,6 +306,7 @@ def _of_batch(states: tuple[Tensor, ...], mask: Tensor | None, budget: "_Budget"
     budget.check(states)
     check_mask(mask)
     keep = states[-1].new_ones(states[-1].shape[:2], dtype=torch.bool) if mask is None else mask != 0
+    check_alike(states, keep)
     return _stack([_cloud(h, budget.cut(keep)) for h in states])
 
 # %% ../nbs/07_istar.ipynb #c32c7124
@@ -354,13 +360,14 @@ def measure_isotropy(
     *,
     padding: bool = False,  # count padding too
     progress: bool = False,  # show a progress bar
+    mask_fn: Callable | None = None,  # as in hidden_states
 ) -> dict:
     """Return the IsoScore of the tokens of `batches`: `union` over layers 1..L, `layers` for each of them,
     `embeddings`, and `points`, the vectors counted. A layer without variance scores NaN.
 
     Raises `ValueError` as `token_moments` does.
     """
-    m = token_moments(model, batches, max_points, padding=padding, progress=progress)
+    m = token_moments(model, batches, max_points, padding=padding, progress=progress, mask_fn=mask_fn)
     union = pool(m.map(lambda f: f[1:]))
     embeddings, *layers = _plain(m).tolist()
     return {"union": float(_plain(union)), "layers": layers, "embeddings": embeddings, "points": int(union.count)}

@@ -485,7 +485,7 @@ def apply_dropout(
     of_scores = dict(p_max=p_max, p_min=p_min, shape=shape, aggregate=aggregate, grouping=grouping)
     _check_arguments(how, p, scores, schedule, of_scores)
     if how == "standard": return Applied(_describe(model, how, _rates_now(_sites_or_none(model, batch), {})))
-    extra = {}
+    extra: dict = {}
     if how == "mixout": done = mixout(model, 0.7 if p is None else p, batch=batch)
     elif how in _GAUSSIAN: done = gaussian_dropout(model, p, released=how.endswith("released"), batch=batch)
     else:
@@ -493,6 +493,7 @@ def apply_dropout(
         if scores is not None: schedule, extra = _guided(model, sites, scores, **of_scores)
         if how == "shuffled": extra["seed"] = seed
         done = set_dropout(model, _planned(how, sites, schedule, p, seed), batch=batch)
+        extra["new"] = sum(s.p == 0 < done["rates"][s.name] for s in sites if s.kind != "classifier")
     return Applied(_describe(model, how, done, **extra), done._undo, model)
 
 # %% ../nbs/15_noise.ipynb #c0bb3f5b
@@ -508,12 +509,13 @@ def _planned(how, sites, schedule, p, seed) -> Mapping[str, float]:
     if how == "guided-released": return released_schedule()
     return control_schedule(how, schedule, sites, seed) if how in CONTROLS else schedule
 
-def _describe(model: nn.Module, how: str, done: Mapping, **extra) -> dict:
+def _describe(model: nn.Module, how: str, done: Mapping, new: int = 0, **extra) -> dict:
     "Return what was done under the name of the way it was done, with notes in words."
     sites = sum(not n.startswith("classifier") for n in done["rates"])
     checked = f", {done['calls']} calls checked" if done.get("calls") else ""
     notes = [f"mean rate {done['mean']:.4f} over {sites} sites{checked}"]
     if how == "standard": notes = ["the model's own rates, untouched" if done["rates"] else "the model has no dropout"]
+    if new: notes.append(f"{new} of {sites} sites had rate 0 before: dropout is new there")
     if how == "gaussian-released": notes.append("noise is on at evaluation too, standard deviation p/(1-p)")
     missed = len(done.get("not_called", ()))
     if missed: notes.append(f"{missed} linear maps are not run as modules and are not mixed")

@@ -214,15 +214,15 @@ _NO_RATE = re.compile("layer_?drop|drop_?path", re.I)  # these skip whole layers
 
 @contextlib.contextmanager
 def trial(model: nn.Module):
-    "Enter train mode without gradient, checkpointing or layer drop; modes, buffers, random states are put back."
+    "Enter train mode without gradient, checkpointing, layer drop or adapters; all is put back as it was."
     modes, buffers = [(m, m.training) for m in model.modules()], [(b, b.clone()) for b in model.buffers()]
     off = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if isinstance(v, (bool, int, float))
-           and (k == "gradient_checkpointing" or _NO_RATE.search(k))]
+           and (k in ("gradient_checkpointing", "_disable_adapters") or _NO_RATE.search(k))]
     states = random.getstate(), np.random.get_state()
     stance = getattr(torch.compiler, "set_stance", contextlib.nullcontext)
     with fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
         try:
-            for m, k, v in off: setattr(m, k, type(v)(0))
+            for m, k, v in off: setattr(m, k, type(v)(k == "_disable_adapters" and not getattr(m, "merged", False)))
             yield model.train()
         finally:
             for m, k, v in off: setattr(m, k, v)
@@ -438,6 +438,8 @@ class Found:
         return next((s for s in self.sites if s.handles[0] == call.handle), None)
 
 # %% ../nbs/13_sites.ipynb #8f6ee58c
+_WRAPPED = re.compile(r"\.(base_layer|original_module)\.")  # around what PEFT adapts
+
 def find_sites(model: nn.Module, batch, grouping: str = "released") -> Found:
     "Give each candidate a rate of its own and return what arrives; `ValueError` if there is no site."
     record, hidden, dead = _record_candidates(model, batch)
@@ -448,7 +450,7 @@ def find_sites(model: nn.Module, batch, grouping: str = "released") -> Found:
     if not kinds:
         why = [f"{', '.join(dead[:3])}: never applied"] * bool(dead) + [stray] * bool(stray)
         raise ValueError("; ".join([f"model: {type(model).__name__} has no dropout site", *why]))
-    sites, local = [], lambda path: path.removeprefix(prefix)
+    sites, local = [], lambda path: _WRAPPED.sub(".", path.removeprefix(prefix))
     for h, name in _unique_names(kinds, prefix).items():
         tensors = _tensors_of_site(model, h, kinds, record.events, grouping)
         path = calls[h][0].module if calls[h] else _module(h)
@@ -459,11 +461,12 @@ def find_sites(model: nn.Module, batch, grouping: str = "released") -> Found:
 
 # %% ../nbs/13_sites.ipynb #40e085a2
 def unwrapped(model: nn.Module) -> nn.Module:
-    "Return the model inside DistributedDataParallel or torch.compile; `ValueError` for what is no torch module."
+    "Return the model inside DistributedDataParallel, torch.compile or PEFT; `ValueError` for what is no torch module."
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {model!r:.80} is a {type(model).__name__}, no torch module; load it first, "
                          "for example with AutoModel.from_pretrained")
     inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+    if inner is None and hasattr(model, "get_base_model"): inner = model.get_base_model()  # adapters stay in it
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 def base_prefix(model: nn.Module) -> str:

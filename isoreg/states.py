@@ -7,7 +7,7 @@ __all__ = ['hidden_states', 'eval_mode', 'same_draws']
 import contextlib
 import inspect
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from .checks import in_range
 def hidden_states(
     model: nn.Module,  # a transformers model, or DistributedDataParallel around one
     batch: Mapping,  # model inputs, such as input_ids and attention_mask; labels are ignored
+    mask_fn: Callable | None = None,  # of inputs and hidden states: which vectors count; None: the attention mask
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return the hidden states of a batch, L + 1 tensors (batch, length, d), and its mask (batch, length) or None.
 
@@ -33,7 +34,8 @@ def hidden_states(
         raise ValueError(f"model: a {type(body).__name__} does not run on {', '.join(inputs) or 'these batches'} alone "
                          f"({type(error).__name__}: {error}); pass its encoder, let forward run without labels, or "
                          "train with correction='ustat'") from error
-    return states_of(output), inputs.get("attention_mask")
+    states = states_of(output)
+    return states, token_mask(body, inputs, states, mask_fn)
 
 # %% ../nbs/06_states.ipynb #8a749eb8
 def encoder_of(
@@ -43,6 +45,7 @@ def encoder_of(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {model!r} is no torch module; load it, as AutoModel.from_pretrained does")
     body = getattr(model, "module", model)
+    if hasattr(body, "get_base_model"): body = body.get_base_model()  # of PEFT; its adapters stay in
     body = getattr(body, "base_model", body)
     both = getattr(getattr(body, "config", None), "is_encoder_decoder", False) and hasattr(body, "get_encoder")
     return body.get_encoder() if both else body
@@ -75,6 +78,21 @@ def states_of(
     states = get("encoder_hidden_states") if get("hidden_states") is None else get("hidden_states")
     if states is None: raise ValueError("model: returned no hidden_states; it must accept output_hidden_states=True")
     return states
+
+# %% ../nbs/06_states.ipynb #20914372
+def token_mask(
+    model: nn.Module,  # without wrapper
+    inputs: Mapping,  # its inputs
+    hidden_states: tuple[Tensor, ...],  # L + 1 tensors (batch, length, d)
+    mask_fn: Callable | None = None,  # of inputs and hidden states
+) -> Tensor | None:
+    "Return which vectors count, (batch, length) or None for all: of a model for sound the mask of its frames."
+    if mask_fn is not None: return mask_fn(inputs, hidden_states)
+    mask, length = inputs.get("attention_mask"), hidden_states[-1].shape[1]
+    frames = getattr(model, "_get_feature_vector_attention_mask", None)
+    if frames is None or mask is None or mask.shape[-1] == length: return mask
+    adapted = {"add_adapter": False} if "add_adapter" in inspect.signature(frames).parameters else {}
+    return frames(length, mask, **adapted)
 
 # %% ../nbs/06_states.ipynb #d1b211d0
 def _check_batch(batch) -> Mapping:
@@ -128,7 +146,9 @@ def check_states(
         raise ValueError("hidden_states: need the tuple of (batch, length, d) tensors; call the model with "
                          f"output_hidden_states=True{given}")
     shape = tuple(hidden_states[-1].shape)
-    if len(shape) != 3: raise ValueError(f"hidden_states: need tensors (batch, length, d), got {shape}")
+    if len(shape) != 3:
+        raise ValueError(f"hidden_states: need tensors (batch, length, d), got {shape}; of grids (batch, d, height, "
+                         "width) pass each h.flatten(2).transpose(1, 2)")
     if attention_mask is not None: _check_fit(attention_mask, shape)
 
 # %% ../nbs/06_states.ipynb #76993667
@@ -139,7 +159,20 @@ def _check_fit(mask, shape: tuple[int, ...]):
                          "counts")
     if mask.shape != shape[:2]:
         raise ValueError(f"attention_mask: shape {tuple(mask.shape)} does not fit hidden states {shape}; "
-                         "pass the (batch, length) mask of the same batch")
+                         "pass the (batch, length) mask of the same batch; where the model shortens its input, as for "
+                         "sound, that of its own steps: mask_fn of PenaltyTrainer, IsotropyLog and reference_covariance")
+
+# %% ../nbs/06_states.ipynb #efb29ba7
+def check_alike(
+    hidden_states,  # tensors (batch, length, d) that are to be one cloud, or a stack of clouds
+    mask: Tensor | None = None,  # for all of them
+) -> None:
+    "Raise a `ValueError` unless they have one width and, with a mask, one length: stages of an image model differ."
+    shapes = list(dict.fromkeys(h.shape if mask is not None else h.shape[-1:] for h in hidden_states))
+    if len(shapes) == 1: return
+    raise ValueError(f"layers: those of shapes {', '.join(str(tuple(s)) for s in shapes)} have no union and no mean; "
+                     "take one, such as layers=-1, with zeta=0 or a correction; to measure one: "
+                     "isoscore(hidden_states(model, batch)[0][-1])")
 
 # %% ../nbs/06_states.ipynb #f702acbf
 def zeros_and_ones(

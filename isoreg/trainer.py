@@ -12,7 +12,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,19 @@ from .checks import in_range, one_of
 from .files import write_atomically
 from .istar import check_max_points, measure_isotropy, reference_covariance, warn_without_gradient
 from .moments import full_precision, world_size
-from .states import eval_mode, request_states, same_draws, states_of
+from .states import encoder_of, eval_mode, request_states, same_draws, states_of, token_mask
 
 # %% ../nbs/09_trainer.ipynb #574e6f71
 class PenaltyMixin:
     """Add penalties to the training loss of a transformers Trainer: `class MyTrainer(PenaltyMixin, Trainer)`.
 
     A penalty is a module called as `penalty(hidden_states, attention_mask)` that returns a weighted scalar and may keep
-    named `parts`; they and `task_loss` are logged beside `loss`. `penalty` is one or several; the other arguments are
+    named `parts`; they and `task_loss` are logged beside `loss`. `penalty` is one or several; `mask_fn`, of the inputs
+    and the hidden states, tells which vectors count where the attention mask does not fit them; the other arguments are
     the Trainer's. `ValueError` for what is no such penalty and for a model that gives no hidden states."""
-    def __init__(self, *args, penalty: nn.Module | Sequence[nn.Module] | None = None, **kwargs):
+    def __init__(self, *args, penalty: nn.Module | Sequence[nn.Module] | None = None, mask_fn=None, **kwargs):
         self.penalties, self._means, self._verified, self._padding_checked = _penalties(penalty), _Means(), False, False
+        self.mask_fn = mask_fn
         super().__init__(*args, **kwargs)
         for p in self.penalties: _attach(self, p)  # type: ignore[arg-type]
 
@@ -56,9 +58,13 @@ class PenaltyMixin:
         if model.training: _verify_normalisation(self, model, inputs, num_items_in_batch)
         if not model.training or not self.penalties:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        request = _request(self, getattr(model, "module", model), inputs)
-        loss, outputs = super().compute_loss(model, request, True, num_items_in_batch)
-        loss = _penalised(self, loss, states_of(outputs), inputs.get("attention_mask"), num_items_in_batch)
+        body, seen = getattr(model, "module", model), []
+        whole = return_outputs or not _from_trl(self)
+        with contextlib.nullcontext() if whole else _noted_states(body, seen):
+            loss = super().compute_loss(model, _request(self, body, inputs), whole, num_items_in_batch)
+        loss, outputs = loss if whole else (loss, None)
+        states = seen[0] if seen else states_of(outputs)
+        loss = _penalised(self, loss, states, token_mask(body, inputs, states, self.mask_fn), num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs, *args, **kwargs):
@@ -82,6 +88,19 @@ def _check_order(cls: type):
 # %% ../nbs/09_trainer.ipynb #d862c4e1
 class PenaltyTrainer(PenaltyMixin, Trainer):
     "Train as the transformers Trainer, with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
+
+# %% ../nbs/09_trainer.ipynb #d8351592
+def _from_trl(trainer: Trainer) -> bool:
+    "Return whether the Trainer is one of TRL."
+    return any(kind.__module__.split(".")[0] == "trl" for kind in type(trainer).__mro__)
+
+
+@contextlib.contextmanager
+def _noted_states(body: nn.Module, seen: list):
+    "Add the hidden states of each call of the encoder to a list."
+    handle = encoder_of(body).register_forward_hook(lambda module, args, output: seen.append(states_of(output)))
+    try: yield
+    finally: handle.remove()
 
 # %% ../nbs/09_trainer.ipynb #e8b64804
 def _penalised(trainer: Trainer, loss: Tensor, states: tuple[Tensor, ...], mask: Tensor | None, num_items) -> Tensor:
@@ -136,6 +155,7 @@ def _check_padding(penalties: list[nn.Module], body: nn.Module, inputs: dict) ->
     "Return whether the batch was one without a mask; warn if it holds padding, which the penalties count."
     ids, pad = inputs.get("input_ids"), getattr(getattr(body, "config", None), "pad_token_id", None)
     if pad is None or not isinstance(ids, Tensor) or inputs.get("attention_mask") is not None: return False
+    if "position_ids" in inputs: return False  # texts in one row, without padding; pad may be the end of each
     if all(getattr(p, "padding", False) for p in penalties) or not bool((ids == pad).any()): return True
     warnings.warn(f"attention_mask: the batches have none, but their input_ids hold padding ({pad}), which the penalty "
                   "counts; let the collator give a mask, or padding=True if that is meant")
@@ -206,7 +226,7 @@ def _attach(trainer: Trainer, p: nn.Module):
     p.to(trainer.args.device)
     known = any(getattr(c, "penalty", None) is p for c in trainer.callback_handler.callbacks)
     if _needs_reference(p) and not known:
-        trainer.add_callback(ReferenceRefresh(p, every_epoch=not getattr(p, "given", False)))
+        trainer.add_callback(ReferenceRefresh(p, every_epoch=not getattr(p, "given", False), mask_fn=trainer.mask_fn))
 
 # %% ../nbs/09_trainer.ipynb #a4193e67
 def _place_references(trainer: Trainer, **paths: Path | None):
@@ -235,10 +255,11 @@ class ReferenceRefresh(TrainerCallback):
         progress: bool | None = None,  # show a progress bar; None does as the Trainer does
         place: int = 1,  # of the penalty among those with a reference: it numbers the file
         released: bool = False,  # as reference_covariance has it, and in float32 whatever precision training has
+        mask_fn: Callable | None = None,  # as in hidden_states
     ):
         check_max_points(max_points)
         self.penalty, self.max_points, self.every_epoch, self.seed = penalty, max_points, every_epoch, seed
-        self.progress, self.place, self.released = progress, place, released
+        self.progress, self.place, self.released, self.mask_fn = progress, place, released, mask_fn
         self.resumed, self.folder, self.checkpoint = False, None, None  # paths; None: as the output folder has it
 
     def on_train_begin(self, args, state, control, **kwargs): self.resumed = state.global_step > 0
@@ -259,7 +280,8 @@ def _drawn_reference(c: ReferenceRefresh, args, state, model: nn.Module, loader:
     "Return the reference of examples drawn for this epoch, (d, d), or (L, d, d) for a mean over layers."
     seed = (args.seed if c.seed is None else c.seed) * 1009 + int(state.epoch or 0)
     counted: dict[str, Any] = {"layers": "union", "padding": False, "embeddings": False}
-    counted = {name: getattr(c.penalty, name, default) for name, default in counted.items()} | {"released": c.released}
+    counted = {name: getattr(c.penalty, name, default) for name, default in counted.items()}
+    counted |= {"released": c.released, "mask_fn": c.mask_fn}
     progress = not args.disable_tqdm if c.progress is None else c.progress
     with same_draws(args.device), contextlib.nullcontext() if c.released else _autocast(args):
         batches = own_batches(loader, args.per_device_train_batch_size, seed)
@@ -365,16 +387,17 @@ class IsotropyLog(TrainerCallback):
         self,
         batches: Iterable[dict],  # a list of collated batches, or a loader that gives the same ones each time
         max_points: int | None = 250_000,  # token vectors over all layers; None takes all
+        mask_fn: Callable | None = None,  # as in hidden_states
     ):
         check_max_points(max_points)
-        self.batches, self.max_points, self.history = batches, max_points, []
+        self.batches, self.max_points, self.mask_fn, self.history = batches, max_points, mask_fn, []
 
     def _measure(self, args, state, model):
         world, batches, limit = world_size(), self.batches, self.max_points
         shared = world == 1 or (isinstance(batches, Sequence) and len(batches) >= world)
         if world > 1 and shared: batches = batches[torch.distributed.get_rank()::world]
         if not shared and limit is not None: limit *= world  # too few to share out: all ranks read them all
-        with same_draws(args.device): score = measure_isotropy(model, batches, limit)
+        with same_draws(args.device): score = measure_isotropy(model, batches, limit, mask_fn=self.mask_fn)
         if not shared: score["points"] //= world
         self.history.append({"epoch": float(state.epoch or 0), "step": state.global_step, **score})
 
