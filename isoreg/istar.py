@@ -65,12 +65,21 @@ class IStar(nn.Module):
 # %% ../nbs/07_istar.ipynb #3f070124
 def _choose(p: IStar, states: tuple[Tensor, ...], mask: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
     "Return the hidden states whose tokens count, each (batch, length, d), and the mask of the tokens that do."
-    check_states(states, mask)
+    check_states(states, None if p.padding else mask)
     one = isinstance(p.layers, int)
     chosen = [states[check_layer("layers", p.layers, states)]] if one else list(states[0 if p.embeddings else 1 :])
+    same_width(chosen)
     if chosen: return chosen, None if p.padding else mask
     raise ValueError("hidden_states: hold the embeddings alone and no layer; pass all L + 1 of the model, or set "
                      "embeddings=True")
+
+# %% ../nbs/07_istar.ipynb #858e5573
+def same_width(states: Iterable[Tensor]) -> None:
+    "Raise a `ValueError` for layers of several widths, as of models that merge the patches of a picture."
+    widths = list(dict.fromkeys(h.shape[-1] for h in states))
+    if len(widths) < 2: return
+    raise ValueError(f"hidden_states: layers of widths {', '.join(map(str, widths))} have no score together; take "
+                     "one, such as layers=-1, and to measure pass its vectors to isoscore")
 
 # %% ../nbs/07_istar.ipynb #173124c7
 def _moments(p: IStar, X: list[Tensor], mask: Tensor | None) -> Moments:
@@ -171,6 +180,8 @@ def _collapsed(m: Moments) -> Tensor:
 def _explain(p: IStar, m: Moments, mask: Tensor | None, vain: Tensor | None):
     "Raise a `ValueError` for a score that is none; warn, once, of tokens that say nothing of a corrected one."
     check_mask(mask)
+    if m.m2.shape[-1] == 1:
+        raise ValueError("hidden_states: have one dimension, which has no isotropy; need (batch, length, d) with d >= 2")
     need, least = MIN_ROWS[p.correction], int(m.count.min())
     if least < need:
         raise ValueError(f"attention_mask: {least} token vectors count, but the score needs at least {need} "
@@ -265,6 +276,7 @@ def token_moments(
 # %% ../nbs/07_istar.ipynb #3f6d4969
 def _of_batch(states: tuple[Tensor, ...], mask: Tensor | None, budget: "_Budget") -> Moments:
     "Return the moments of a batch's tokens after each layer, batched (L + 1, ...), as far as the budget goes."
+    same_width(states)
     check_states(states, mask)
     budget.check(states)
     check_mask(mask)
@@ -360,7 +372,7 @@ class CosReg(nn.Module):
 
     def forward(self, hidden_states: tuple[Tensor, ...], attention_mask: Tensor | None = None) -> Tensor:
         "Return the weighted term of L + 1 tensors (batch, length, d) and a mask (batch, length), a scalar."
-        check_states(hidden_states, attention_mask)
+        check_states(hidden_states, None if self.padding else attention_mask)
         h = hidden_states[check_layer("layer", self.layer, hidden_states)]
         mask = None if self.padding else attention_mask
         with full_precision(h): cosine = _cosine(h.flatten(0, 1), None if mask is None else mask.flatten())

@@ -871,8 +871,14 @@ def _forms(table: pd.DataFrame, base: str) -> dict[str, str]:
     plain = table.drop(columns=["records", "records_baseline"], errors="ignore")
     return {"md": to_markdown(table, base=base),
             "html": shown.to_html(index=False) + f"\n<p>{html.escape(origin)}</p>\n",
-            "tex": shown.to_latex(index=False, escape=True) + f"\n{re.sub('[&%$#_{}]', _BEFORE, origin)}\n",
+            "tex": shown.to_latex(index=False, escape=True) + f"\n{_tex(origin)}\n",
             "csv": plain.to_csv(index=False)}
+
+# %% ../nbs/27_report.ipynb #ed963d70
+def _tex(text: str) -> str:
+    "Return a text as LaTeX prints it; no command in it is one."
+    words = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return re.sub(r"[\\&%$#_{}~^]", lambda m: words.get(m[0], "\\" + m[0]), _one_line(text))
 
 # %% ../nbs/27_report.ipynb #5d2bbb5e
 def _figures(df: pd.DataFrame, tables: dict) -> dict[str, bytes]:
