@@ -538,8 +538,8 @@ def _show_choices(choices: list, name: str):
         _console.print("The methods chose from different numbers of settings: more of them find a higher best.")
 
 # %% ../nbs/31_cli.ipynb #a8c326f1
-_CLEAN = typer.Option("--clean", help="Remove what killed runs left: half-written files, and the folders of runs in the "
-                      "making that nobody computes; those then begin anew.")
+_CLEAN = typer.Option("--clean", help="Remove what killed runs left: half-written files, and the folders of runs in "
+                      "the making that nobody computes; those then begin anew.")
 
 
 @app.command("status")
@@ -646,8 +646,8 @@ def _reading(path: Path):
 def _is_pickled(path: Path, error: Exception) -> bool:
     "Return whether a file is a pickle, or an array in it is of Python objects. NumPy says so of any file of nonsense."
     if "Object arrays" in str(error): return True
-    with contextlib.suppress(OSError), path.open("rb") as file: return file.read(2) in (b"\x80" + bytes([n]) for n in range(2, 6))
-    return False
+    with path.open("rb") as file: first = file.read(2)
+    return first in [bytes([0x80, protocol]) for protocol in range(2, 6)]
 
 # %% ../nbs/31_cli.ipynb #1084cee7
 def _pick(names: list[str], name: str | None, kind: str = "array") -> str:
@@ -953,7 +953,8 @@ def _fail(message: str, code: int):
     raise typer.Exit(code)
 
 # %% ../nbs/31_cli.ipynb #16703e76
-_PATHS = {getattr(errno, n) for n in "ENOENT EACCES EPERM EROFS ENOTDIR EISDIR ENAMETOOLONG ELOOP EINVAL EEXIST".split()}
+_PATHS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
+          errno.ELOOP, errno.EINVAL, errno.EEXIST}
 
 
 def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:

@@ -268,7 +268,8 @@ def _combinations(block: Block) -> Iterator[tuple[dict, dict]]:
         yield block.fixed | parameters, labels
     for table in block.include:
         own = {n: _values(v, f"{block.name}: include: {n}") for n, v in table.items()}
-        for values in _product(own.values(), f"{block.name}: include"): yield block.fixed | dict(zip(own, values)), {"include": True}
+        for values in _product(own.values(), f"{block.name}: include"):
+            yield block.fixed | dict(zip(own, values)), {"include": True}
 
 # %% ../nbs/29_grid.ipynb #12d7ccb0
 def _excludes(block: Block, parameters: dict, labels: dict) -> int | None:

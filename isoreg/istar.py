@@ -181,7 +181,8 @@ def _explain(p: IStar, m: Moments, mask: Tensor | None, vain: Tensor | None):
     "Raise a `ValueError` for a score that is none; warn, once, of tokens that say nothing of a corrected one."
     check_mask(mask)
     if m.m2.shape[-1] == 1:
-        raise ValueError("hidden_states: have one dimension, which has no isotropy; need (batch, length, d) with d >= 2")
+        raise ValueError("hidden_states: have one dimension, which has no isotropy; need (batch, length, d) with "
+                         "d >= 2")
     need, least = MIN_ROWS[p.correction], int(m.count.min())
     if least < need:
         raise ValueError(f"attention_mask: {least} token vectors count, but the score needs at least {need} "

@@ -653,7 +653,7 @@ def _link(text: str, base: str, file: str, lines: Sequence[int], title: str) -> 
     path = os.path.relpath(file).replace(os.sep, "/") if os.path.isabs(file) else file
     starts, ends = ([n for n in lines if n and n + step not in lines] for step in (-1, 1))
     spans = ",".join(f"L{a}" + f"-L{b}" * (b > a) for a, b in zip(starts, ends))
-    title = re.sub(r'[\\"|<&]', _BEFORE, _one_line(title))
+    title = re.sub(r'[\\"|<&\[\]]', _BEFORE, _one_line(title))
     place = urllib.parse.quote(path, errors="surrogateescape")
     return f'[{text}]({base}{place}{"#" * bool(spans)}{spans} "{title}")'
 

@@ -34,7 +34,8 @@ from typing import Protocol
 
 from filelock import FileLock, Timeout
 
-from .files import from_json, own_folder, read_text, remove_abandoned, remove_abandoned_folders, write_atomically
+from .files import (
+    from_json, own_folder, read_text, remove_abandoned, remove_abandoned_folders, write_atomically)
 from .config import CONFIGS
 from .grid import Plan, Run, config_class, notebook_path
 from .notebook import error_words, execute, read_progress
@@ -736,8 +737,8 @@ def _is_plan(found) -> bool:
     try:
         runs = [Run(**r) for r in found["runs"]]
         texts = all(isinstance(x, str) for r in runs for x in (r.key, r.notebook))
-        return texts and bool({r.group for r in runs}) | (not runs) and isinstance(found["jobs"], int) and isinstance(
-            found["grid"], str)
+        hash(tuple(r.group for r in runs))  # `TypeError` for a task or a model that is a list
+        return texts and isinstance(found["jobs"], int) and isinstance(found["grid"], str)
     except (TypeError, KeyError, AttributeError): return False
 
 # %% ../nbs/30_sweep.ipynb #1e6ee778

@@ -219,7 +219,12 @@ def test_records_and_state_files_of_a_wrong_type(monkeypatch, text):
     Path("r.jsonl").write_text(text)
     ends(0, "status", "runs")
     ends(0, "sweep", "demo", "--out", "runs", "--dry-run")
-    for command in (["report", "runs"], ["report", "r.jsonl"], ["select", "demo", "runs"], ["select", "demo", "r.jsonl"]):
+    for command in (
+        ["report", "runs"],
+        ["report", "r.jsonl"],
+        ["select", "demo", "runs"],
+        ["select", "demo", "r.jsonl"],
+    ):
         ends(2, *command)
     for command in (["rerun", folder], ["rerun", RUN.key, "--records", "r.jsonl"]):
         ends(2, *command)
@@ -261,7 +266,9 @@ def test_a_plan_that_is_none_is_not_read(plan):
     ends(0, "status", ".")
 
 
-@pytest.mark.parametrize("said", [1, {"stage": 1}, {"step": [], "total": {}}, {"total": 3}, {"loss": "a", "stage": "x"}])
+@pytest.mark.parametrize(
+    "said", [1, {"stage": 1}, {"step": [], "total": {}}, {"total": 3}, {"loss": "a", "stage": "x"}]
+)
 def test_progress_of_a_wrong_type(said):
     folder = Folder(".")
     Path(RUN.key).mkdir()
@@ -301,13 +308,15 @@ YAML = [
 @pytest.mark.parametrize("text", YAML, ids=lambda t: t[:20])
 def test_yaml_that_would_not_end(text):
     Path("g.yaml").write_text(text)
-    ends(2, "sweep", "g.yaml", "--dry-run", "--out", "o", words=["grid"])
+    ends(2, "sweep", "g.yaml", "--dry-run", "--out", "o", words=["error: "])
     if "\n" not in text and len(text) < 2**20 and not text.startswith(("axes", "fixed")):
         with pytest.raises(ValueError, match="set: "):
             parse_set([f"task={text}"])
 
 
-@pytest.mark.parametrize("value", ["pad_to_max=[", "seed=&a [*a]", "seed=!!timestamp x", "lr=!!python/name:os", "seed=" + "9" * 5000])
+@pytest.mark.parametrize(
+    "value", ["pad_to_max=[", "seed=&a [*a]", "seed=!!timestamp x", "lr=!!python/name:os", "seed=" + "9" * 5000]
+)
 def test_set_raises_a_value_error(value):
     with pytest.raises(ValueError, match="^set: .*cannot be read as YAML"):
         parse_set([value])
@@ -343,8 +352,8 @@ def test_a_file_name_that_is_not_utf8():
     Path(os.fsdecode(b"runs\xff")).mkdir()
     (Path(os.fsdecode(b"runs\xff")) / "record.json").write_text(json.dumps(RECORD))
     assert _command("status", b"runs\xff").returncode == 0
-    assert _command("report", b"runs\xff", "--out", "r").returncode == 0
-    assert "runs%FF" in Path("r/summary.md").read_text()
+    said = _command("report", b"runs\xff", "--out", "r")
+    assert said.returncode == 2 and b"is not utf-8; give another name" in said.stderr
 
 
 def test_an_output_path_with_braces(monkeypatch):
@@ -370,7 +379,14 @@ def test_markup_in_names_is_printed_as_it_is(odd):
     ends(0, "report", RUN.key, "--out", "r")
 
 
-KEYS = ["k\n\n<script>alert(1)</script>", 'k" onclick="x', "[a](javascript:alert(1))", "k\r\n# head", "k|b", "<javascript:x>"]
+KEYS = [
+    "k\n\n<script>alert(1)</script>",
+    'k" onclick="x',
+    "[a](javascript:alert(1))",
+    "k\r\n# head",
+    "k|b",
+    "<javascript:x>",
+]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -380,7 +396,7 @@ def test_markdown_in_records_stays_text(key):
     Path("a.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(other) + "\n")
     text = to_markdown(summarise(load("a.jsonl")))
     assert len(text.split("\n\n")) == 2 and len(text.split("\n\n")[0].splitlines()) == 3
-    assert not re.search(r"(?<!\\)<(script|javascript)", text) and "](javascript" not in text
+    assert not re.search(r"(?<!\\)<(script|javascript)", text) and not re.search(r"(?<!\\)\]\(javascript", text)
     files = write_report("a.jsonl", "r", None)
     assert "<script" not in next(f for f in files if f.name == "summary.html").read_text()
 
@@ -421,7 +437,7 @@ def test_folders_of_the_living_stay(tmp_path):
         assert remove_abandoned_folders(tmp_path) == [] and Path(folder).is_dir()
     code = (
         "import os, sys, subprocess, isoreg.files as f; c = f.own_folder(sys.argv[1]); folder, lock = c.__enter__();"
-        "fd = lock._context.lock_file_fd; child = subprocess.Popen(['sleep', '60'], pass_fds=[fd]);"
+        "fd = lock._context.lock_file_fd; child = subprocess.Popen(['sleep', '60'], pass_fds=[fd], stdout=-3);"
         "print(folder, child.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     said = subprocess.run([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True).stdout.split()
@@ -506,7 +522,9 @@ def test_a_damaged_file_is_no_pickle(content, word):
 
 
 def test_why_there_is_no_gradient():
-    tokens = dict(AutoTokenizer.from_pretrained(toy_model_path())(["a b c", "d e f"], return_tensors="pt", padding=True))
+    tokens = dict(
+        AutoTokenizer.from_pretrained(toy_model_path())(["a b c", "d e f"], return_tensors="pt", padding=True)
+    )
     batch = tokens | {"labels": torch.where(torch.arange(tokens["input_ids"].shape[1]) == 1, -100, tokens["input_ids"])}
     made = lambda: AutoModelForMaskedLM.from_pretrained(toy_model_path())
     model = made()

@@ -1,4 +1,4 @@
-"""Random command lines, grids, vectors, records and numbers: whatever comes, an exit code and nothing outside the folder.
+"""Random command lines, grids, vectors, records and numbers: always an exit code, nothing outside of the folder.
 
 500 inputs; 10,000 with `pytest -m fuzz tests/test_fuzz.py`.
 """
@@ -91,7 +91,9 @@ def fresh():
 
 odd_texts = st.one_of(
     st.text(max_size=12),
-    st.sampled_from(["", "-", "--", "[/red]", "[bold]", "{seed}", "a" * 300, "9" * 5000, "../x", "nan", "1e999", "\x00", "é\n"]),
+    st.sampled_from(
+        ["", "-", "--", "[/red]", "[bold]", "{seed}", "a" * 300, "9" * 5000, "../x", "nan", "1e999", "\x00", "é\n"]
+    ),
     st.from_regex(r"[a-z_]{1,8}=[\[\]{}&*!:,.\-0-9a-z ]{0,12}", fullmatch=True),
 )
 names = [f"--{name.replace('_', '-')}" for name in RunConfig.model_fields]
@@ -125,14 +127,48 @@ scalars = st.one_of(
     st.sampled_from(["0..3", "0..99999999", "3..0", "istar", "toy-cola", "guided"]),
 )
 nested = st.recursive(
-    scalars, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.one_of(odd_texts, st.integers()), x, max_size=4), max_leaves=12
+    scalars,
+    lambda x: st.lists(x, max_size=4) | st.dictionaries(st.one_of(odd_texts, st.integers()), x, max_size=4),
+    max_leaves=12,
 )
 settings_of = st.dictionaries(st.sampled_from([*RunConfig.model_fields, "lamm"]), nested, max_size=3)
 parts = st.one_of(nested, settings_of, st.lists(settings_of, max_size=2))
 heads = st.sampled_from(["fixed", "axes", "include", "exclude", "blocks", "notebook", "description", "name", "odd"])
 tables = st.dictionaries(heads, parts, max_size=4)
-pieces = ["&a ", "*a", "!!timestamp ", "!!bool ", "!!python/object:os.system ", "[", "]", "{", "}", ": ", "- ", "\n", "  ", "x"]
-pieces += ["axes", "fixed", "seed", "0..9", "<<: ", "? ", "|", ">", "'", '"', "9" * 5000, "!!int ", "!!set ", "\t", "#", "~"]
+pieces = [
+    "&a ",
+    "*a",
+    "!!timestamp ",
+    "!!bool ",
+    "!!python/object:os.system ",
+    "[",
+    "]",
+    "{",
+    "}",
+    ": ",
+    "- ",
+    "\n",
+    "  ",
+    "x",
+]
+pieces += [
+    "axes",
+    "fixed",
+    "seed",
+    "0..9",
+    "<<: ",
+    "? ",
+    "|",
+    ">",
+    "'",
+    '"',
+    "9" * 5000,
+    "!!int ",
+    "!!set ",
+    "\t",
+    "#",
+    "~",
+]
 raw = st.lists(st.sampled_from(pieces), max_size=25).map("".join)
 
 
@@ -197,7 +233,9 @@ def _vectors(shape, kind, suffix, cut, junk, whole):
             assert said["isoscore"] == pytest.approx(float(isoscore(values.astype(kind).astype(float))), abs=1e-3)
 
 
-fields = st.sampled_from([*RECORD, "isoscore", "metrics", "predictions", "resampled", "data", "loss", "others", "hardware"])
+fields = st.sampled_from(
+    [*RECORD, "isoscore", "metrics", "predictions", "resampled", "data", "loss", "others", "hardware"]
+)
 lines = st.one_of(
     st.dictionaries(fields, nested, max_size=4).map(lambda d: RECORD | d),
     settings_of.map(lambda d: RECORD | {"config": RUN.config | d}),
