@@ -6,14 +6,13 @@ __all__ = ['save_model', 'model_card']
 # %% ../nbs/22_card.ipynb #5ce1bc07
 import math
 import re
-import tempfile
 from pathlib import Path
 
 import yaml
 from torch import nn
 
 from .config import RunConfig, command, method_label, scores_texts
-from .files import file_kind
+from .files import file_kind, own_folder
 from .record import RunRecord
 from .tasks import get_task
 
@@ -27,7 +26,7 @@ def save_model(
     "Write model, tokenizer and card for `from_pretrained` beside the folder, and then put them in its place."
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as there:
+    with own_folder(folder.parent) as (there, _):
         fresh = Path(there) / "model"
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)

@@ -6,12 +6,19 @@ __all__ = ['app', 'demo_command', 'run_command', 'rerun_command', 'sweep_command
 
 # %% ../nbs/31_cli.ipynb #5d321039
 import contextlib
+import errno
 import functools
+import importlib.metadata
 import inspect
 import json
+import platform
 import random
 import re
+import shlex
+import sys
+import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,13 +28,30 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 import isoreg
 from .config import RunConfig, about, groups, help_text, kinds, parse_set
 
 # %% ../nbs/31_cli.ipynb #92727564
-app = typer.Typer(name="isoreg", no_args_is_help=True, rich_markup_mode="rich",
+class _Commands(TyperGroup):
+    "The commands, inside one boundary: whatever goes wrong in one ends in a line and an exit code."
+
+    def main(self, *args, **options):
+        for stream in (sys.stdout, sys.stderr):  # a letter that the terminal does not know is no reason to stop
+            if hasattr(stream, "reconfigure"): stream.reconfigure(errors="backslashreplace")
+        return super().main(*args, **options)
+
+    def invoke(self, ctx):
+        words = [*ctx._protected_args, *ctx.args]
+        try: return super().invoke(ctx)
+        except (Exception, KeyboardInterrupt) as error:
+            if hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError)): raise  # typer's own
+            ending = _ending(error, words)
+        _fail(*ending)
+
+
+app = typer.Typer(name="isoreg", no_args_is_help=True, rich_markup_mode="rich", cls=_Commands,
                   pretty_exceptions_enable=False,
                   help="Isotropy and dropout regularisers for fine-tuning language models.")
 
@@ -137,24 +161,21 @@ def run_command(
 
     Without options: I-STAR on the embedded toy task, no network, about a minute. All settings: guide Options.
     """
-    with _input_errors(): given |= _settings(set_)
-    _run(given, out, force, save_model)
+    _run(given | _settings(set_), out, force, save_model)
 
 # %% ../nbs/31_cli.ipynb #43bd213d
 def _settings(
     pairs: Iterable[str] | None,  # each name=value
 ) -> dict:
     "Return the values given with `--set`, by name. `ValueError` for what is no name=value, or no YAML."
-    import yaml
-    try: return {name.replace("-", "_"): value for name, value in parse_set(pairs or ()).items()}
-    except yaml.YAMLError as error: raise ValueError(f"set: a value cannot be read as YAML ({error})") from None
+    return {name.replace("-", "_"): value for name, value in parse_set(pairs or ()).items()}
 
 # %% ../nbs/31_cli.ipynb #0249d15d
 def _run(given: dict, out: Path, force: bool, save_model: bool = False):
     "Do the run of these settings unless it is done, and show its record; exit with 1 where that has no number."
     from isoreg.grid import Run
     from isoreg.record import RunRecord
-    with _input_errors(): config = RunConfig.from_dict(given)
+    config = RunConfig.from_dict(given)
     _note_unused(given, config)
     run, folder = Run(config.key, "finetune", config.to_dict()), out / config.key
     record = None if force else _finished(run, out)
@@ -200,7 +221,7 @@ def _execute(run, out: Path, save_model: bool):
 def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
     "Execute the notebook of a claimed run; return message and exit code if it fails."
     from papermill.exceptions import PapermillExecutionError
-    from isoreg.notebook import KernelDied, execute
+    from isoreg.notebook import execute
     from isoreg.sweep import files_of
     folder = out / run.key
     parameters, progress = run.parameters | {"out": str(out), "save_model": save_model}, folder / "progress.json"
@@ -208,7 +229,7 @@ def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
     with _progress_bar() as on_progress:
         try: execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, files_of(claim))
         except KeyboardInterrupt: return _stopped(folder)
-        except (PapermillExecutionError, KernelDied) as error:
+        except (PapermillExecutionError, RuntimeError, OSError) as error:  # a kernel died or did not start, a disk
             return _stopped(folder) if _interrupted(error) else _failure(run, out, error)
     (folder / "failed.json").unlink(missing_ok=True)
     return None
@@ -224,7 +245,8 @@ def _progress_bar() -> Iterator[Callable[[dict], None]]:
 
         def on_progress(said: dict):
             step = f"{_step(said)}  loss {_loss(said)}" if _loss(said) else _step(said)
-            bar.update(row, description=said["stage"], total=said["total"] or None, completed=said["step"], step=step)
+            total, done = said.get("total") or None, said.get("step", 0)
+            bar.update(row, description=said.get("stage", ""), total=total, completed=done, step=step)
         yield on_progress
 
 # %% ../nbs/31_cli.ipynb #40e32074
@@ -243,8 +265,7 @@ def _failure(run, out: Path, error: Exception) -> tuple[str, int]:
     if not is_disk_full(error):
         with contextlib.suppress(OSError): write_failure(Folder(out), Outcome(run, "failed", message, trace))
     code = _exit_code(error, folder / "progress.json")
-    offline = code == 2 and ("onnection" in message or "ffline" in message)
-    hint = "\nNo network? Give --data-dir, and --model as a folder." if offline else ""
+    hint = _hint(message) if code == 2 else ""
     return f"{message}{hint}\nnotebook: {folder / 'notebook.ipynb'}", code
 
 # %% ../nbs/31_cli.ipynb #ae2d5aaa
@@ -259,8 +280,8 @@ def _interrupted(error: Exception) -> bool: return getattr(error, "ename", None)
 # %% ../nbs/31_cli.ipynb #b5e80da9
 def _trained(progress: Path) -> bool:
     "Return whether training had begun."
-    try: return json.loads(progress.read_text())["stage"] in ("training", "done")
-    except (OSError, ValueError, KeyError): return False
+    from isoreg.notebook import read_progress
+    return read_progress(progress).get("stage") in ("training", "done")
 
 # %% ../nbs/31_cli.ipynb #b5c10cdd
 def _show_record(record, folder: Path):
@@ -303,25 +324,35 @@ def rerun_command(
     "Repeat a stored run and say whether score and predictions are equal; exits 1 if they are not."
     from isoreg.finetune import rerun
     where = {name: place for name, place in (("data_dir", data_dir), ("model", model), ("scores", scores)) if place}
-    with _input_errors(), _quiet():
-        record = _stored(what, records)
-        found = rerun(record, **where)
+    record = _stored(what, records)
+    with _quiet(): found = rerun(record, **where)
     _show_comparison(record["key"], found)
     if not found["equal"]: raise typer.Exit(1)
 
 # %% ../nbs/31_cli.ipynb #32df9063
 def _stored(what: str, records: Path) -> dict:
     "Return the record in a file or folder, or that of a key in files of records; `ValueError` if there is none."
+    from isoreg.files import from_json, read_text
     from isoreg.record import read_lines
     path = Path(what) / "record.json" if Path(what).is_dir() else Path(what)
     if path.is_file():
-        try: return json.loads(path.read_text())
+        try: return _comparable(from_json(read_text(path)), what)
         except (ValueError, OSError) as error: raise ValueError(f"record: {what!r} cannot be read ({error})") from None
     files = sorted(records.glob("*.jsonl")) if records.is_dir() else [records]
     found = next((r for file in files for r in read_lines(file) if r.get("key") == what), None)
-    if found: return found
+    if found: return _comparable(found, what)
     raise ValueError(f"record: no file {what!r}, and no run of that key in {str(records)!r}; "
                      "give a record.json, or --records")
+
+# %% ../nbs/31_cli.ipynb #243bc357
+def _comparable(record, what: str) -> dict:
+    "Return the record if a repetition can be compared with it. `ValueError` for what is none, before anything runs."
+    from isoreg.files import unpack
+    try:
+        unpack(record["predictions"]), record["isoscore"]["after"]["union"], record["value"], record["git_commit"]
+        if all(isinstance(record[name], dict) for name in ("config", "versions", "hardware")): return record
+    except Exception: pass  # of base64, zlib, NumPy, or a part of another type
+    raise ValueError(f"record: {what!r} is no record of a run with its predictions; give another")
 
 # %% ../nbs/31_cli.ipynb #6f96aa65
 def _show_comparison(key: str, found: dict):
@@ -371,9 +402,8 @@ def sweep_command(
     "Do all runs of a grid that are not done, several at a time."
     from isoreg.grid import expand, load_grid
     from isoreg.sweep import restore
-    with _input_errors():
-        plan = expand(load_grid(grid), tuple(only or ()), _settings(set_))
-        stored = restore(records, plan, out, dry_run) if records else set()
+    plan = expand(load_grid(grid), tuple(only or ()), _settings(set_))
+    stored = restore(records, plan, out, dry_run) if records else set()
     if records: _console.print(f"{len(stored)} runs are taken from {records}")
     _show_plan(plan, out, stored, keys=dry_run)
     if dry_run: return
@@ -384,13 +414,11 @@ def sweep_command(
 # %% ../nbs/31_cli.ipynb #46440222
 def _sweep(plan, out: Path, jobs: int | None, ray: str | None, retry_failed: bool):
     "Return the report of a sweep; end the command where there is none."
-    from isoreg.sweep import Local, OnRay, is_disk_full, sweep
+    from isoreg.sweep import Local, OnRay, sweep
     try:
         executor = Local(jobs) if ray is None else OnRay(ray or None, jobs)
         with _live_table() as on_progress:
             return sweep(plan, out, executor, retry_failed, _errors.print, on_progress)
-    except OSError as error: _fail(f"the disk is full: {error.strerror}" if is_disk_full(error) else str(error), 1)
-    except ValueError as error: _fail(str(error), 2)
     except KeyboardInterrupt: _fail("stopped; what is done stays, and the same command goes on with the rest", 130)
 
 # %% ../nbs/31_cli.ipynb #a19c548c
@@ -477,10 +505,9 @@ def select_command(
     "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
     from isoreg.files import write_atomically
     from isoreg.grid import choose, expand, final_grid, load_grid
-    with _input_errors():
-        plan = expand(load_grid(grid))
-        choices = choose(plan, _records(records))
-        text = final_grid(choices, seeds, plan.name)
+    plan = expand(load_grid(grid))
+    choices = choose(plan, _records(records))
+    text = final_grid(choices, seeds, plan.name)
     _show_choices(choices, plan.name)
     if out is None: return
     write_atomically(out, text)
@@ -489,11 +516,13 @@ def select_command(
 # %% ../nbs/31_cli.ipynb #97b84435
 def _records(paths: Iterable[Path]) -> list[dict]:
     "Return the records in folders of runs and in JSON lines files. `ValueError` for what is no JSON."
-    from isoreg.files import record_files
+    from isoreg.files import from_json, read_text, record_files
     found = []
     for path in paths:
-        texts = [f.read_text() for f in record_files(path)] if path.is_dir() else path.read_text().splitlines()
-        found += [json.loads(text) for text in texts if text.strip()]
+        try:
+            texts = map(read_text, record_files(path)) if path.is_dir() else read_text(path).splitlines()
+            found += [from_json(text) for text in texts if text.strip()]
+        except ValueError as error: raise ValueError(f"records: {str(path)!r} cannot be read ({error})") from None
     return [r for r in found if isinstance(r, dict)]
 
 # %% ../nbs/31_cli.ipynb #63e43a91
@@ -509,14 +538,20 @@ def _show_choices(choices: list, name: str):
         _console.print("The methods chose from different numbers of settings: more of them find a higher best.")
 
 # %% ../nbs/31_cli.ipynb #a8c326f1
+_CLEAN = typer.Option("--clean", help="Remove what killed runs left: half-written files, and the folders of runs in "
+                      "the making that nobody computes; those then begin anew.")
+
+
 @app.command("status")
 def status_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a sweep, or of isoreg run.")],
     as_json: Annotated[bool, _JSON] = False,
+    clean: Annotated[bool, _CLEAN] = False,
 ):
     "What is done, running, failed and missing in a folder, and the time left."
-    from isoreg.sweep import status
-    with _input_errors(): state = status(folder)
+    from isoreg.sweep import clean as remove, status
+    state = status(folder)
+    if clean: _errors.print(f"{len(remove(folder))} left-overs are removed")
     if as_json: print(json.dumps(state, indent=1))
     else: _show_status(state, folder)
 
@@ -553,12 +588,11 @@ def score_command(
     as_json: Annotated[bool, _JSON] = False,
 ):
     "IsoScore, plain and bias-corrected with its standard error, and the spectrum."
-    with _input_errors():
-        if model is not None and array is not None:
-            raise ValueError("array: does not apply to a text file; leave --array out, or --model")
-        result: Any
-        if model is None: result = score_points(_points(file, array))
-        else: result = _score_texts(file, model, max_lines, seed)
+    if model is not None and array is not None:
+        raise ValueError("array: does not apply to a text file; leave --array out, or --model")
+    result: Any
+    if model is None: result = score_points(_points(file, array))
+    else: result = _score_texts(file, model, max_lines, seed)
     if as_json: print(json.dumps(result, indent=1))
     else: _show_points(result) if model is None else _show_layers(result)
 
@@ -603,7 +637,17 @@ def _reading(path: Path):
     try: yield
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"file: {path.name} cannot be read, or only by unpickling ({why})") from None
+        if _is_pickled(path, error):
+            raise ValueError(f"file: {path.name} holds Python objects, which only unpickling would read, and a pickle "
+                             "can run any code; save an array of numbers") from None
+        raise ValueError(f"file: {path.name} is damaged, or no {path.suffix} file; save it again ({why})") from None
+
+# %% ../nbs/31_cli.ipynb #e5a69455
+def _is_pickled(path: Path, error: Exception) -> bool:
+    "Return whether a file is a pickle, or an array in it is of Python objects. NumPy says so of any file of nonsense."
+    if "Object arrays" in str(error): return True
+    with path.open("rb") as file: first = file.read(2)
+    return first in [bytes([0x80, protocol]) for protocol in range(2, 6)]
 
 # %% ../nbs/31_cli.ipynb #1084cee7
 def _pick(names: list[str], name: str | None, kind: str = "array") -> str:
@@ -855,11 +899,10 @@ def report_command(
     """Tables (.md, .html, .tex, .csv) and figures (.png, .pdf) from records: intervals, paired tests, failed and
     collapsed runs."""
     from isoreg.report import load, summarise, write_report
-    with _input_errors():
-        with _warnings_shown(): runs = load([str(s) for s in source])
-        methods = list(runs.method.unique())
-        compared = baseline in methods and len(methods) > 1
-        files = write_report(runs, out, baseline if compared else None)
+    with _warnings_shown(): runs = load([str(s) for s in source])
+    methods = list(runs.method.unique())
+    compared = baseline in methods and len(methods) > 1
+    files = write_report(runs, out, baseline if compared else None)
     if not compared:
         _errors.print(f"no comparisons: no run of {baseline!r} beside others; methods are {', '.join(methods)}")
     _show_summary(summarise(runs))
@@ -884,7 +927,7 @@ def tasks_command(
 ):
     "The tasks, their metrics, and where each was found."
     from isoreg.data import find_tasks
-    with _input_errors(): rows = find_tasks(data_dir)
+    rows = find_tasks(data_dir)
     if as_json: return print(json.dumps(rows, indent=1))
     columns = ("task", "papers", "metric", "where")
     table = _table("", columns)
@@ -910,11 +953,54 @@ def _fail(message: str, code: int):
     raise typer.Exit(code)
 
 # %% ../nbs/31_cli.ipynb #16703e76
-@contextlib.contextmanager
-def _input_errors():
-    "Context in which bad input ends the command."
-    try: yield
-    except (ValueError, OSError) as error: _fail(str(error), 2)
+_PATHS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
+          errno.ELOOP, errno.EINVAL, errno.EEXIST}
+
+
+def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
+    "Return what a command says of the error that ends it, and its exit code; the words are its arguments."
+    from isoreg.sweep import is_disk_full
+    text = str(error)
+    if isinstance(error, KeyboardInterrupt): return "stopped", 130
+    if isinstance(error, UnicodeError):
+        return f"{words[0]}: {error.object!r:.100} is not {error.encoding}; give another name, or convert the file", 2
+    named = ": " in text and len(text.partition(": ")[0].split()) <= 4  # as the library has it: the argument first
+    if isinstance(error, ValueError) and named: return text + _hint(text), 2
+    if is_disk_full(error): return f"the disk is full: {text}; make room and give the same command again", 1
+    if isinstance(error, MemoryError): return "the memory does not suffice; give less at a time", 1
+    if isinstance(error, OSError) and error.errno in _PATHS:
+        return f"{_argument(str(error.filename), words)}: {error.strerror}: {error.filename!r}; give another path", 2
+    if isinstance(error, OSError): return text + _hint(text), 1
+    return f"this is a mistake of isoreg, not of yours ({type(error).__name__}); {_report_bug(error, words)}", 1
+
+# %% ../nbs/31_cli.ipynb #7475f55d
+def _argument(path: str, words: Sequence[str]) -> str:
+    "Return the name of the option under which a path, or a folder above it, was given; else \"path\"."
+    for before, word in zip(["", *words], words):
+        name, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        if value and name.startswith("--") and Path(value) in (Path(path), *Path(path).parents): return name[2:]
+    return "path"
+
+
+def _hint(message: str) -> str:
+    "Return what to do without a network, if that is what a message speaks of."
+    found = re.search(r"connect|offline|unreachable|resol|Max retries|timed out|\b50[0234]\b", message, re.IGNORECASE)
+    return "\nNo network? Give --data-dir, and --model as a folder." if found else ""
+
+# %% ../nbs/31_cli.ipynb #b73e42a7
+def _report_bug(error: BaseException, words: Sequence[str]) -> str:
+    "Write what one has to know of an error to a file, here or among the temporary files; return where it is."
+    made = [f"Python {platform.python_version()} on {platform.platform()}", f"isoreg {isoreg.__version__}"]
+    for name in ("torch", "transformers", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            made.append(f"{name} {importlib.metadata.version(name)}")
+    text = "\n".join([shlex.join(["isoreg", *words]), *made, "", *traceback.format_exception(error)])
+    for folder in (".", tempfile.gettempdir()):
+        with contextlib.suppress(OSError):
+            handle, name = tempfile.mkstemp(prefix="isoreg-error-", suffix=".txt", dir=folder)
+            with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file: file.write(text)
+            return f"please report it with the file {name}"
+    return f"please report it: {traceback.format_exception_only(error)[-1].strip()}"
 
 # %% ../nbs/31_cli.ipynb #30731f73
 @contextlib.contextmanager
@@ -929,7 +1015,7 @@ def _warnings_shown():
 def _number(x: float | None) -> str: return "undefined" if x is None else f"{x:.4f}"
 
 
-def _step(said: dict) -> str: return f"{said['step']}/{said['total']}" if said.get("total") else ""
+def _step(said: dict) -> str: return f"{said.get('step', 0)}/{said['total']}" if said.get("total") else ""
 
 
 def _loss(said: dict) -> str: return "" if said.get("loss") is None else f"{said['loss']:.3f}"

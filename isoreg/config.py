@@ -22,11 +22,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from .files import file_kind
+from .files import file_kind, from_json, from_yaml
 from .tasks import TASKS, Task, definition, from_definition, get_task, pinned, read_task
 
 # %% ../nbs/19_config.ipynb #1077cbab
@@ -87,7 +86,7 @@ def _as_meant(value, field: FieldInfo):
     types = kinds(field)
     if value == "" and type(None) in types: return None
     if hasattr(value, "item") and not getattr(value, "shape", ()): value = value.item()  # of NumPy
-    if isinstance(value, str) and int in types and re.fullmatch(r"-?\d+", value) and str in types: return int(value)
+    if isinstance(value, str) and int in types and re.fullmatch(r"-?\d{1,18}", value) and str in types: return int(value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return str(value) if number and str in types and not {int, float} & set(types) else value
 
@@ -163,8 +162,9 @@ def scores_source(
     path = Path(path)
     file = next((path / n for n in ("fisher.json", "record.json") if (path / n).is_file()), path)
     try:
+        if file.exists() and not (file.is_file() or file.is_dir()): raise ValueError("it is a device")
         content = file.read_bytes()
-        found = json.loads(content)
+        found = from_json(content)
     except (OSError, ValueError) as error:
         raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error}); "
                          "give what the notebook runs/fisher wrote") from None
@@ -1024,7 +1024,8 @@ def parse_set(
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             raise ValueError(f"set: {pair!r} is no name=value, such as batches=by-length")
-        found[name.strip()] = _number_or_text(yaml.safe_load(value))
+        try: found[name.strip()] = _number_or_text(from_yaml(value))
+        except ValueError as error: raise ValueError(f"set: {pair:.80}: cannot be read as YAML ({error})") from None
     return found
 
 

@@ -232,7 +232,7 @@ def _own_fisher(name: str, tokenizer, texts: list[str], max_length: int, corpus:
     "Return the Fisher information of the checkpoint's masked-language-model head on texts."
     advice = "give --scores, a file that the notebook runs/fisher wrote for this model"
     options = dict(dtype=torch.float32, output_loading_info=True)
-    try: model, info = AutoModelForMaskedLM.from_pretrained(model_source(name), **options)
+    try: model, info = AutoModelForMaskedLM.from_pretrained(model_source(name), trust_remote_code=False, **options)
     except (ValueError, OSError) as error:
         why = str(error).splitlines()[0]
         raise ValueError(f"scores: {name!r} has no masked-language-model form ({why}); {advice}") from None

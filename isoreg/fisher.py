@@ -28,7 +28,8 @@ from .checks import in_range, one_of
 from .corpus import (
     LOSSES, TextBatches, check_head, decoder_inputs, head_input, model_losses, predicted_positions,
     sample_losses)
-from .files import write_atomically
+from .files import from_json, read_text, write_atomically
+from .moments import readable
 from .states import eval_mode
 
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
@@ -346,9 +347,14 @@ class _Squares:
     def __call__(self, batch: dict) -> dict[str, Tensor]:
         "Return the sums over the samples of a batch, by parameter name."
         with torch.autocast(self.ways.device.type, enabled=False):  # whatever the caller has
-            if not self.tried: _trial(self.ways, batch)
-            self.tried = True
-            return self._sums(batch)
+            try:
+                if not self.tried: _trial(self.ways, batch)
+                self.tried = True
+                return self._sums(batch)
+            except RuntimeError as error:
+                if "use_reentrant" not in str(error): raise
+            raise ValueError("model: its gradient checkpointing is the reentrant kind, through which no gradient of a "
+                             "part is had; call model.gradient_checkpointing_disable(), or use use_reentrant=False")
 
     def _sums(self, batch: dict) -> dict[str, Tensor]:
         ways, sums = self.ways, {}
@@ -368,6 +374,7 @@ class _Ways:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("model: no parameter requires a gradient; call model.requires_grad_(True)")
+        _check_gradients(self.parameters.values())
         self.device, self.idle = next(iter(self.parameters.values())).device, set()
         names = {id(p): n for n, p in self.parameters.items()}
         known = {id(p) for m in model.modules() if _kind(m) for p in m.parameters(recurse=False)}
@@ -397,6 +404,16 @@ class _Ways:
         some = {n: p for n, p in self.parameters.items() if n in names}
         if not some: return {}
         with _asking(self.parameters, names): return squares_by_function(self.losses, some, batch, self.level)
+
+# %% ../nbs/11_fisher.ipynb #e966998f
+def _check_gradients(parameters: Iterable[Tensor]) -> None:
+    "Raise a `ValueError` where no gradient can be had: under inference mode, of weights made there, without weights."
+    if torch.is_inference_mode_enabled():
+        raise ValueError("model: under torch.inference_mode() there are no gradients; call this outside of it")
+    for p in parameters:
+        if p.is_inference():
+            raise ValueError("model: its weights were made under torch.inference_mode(); load it outside of that")
+        readable(p, "model")
 
 # %% ../nbs/11_fisher.ipynb #b0409323
 @contextmanager
@@ -800,7 +817,7 @@ def load_scores(
     "Return tensor scores (mean squared gradient of a tensor's scalars) from a file. `ValueError` for one without them."
     path, source = Path(path), "give what the notebook runs/fisher wrote"
     file = next((path / n for n in ("fisher.json", "record.json") if (path / n).is_file()), path)
-    try: content = json.loads(file.read_text())
+    try: content = from_json(read_text(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error}); {source}") from None
     if isinstance(content, dict) and {"tensors", "numel"} <= content.keys(): return FisherEstimate.load(file).scores()

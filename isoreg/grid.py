@@ -19,6 +19,7 @@ import yaml
 
 import isoreg
 from .config import CONFIGS, Settings, near
+from .files import LARGEST, from_yaml
 from .notebook import run_notebook_path
 
 # %% ../nbs/29_grid.ipynb #a7caa1f8
@@ -87,10 +88,11 @@ def _values(x, what: str) -> list:
     "Return the values of an axis: of a list, a range such as 0..4, or a list with ranges; `ValueError` for none."
     found = []
     for v in x if isinstance(x, list) else [x]:
-        ends = re.fullmatch(r"(-?\d+)\.\.(-?\d+)", v) if isinstance(v, str) else None
+        ends = re.fullmatch(r"(-?\d{1,18})\.\.(-?\d{1,18})", v) if isinstance(v, str) else None
         if not ends: found.append(v); continue
         first, last = int(ends[1]), int(ends[2])
         if first > last: raise ValueError(f"{what}: the range {v} is empty; write {last}..{first}")
+        if last - first >= LARGEST: raise ValueError(f"{what}: the range {v} is too long; {LARGEST} values at most")
         found += range(first, last + 1)
     if not found: raise ValueError(f"{what}: the list is empty; give values, or leave {what.split(': ')[-1]} out")
     return found
@@ -185,8 +187,9 @@ def load_grid(
 # %% ../nbs/29_grid.ipynb #012ef2fa
 def _read(path: Path) -> dict:
     "Return what the file holds; `ValueError` where it is no YAML, or empty."
-    try: table = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    try:
+        with path.open(encoding="utf-8") as file: table = from_yaml(file.read(2**20 + 1), _Loader)
+    except (UnicodeDecodeError, OSError) as error:
         raise ValueError(f"grid: {path} is no readable YAML ({' '.join(str(error).split())})") from None
     except ValueError as error: raise ValueError(f"grid: {path.name}: {error}") from None
     if table is None: raise ValueError(f"grid: {path.name} is empty; it needs fixed, axes, include or blocks")
@@ -234,6 +237,14 @@ class Plan:
     @property
     def duplicates(self) -> int: return self.combinations - len(self.runs)
 
+# %% ../nbs/29_grid.ipynb #33fb7e3a
+def _product(lists: Iterable[list], what: str) -> Iterator[tuple]:
+    "Return the combinations of the values of lists. `ValueError`, before there is one, for far too many."
+    lists = list(lists)
+    count = math.prod(map(len, lists))
+    if count <= LARGEST: return itertools.product(*lists)
+    raise ValueError(f"{what}: {count} combinations are too many; {LARGEST} at most")
+
 # %% ../nbs/29_grid.ipynb #77e861e8
 def _choices(axis: str, values: list) -> list[tuple[dict, dict]]:
     "Return the values of an axis as (parameters, labels)."
@@ -241,14 +252,14 @@ def _choices(axis: str, values: list) -> list[tuple[dict, dict]]:
     found = []
     for table in values:
         own = {n: _values(v, f"axes: {axis}: {n}") for n, v in table.items() if n != "name"}
-        for given in (dict(zip(own, c)) for c in itertools.product(*own.values())):
+        for given in (dict(zip(own, c)) for c in _product(own.values(), f"axes: {axis}")):
             found.append((given, {axis: table.get("name", ", ".join(f"{n}={v}" for n, v in given.items()))}))
     return found
 
 # %% ../nbs/29_grid.ipynb #cbf79161
 def _combinations(block: Block) -> Iterator[tuple[dict, dict]]:
     "Yield parameters and labels of each combination; what is excluded is left in."
-    for picks in itertools.product(*(_choices(n, v) for n, v in block.axes.items())):
+    for picks in _product([_choices(n, v) for n, v in block.axes.items()], f"{block.name}: axes"):
         parameters, labels = {}, {}
         for given, label in picks:
             both = set(parameters) & set(given)
@@ -257,7 +268,8 @@ def _combinations(block: Block) -> Iterator[tuple[dict, dict]]:
         yield block.fixed | parameters, labels
     for table in block.include:
         own = {n: _values(v, f"{block.name}: include: {n}") for n, v in table.items()}
-        for values in itertools.product(*own.values()): yield block.fixed | dict(zip(own, values)), {"include": True}
+        for values in _product(own.values(), f"{block.name}: include"):
+            yield block.fixed | dict(zip(own, values)), {"include": True}
 
 # %% ../nbs/29_grid.ipynb #12d7ccb0
 def _excludes(block: Block, parameters: dict, labels: dict) -> int | None:
@@ -279,6 +291,7 @@ def _configs(block: Block, overrides: list[dict], names: set[str]) -> tuple[list
     kind, hits, found = config_class(block.notebook), defaultdict(int), []
     _check_exclude(block, names | set(kind.model_fields))
     combinations = list(_combinations(block))
+    _product([combinations, overrides], f"{block.name}: set")
     given = {n for parameters, _ in combinations for n in parameters}
     for parameters, labels in combinations:
         if (entry := _excludes(block, parameters, labels)) is not None: hits[entry] += 1; continue
@@ -311,7 +324,7 @@ def expand(
     for name in only:
         if name not in known: raise ValueError(f"only: {_unknown(name, known)}")
     given = {n: _values(_value(v), f"set: {n}") for n, v in (overrides or {}).items()}
-    sets = [dict(zip(given, values)) for values in itertools.product(*given.values())]
+    sets = [dict(zip(given, values)) for values in _product(given.values(), "set")]
     runs, blocks, notes, problems, total, excluded = {}, [], [], defaultdict(list), 0, 0
     for block in (b for b in grid.blocks if not only or b.name in only):
         before = len(runs)
@@ -355,7 +368,7 @@ def choose(
     records: Iterable[dict],  # of its runs; others are left out
 ) -> list[Choice]:
     "Return the best setting of each task and method. `ValueError` for a seed below 100, and for runs without a record."
-    found, groups = {r.get("key"): r for r in records}, {}
+    found, groups = {r["key"]: r for r in records if isinstance(r.get("key"), str)}, {}
     low = sorted({r.config["seed"] for r in plan.runs if r.config.get("seed", 0) < SEARCH_SEEDS})
     if low: raise ValueError(f"seed: {low[0]} is for final runs; search on seeds of {SEARCH_SEEDS} and above")
     lost = [r.key for r in plan.runs if r.key not in found]
@@ -397,7 +410,7 @@ def final_grid(
     of: str = "search",  # name of the search, for the description
 ) -> str:
     "Return the grid file of the final runs: a block for each task and method. `ValueError` for seeds of the search."
-    if not re.fullmatch(r"\d+(\.\.\d+)?", str(seeds)):
+    if not re.fullmatch(r"\d{1,18}(\.\.\d{1,18})?", str(seeds)):
         raise ValueError(f"seeds: {seeds!r} is no number and no range; write for example 0..5")
     several = ".." in str(seeds)
     if used := set(_values(seeds if several else [int(seeds)], "seeds")) & {s for c in choices for s in c.seeds}:

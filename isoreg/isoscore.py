@@ -314,7 +314,7 @@ def check_cov(
 ) -> Tensor:
     "Return a covariance as a tensor; `ValueError` unless it is square, of the wanted size, finite and symmetric."
     tensor = isinstance(cov, Tensor) and cov.is_floating_point()
-    S = cov if tensor else floating(cov, name).clone()  # modules keep it: not in the caller's memory
+    S = floating(cov, name) if tensor else floating(cov, name).clone()  # modules keep it: not in the caller's memory
     d = S.shape[-1] if S.ndim else 0
     if S.ndim < 2 or S.shape[-2] != d:
         raise ValueError(f"{name}: need shape (..., d, d), got {tuple(S.shape)}; pass a covariance, not the points")

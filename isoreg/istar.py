@@ -71,7 +71,7 @@ class IStar(nn.Module):
 # %% ../nbs/07_istar.ipynb #3f070124
 def _choose(p: IStar, states: tuple[Tensor, ...], mask: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
     "Return the hidden states whose tokens count, each (batch, length, d), and the mask of the tokens that do."
-    check_states(states, mask)
+    check_states(states, None if p.padding else mask)
     one = isinstance(p.layers, int)
     chosen = [states[check_layer("layers", p.layers, states)]] if one else list(states[0 if p.embeddings else 1 :])
     if not chosen:
@@ -79,6 +79,8 @@ def _choose(p: IStar, states: tuple[Tensor, ...], mask: Tensor | None) -> tuple[
                          "embeddings=True")
     mask = None if p.padding else mask
     check_alike(chosen, mask)
+    if chosen[0].shape[-1] < 2:
+        raise ValueError("hidden_states: have one dimension, which has no isotropy; need (batch, length, d) with d >= 2")
     return chosen, mask
 
 # %% ../nbs/07_istar.ipynb #173124c7
@@ -302,6 +304,7 @@ def token_moments(
 # %% ../nbs/07_istar.ipynb #3f6d4969
 def _of_batch(states: tuple[Tensor, ...], mask: Tensor | None, budget: "_Budget") -> Moments:
     "Return the moments of a batch's tokens after each layer, batched (L + 1, ...), as far as the budget goes."
+    same_width(states)
     check_states(states, mask)
     budget.check(states)
     check_mask(mask)
@@ -400,7 +403,7 @@ class CosReg(nn.Module):
 
     def forward(self, hidden_states: tuple[Tensor, ...], attention_mask: Tensor | None = None) -> Tensor:
         "Return the weighted term of L + 1 tensors (batch, length, d) and a mask (batch, length), a scalar."
-        check_states(hidden_states, attention_mask)
+        check_states(hidden_states, None if self.padding else attention_mask)
         h = hidden_states[check_layer("layer", self.layer, hidden_states)]
         mask = None if self.padding else attention_mask
         with full_precision(h): cosine = _cosine(h.flatten(0, 1), None if mask is None else mask.flatten())

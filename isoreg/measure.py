@@ -32,7 +32,7 @@ from .fisher import FisherEstimate, agreement, empirical_fisher, model_fingerpri
 from .geometry import Dimensions, geometry
 from .isoscore import isoscore
 from .landscape import Direction, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
-from .models import check_vocabulary, has_decoder, load_tokenizer, model_source, read_body, read_config
+from .models import check_vocabulary, has_decoder, load_tokenizer, pretrained, read_body, read_config
 from .record import (
     DIALECT, git_commit, hardware, peak_memory_mib, plain, read_lines, versions, weights_sha256)
 from .states import eval_mode
@@ -339,7 +339,7 @@ def load_language_model(
     own = _own_loss(config.model)
     loss = config.loss or own
     kind = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM}[loss]
-    model, info = kind.from_pretrained(model_source(config.model), dtype=torch.float32, output_loading_info=True)
+    model, info = pretrained(kind, config.model, dtype=torch.float32, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"model: {config.model!r} has no pretrained head for {loss} "
                          f"({', '.join(missing[:2])} missing); train one with the notebook mlm_head first")

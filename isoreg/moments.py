@@ -264,14 +264,30 @@ def floating(
     if x.is_floating_point(): return x
     raise ValueError(f"{name}: need floating values, got {x.dtype}; convert with .float(), in NumPy .astype(float)")
 
+# %% ../nbs/01_moments.ipynb #728d4988
+def readable(
+    x: Tensor,
+    name: str,  # how the caller's argument is called
+) -> Tensor:
+    "Return a tensor that holds its values one by one; `ValueError` that says how to make one of any other."
+    eight = x.is_floating_point() and x.dtype.itemsize < 2
+    for is_so, what in ((x.is_meta, "is on the meta device, without values; load them, as from_pretrained does"),
+                        (x.is_nested, "is nested; pass torch.nested.to_padded_tensor(x, 0.0) and a mask"),
+                        (x.layout != torch.strided, f"has the layout {x.layout}; pass x.to_dense()"),
+                        (x.is_quantized, "is quantized; pass x.dequantize()"),
+                        (eight, f"holds {x.dtype}, with which torch does not compute; pass x.float()")):
+        if is_so: raise ValueError(f"{name}: the tensor {what}")
+    return x
+
 # %% ../nbs/01_moments.ipynb #4968c873
 def _tensor(x, name: str) -> Tensor:
     "Return a tensor as it is, a list of equal tensors stacked, an array, a data frame or nested lists as a tensor."
-    if isinstance(x, Tensor): return x
+    if isinstance(x, Tensor): return readable(x, name)
     if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
         raise ValueError(f"{name}: a masked array, whose mask would be lost; pass its .data, and with points the rows "
                          "that count as mask, ~points.mask.any(-1)")
-    try: return torch.stack(list(x)) if _of_tensors(x) else _from_array(np.asarray(x))
+    if _of_tensors(x): x = [readable(v, name) for v in x]
+    try: return torch.stack(x) if _of_tensors(x) else _from_array(np.asarray(x))
     except (TypeError, ValueError, RuntimeError) as error:
         remedy = "the numeric columns of a data frame, np.stack of a column of vectors"
         raise ValueError(f"{name}: this {type(x).__name__} is no array of numbers; pass one array or tensor with rows "

@@ -282,7 +282,8 @@ def with_mlm_head(
 def _load_mlm(model: str) -> tuple[nn.Module, set[str]]:
     "Return the model with a masked-language-model head, and the keys that the checkpoint lacks."
     source = model_source(model)
-    try: m, info = AutoModelForMaskedLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    options = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
+    try: m, info = AutoModelForMaskedLM.from_pretrained(source, **options)
     except OSError as error: raise not_found(model, error) from None
     except ValueError as error:
         if "Unrecognized" not in str(error): raise

@@ -25,7 +25,7 @@ from torch import nn
 
 import isoreg
 from .config import RunConfig, bare, config_schema
-from .files import record_files, write_atomically
+from .files import from_json, read_text, record_files, write_atomically
 
 # %% ../nbs/20_record.ipynb #eb06837a
 def kept(
@@ -103,8 +103,8 @@ def _load(
 ) -> "RunRecord":
     "Return the record in a file. `ValueError` if it is no complete record."
     path = Path(path) / "record.json" if Path(path).is_dir() else Path(path)
-    try: values = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    try: values = from_json(read_text(path))
+    except ValueError as error:
         raise ValueError(f"path: {path} is not complete JSON ({error}); run it again") from None
     needed = {"status", "config", "metric", "value"}
     try:
@@ -220,9 +220,19 @@ def with_columns(
 def read_lines(
     path: str | Path,  # a JSON lines file
 ) -> list[dict]:
-    "Return the records in a file; none if it is not there."
-    path = Path(path)
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
+    "Return the records in a file; none if it is not there. `ValueError` that names the line which is no record."
+    if not Path(path).exists(): return []
+    found = [(n, line) for n, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
+    return [_record_in(line, f"{path} line {n}") for n, line in found]
+
+
+def _record_in(line: str, where: str) -> dict:
+    "Return the record in a line. `ValueError` where it holds none."
+    try: record = from_json(line)
+    except ValueError as error: record = error
+    if isinstance(record, dict) and isinstance(record.get("key"), str): return record
+    raise ValueError(f"path: {where} is no record" + f" ({record})" * isinstance(record, ValueError)
+                     + "; take the line out, or collect the runs again")
 
 # %% ../nbs/20_record.ipynb #0e50cab9
 def collect(

@@ -24,7 +24,7 @@ import pandas as pd
 from .checks import one_of
 from .config import GUIDED, METHOD, RunConfig, earlier, kinds
 from .config import method_label as label
-from .files import record_files, unpack, write_atomically
+from .files import from_json, read_text, record_files, unpack, write_atomically
 from isoreg.statistics import (
     ROUNDING, holm, missing_bounds, ratio_interval, score_error, seeds_needed, sign_flip, smallest_p, t_interval,
     two_errors)
@@ -71,7 +71,7 @@ def _read(path: Path) -> Iterator[tuple[str, str, int]]:
     "Yield (text, file, line) of the records in a file or folder; line 0 is the whole file."
     files = record_files(path, "record.json", "failed.json") if path.is_dir() else [path]
     for file in files:
-        text = file.read_text(encoding="utf-8", errors="replace")
+        text = read_text(file, errors="replace")
         lines = enumerate(text.split("\n"), 1) if file.suffix == ".jsonl" else [(0, text)]
         for number, part in lines:
             if part.strip() or not number: yield part, file.as_posix(), number
@@ -83,7 +83,7 @@ EARLIER = earlier(RunConfig)
 # %% ../nbs/27_report.ipynb #c04678dd
 def _record(entry) -> dict:
     "Return the record of a run; `ValueError` that says what is wrong with it."
-    try: values = json.loads(entry) if isinstance(entry, str) else entry
+    try: values = from_json(entry) if isinstance(entry, str) else entry
     except ValueError: raise ValueError("no complete JSON") from None
     if not isinstance(values, dict) or not isinstance(values.get("config"), dict): raise ValueError("no record")
     is_run = "task" in values["config"] and ({"metric", "value"} <= set(values) or "error" in values)
@@ -653,15 +653,21 @@ def _link(text: str, base: str, file: str, lines: Sequence[int], title: str) -> 
     path = os.path.relpath(file).replace(os.sep, "/") if os.path.isabs(file) else file
     starts, ends = ([n for n in lines if n and n + step not in lines] for step in (-1, 1))
     spans = ",".join(f"L{a}" + f"-L{b}" * (b > a) for a, b in zip(starts, ends))
-    title = re.sub(r'[\\"|]', _BEFORE, title)
-    return f'[{text}]({base}{urllib.parse.quote(path)}{"#" * bool(spans)}{spans} "{title}")'
+    title = re.sub(r'[\\"|<&\[\]]', _BEFORE, _one_line(title))
+    place = urllib.parse.quote(path, errors="surrogateescape")
+    return f'[{text}]({base}{place}{"#" * bool(spans)}{spans} "{title}")'
 
 # %% ../nbs/27_report.ipynb #9e40e2fe
 _MARKS = re.compile(r"[\\`*\[\]|$~^]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])")  # of Markdown: no _ within a word
 _BEFORE = r"\\\g<0>"  # a backslash before it
 
 # %% ../nbs/27_report.ipynb #b38eba56
-def _escape(text) -> str: return _MARKS.sub(_BEFORE, str(text).replace("\n", " "))
+def _escape(text) -> str: return _MARKS.sub(_BEFORE, _one_line(text))
+
+
+def _one_line(text) -> str:
+    "Return a text without line ends and other control characters, which would end a cell or a link."
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", str(text))
 
 # %% ../nbs/27_report.ipynb #2105000f
 def _read_summary(table: pd.DataFrame, digits: int) -> pd.DataFrame:
@@ -865,8 +871,14 @@ def _forms(table: pd.DataFrame, base: str) -> dict[str, str]:
     plain = table.drop(columns=["records", "records_baseline"], errors="ignore")
     return {"md": to_markdown(table, base=base),
             "html": shown.to_html(index=False) + f"\n<p>{html.escape(origin)}</p>\n",
-            "tex": shown.to_latex(index=False, escape=True) + f"\n{re.sub('[&%$#_{}]', _BEFORE, origin)}\n",
+            "tex": shown.to_latex(index=False, escape=True) + f"\n{_tex(origin)}\n",
             "csv": plain.to_csv(index=False)}
+
+# %% ../nbs/27_report.ipynb #ed963d70
+def _tex(text: str) -> str:
+    "Return a text as LaTeX prints it; no command in it is one."
+    words = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return re.sub(r"[\\&%$#_{}~^]", lambda m: words.get(m[0], "\\" + m[0]), _one_line(text))
 
 # %% ../nbs/27_report.ipynb #5d2bbb5e
 def _figures(df: pd.DataFrame, tables: dict) -> dict[str, bytes]:

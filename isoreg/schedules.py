@@ -54,8 +54,8 @@ def check_names(rates: Mapping[str, float], kinds: Mapping[str, str], complete: 
 # %% ../nbs/14_schedules.ipynb #6e34d6b7
 def _tensor_scores(sites: Sequence[Site], scores, prefix: str | None, model: nn.Module | None) -> dict[str, float]:
     "Return the score of each tensor of the sites, by its name in the model; `ValueError` where they do not fit."
-    named, sizes = _read_scores(scores)
     wanted = dict.fromkeys(t for s in sites for t in s.tensors)
+    named, sizes = ({_plain_name(n, wanted): v for n, v in found.items()} for found in _read_scores(scores))
     rename = _renaming(list(named), list(wanted), prefix)
     f = {rename(n): v for n, v in named.items()}
     if model is not None: _check_layers(unwrapped(model), wanted, f)
@@ -63,12 +63,19 @@ def _tensor_scores(sites: Sequence[Site], scores, prefix: str | None, model: nn.
     if missing:
         raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have none, for example {missing[0]!r}; take "
                          "the scores of the same model (parameters that were frozen during the estimate are left out); "
-                         "where the encoder is a part of it, such as model.enc, give that part in place of the model")
+                         "where the encoder is a part of it, such as model.enc, give that part in place of the model; "
+                         "of a model that PEFT has wrapped, take the sites before it is wrapped")
     for s in sites:
         if not s.tensors: raise ValueError(f"sites: {s.name!r} stands for no tensor; use grouping='preceding'")
     for t in wanted: in_range(f"scores[{t!r}]", f[t], 0, hint="pass an estimate or its .scores()")
     _check_sizes(sites, {rename(n): m for n, m in sizes.items()})
     return f
+
+# %% ../nbs/14_schedules.ipynb #e5cd7660
+def _plain_name(name: str, wanted: Iterable[str]) -> str:
+    "Return the name of a tensor without what PEFT puts around and into it, unless such names are wanted."
+    if any(".base_layer." in t or t.startswith("base_model.model.") for t in wanted): return name
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 # %% ../nbs/14_schedules.ipynb #c4e1366e
 def _read_scores(scores) -> tuple[dict[str, float], dict[str, int]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import in_range
+from .moments import readable
 
 # %% ../nbs/06_states.ipynb #710ab10b
 def hidden_states(
@@ -27,7 +28,8 @@ def hidden_states(
     model that does not run without labels or gives no hidden states.
     """
     body, batch = encoder_of(model), _check_batch(batch)
-    device, read, request = next(body.parameters()).device, _inputs_read(body, batch), request_states(body)
+    device = readable(next(body.parameters()), "model").device
+    read, request = _inputs_read(body, batch), request_states(body)
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k in read}
     try: output = body(**inputs, **request)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -145,6 +147,7 @@ def check_states(
         given = "" if hidden_states is None else f"; got a {_kind(hidden_states)}, not the output's hidden_states"
         raise ValueError("hidden_states: need the tuple of (batch, length, d) tensors; call the model with "
                          f"output_hidden_states=True{given}")
+    for h in hidden_states: readable(h, "hidden_states")
     shape = tuple(hidden_states[-1].shape)
     if len(shape) != 3:
         raise ValueError(f"hidden_states: need tensors (batch, length, d), got {shape}; of grids (batch, d, height, "
@@ -157,6 +160,7 @@ def _check_fit(mask, shape: tuple[int, ...]):
     if not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask: a {_kind(mask)}; pass a (batch, length) tensor, true or 1 where a token "
                          "counts")
+    readable(mask, "attention_mask")
     if mask.shape != shape[:2]:
         raise ValueError(f"attention_mask: shape {tuple(mask.shape)} does not fit hidden states {shape}; "
                          "pass the (batch, length) mask of the same batch; where the model shortens its input, as for "

@@ -3,7 +3,8 @@
 # %% auto #0
 __all__ = ['FULL', 'RAM_MIB', 'ATTEMPTS', 'Folder', 'files_of', 'is_record_of', 'publish', 'set_aside', 'restore', 'Outcome',
            'is_disk_full', 'compute', 'write_failure', 'Executor', 'plan_jobs', 'find_gpus', 'machine', 'Local',
-           'OnRay', 'Report', 'DiskFull', 'is_empty', 'check_room', 'sweep', 'time_left', 'said_last', 'status']
+           'OnRay', 'Report', 'DiskFull', 'is_empty', 'check_room', 'sweep', 'clean', 'time_left', 'said_last',
+           'status']
 
 # %% ../nbs/30_sweep.ipynb #07d5e5b8
 import contextlib
@@ -33,10 +34,11 @@ from typing import Protocol
 
 from filelock import FileLock, Timeout
 
-from .files import write_atomically
+from .files import (
+    from_json, own_folder, read_text, remove_abandoned, remove_abandoned_folders, write_atomically)
 from .config import CONFIGS
 from .grid import Plan, Run, config_class, notebook_path
-from .notebook import error_words, execute
+from .notebook import error_words, execute, read_progress
 
 # %% ../nbs/30_sweep.ipynb #a5d4469b
 class Folder:
@@ -67,7 +69,8 @@ class Folder:
     def failure(self, key: str) -> dict | None:
         "Return what `failed.json` says of a run."
         found = _json(self.out / key / "failed.json")
-        return found if isinstance(found, dict) and found.get("key") == key else None
+        if not isinstance(found, dict) or found.get("key") != key: return None
+        return found | {name: str(found.get(name) or "") for name in ("error", "traceback")}
 
     def record(self, run: Run, part: bool = False) -> dict | None:
         "Return the run's record, if it is whole and its parameters are those of the run."
@@ -77,7 +80,7 @@ class Folder:
 # %% ../nbs/30_sweep.ipynb #22a1f4ac
 def _json(path: Path):
     "Return the content of a file; None where there is none that can be read."
-    try: return json.loads(path.read_text())
+    try: return from_json(read_text(path))
     except (OSError, ValueError): return None
 
 # %% ../nbs/30_sweep.ipynb #bdd64855
@@ -120,6 +123,7 @@ def publish(
     final.mkdir(parents=True, exist_ok=True)
     for path in part.iterdir():
         if path.name in ("record.json", "progress.json") or path.name.endswith(".tmp"): continue
+        if path.name.startswith("isoreg-"): continue  # a model that was half written
         if (final / path.name).is_dir(): shutil.rmtree(final / path.name)
         path.replace(final / path.name)
     _sync(final)
@@ -155,12 +159,13 @@ def restore(
     dry_run: bool = False,  # only count
 ) -> set[str]:  # keys of the plan's runs that are done by this, or would be
     "Put stored records where a sweep looks for them; what is there stays. `ValueError` for a file that cannot be read."
-    try: stored = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    try: stored = [from_json(line) for line in read_text(path).splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"records: {str(path)!r} cannot be read as JSON lines ({error})") from None
     found, folder, wanted = set(), Folder(out), {r.key: r for r in plan.runs}
     for record in stored:
-        run = wanted.get(record.get("key")) if isinstance(record, dict) else None
+        key = record.get("key") if isinstance(record, dict) else None
+        run = wanted.get(key) if isinstance(key, str) else None
         if run is None or run.key in found or not is_record_of(record, run) or folder.record(run) is not None: continue
         found.add(run.key)
         if not dry_run: write_atomically(folder.out / run.key / "record.json", json.dumps(record, indent=1) + "\n")
@@ -343,7 +348,7 @@ def _on_node(run: Run, out: str, token: str, cwd: str, env: dict) -> Outcome:
     if Path(cwd).is_dir(): os.chdir(cwd)
     try: sees = (Path(out) / ".sweep" / "token").read_text() == token
     except OSError: sees = False
-    with contextlib.nullcontext(out) if sees else tempfile.TemporaryDirectory() as place:
+    with contextlib.nullcontext((out, None)) if sees else own_folder() as (place, _):
         folder, part = Folder(place), Folder(place).part(run.key)
         try:
             with folder.lock(run.key, "node") as lock: outcome = compute(run, folder, lock, env)
@@ -540,6 +545,12 @@ def is_empty(
     "Return whether the metric of a finished run is undefined, as after a divergence."
     return bool(record) and record.get("value", 0) is None
 
+# %% ../nbs/30_sweep.ipynb #dab0f55b
+def _seconds(record: dict) -> float:
+    "Return the time that a run took; 0 where the record does not say."
+    found = record.get("total_seconds")
+    return float(found) if isinstance(found, (int, float)) else 0.0
+
 # %% ../nbs/30_sweep.ipynb #5daed3d8
 def _loop(s: _State, on_progress: Callable[[dict], None]):
     "Do what is waiting; ends when nothing is waiting and nothing runs. `DiskFull` where there is no room."
@@ -593,6 +604,7 @@ def sweep(
     """
     folder = Folder(out)
     _check_writable(folder)
+    if removed := clean(folder.out, unfinished=False): log(f"{len(removed)} left-overs of killed runs are removed")
     s = _look(plan, folder, executor or Local(), retry_failed, log)
     if s.waiting: _work(s, on_progress)
     else: log(f"{s.report.found} done, 0 to do, {len(s.report.failed)} failed earlier")
@@ -627,6 +639,34 @@ def _check_writable(folder: Folder):
         raise ValueError(f"out: cannot write to {str(folder.out)!r} ({error.strerror}); "
                          "give a folder that can be written") from None
 
+# %% ../nbs/30_sweep.ipynb #754ed909
+def clean(
+    out: str | Path,  # folder of a sweep, or of isoreg run
+    unfinished: bool = True,  # also what a run that was killed would go on from
+) -> list[Path]:  # what was removed
+    "Remove what killed runs left in a folder, and their temporary folders; nothing whose owner lives."
+    folder, removed = Folder(out), []
+    keys = {p.name for place in (folder.out, folder.home / "part") for p in place.glob("*") if p.is_dir()} - {".sweep"}
+    for key in sorted(keys):
+        with contextlib.suppress(OSError):  # filelock's Timeout among them: another process has the run
+            if folder.is_held(key, "node") or not _left_over(folder, key, unfinished): continue
+            with folder.lock(key):
+                for path in _left_over(folder, key, unfinished):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    removed.append(path)
+            if not any((folder.out / key).iterdir()): (folder.out / key).rmdir()
+    places = [folder.out, folder.home, *(folder.out / key for key in keys)]
+    return removed + remove_abandoned(*places) + remove_abandoned_folders(tempfile.gettempdir(), *places)
+
+# %% ../nbs/30_sweep.ipynb #144b78e9
+def _left_over(folder: Folder, key: str, unfinished: bool) -> list[Path]:
+    "Return what a run that nobody computes has left: its part, a notebook without an end."
+    final, part = folder.out / key, folder.part(key)
+    done, ended = (final / "record.json").is_file(), (final / "failed.json").is_file()
+    found = [part] if part.is_dir() and (unfinished or done) else []
+    if done or ended or not unfinished: return found
+    return found + [p for p in (final / "notebook.ipynb", final / "progress.json") if p.is_file()]
+
 # %% ../nbs/30_sweep.ipynb #201f717c
 def _look(plan: Plan, folder: Folder, executor: Executor, retry_failed: bool, log: Callable) -> _State:
     "Return what is there and what is missing."
@@ -635,7 +675,7 @@ def _look(plan: Plan, folder: Folder, executor: Executor, retry_failed: bool, lo
         earlier[run.key] = folder.failure(run.key)
         if (record := folder.record(run)) is not None:
             report.found += 1
-            seconds[run.group].append(float(record.get("total_seconds") or 0))
+            seconds[run.group].append(_seconds(record))
             if is_empty(record): report.empty.append(run.key)
         elif earlier[run.key] is not None and not retry_failed: report.failed[run.key] = earlier[run.key]
         else: waiting.append(run)
@@ -680,16 +720,26 @@ def said_last(
 ) -> dict:
     "Return what a run said last of itself, whoever began it: a sweep or `isoreg run`."
     paths = folder.part(key) / "progress.json", folder.out / key / "progress.json"
-    said = [(p.stat().st_mtime_ns, content) for p in paths if isinstance(content := _json(p), dict)]
+    said = [(p.stat().st_mtime_ns, content) for p in paths if (content := read_progress(p))]
     return max(said, key=lambda at: at[0], default=(0, {}))[1]
 
 # %% ../nbs/30_sweep.ipynb #46a7f042
 def _plans(folder: Folder) -> dict[str, dict]:
     "Return the plans of a folder, by the grid's name, or by the file's where a name was planned in several ways."
     found = {path.stem: _json(path) for path in sorted(folder.home.glob("*.json"))}
-    found = {k: g for k, g in found.items() if isinstance(g, dict) and isinstance(g.get("runs"), list)}
-    names = [g.get("grid") for g in found.values()]
-    return {g["grid"] if names.count(g.get("grid")) == 1 else k: g for k, g in found.items()}
+    found = {k: g for k, g in found.items() if _is_plan(g)}
+    names = [g["grid"] for g in found.values()]
+    return {g["grid"] if names.count(g["grid"]) == 1 else k: g for k, g in found.items()}
+
+
+def _is_plan(found) -> bool:
+    "Return whether a file holds what `_write_plan` writes."
+    try:
+        runs = [Run(**r) for r in found["runs"]]
+        texts = all(isinstance(x, str) for r in runs for x in (r.key, r.notebook))
+        hash(tuple(r.group for r in runs))  # `TypeError` for a task or a model that is a list
+        return texts and isinstance(found["jobs"], int) and isinstance(found["grid"], str)
+    except (TypeError, KeyError, AttributeError): return False
 
 # %% ../nbs/30_sweep.ipynb #1e6ee778
 def _record_of(folder: Folder, key: str, run: Run | None) -> dict | None:
@@ -726,5 +776,5 @@ def _left(plans: dict[str, dict], todo: list[str], done: dict[str, dict], runnin
     "Return the time left, with as many jobs as run now, or as the largest sweep had."
     group = {r["key"]: Run(**r).group for plan in plans.values() for r in plan["runs"]}
     seconds = defaultdict(list)
-    for key in group.keys() & done.keys(): seconds[group[key]].append(float(done[key].get("total_seconds") or 0))
+    for key in group.keys() & done.keys(): seconds[group[key]].append(_seconds(done[key]))
     return time_left([group[k] for k in todo], seconds, running or max(plan["jobs"] for plan in plans.values()))

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from .checks import did_you_mean, listed, one_of
+from .files import from_yaml, read_text
 
 # %% ../nbs/17_tasks.ipynb #80e8a5ea
 @dataclass(frozen=True)
@@ -182,8 +181,8 @@ def read_task(
 ) -> Task:
     "Return the task that a file defines; its files lie beside it. `ValueError` that says what is wrong with it."
     path = Path(path)
-    try: values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    try: values = from_yaml(read_text(path))
+    except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
         raise ValueError(f"task: {str(path)!r} cannot be read as YAML ({why}); give a file that defines one") from None
     try:

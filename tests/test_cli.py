@@ -636,7 +636,7 @@ def test_lines_without_tokens_do_not_count(monkeypatch):
             return batch
 
     whole = AutoTokenizer.from_pretrained(str(toy_model_path()))
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda source: Cut())
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda source, **options: Cut())
     rows = score_model("toy-bert", ["the dogs see a cat."] * 4 + ["a cat sleeps."] * 5 + ["the old man reads."] * 5)
     assert all(r["sequences"] == 7 for r in rows)
     with pytest.raises(ValueError, match="5 lines with text"):

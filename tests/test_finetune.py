@@ -634,7 +634,7 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_read(model, tmp_p
 def test_a_name_that_the_hub_does_not_give_is_told(monkeypatch):
     asked = []
 
-    def nothing(name):
+    def nothing(name, **options):
         asked.append(name)
         raise OSError("not a local folder\nand much more")
 

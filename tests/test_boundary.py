@@ -1,0 +1,567 @@
+"""Whatever is given to a command, it ends in a line and an exit code, and touches nothing but its folder."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import isoreg.finetune
+import isoreg.notebook
+from isoreg.cli import _hint, app
+from isoreg.config import RunConfig, parse_set
+from isoreg.files import LARGEST, from_json, from_yaml, own_folder, remove_abandoned, remove_abandoned_folders
+from isoreg.fisher import empirical_fisher
+from isoreg.grid import expand, load_grid
+from isoreg.isoscore import isoscore, isoscore_from_cov
+from isoreg.istar import CosReg, IStar, measure_isotropy
+from isoreg.models import load_tokenizer, read_body, read_config
+from isoreg.report import load, summarise, to_markdown, write_report
+from isoreg.schedules import site_scores
+from isoreg.sites import dropout_sites
+from isoreg.sweep import Folder, clean, status
+from isoreg.toy import toy_model_path
+
+LONG = "a" * 300
+RUN = expand(load_grid("demo")).runs[0]
+RECORD = {"key": RUN.key, "status": "done", "config": RUN.config, "metric": "m", "value": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def ends(code, *arguments, words=(), report=False):
+    "The command ends with the code, in words and without a traceback; a report is left only of a mistake."
+    result = invoke(*arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in result.output, result.output
+    assert bool(list(Path().glob("isoreg-error-*.txt"))) == report, result.output
+    return result
+
+
+def raises(error):
+    def function(*a, **k):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "error, code, word",
+    [
+        (OSError(28, "No space left on device"), 1, "No space"),
+        (RuntimeError("the kernel did not start within 300 seconds"), 1, "kernel"),
+        (TimeoutError("Kernel didn't respond"), 1, "Kernel"),
+        (PermissionError(13, "Permission denied"), 1, "Permission"),
+        (MemoryError(), 1, "memory"),
+        (KeyboardInterrupt(), 130, "stopped"),
+    ],
+)
+def test_a_run_that_fails_exits_with_1_and_an_interrupt_with_130(monkeypatch, error, code, word):
+    monkeypatch.setattr(isoreg.notebook, "execute", raises(error))
+    ends(code, "run", "--out", "runs", words=[word])
+
+
+def test_a_mistake_is_called_so_and_leaves_a_report(monkeypatch):
+    monkeypatch.setattr(isoreg.notebook, "execute", raises(AssertionError("odd")))
+    result = ends(1, "run", "--out", "runs", words=["mistake of isoreg"], report=True)
+    (file,) = Path().glob("isoreg-error-*.txt")
+    text = file.read_text()
+    assert file.name in result.stderr and "AssertionError: odd" in text and "Traceback" in text
+    assert text.startswith("isoreg run --out runs\n") and f"torch {torch.__version__.split('+')[0]}" in text
+
+
+def test_an_interrupt_of_any_command_is_one_line(monkeypatch):
+    monkeypatch.setattr("isoreg.sweep.status", raises(KeyboardInterrupt()))
+    assert ends(130, "status", ".").stderr == "error: stopped\n"
+
+
+@pytest.mark.parametrize("disk", [OSError(28, "No space left on device"), OSError(30, "Read-only", "out/x")])
+def test_a_disk_that_refuses(monkeypatch, disk):
+    Path("r.jsonl").write_text(json.dumps(RECORD))
+    monkeypatch.setattr("isoreg.sweep.write_atomically", raises(disk))
+    monkeypatch.setattr("isoreg.report.write_atomically", raises(disk))
+    code, word = (1, "disk is full") if disk.errno == 28 else (2, "out: Read-only")
+    ends(code, "sweep", "demo", "--records", "r.jsonl", "--out", "out", words=[word])
+    ends(code, "report", "r.jsonl", "--out", "out", words=[word])
+
+
+@pytest.mark.parametrize("out", ["/proc/nothing", "file", "file/below", LONG])
+def test_forbidden_folders_are_named(out):
+    Path("file").touch()
+    Path("r.jsonl").write_text(json.dumps(RECORD))
+    for command in (["sweep", "demo", "--records", "r.jsonl"], ["report", "r.jsonl"], ["run"], ["demo"]):
+        ends(2, *command, "--out", out, words=["error:"])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["score", LONG],
+        ["score", "t.txt", "--model", LONG],
+        ["report", LONG],
+        ["status", LONG],
+        ["run", "--data-dir", LONG],
+        ["run", "--task", LONG + ".yaml"],
+        ["sweep", LONG],
+        ["sweep", "demo", "--records", LONG],
+        ["rerun", LONG],
+        ["rerun", "x", "--records", LONG],
+        ["select", LONG, "t.txt"],
+        ["tasks", "--data-dir", LONG],
+        ["report", "/dev/zero"],
+        ["select", "demo", "/dev/zero"],
+        ["sweep", "/dev/zero"],
+        ["sweep", "demo", "--records", "/dev/zero"],
+        ["rerun", "x", "--records", "/dev/zero"],
+        ["score", "/dev/zero"],
+        ["run", "--scores", "/dev/zero", "--dropout", "guided"],
+        ["run", "--layers", "9" * 5000],
+        ["run", "--seed", "9" * 5000],
+        ["score", "t.txt", "--seed", "9" * 5000],
+        ["select", "demo", "t.txt", "--seeds", "0.." + "9" * 5000],
+    ],
+)
+def test_paths_and_numbers_that_cannot_be(command):
+    Path("t.txt").write_text("text\n" * 10)
+    ends(2, *command)
+
+
+def test_a_folder_that_holds_no_runs_is_left_soon(monkeypatch):
+    monkeypatch.setattr("isoreg.files.LARGEST", 20)
+    for i in range(30):
+        Path(f"a/{i}").mkdir(parents=True)
+    ends(2, "report", "a", words=["more than 20 folders"])
+
+
+def _broken_model(change):
+    shutil.copytree(toy_model_path(), "model")
+    change(Path("model"))
+
+
+def _config(**more):
+    def change(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: (d / "config.json").write_text("[1]"),
+        lambda d: (d / "config.json").write_text("null"),
+        lambda d: (d / "config.json").write_text('{"model_type": '),
+        _config(hidden_size="x"),
+        _config(hidden_size=-1),
+        _config(num_attention_heads=7),
+        _config(hidden_act="no"),
+        lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:2000]),
+        lambda d: (d / "model.safetensors").write_bytes(b""),
+        lambda d: ((d / "model.safetensors").unlink(), (d / "pytorch_model.bin").write_bytes(b"\x80\x04junk")),
+        lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors.index.json").write_text("{}")),
+        lambda d: (d / "tokenizer.json").write_text("[]"),
+        lambda d: (d / "tokenizer_config.json").write_text("[1]"),
+    ],
+)
+def test_damaged_checkpoints_are_refused(change):
+    Path("t.txt").write_text("the cat\n" * 10)
+    _broken_model(change)
+    ends(2, "score", "t.txt", "--model", "model", words=["model:", "cannot be read", "complete checkpoint"])
+
+
+def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked(monkeypatch):
+    monkeypatch.setattr("builtins.input", raises(AssertionError("asked")))
+    classes = {"AutoConfig": "evil.C", "AutoModel": "evil.M", "AutoTokenizer": ["evil.T", None]}
+    _broken_model(_config(model_type="evil", auto_map=classes))
+    Path("model/evil.py").write_text("open('ran', 'w')")
+    Path("model/tokenizer_config.json").write_text(json.dumps({"auto_map": classes}))
+    for call in (read_config, read_body, load_tokenizer):
+        with pytest.raises(ValueError, match="model: 'model' brings code of its own, which is never run"):
+            call("model")
+    assert not Path("ran").exists()
+
+
+ODD = ["1", "[]", '"a"', "null", "{", '{"key": []}', '{"key": {}}', "1" * 5000, "[" * 100_000, '{"a":' * 50_000, "NaN"]
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_records_and_state_files_of_a_wrong_type(monkeypatch, text):
+    monkeypatch.setattr(isoreg.finetune, "run", raises(AssertionError("a run was started")))
+    folder = Path("runs") / RUN.key
+    for file in ("record.json", "failed.json", "progress.json"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+    (Path("runs/.sweep")).mkdir()
+    Path("runs/.sweep/demo-1.json").write_text(text)
+    Path("r.jsonl").write_text(text)
+    ends(0, "status", "runs")
+    ends(0, "sweep", "demo", "--out", "runs", "--dry-run")
+    for command in (
+        ["report", "runs"],
+        ["report", "r.jsonl"],
+        ["select", "demo", "runs"],
+        ["select", "demo", "r.jsonl"],
+    ):
+        ends(2, *command)
+    for command in (["rerun", folder], ["rerun", RUN.key, "--records", "r.jsonl"]):
+        ends(2, *command)
+    result = invoke("sweep", "demo", "--records", "r.jsonl", "--out", "other", "--dry-run")
+    assert result.exit_code in (0, 2) and "mistake" not in result.output
+
+
+@pytest.mark.parametrize("odd", [None, 1, "a", [], {}, [1], "x" * 300])
+@pytest.mark.parametrize("name", ["key", "predictions", "isoscore", "total_seconds", "versions", "hardware", "value"])
+def test_parts_of_records_of_a_wrong_type(monkeypatch, name, odd):
+    monkeypatch.setattr(isoreg.finetune, "run", raises(AssertionError("a run was started")))
+    folder = Path("runs") / RUN.key
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(json.dumps(RECORD | {name: odd}))
+    Path("r.jsonl").write_text(json.dumps(RECORD | {name: odd}))
+    ends(0, "status", "runs")
+    ends(0, "sweep", "demo", "--out", "runs", "--dry-run")
+    ends(0, "sweep", "demo", "--records", "r.jsonl", "--out", "other", "--dry-run")
+    ends(2, "rerun", folder)
+    ends(2, "select", "demo", "r.jsonl")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"runs": [1]},
+        {"runs": [{}]},
+        {"grid": [], "runs": [], "jobs": 1},
+        {"grid": "a", "runs": [], "jobs": "x"},
+        {"grid": "a", "runs": [{"key": "a", "notebook": "x", "config": 1}], "jobs": 1},
+        {"grid": "a", "runs": [{"key": [], "notebook": "x", "config": {}}], "jobs": 1},
+        {"grid": "a", "runs": [{"key": "a", "notebook": "finetune", "config": {"task": []}}], "jobs": 1},
+    ],
+)
+def test_a_plan_that_is_none_is_not_read(plan):
+    Path(".sweep").mkdir()
+    Path(".sweep/a-1.json").write_text(json.dumps(plan))
+    assert status(".")["missing"] is None
+    ends(0, "status", ".")
+
+
+@pytest.mark.parametrize(
+    "said", [1, {"stage": 1}, {"step": [], "total": {}}, {"total": 3}, {"loss": "a", "stage": "x"}]
+)
+def test_progress_of_a_wrong_type(said):
+    folder = Folder(".")
+    Path(RUN.key).mkdir()
+    (Path(RUN.key) / "progress.json").write_text(json.dumps(said))
+    (Path(RUN.key) / "failed.json").write_text(json.dumps({"key": RUN.key, "error": said, "traceback": 3}))
+    with folder.lock(RUN.key):
+        ends(0, "status", ".")
+    assert isoreg.notebook.read_progress(Path(RUN.key) / "progress.json").get("stage", "") in ("", "x")
+
+
+LEVELS = "a: &a [x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+YAML = [
+    "&a [*a]",
+    "fixed: &a {x: *a}",
+    "axes: {seed: &a [*a]}",
+    "blocks: &a [{name: x, blocks: *a}]",
+    LEVELS,
+    "fixed: {lr: !!timestamp x}",
+    "fixed: {lr: !!bool x}",
+    "fixed: {lr: !!int x}",
+    "axes: {seed: 0..5000000000}",
+    "axes: {seed: 0..999, lam: 0..999}",
+    "axes: {a: [{x: 0..999, y: 0..999}]}",
+    f"fixed: {{seed: {'9' * 5000}}}",
+    f"axes: {{seed: 0..{'9' * 5000}}}",
+    f"fixed: {{lr: 0x{'f' * 5000}}}",
+    "[" * 5000,
+    "{a: " * 3000,
+    "fixed: {lr: 2020-13-45}",
+    "\x00",
+    "a: " + "x" * 2**21,
+]
+
+
+@pytest.mark.parametrize("text", YAML, ids=lambda t: t[:20])
+def test_yaml_that_would_not_end(text):
+    Path("g.yaml").write_text(text)
+    ends(2, "sweep", "g.yaml", "--dry-run", "--out", "o", words=["error: "])
+    if "\n" not in text and len(text) < 2**20 and not text.startswith(("axes", "fixed")):
+        with pytest.raises(ValueError, match="set: "):
+            parse_set([f"task={text}"])
+
+
+@pytest.mark.parametrize(
+    "value", ["pad_to_max=[", "seed=&a [*a]", "seed=!!timestamp x", "lr=!!python/name:os", "seed=" + "9" * 5000]
+)
+def test_set_raises_a_value_error(value):
+    with pytest.raises(ValueError, match="^set: .*cannot be read as YAML"):
+        parse_set([value])
+    ends(2, "run", "--set", value, "--out", "runs", words=["set:"])
+    ends(2, "sweep", "demo", "--dry-run", "--set", value, words=["set:"])
+
+
+def test_sizes_that_are_used_are_still_read():
+    assert len(from_yaml("a: [" + ", ".join(["1"] * 50_000) + "]")["a"]) == 50_000
+    assert from_yaml("a: &a [1]\nb: [*a, *a]") == {"a": [1], "b": [[1], [1]]}
+    assert from_json("[" * 100 + "]" * 100) and LARGEST >= 100_000
+
+
+def _command(*arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "isoreg.cli", *arguments], capture_output=True, env=os.environ | environment
+    )
+    assert b"Traceback" not in done.stderr + done.stdout
+    return done
+
+
+def test_a_terminal_that_knows_ascii_alone():
+    np.save("x.npy", np.random.default_rng(0).normal(size=(30, 6)))
+    done = _command("score", "x.npy", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and b"\\xb1" in done.stdout
+
+
+def test_a_file_name_that_is_not_utf8():
+    name = os.fsdecode(b"bad\xff.npy")
+    np.save(name, np.random.default_rng(0).normal(size=(30, 6)))
+    assert _command("score", os.fsencode(name)).returncode == 0
+    assert _command("score", b"no\xff.npy").returncode == 2
+    Path(os.fsdecode(b"runs\xff")).mkdir()
+    (Path(os.fsdecode(b"runs\xff")) / "record.json").write_text(json.dumps(RECORD))
+    assert _command("status", b"runs\xff").returncode == 0
+    said = _command("report", b"runs\xff", "--out", "r")
+    assert said.returncode == 2 and b"is not utf-8; give another name" in said.stderr
+
+
+def test_an_output_path_with_braces(monkeypatch):
+    "papermill would put parameters in the place of the names."
+    asked = []
+    monkeypatch.setattr("papermill.execute_notebook", lambda path, output, **k: asked.append(output))
+    isoreg.notebook.execute("finetune", "r{seed}/{x}/notebook.ipynb", {"seed": 3})
+    from papermill.parameterize import parameterize_path
+
+    assert parameterize_path(asked[0], {"seed": 3}) == "r{seed}/{x}/notebook.ipynb" and Path("r{seed}/{x}").is_dir()
+
+
+@pytest.mark.parametrize("odd", ["[/red]", "[bold]a", "[link=x]", "{x}", "%s", ":smile:", "a\nb"])
+def test_markup_in_names_is_printed_as_it_is(odd):
+    for command in (["score", odd], ["status", odd], ["run", "--task", odd], ["sweep", odd], ["report", odd], [odd]):
+        result = ends(2, *command)
+        assert odd.split("\n")[0] in result.output
+    for command in (["run", "--lam", odd], ["run", "--" + odd], ["sweep", "demo", "--jobs", odd]):
+        ends(2, *command)
+    Path(RUN.key).mkdir()
+    (Path(RUN.key) / "failed.json").write_text(json.dumps({"key": RUN.key, "error": odd, "config": RUN.config}))
+    assert odd.split("\n")[0] in ends(0, "status", ".").output
+    ends(0, "report", RUN.key, "--out", "r")
+
+
+KEYS = [
+    "k\n\n<script>alert(1)</script>",
+    'k" onclick="x',
+    "[a](javascript:alert(1))",
+    "k\r\n# head",
+    "k|b",
+    "<javascript:x>",
+]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_markdown_in_records_stays_text(key):
+    record = RECORD | {"key": key, "metric": key}
+    other = RECORD | {"key": key + "2", "metric": key, "config": RUN.config | {"seed": 1}}
+    Path("a.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(other) + "\n")
+    text = to_markdown(summarise(load("a.jsonl")))
+    assert len(text.split("\n\n")) == 2 and len(text.split("\n\n")[0].splitlines()) == 3
+    assert not re.search(r"(?<!\\)<(script|javascript)", text) and not re.search(r"(?<!\\)\]\(javascript", text)
+    files = write_report("a.jsonl", "r", None)
+    assert "<script" not in next(f for f in files if f.name == "summary.html").read_text()
+
+
+def test_a_caption_is_no_command_of_latex():
+    table = pd.DataFrame({"a": ["x"]})
+    table.attrs["caption"] = r"\input{/etc/passwd} ~ 5 %"
+    from isoreg.report import _forms
+
+    tex = _forms(table, "")["tex"]
+    assert r"\input" not in tex and r"\textbackslash{}input\{" in tex
+
+
+# What a killed run leaves
+
+
+def _old(path):
+    os.utime(path, (0, 0))
+    return path
+
+
+def test_temporary_files_of_the_living_stay():
+    file = Path("record.jsonab12cd34.tmp")
+    file.write_text("half")
+    assert remove_abandoned(".") == []  # it is new
+    _old(file)
+    with file.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert remove_abandoned(".") == []
+    Path("mine.tmp").touch()
+    _old("mine.tmp")
+    assert remove_abandoned(".") == [file] and Path("mine.tmp").exists()
+
+
+def test_folders_of_the_living_stay(tmp_path):
+    with own_folder(tmp_path) as (folder, _):
+        _old(folder)
+        assert remove_abandoned_folders(tmp_path) == [] and Path(folder).is_dir()
+    code = (
+        "import os, sys, subprocess, isoreg.files as f; c = f.own_folder(sys.argv[1]); folder, lock = c.__enter__();"
+        "fd = lock._context.lock_file_fd; child = subprocess.Popen(['sleep', '60'], pass_fds=[fd], stdout=-3);"
+        "print(folder, child.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    said = subprocess.run([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True).stdout.split()
+    _old(said[0])
+    try:
+        assert remove_abandoned_folders(tmp_path) == []  # the kernel that it started lives
+    finally:
+        os.kill(int(said[1]), 9)
+    until = time.monotonic() + 30
+    while not remove_abandoned_folders(tmp_path) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(said[0]).exists()
+    (tmp_path / "isoreg-notes").mkdir()
+    _old(tmp_path / "isoreg-notes")
+    assert remove_abandoned_folders(tmp_path) == []  # none of ours
+
+
+def test_status_cleans_what_nobody_computes(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(Path().absolute()))
+    folder = Folder("runs")
+    for key in ("held", "killed", "done", "failed"):
+        folder.part(key).mkdir(parents=True)
+        (folder.out / key).mkdir()
+        (folder.out / key / "notebook.ipynb").touch()
+    (folder.out / "done" / "record.json").write_text("{}")
+    (folder.out / "failed" / "failed.json").write_text("{}")
+    with folder.lock("held"):
+        assert clean("runs", unfinished=False) == [folder.part("done")]
+        assert "3 left-overs" in invoke("status", "runs", "--clean").stderr
+    assert [p.name for p in (folder.home / "part").iterdir()] == ["held"]
+    assert sorted(p.name for p in folder.out.iterdir()) == [".sweep", "done", "failed", "held"]
+    assert (folder.out / "held/notebook.ipynb").exists() and (folder.out / "failed/notebook.ipynb").exists()
+
+
+def test_without_a_network_it_is_said():
+    said = _command("score", "t.txt", "--model", "no/such", HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
+    assert said.returncode == 2  # no such file
+    Path("t.txt").write_text("a b\n" * 9)
+    said = _command("score", "t.txt", "--model", "no/such", HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
+    assert said.returncode == 2 and b"No network? Give" in said.stderr
+    assert _hint("lr: 3 is out of range; need less than 1") == ""
+
+
+# Messages
+
+X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
+TENSORS = {
+    "meta": X.to("meta"),
+    "to_dense": X.to_sparse(),
+    "nested": torch.nested.nested_tensor([X, X]),
+    "float": X.to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("word, tensor", TENSORS.items())
+def test_tensors_that_hold_no_plain_values(word, tensor):
+    calls = [
+        (lambda: isoscore(tensor), "points"),
+        (lambda: isoscore(X, mask=tensor), "mask"),
+        (lambda: isoscore_from_cov(tensor), "cov"),
+        (lambda: IStar(-0.1, zeta=0)((tensor,) * 3), "hidden_states"),
+        (lambda: CosReg()((tensor,) * 3), "hidden_states"),
+    ]
+    for call, name in calls:
+        with pytest.raises(ValueError, match=f"^{name}: the tensor .*{word}"):
+            call()
+
+
+def test_one_dimension_is_no_divergence():
+    with pytest.raises(ValueError, match="one dimension, which has no isotropy"):
+        IStar(-0.1, zeta=0)((torch.randn(2, 8, 1),) * 3)
+
+
+@pytest.mark.parametrize(
+    "content, word", [(b"\x80\x04junk", "Python objects"), (b"junk", "damaged"), (b"\x93NUMPY\x01", "damaged")]
+)
+def test_a_damaged_file_is_no_pickle(content, word):
+    Path("x.npy").write_bytes(content)
+    ends(2, "score", "x.npy", words=[word])
+    np.save("x.npy", np.array([[{}]], dtype=object))
+    ends(2, "score", "x.npy", words=["Python objects"])
+
+
+def test_why_there_is_no_gradient():
+    tokens = dict(
+        AutoTokenizer.from_pretrained(toy_model_path())(["a b c", "d e f"], return_tensors="pt", padding=True)
+    )
+    batch = tokens | {"labels": torch.where(torch.arange(tokens["input_ids"].shape[1]) == 1, -100, tokens["input_ids"])}
+    made = lambda: AutoModelForMaskedLM.from_pretrained(toy_model_path())
+    model = made()
+    with torch.inference_mode():
+        inside = made()
+        with pytest.raises(ValueError, match="model: under torch.inference_mode"):
+            empirical_fisher(model, [batch], loss="mlm")
+    with pytest.raises(ValueError, match="model: its weights were made under"):
+        empirical_fisher(inside, [batch], loss="mlm")
+    whole = empirical_fisher(model, [batch], loss="mlm").scores()
+    layer = model.bert.encoder.layer[0]
+    plain = layer.forward
+    checkpointed = torch.utils.checkpoint.checkpoint
+    layer.forward = lambda *a, **k: checkpointed(plain, *a, use_reentrant=True)
+    with pytest.raises(ValueError, match="model: its gradient checkpointing is the reentrant kind"):
+        empirical_fisher(model, [batch], loss="mlm")
+    wrapped = {f"base_model.model.{n.replace('.query.', '.query.base_layer.')}": v for n, v in whole.items()}
+    sites = dropout_sites(made())
+    assert site_scores(sites, wrapped) == site_scores(sites, whole)
+
+
+def test_masks_of_models_that_shorten_their_input():
+    states, mask = tuple(torch.randn(2, 39, 16) for _ in range(3)), torch.ones(2, 400)
+    for penalty in (IStar(-0.1, zeta=0), CosReg()):
+        with pytest.raises(ValueError, match="that of its frames .*padding=True counts all"):
+            penalty(states, mask)
+    for penalty in (IStar(-0.1, zeta=0, padding=True), CosReg(padding=True)):
+        assert torch.isfinite(penalty(states, mask))
+    swin = (torch.randn(2, 64, 8), torch.randn(2, 16, 16), torch.randn(2, 4, 32))
+    for layers in ("union", "mean"):
+        with pytest.raises(ValueError, match="hidden_states: layers of widths 16, 32 have no score together"):
+            IStar(-0.1, zeta=0, layers=layers)(swin)
+    assert torch.isfinite(IStar(-0.1, zeta=0, layers=-1)(swin))
+
+
+def test_a_model_without_values_is_not_measured():
+    model = AutoModelForMaskedLM.from_pretrained(toy_model_path()).to("meta")
+    with pytest.raises(ValueError, match="model: the tensor is on the meta device"):
+        measure_isotropy(model, [{"input_ids": torch.ones(2, 4, dtype=torch.long)}])
+    assert RunConfig().key
