@@ -1,0 +1,250 @@
+"""What goes wrong around a run: kernels that are killed at any point, disks without locks, a hub that answers rubbish,
+a device without memory, a cluster that loses what it has."""
+
+import errno
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import Timeout
+from test_sweep import finish, importable, logged, records, start, stub, wait_for
+
+import isoreg.sweep
+from isoreg.config import RunConfig
+from isoreg.grid import expand, load_grid
+from isoreg.sweep import Folder, OnRay, sweep
+
+assert importable  # a fixture, used by every test
+
+
+# A kernel that is killed
+
+POINTS = ["start", "work", "record", "saving", "end"]
+
+
+def test_a_kernel_killed_at_any_point_loses_no_record_and_repeats_only_what_was_lost(tmp_path):
+    more = "\n".join(f"  - {{task: c, seed: {i}, fail: at-{point}}}" for i, point in enumerate(POINTS))
+    path, out = stub(tmp_path, tasks="[a]", seeds="[0]", extra=f"include:\n{more}\n"), tmp_path / "out"
+    runs = expand(load_grid(path)).runs
+    code, output = finish(path, out, jobs=2)
+    assert code == 0, output
+    expected = {r.key: 1 if r.config["fail"] in ("", "at-end") else 2 for r in runs}
+    assert Counter(logged(tmp_path, "start")) == expected  # the record that was whole was not computed again
+    assert set(logged(tmp_path, "record")) == set(records(out)) == set(expected)
+    folder = Folder(out)
+    assert all(folder.record(r) is not None for r in runs)
+    assert not list(out.rglob("*.tmp")) and not list((folder.home / "part").iterdir())
+
+
+KILLED_IN = """
+import importlib.machinery, os
+whole = importlib.machinery.SourceFileLoader.exec_module
+
+def exec_module(self, module):
+    "Let one function of isoreg kill the process at its first call."
+    whole(self, module)
+    place, _, name = os.environ.get("KILLED_IN", "").rpartition(".")
+    if module.__name__ == place and not os.path.exists(os.environ["KILLED_MARK"]):
+        def kill(*args, **kwargs):
+            open(os.environ["KILLED_MARK"], "w").close()
+            os.kill(os.getpid(), 9)
+        setattr(module, name, kill)
+
+importlib.machinery.SourceFileLoader.exec_module = exec_module
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "point",
+    ["isoreg.finetune.load_model", "isoreg.trainer._penalised", "isoreg.finetune._fill_record", "isoreg.files.fsync"],
+)
+def test_a_real_run_killed_at_any_point_is_the_run_that_was_not(tmp_path, monkeypatch, point, whole_run):
+    if point == "isoreg.files.fsync":  # at saving: the file is there under another name
+        point = "isoreg.record.write_atomically"
+    (tmp_path / "sitecustomize.py").write_text(KILLED_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("KILLED_IN", point)
+    monkeypatch.setenv("KILLED_MARK", str(tmp_path / "killed"))
+    report = sweep(whole_run[0], tmp_path / "out")
+    assert report.code == 0 and (tmp_path / "killed").exists()
+    assert of_the_model(records(tmp_path / "out")) == of_the_model(whole_run[1])
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    "The plan of one small run, and its record without a fault."
+    folder = tmp_path_factory.mktemp("whole")
+    fixed = "max_train: 64, max_eval: 64, epochs: 1, recipe: toy"
+    (folder / "g.yaml").write_text(f"notebook: finetune\nfixed: {{{fixed}}}\naxes: {{seed: [0]}}\n")
+    plan = expand(load_grid(folder / "g.yaml"))
+    assert sweep(plan, folder / "out").code == 0
+    return plan, records(folder / "out")
+
+
+def of_the_model(found: dict) -> dict:
+    "What a record says of the model, without times."
+    names = ("value", "predictions", "isoscore", "epochs", "model", "data")
+    drop = ("runtime", "per_second", "seconds")
+    clean = lambda x: {k: v for k, v in x.items() if not k.endswith(drop)} if isinstance(x, dict) else x
+    return {
+        key: {n: [clean(e) for e in r[n]] if n == "epochs" else r[n] for n in names} for key, r in sorted(found.items())
+    }
+
+
+# A folder whose locks are not those of a disk
+
+NO_FLOCK = """
+import fcntl, os, socket
+
+def flock(handle, how):
+    "As a network file system that lets everybody have the lock, or has none."
+    if os.environ["FLOCK"] != "yes": raise OSError(int(os.environ["FLOCK"]), "no locks here")
+
+fcntl.flock = flock
+socket.gethostname = lambda: os.environ["MACHINE"]
+"""
+
+
+@pytest.mark.parametrize("flock", ["yes", "38"])  # granted to all, or ENOSYS
+def test_two_machines_without_locks_between_them_never_do_a_run_twice(tmp_path, monkeypatch, flock):
+    (tmp_path / "sitecustomize.py").write_text(NO_FLOCK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("FLOCK", flock)
+    few = flock != "yes"
+    path = stub(tmp_path, wait=0.2, tasks="[a]", seeds="0..1" if few else "0..5")
+    runs, folder = expand(load_grid(path)).runs, Folder(tmp_path / "out")
+    machines = []
+    with folder.lock(runs[0].key):  # until both have begun
+        for name in ("one", "two"):
+            monkeypatch.setenv("MACHINE", name)
+            machines.append(start(path, folder.out, jobs=1))
+        assert all("to do" in p.stdout.readline() for p in machines)
+    assert [p.wait(300) for p in machines] == [0, 0]
+    said = [p.stdout.read() for p in machines]
+    assert logged(tmp_path, "start") == sorted(r.key for r in runs) and len(records(folder.out)) == len(runs)
+    assert few or all("done: " in s for s in said)
+    assert not list((folder.home / "locks").glob("*.owner"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_has_claims(tmp_path, monkeypatch, number):
+    def refuse(handle, how):
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(isoreg.sweep.fcntl, "flock", refuse)
+    with Folder(tmp_path).lock("run"):
+        assert Folder(tmp_path).is_held("run")
+    assert not Folder(tmp_path).is_held("run")
+
+
+@pytest.fixture
+def no_flock(monkeypatch):
+    "A disk of which every process gets every lock."
+    monkeypatch.setattr(isoreg.sweep.fcntl, "flock", lambda handle, how: None)
+
+
+def owned_by(path, machine, pid=1, began="0", age=0.0):
+    "The file of an owner who was last heard of some seconds ago."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{machine} {pid} {began}")
+    os.utime(path, (time.time() - age,) * 2)
+
+
+def test_an_owner_elsewhere_keeps_a_run_until_nothing_is_heard_of_it(tmp_path, no_flock, monkeypatch):
+    folder = Folder(tmp_path)
+    owner = folder.lock("run").owner
+    owned_by(owner, "another", age=isoreg.sweep.LEASE / 2)
+    with pytest.raises(Timeout):
+        folder.lock("run").acquire()
+    owned_by(owner, "another", age=isoreg.sweep.LEASE * 2)
+    with folder.lock("run"):
+        assert owner.read_text() == isoreg.sweep._name() and folder.is_held("run")
+        with pytest.raises(Timeout):
+            folder.lock("run").acquire()
+    assert not owner.exists() and not folder.is_held("run")
+
+
+def test_an_owner_here_is_dead_when_its_process_is(tmp_path, no_flock):
+    folder, here = Folder(tmp_path), isoreg.sweep._machine()
+    owner, pid = folder.lock("run").owner, os.getpid()
+    began = isoreg.sweep._began(pid)
+    if began == "?":
+        pytest.skip("nothing here tells when a process began")
+    owned_by(owner, here, pid, began)
+    with pytest.raises(Timeout):
+        folder.lock("run").acquire()
+    owned_by(owner, here, pid, "1")  # another process had this number
+    with folder.lock("run"):
+        pass
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    owned_by(owner, here, gone.pid, began)
+    with folder.lock("run"):
+        pass
+    owned_by(owner, f"{here}x", pid, "1")  # of another machine, nothing is known of its processes
+    with pytest.raises(Timeout):
+        folder.lock("run").acquire()
+
+
+def test_a_claim_is_touched_while_it_is_held_and_a_lost_one_is_left_to_its_owner(tmp_path, no_flock, monkeypatch):
+    monkeypatch.setattr(isoreg.sweep, "LEASE", 0.3)
+    folder = Folder(tmp_path)
+    claim = folder.lock("run")
+    with claim:
+        os.utime(claim.owner, (0, 0))
+        wait_for(lambda: claim.owner.stat().st_mtime > 1)
+        owned_by(claim.owner, "another", age=1000)  # this process stood still, and another took the run
+        time.sleep(0.3)
+        assert claim.owner.stat().st_mtime < time.time() - 900
+    assert claim.owner.read_text().startswith("another")
+
+
+def test_of_many_who_find_a_dead_owner_one_has_the_run(tmp_path, no_flock):
+    folder, had, begin = Folder(tmp_path), [], threading.Barrier(8)
+
+    def ask():
+        claim = folder.lock("run")
+        begin.wait()
+        try:
+            claim.acquire()
+        except Timeout:
+            return
+        had.append(claim)
+
+    for _ in range(20):
+        owned_by(folder.lock("run").owner, "another", age=isoreg.sweep.LEASE * 2)
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert len(had) == 1
+        had.pop().release()
+
+
+def test_the_mark_of_one_who_died_removing_an_owner_does_not_stay(tmp_path, no_flock):
+    folder = Folder(tmp_path)
+    claim = folder.lock("run")
+    owned_by(claim.owner, "another", age=isoreg.sweep.LEASE * 2)
+    mark = claim.owner.with_suffix(".removing")
+    mark.touch()
+    with pytest.raises(Timeout):
+        claim.acquire()  # somebody may be at it
+    os.utime(mark, (0, 0))
+    for _ in range(2):
+        try:
+            claim.acquire()
+            break
+        except Timeout:
+            pass
+    assert claim.handle is not None and not mark.exists()
+    claim.release()
