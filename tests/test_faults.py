@@ -1,6 +1,7 @@
 """What goes wrong around a run: kernels that are killed at any point, disks without locks, a hub that answers rubbish,
 a device without memory, a cluster that loses what it has."""
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -18,7 +19,7 @@ import isoreg.sweep
 from isoreg.config import RunConfig
 from isoreg.finetune import run
 from isoreg.grid import expand, load_grid
-from isoreg.sweep import Folder, sweep
+from isoreg.sweep import Folder, OnRay, sweep
 
 assert importable  # a fixture, used by every test
 
@@ -315,3 +316,103 @@ def test_the_mark_of_one_who_died_removing_an_owner_does_not_stay(tmp_path, no_f
             pass
     assert claim.handle is not None and not mark.exists()
     claim.release()
+
+
+# A cluster that loses what it has
+
+
+def cluster_of(ray, monkeypatch, nodes):
+    "A cluster on this machine whose nodes can be taken away, with one core each; the head has none."
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    return cluster, [cluster.add_node(num_cpus=1) for _ in range(nodes)]
+
+
+def for_nodes(plan, folder):
+    "The plan with the stub by its path: a node knows no notebook that a test has entered here."
+    name = str(folder / "stub")
+    return dataclasses.replace(plan, runs=tuple(dataclasses.replace(r, notebook=name) for r in plan.runs))
+
+
+def kernels_below(node) -> list:
+    "The kernels that the workers of a node have started, each with its worker."
+    import psutil
+
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    family = raylet.children(recursive=True)
+    return [(p, p.parent()) for p in family if any("ipykernel" in word for word in p.cmdline())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["kernel", "worker", "node"])
+def test_a_sweep_outlives_what_a_cluster_loses(tmp_path, monkeypatch, loss):
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    path, out = stub(tmp_path, wait=5, tasks="[a]", seeds="[0, 1]"), tmp_path / "out"
+    plan, took = for_nodes(expand(load_grid(path)), tmp_path), []
+    cluster, nodes = cluster_of(ray, monkeypatch, 2)
+
+    def take():
+        "Once a run computes, take what it computes on."
+        wait_for(lambda: (tmp_path / "log").exists() and any(kernels_below(n) for n in nodes))
+        node = next(n for n in nodes if kernels_below(n))
+        kernel, worker = kernels_below(node)[0]
+        if loss == "node":
+            cluster.remove_node(node, allow_graceful=False)
+            cluster.add_node(num_cpus=1)
+        else:
+            (kernel if loss == "kernel" else worker).kill()
+        took.append(loss)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    try:
+        report = sweep(plan, out, OnRay(cluster.address, jobs=2))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    thread.join(10)
+    assert took == [loss] and report.code == 0 and len(records(out)) == 2
+    started = Counter(logged(tmp_path, "start"))
+    assert sorted(started.values()) == [1, 2]  # what was lost was done again, and nothing else
+    assert logged(tmp_path, "record") == sorted(records(out))
+
+
+@pytest.mark.slow
+def test_a_sweep_whose_head_is_gone_ends_and_the_next_one_goes_on(tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    path, out = stub(tmp_path, wait=1, tasks="[a]", seeds="0..2"), tmp_path / "out"
+    cluster, _ = cluster_of(ray, monkeypatch, 1)
+    script = tmp_path / "on_ray.py"
+    script.write_text(ON_RAY)
+    command = [sys.executable, str(script), str(path), str(out), cluster.address]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_for(lambda: len(records(out)) >= 1 or first.poll() is not None)
+        cluster.shutdown()
+        said = first.communicate(timeout=300)[0]
+    finally:
+        first.kill()
+    kept = records(out)
+    assert first.returncode != 0 and kept, said
+    assert finish(path, out, jobs=1, retry_failed=True)[0] == 0
+    assert len(records(out)) == 3 and all(records(out)[k] == r for k, r in kept.items())
+    assert all(Counter(logged(tmp_path, "start"))[k] == 1 for k in kept)
+
+
+ON_RAY = """
+import sys
+from pathlib import Path
+
+import sweep_stub
+from test_faults import for_nodes
+from isoreg.grid import expand, load_grid
+from isoreg.sweep import OnRay, sweep
+
+grid, out, address = sys.argv[1:]
+sweep_stub.enter(Path(grid).parent)
+plan = for_nodes(expand(load_grid(grid)), Path(grid).parent)
+report = sweep(plan, out, OnRay(address), log=lambda line: print(line, flush=True))
+sys.exit(report.code)
+"""
