@@ -20,6 +20,7 @@ from transformers import (
     PretrainedConfig, PreTrainedTokenizerBase, set_seed)
 
 from .config import RunConfig
+from .files import limit_hub
 from .tasks import Task, get_task
 from .toy import toy_model_path
 
@@ -117,6 +118,7 @@ def model_source(
     if model.count("/") > 1 or model.startswith("models/"):
         raise ValueError(f"model: no folder {model!r} here, and a name on the hub is owner/name; "
                          "give the folder from its root, or start where it lies")
+    limit_hub()
     return model
 
 # %% ../nbs/21_models.ipynb #4b436cdd

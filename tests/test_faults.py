@@ -3,6 +3,7 @@ a device without memory, a cluster that loses what it has."""
 
 import dataclasses
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -316,6 +317,64 @@ def test_the_mark_of_one_who_died_removing_an_owner_does_not_stay(tmp_path, no_f
             pass
     assert claim.handle is not None and not mark.exists()
     claim.release()
+
+
+# A hub that is slow, or answers rubbish
+
+HUB = """
+import http.server, json, os, sys, threading, time, warnings
+
+ANSWERS = {
+    "error": (500, b"internal"), "busy": (429, b""), "html": (200, b"<html>please log in</html>"),
+    "cut": (200, b'{"model_type": "bert", "hidden_'), "binary": (200, bytes(range(256))), "list": (200, b"[1]"),
+}
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    def answer(self):
+        how = next((w for w in self.path.split("/") if w in (*ANSWERS, "slow", "drop")), "cut")
+        if how == "slow": time.sleep(30)
+        if how in ("slow", "drop"): return
+        code, content = ANSWERS[how]
+        self.send_response(code)
+        for k, v in {"Content-Length": len(content), "ETag": "abc", "X-Repo-Commit": "a" * 40}.items():
+            self.send_header(k, str(v))
+        self.end_headers()
+        if self.command != "HEAD": self.wfile.write(content)
+
+    do_GET = do_HEAD = do_POST = answer
+    def log_message(self, *arguments): pass
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+server.daemon_threads = True
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": sys.argv[1], "HF_HUB_OFFLINE": "0"}
+warnings.simplefilter("ignore")
+import isoreg.files
+from isoreg.models import load_tokenizer, read_body, read_config
+
+isoreg.files.HUB_SECONDS = 0.2
+for how in sys.argv[2:]:
+    for read in (read_config, load_tokenizer, read_body):
+        try: print(json.dumps([how, "read", ""]), read(f"{how}/model"))
+        except BaseException as error: print(json.dumps([how, type(error).__name__, str(error)]), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        "html cut binary list drop",
+        pytest.param("slow", marks=pytest.mark.slow),
+        pytest.param("error busy", marks=pytest.mark.slow),
+    ],
+)
+def test_a_hub_that_answers_rubbish_or_nothing_is_a_bad_model_by_name(tmp_path, kinds):
+    command = [sys.executable, "-c", HUB, str(tmp_path), *kinds.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(found) == 3 * len(kinds.split()), done.stderr[-2000:]
+    for how, kind, said in found:
+        assert kind == "ValueError" and said.startswith("model: ") and f"'{how}/model'" in said, (how, kind, said)
 
 
 # A cluster that loses what it has
