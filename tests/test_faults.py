@@ -326,7 +326,7 @@ import http.server, json, os, sys, threading, time, warnings
 
 ANSWERS = {
     "error": (500, b"internal"), "busy": (429, b""), "html": (200, b"<html>please log in</html>"),
-    "cut": (200, b'{"model_type": "bert", "hidden_'), "binary": (200, bytes(range(256))), "list": (200, b"[1]"),
+    "cut": (200, b'{"model_type": "bert", "hidden_'), "binary": (200, bytes(range(256))),
 }
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -363,7 +363,7 @@ for how in sys.argv[2:]:
 @pytest.mark.parametrize(
     "kinds",
     [
-        "html cut binary list drop",
+        "html cut binary drop",
         pytest.param("slow", marks=pytest.mark.slow),
         pytest.param("error busy", marks=pytest.mark.slow),
     ],
