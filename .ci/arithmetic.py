@@ -47,6 +47,7 @@ def main(environments: dict[str, str]) -> None:
         same = [k for k in usual if other[k]["digest"] == usual[k]["digest"]]
         found[name] = {"versions": versions(python), "relative_change": change, "same_bits": same}
         print(name, found[name], flush=True)
+        write(found)
     if model:
         one, two = (numbers(here, threads, "fp32", model) for threads in "12")
         change = {
@@ -55,6 +56,11 @@ def main(environments: dict[str, str]) -> None:
         same = [k for k in change if one[k]["digest"] == two[k]["digest"]]
         found["two threads, MiniLM"] = {"versions": versions(here), "relative_change": change, "same_bits": same}
         print("two threads, MiniLM", found["two threads, MiniLM"], flush=True)
+        write(found)
+
+
+def write(found: dict) -> None:
+    "Put what was measured so far into the record."
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"kind": "trust"}
     record["arithmetic"] = {"date": datetime.now(UTC).date().isoformat(), "variants": found}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
