@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from .checks import in_range, one_of
-from .files import file_kind
+from .files import file_kind, limit_hub
 
 # %% ../nbs/10_corpus.ipynb #48347387
 LOSSES = ("mlm", "clm", "seq2seq")
@@ -465,6 +465,7 @@ def _read(source: str, column: str) -> Iterable[str]:
 def _from_hub(load_dataset: Callable, source: str):
     "Return a data set by name, configuration and split. `ValueError` where the hub does not give it."
     name, configuration, split = (source.split(":") + [None, "train"][source.count(":") :])[:3]
+    limit_hub()
     try: return load_dataset(name, configuration or None, split=split)
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0]

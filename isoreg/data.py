@@ -30,6 +30,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 from transformers import PreTrainedTokenizerBase
 
 from .checks import in_range, one_of
+from .files import limit_hub
 from .tasks import TASKS, Task, file_digest, get_task
 from .toy import TOY_TASKS, toy_task
 
@@ -137,6 +138,7 @@ def _read(task: Task, data_dir: str | Path | None, split: str, argument: str) ->
     if task.hub is None:
         raise ValueError(f"data_dir=None, but {task.name} has hub=None; "
                          f"give the data_dir that holds {task.folder}/{split}.parquet")
+    limit_hub()
     rows = datasets.load_dataset(*task.hub, split=split)
     return rows, f"hub:{'/'.join(filter(None, task.hub))}"
 

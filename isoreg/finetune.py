@@ -4,7 +4,7 @@
 __all__ = ['run', 'Scores', 'ProgressFile', 'sentence_vectors', 'rerun']
 
 # %% ../nbs/23_finetune.ipynb #1bdfce06
-import contextlib
+import gc
 import hashlib
 import inspect
 import itertools
@@ -13,7 +13,7 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from .files import file_kind, pack, unpack, write_atomically
 from .fisher import FisherEstimate, empirical_fisher, load_scores
 from .geometry import two_nn
 from .istar import measure_isotropy
-from .models import check_vocabulary, load_model, model_source, resolve_precision
+from .models import check_vocabulary, load_model, model_source, process_kept, resolve_precision
 from .schedules import site_scores
 from .sites import dropout_sites
 from .record import RunRecord, git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256
@@ -70,21 +70,19 @@ def run(
     model_source(config.model)  # a folder that is not there is told before the data is read
     begun, progress = time.perf_counter(), ProgressFile(progress_file)
     record = RunRecord(config.key, config.to_dict(), started=datetime.now(UTC).isoformat(timespec="seconds"))
-    with warnings.catch_warnings(record=True) as caught, _threads_kept(), tempfile.TemporaryDirectory() as folder:
+    with warnings.catch_warnings(record=True) as caught, process_kept(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("default")
         progress.write("loading data")
         data, others = _read_data(config)
         progress.write("loading model")
-        model, tokenizer = _prepare(config, data, record)
-        trainer = _make_trainer(config, model, tokenizer, data, folder, progress, penalty)
-        _train(trainer, config, record, isotropy_points)
+        tokenizer, trainer = _trained(config, data, record, folder, progress, penalty, isotropy_points)
         record.predictions = pack(trainer.compute_metrics.predictions)
         record.others = {name: _score_of(config, other, tokenizer, trainer) for name, other in others.items()}
         progress.write("done", trainer.state.max_steps, trainer.state.max_steps)
     _fill_record(record, config, data, trainer)
     record.warnings = sorted({f"{w.category.__name__}: {str(w.message).splitlines()[0][:200]}" for w in caught})[:20]
     record.total_seconds = time.perf_counter() - begun
-    if model_folder is not None: _save_model(model, tokenizer, record, model_folder)
+    if model_folder is not None: _save_model(trainer.model, tokenizer, record, model_folder)
     return record
 
 # %% ../nbs/23_finetune.ipynb #e6b9973f
@@ -116,13 +114,6 @@ def _save_model(model: nn.Module, tokenizer, record: RunRecord, folder: str | Pa
         record.warnings.append(f"the model was not saved: {type(error).__name__}: {error}")
         warnings.warn(record.warnings[-1])
 
-
-@contextlib.contextmanager
-def _threads_kept() -> Iterator[None]:
-    "Restore the number of threads at the end."
-    threads = torch.get_num_threads()
-    try: yield
-    finally: torch.set_num_threads(threads)
 
 # %% ../nbs/23_finetune.ipynb #0f762bd4
 def _read_data(config: RunConfig) -> tuple[TaskData, dict[str, TaskData]]:
@@ -386,6 +377,34 @@ def _train(trainer: PenaltyTrainer, config: RunConfig, record: RunRecord, points
     record.peak_memory_mib = peak_memory_mib()
     record.isoscore["after"] = measure_isotropy(trainer.model, trainer.sample, points)
     record.geometry = {"after": _geometry(trainer)}
+
+# %% ../nbs/23_finetune.ipynb #c8bf3e05
+def _trained(config: RunConfig, data: TaskData, record: RunRecord, folder: str, progress, penalty, points: int):
+    "Return tokenizer and trainer after the training, begun anew with smaller micro-batches as often as need be."
+    smaller = config
+    while True:
+        model, tokenizer = _prepare(config, data, record)
+        trainer = _make_trainer(smaller, model, tokenizer, data, folder, progress, penalty)
+        try: _train(trainer, config, record, points)
+        except torch.OutOfMemoryError as error: reason = str(error).partition("\n")[0]
+        else: break
+        smaller = _halved(smaller, reason)
+        del model, trainer
+        gc.collect()
+        if torch.cuda.is_available(): torch.cuda.empty_cache()
+    if smaller is not config:
+        record.model["notes"].append(
+            f"out of memory with micro-batches of {config.batch_size}: trained with {smaller.batch_size}, "
+            f"{smaller.accumulation} a step" + "; the penalty is of the smaller ones" * (penalty is not None))
+    return tokenizer, trainer
+
+
+def _halved(config: RunConfig, reason: str) -> RunConfig:
+    "Return the configuration with half the micro-batch, twice a step. `torch.OutOfMemoryError` where that is not to be."
+    size, advice = config.batch_size, "give a smaller max_length, or a device with more memory"
+    if config.out_of_memory == "fail": advice = "give a smaller batch_size and more accumulation, or out_of_memory=halve"
+    elif size % 2 == 0: return config.model_copy(update=dict(batch_size=size // 2, accumulation=2 * config.accumulation))
+    raise torch.OutOfMemoryError(f"batch_size: micro-batches of {size} do not fit into the memory ({reason}); {advice}")
 
 # %% ../nbs/23_finetune.ipynb #f0cc745e
 def _fill_record(record: RunRecord, config: RunConfig, data: TaskData, trainer: PenaltyTrainer):

@@ -304,7 +304,6 @@ def token_moments(
 # %% ../nbs/07_istar.ipynb #3f6d4969
 def _of_batch(states: tuple[Tensor, ...], mask: Tensor | None, budget: "_Budget") -> Moments:
     "Return the moments of a batch's tokens after each layer, batched (L + 1, ...), as far as the budget goes."
-    same_width(states)
     check_states(states, mask)
     budget.check(states)
     check_mask(mask)

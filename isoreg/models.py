@@ -2,12 +2,14 @@
 
 # %% auto #0
 __all__ = ['load_model', 'read_body', 'has_decoder', 'read_config', 'not_found', 'pretrained', 'resolve_precision',
-           'load_tokenizer', 'check_vocabulary']
+           'process_kept', 'load_tokenizer', 'check_vocabulary']
 
 # %% ../nbs/21_models.ipynb #45f61435
+import contextlib
+import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from transformers import (
     PretrainedConfig, PreTrainedTokenizerBase, set_seed)
 
 from .config import RunConfig
+from .files import limit_hub
 from .tasks import Task, get_task
 from .toy import toy_model_path
 
@@ -113,6 +116,7 @@ def model_source(
     if model.count("/") > 1 or model.startswith("models/"):
         raise ValueError(f"model: no folder {model!r} here, and a name on the hub is owner/name; "
                          "give the folder from its root, or start where it lies")
+    limit_hub()
     return model
 
 # %% ../nbs/21_models.ipynb #4b436cdd
@@ -159,6 +163,21 @@ def resolve_precision(
     if precision != "auto": return precision
     if not torch.cuda.is_available(): return "fp32"
     return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+
+# %% ../nbs/21_models.ipynb #2c1404f9
+@contextlib.contextmanager
+def process_kept() -> Iterator[None]:
+    """Restore at the end what a training changes of the process: its threads, and the precision in the environment.
+
+    Within, no precision of an earlier training is in the environment: the `TrainingArguments` alone decide.
+    """
+    name, threads = "ACCELERATE_MIXED_PRECISION", torch.get_num_threads()
+    left = os.environ.pop(name, None)
+    try: yield
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.pop(name, None)
+        if left is not None: os.environ[name] = left
 
 # %% ../nbs/21_models.ipynb #09631f5a
 _VOCABULARY = ("tokenizer.json", "vocab*", "*.model", "merges.txt", "*.bpe*", "*.tiktoken", "tekken.json")

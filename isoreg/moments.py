@@ -204,7 +204,8 @@ def full_precision(
 
 # %% ../nbs/01_moments.ipynb #f61e3e2c
 _lock, _found = threading.Lock(), []  # what the first one in found, once for each one inside
-_SWITCHES = [m for m in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if hasattr(m, "fp32_precision")]
+_PRODUCTS = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.6 has no second one
+_SWITCHES = [m for m in _PRODUCTS if hasattr(m, "fp32_precision")]
 
 
 def _set_full_precision() -> list | str:

@@ -30,7 +30,7 @@ from .config import PretrainConfig
 from .corpus import TextBatches, head_input, load_texts, predicted_logits
 from .files import write_atomically
 from .finetune import SMALL, ProgressFile
-from .models import load_tokenizer, model_source, not_found, read_config, resolve_precision
+from .models import load_tokenizer, model_source, not_found, process_kept, read_config, resolve_precision
 from .record import git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256
 from .states import eval_mode
 from .toy import toy_corpus, toy_tokenizer
@@ -49,10 +49,9 @@ def pretrain(
     """
     in_range("evaluations", evaluations, 1, whole=True)
     in_range("checkpoint_steps", checkpoint_steps, 1, whole=True)
-    folder, threads = Path(out) / config.key, torch.get_num_threads()
+    folder = Path(out) / config.key
     if (record := load_record(folder)) is not None: return record
-    try: return _pretrain(config, folder, evaluations, checkpoint_steps)
-    finally: torch.set_num_threads(threads)
+    with process_kept(): return _pretrain(config, folder, evaluations, checkpoint_steps)
 
 # %% ../nbs/24_pretrain.ipynb #05f3daca
 def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_steps: int) -> dict:
@@ -466,9 +465,9 @@ def toy_language_model(
     "Return a small GPT-2 or T5, trained on the toy corpus within a minute; the same for a seed on one machine."
     one_of("kind", kind, TOY)
     in_range("steps", steps, 1, whole=True, optional=True)
-    threads, (tokenizer, corpus, heldout) = torch.get_num_threads(), toy_batches(kind, seed)
-    torch.set_num_threads(1)
-    try:
+    tokenizer, corpus, heldout = toy_batches(kind, seed)
+    with process_kept():
+        torch.set_num_threads(1)
         set_seed(seed)
         model, recipe = _toy_model(kind, tokenizer), TOY[kind]
         with tempfile.TemporaryDirectory() as folder:
@@ -477,7 +476,6 @@ def toy_language_model(
             LikelihoodTrainer(model, arguments, corpus, heldout).train()
         model = model.cpu().eval()
         return ToyModel(model, tokenizer, heldout_loss(model, heldout)["loss"], unigram_loss(corpus, heldout)["loss"])
-    finally: torch.set_num_threads(threads)
 
 # %% ../nbs/24_pretrain.ipynb #be081a86
 TOY: dict[str, dict[str, Any]] = {

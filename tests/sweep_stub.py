@@ -31,7 +31,7 @@ class StubConfig(Settings):
     task: str = "a"
     seed: int = setting(0, "", ge=0)
     wait: float = 0.0  # seconds
-    fail: str = ""  # always, once, die, kill, full
+    fail: str = ""  # always, once, die, kill, full; at-start, at-work, at-record, at-saving, at-end: killed there once
     log: str = ""  # file that is told of each start and each record
 
     @property
@@ -48,10 +48,20 @@ def tell(config, word):
             f.write(f"{word} {config.key}\n")
 
 
+def kill_once(config, where):
+    "Die like a process that is killed, at the first time that a run comes to the point that it names."
+    mark = Path(f"{config.log}.{config.key}")
+    if config.fail == f"at-{where}" and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), 9)
+
+
 def work(config, out):
     tell(config, "start")
+    kill_once(config, "start")
     folder = Path(out) / config.key
     time.sleep(config.wait)
+    kill_once(config, "work")
     if config.fail == "always":
         raise ValueError("this run cannot work")
     if config.fail == "full":
@@ -72,8 +82,12 @@ def work(config, out):
         "total_seconds": config.wait,
         "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
+    kill_once(config, "record")
+    if config.fail == "at-saving":  # the file is written, its name not yet given
+        rename, os.replace = os.replace, lambda *names: kill_once(config, "saving") or rename(*names)
     write_atomically(folder / "record.json", json.dumps(record))
     tell(config, "record")
+    kill_once(config, "end")
     return record
 
 

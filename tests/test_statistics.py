@@ -284,3 +284,7 @@ def test_mean_rank_correlation_is_that_of_scipy(kind, theirs):
         mean_rank_correlation([([1, 2], [1, 2])])
     with pytest.raises(ValueError, match="kind: 'pearson'"):
         mean_rank_correlation(pairs, "pearson")
+
+
+def test_a_table_of_one_comparison_needs_six_seeds_at_five_per_cent():
+    assert seeds_needed() == seeds_needed(1) == seeds_needed(1, 0.05) == 6 and seeds_needed(2) == 7

@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     def refuse(*a, **k):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("isoreg.sweep.FileLock.acquire", refuse)
+    monkeypatch.setattr("isoreg.sweep.Claim.acquire", refuse)
     monkeypatch.setattr("isoreg.sweep.tempfile.TemporaryFile", refuse)
     (Folder(out).home / "locks" / "other.claim").touch()
     assert status(out)["running"] == [] and len(status(out)["done"]) == 1

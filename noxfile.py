@@ -1,0 +1,55 @@
+"""Checks that need environments of their own: `nox -s compat`, `coverage`, `mutation`, `audit`, `licences`.
+
+`pip install nox`, and `nox -l` lists them. Each set of `.ci/pins` is a whole environment, every package pinned; its
+first line names the Python that it is for. How the sets were made:
+
+    uv pip compile --resolution lowest-direct --python-version 3.11 ...    # minimal: the bounds of pyproject.toml
+    uv pip compile --python-version 3.13 ...                               # newest
+"""
+
+import re
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PINS = ROOT / ".ci" / "pins"
+SETS = {path.stem: re.match(r"# Python (\S+):", path.read_text())[1] for path in sorted(PINS.glob("*.txt"))}
+QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+
+
+@nox.session
+@nox.parametrize("python,pins", [nox.param(python, name, id=name) for name, python in SETS.items()])
+def compat(session: nox.Session, pins: str) -> None:
+    """Run the quick selection of tests in a pinned environment, and enter the result in the record of
+    compatibility. One set: nox -s "compat(minimal)"."""
+    session.install("-r", str(PINS / f"{pins}.txt"))
+    session.run("python", ".ci/compatibility.py", pins, *session.posargs, env=QUIET)
+
+
+@nox.session(python=False)
+def coverage(session: nox.Session) -> None:
+    "Measure the branch coverage of each module by its own tests, here; -- MODULE ... for some of them."
+    session.run("python", ".ci/coverage_by_module.py", *session.posargs, env=QUIET)
+
+
+@nox.session(python=False)
+def mutation(session: nox.Session) -> None:
+    "Change the code of five modules at sampled places, and count the changes that no test notices; -- MODULE ..."
+    session.run("python", ".ci/mutation.py", *session.posargs, env=QUIET)
+
+
+@nox.session
+def audit(session: nox.Session) -> None:
+    "Look up the pinned packages among known vulnerabilities. Needs a network that reaches the package index."
+    session.install("pip-audit")
+    session.run("pip-audit", "--no-deps", "--disable-pip", "-r", str(ROOT / "constraints.txt"))
+
+
+@nox.session(python=False)
+def licences(session: nox.Session) -> None:
+    "List the licences of what isoreg depends on, as installed here; fails for one that is unknown. Needs no network."
+    session.run("python", ".ci/licences.py", *session.posargs)

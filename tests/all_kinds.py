@@ -1,0 +1,85 @@
+"""One small run of each kind, for comparisons: python all_kinds.py OUT [THREADS [PRECISION [MODEL]]]. Prints a JSON
+object: for each kind a digest of all that its record says but times and places, and a number that stands for it."""
+
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from isoreg.config import FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig, RunConfig
+from isoreg.finetune import run
+from isoreg.measure import measure_fisher, measure_geometry, measure_landscape
+from isoreg.pretrain import pretrain, toy_language_model
+from isoreg.record import plain, weights_sha256
+
+OTHER = (
+    "seconds",
+    "started",
+    "finished",
+    "memory",
+    "hardware",
+    "versions",
+    "commit",
+    "warnings",
+    "config",
+    "key",
+    "runtime",
+)
+
+
+def without_times(x):
+    "What a record says, without times and places."
+    if isinstance(x, dict):
+        return {k: without_times(v) for k, v in x.items() if not any(word in k for word in OTHER)}
+    return [without_times(v) for v in x] if isinstance(x, list) else x
+
+
+def kinds(out: Path, precision: str, model: str) -> dict:
+    "Kind: a function that does the run, and one that picks a number from its record."
+    half = dict(precision=precision)
+    small = dict(max_train=64, max_eval=64, epochs=1, model=model, dropout="guided", **half)
+    text = dict(limit=24, model=model, **half)
+    toy = lambda: toy_language_model("gpt2", steps=3, seed=1)
+    return {
+        "finetune": (lambda: run(RunConfig(**small)).to_dict(), lambda r: r["isoscore"]["after"]["union"]),
+        "pretrain": (
+            lambda: pretrain(PretrainConfig(steps=4, limit=200, train_encoder=True, **half), out),
+            lambda r: r["heldout"]["after"]["loss"],
+        ),
+        "mlm_head": (
+            lambda: pretrain(PretrainConfig(steps=4, limit=200, **half), out),
+            lambda r: r["heldout"]["after"]["loss"],
+        ),
+        "toy": (lambda: (t := toy()) and {"weights": weights_sha256(t.model), "loss": t.heldout}, lambda r: r["loss"]),
+        "fisher": (
+            lambda: measure_fisher(FisherConfig(shares="33", draws=2, **text), out / "fisher"),
+            lambda r: sum(r["tensor_scores"].values()),
+        ),
+        "landscape": (
+            lambda: measure_landscape(LandscapeConfig(shape="line", points=3, hessian=False, **text), out / "line"),
+            lambda r: r["losses"][0][0],
+        ),
+        "geometry": (
+            lambda: measure_geometry(GeometryConfig(points=300, **text), out / "geometry"),
+            lambda r: r["layers"][-1]["isoscore"],
+        ),
+    }
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:] + ["1", "fp32", "toy-bert"][len(sys.argv) - 2 :]
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(int(arguments[1]))
+    random.seed()  # what was drawn before a run is none of its business
+    torch.rand(random.randint(1, 9))
+    found = {}
+    for name, (make, number) in kinds(Path(arguments[0]), *arguments[2:4]).items():
+        record = make()
+        said = json.dumps(plain(without_times(record)), sort_keys=True)
+        found[name] = {"digest": hashlib.sha256(said.encode()).hexdigest(), "number": number(record)}
+    print(json.dumps(found))

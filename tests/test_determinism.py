@@ -1,0 +1,115 @@
+"""The same configuration, seed, code and machine give the same bits, in any process and with any number of workers."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from isoreg.config import FisherConfig, RunConfig
+from isoreg.corpus import TextBatches
+from isoreg.fisher import empirical_fisher
+from isoreg.finetune import run
+from isoreg.grid import expand, load_grid
+from isoreg.measure import load_language_model
+from isoreg.sweep import Local, sweep
+from isoreg.toy import toy_corpus, toy_tokenizer
+
+HERE = Path(__file__).parent
+KINDS = ["finetune", "pretrain", "mlm_head", "toy", "fisher", "landscape", "geometry"]
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory):
+    "What two processes found that share nothing but the machine."
+    processes = []
+    for number in "12":
+        env = os.environ | {"PYTHONHASHSEED": number, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        out = tmp_path_factory.mktemp(f"kinds{number}")
+        command = [sys.executable, str(HERE / "all_kinds.py"), str(out / "runs")]
+        processes.append(subprocess.Popen(command, env=env, cwd=out, stdout=subprocess.PIPE, text=True))
+    return [json.loads(p.communicate()[0].splitlines()[-1]) for p in processes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_give_the_same_bits(twice, kind):
+    one, two = (found[kind] for found in twice)
+    assert one == two and np.isfinite(one["number"])
+
+
+def test_every_kind_is_another_run(twice):
+    assert list(twice[0]) == KINDS and len({found["digest"] for found in twice[0].values()}) == len(KINDS)
+
+
+def batches(**options):
+    return TextBatches(toy_corpus(60, seed=1), toy_tokenizer(), batch_size=8, max_length=32, **options)
+
+
+@pytest.mark.parametrize("loss", ["mlm", "clm"])
+def test_masks_and_order_do_not_depend_on_who_reads(loss):
+    whole = list(batches(loss=loss, seed=3))
+    for corpus in (batches(loss=loss, seed=3), batches(loss=loss, seed=3)):
+        torch.rand(5), np.random.rand(3)  # what else is drawn is none of its business
+        for one, two in zip(whole, corpus, strict=True):
+            assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_a_sample_is_masked_by_its_number_not_by_its_place():
+    corpus = batches(seed=3)
+    backwards = {n: corpus.sample(n) for n in reversed(corpus.numbers.tolist())}
+    for n in corpus.numbers.tolist():
+        for one, two in zip(batches(seed=3).sample(n), backwards[n]):
+            assert np.array_equal(one, two)
+    other = batches(seed=4)
+    assert any(not np.array_equal(other.sample(n)[0], backwards[n][0]) for n in corpus.numbers.tolist())
+
+
+def test_a_subsample_is_the_same_in_any_number_of_parts():
+    corpus = batches(seed=3)
+    drawn = corpus.draw(0.3, 1)
+    assert np.array_equal(np.sort(drawn.numbers), np.sort(batches(seed=3).draw(0.3, 1).numbers))
+    for parts in (2, 3):
+        shares = [drawn.shard(rank, parts).numbers for rank in range(parts)]
+        assert sorted(np.concatenate(shares)) == sorted(drawn.numbers)
+    model = load_language_model(FisherConfig())[0]
+    whole = empirical_fisher(model, drawn).scores()
+    one, two = (empirical_fisher(model, drawn.shard(rank, 2)) for rank in (0, 1))
+    merged = (one + two).scores()
+    assert merged.keys() == whole.keys() and all(merged[k] == pytest.approx(whole[k], rel=1e-5) for k in whole)
+
+
+@pytest.mark.parametrize("workers", [2])
+def test_workers_that_load_data_change_nothing(monkeypatch, workers):
+    import isoreg.finetune
+
+    config = RunConfig(task="toy-cola", max_train=64, max_eval=64, epochs=1)
+    alone = run(config).to_dict()
+    made = isoreg.finetune.training_arguments
+    with_workers = lambda *a, **k: dataclasses.replace(made(*a, **k), dataloader_num_workers=workers)
+    monkeypatch.setattr(isoreg.finetune, "training_arguments", with_workers)
+    helped = run(config).to_dict()
+    for name in ("value", "predictions", "isoscore", "epochs", "geometry"):
+        drop = lambda x: [{k: v for k, v in e.items() if "runtime" not in k and "per_second" not in k} for e in x]
+        one, two = (drop(r[name]) if name == "epochs" else r[name] for r in (alone, helped))
+        assert one == two, name
+
+
+@pytest.mark.slow
+def test_a_sweep_of_two_workers_has_the_records_of_one(tmp_path):
+    (tmp_path / "g.yaml").write_text(
+        "notebook: finetune\nfixed: {max_train: 64, max_eval: 64, epochs: 1, recipe: toy}\n"
+        "axes: {seed: [0, 1], dropout: [standard, guided]}\n"
+    )
+    found = []
+    for jobs in (1, 2):
+        out = tmp_path / f"jobs{jobs}"
+        assert sweep(expand(load_grid(tmp_path / "g.yaml")), out, Local(jobs)).code == 0
+        records = {p.parent.name: json.loads(p.read_text()) for p in out.glob("*/record.json")}
+        names = ("value", "predictions", "isoscore", "geometry", "dropout", "model", "data", "resampled")
+        found.append({k: {n: r[n] for n in names} for k, r in records.items()})
+    assert found[0] == found[1] and len(found[0]) == 4
