@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['app', 'demo_command', 'run_command', 'rerun_command', 'sweep_command', 'select_command', 'status_command',
-           'score_command', 'read_points', 'spectrum', 'score_points', 'score_model', 'report_command', 'tasks_command']
+           'score_command', 'report_command', 'tasks_command']
 
 # %% ../nbs/31_cli.ipynb #5d321039
 import contextlib
@@ -12,7 +12,6 @@ import importlib.metadata
 import inspect
 import json
 import platform
-import random
 import re
 import shlex
 import sys
@@ -22,7 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -573,252 +572,96 @@ def _show_status(state: dict, folder: Path):
     _console.print(table)
 
 # %% ../nbs/31_cli.ipynb #6c46dd64
-_FILE = typer.Argument(help="Vectors (.npy, .npz, .safetensors, .parquet), or a text file, one text a line, "
-                       "with --model.")
-_MODEL = _option("Score the layers of this model on the text file: toy-bert, a folder or a name on the hub.")
+_FILES = typer.Argument(metavar="[FILE]...", show_default=False, help="Vectors (.npy, .npz, .safetensors, .pt, "
+                        ".parquet, .feather, .arrow, .csv), or with --model a file of texts, one a line.")
+_MODEL = _option("Score this model on the texts: toy-bert, a folder or a name on the hub; may be given several times.")
+_TEXTS = _option("File of texts: one a line, or a column of a table.")
+_PAIRS = _option("Vectors or texts, row i of which belongs to row i of the others: adds their alignment.")
+_POOLING = _option("tokens, or one vector a text: mean, cls, last (default: what a SentenceTransformers model says "
+                   "itself, else tokens).")
+_LAYER = _option("Looked at in detail: 0 the embeddings, -1 the last (default).")
+_HTML = _option("File for a page with everything: measures and their sources, pictures, comparisons.")
 
-
+# %% ../nbs/31_cli.ipynb #831a25cd
 @app.command("score")
 def score_command(
-    file: Annotated[Path, _FILE],
-    model: Annotated[str | None, _MODEL] = None,
+    files: Annotated[list[Path] | None, _FILES] = None,
+    model: Annotated[list[str] | None, _MODEL] = None,
+    texts: Annotated[Path | None, _TEXTS] = None,
+    pairs: Annotated[Path | None, _PAIRS] = None,
+    pooling: Annotated[str | None, _POOLING] = None,
+    layer: Annotated[int | None, _LAYER] = None,
+    normalize: Annotated[bool, typer.Option("--normalize", help="Bring each vector to length one.")] = False,
     array: Annotated[str | None, _option("Name of the array or column in the file.")] = None,
-    max_lines: Annotated[int, typer.Option(min=1, help="Lines of the text file at most, drawn at random.")] = 500,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draw of lines.")] = 0,
+    column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",
+    max_lines: Annotated[int, typer.Option(min=1, help="Texts at most, drawn at random.")] = 500,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of what is drawn.")] = 0,
+    html: Annotated[Path | None, _HTML] = None,
     as_json: Annotated[bool, _JSON] = False,
 ):
-    "IsoScore, plain and bias-corrected with its standard error, and the spectrum."
-    if model is not None and array is not None:
-        raise ValueError("array: does not apply to a text file; leave --array out, or --model")
-    result: Any
-    if model is None: result = score_points(_points(file, array))
-    else: result = _score_texts(file, model, max_lines, seed)
-    if as_json: print(json.dumps(result, indent=1))
-    else: _show_points(result) if model is None else _show_layers(result)
+    "IsoScore with its error, the spectrum, and what else is asked of embeddings; files or models compared by row."
+    from isoreg.embeddings import compare, report_page
+    from isoreg.files import write_atomically
+    with _warnings_shown():
+        if model: measured, drawn = _score_models(files, model, texts, pairs, pooling, layer, normalize, array, column,
+                                                  max_lines, seed)
+        else: measured, drawn = _score_files(files, texts, pairs, pooling, layer, normalize, array, seed), None
+        differences = [(m.name, measured[0].name, compare(m, measured[0])) for m in measured[1:]]
+        if html: write_atomically(html, report_page(measured, differences, _about(drawn, pooling, normalize)))
+    if as_json: return print(json.dumps(_scores_json(measured, differences, drawn), indent=1))
+    _show_scores(measured, differences, drawn)
+    if html: _console.print(str(html))
 
-# %% ../nbs/31_cli.ipynb #963e9108
-def read_points(
-    path: str | Path,  # .npy, .npz, .safetensors or .parquet
-    array: str | None = None,  # name of the array or column; None takes the only one (Parquet: all floating columns)
-):  # (n, d) tensor
-    "Return the points in an embedding file. `ValueError` that says what the file holds; nothing is unpickled."
-    path = Path(path)
-    if not path.is_file(): raise ValueError(f"file: no file {str(path)!r}")
-    if path.suffix not in (".npy", ".npz", ".safetensors", ".parquet"):
-        raise ValueError(f"file: {path.suffix or path.name!r} is unknown; use .npy, .npz, .safetensors or .parquet, "
-                         "or a text file with --model")
-    return _two_dimensional((_from_parquet if path.suffix == ".parquet" else _from_arrays)(path, array), path)
+# %% ../nbs/31_cli.ipynb #a71d602c
+def _score_files(files, texts, pairs, pooling, layer, normalize, array, seed) -> list:
+    "Return what was measured of the vectors in files; `ValueError` for options that need a model."
+    from isoreg.embeddings import measure_points, read_points
+    if texts is not None: raise ValueError("texts: need a model that reads them; give --model")
+    if not files: raise ValueError("file: none given; name a file of vectors, or give --model and --texts")
+    for name, value in ("pooling", pooling), ("layer", layer):
+        if value is not None: raise ValueError(f"{name}: belongs to a model; leave it out, or give --model and --texts")
+    partners = read_points(pairs, array) if pairs else None
+    return [measure_points(read_points(f, array), partners, str(f), normalize, seed) for f in files]
 
-# %% ../nbs/31_cli.ipynb #eda6f845
-def _from_arrays(path: Path, array: str | None):
-    "Return the array of a .npy file, or the one of that name in a .npz or .safetensors file."
-    with _reading(path): arrays = _load(path)
-    if path.suffix == ".npy":
-        if array is None: return arrays
-        raise ValueError(f"array: {array!r} is asked for, but a .npy file holds a single array without a name; "
-                         "leave --array out")
-    if not list(arrays.keys()): raise ValueError(f"file: {path.name} holds no array")
-    name = _pick(list(arrays.keys()), array)
-    with _reading(path): return arrays[name]
 
-# %% ../nbs/31_cli.ipynb #4207cfb8
-def _load(path: Path):
-    "Return an array, or arrays by name."
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-        return load_file(path)
-    import numpy as np
-    return np.load(path, allow_pickle=False)
+def _score_models(files, models, texts, pairs, pooling, layer, normalize, array, column, limit, seed) -> tuple:
+    "Return what was measured of models, and the texts: file, how many of how many, seed."
+    from isoreg.embeddings import POOLINGS, draw_texts, measure_model
+    from isoreg.checks import one_of
+    if array is not None: raise ValueError("array: does not apply to a text file; leave --array out, or --model")
+    if pooling: one_of("pooling", pooling, POOLINGS)
+    named = [f for f in [*(files or []), texts] if f is not None]
+    if len(named) != 1: raise ValueError(f"texts: {len(named)} files given; --model reads the texts of one")
+    lines, total = draw_texts(named[0], limit, seed, column)
+    beside, others = draw_texts(pairs, limit, seed, column) if pairs else (None, total)
+    if others != total: raise ValueError(f"pairs: {others} texts beside {total}; give one partner a text")
+    found = [measure_model(m, lines, beside, pooling, -1 if layer is None else layer, normalize, seed) for m in models]
+    return found, {"file": named[0].name, "count": len(lines), "texts": total, "seed": seed if total > limit else None}
 
-# %% ../nbs/31_cli.ipynb #9a192213
-@contextlib.contextmanager
-def _reading(path: Path):
-    "Context in which whatever a library raises becomes a `ValueError` that names the file."
-    try: yield
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        if _is_pickled(path, error):
-            raise ValueError(f"file: {path.name} holds Python objects, which only unpickling would read, and a pickle "
-                             "can run any code; save an array of numbers") from None
-        raise ValueError(f"file: {path.name} is damaged, or no {path.suffix} file; save it again ({why})") from None
+# %% ../nbs/31_cli.ipynb #c160a18b
+def _about(drawn: dict | None, pooling: str | None, normalize: bool) -> str:
+    "Return in a line what was scored."
+    what = "" if drawn is None else f"{_texts_drawn(drawn)} of {drawn['file']}"
+    how = [what, f"pooling {pooling}" if pooling else "", "each vector brought to length one" if normalize else ""]
+    return "; ".join(word for word in how if word)
 
-# %% ../nbs/31_cli.ipynb #e5a69455
-def _is_pickled(path: Path, error: Exception) -> bool:
-    "Return whether a file is a pickle, or an array in it is of Python objects. NumPy says so of any file of nonsense."
-    if "Object arrays" in str(error): return True
-    with path.open("rb") as file: first = file.read(2)
-    return first in [bytes([0x80, protocol]) for protocol in range(2, 6)]
 
-# %% ../nbs/31_cli.ipynb #1084cee7
-def _pick(names: list[str], name: str | None, kind: str = "array") -> str:
-    "Return the name that is asked for, or the only one. `ValueError` that lists the first 20 where there is none."
-    held = ", ".join(names[:20])
-    if name is None and len(names) > 1: raise ValueError(f"array: the file holds {held}; choose one with --array")
-    if name is not None and name not in names: raise ValueError(f"array: no {kind} {name!r}; the file has {held}")
-    return name or names[0]
+def _texts_drawn(drawn: dict) -> str:
+    "Return how many texts were seen, and of how many they were drawn."
+    if drawn["seed"] is None: return f"{drawn['count']} texts"
+    return f"{drawn['count']} of {drawn['texts']} texts, drawn with seed {drawn['seed']}"
 
-# %% ../nbs/31_cli.ipynb #407ff982
-def _two_dimensional(x, path: Path):
-    "Return an array or tensor as points (n, d), floats up to 64 bits as they are. `ValueError` for what is none."
-    import torch
-    real = not x.is_complex() if isinstance(x, torch.Tensor) else x.dtype.kind in "fiub"
-    if not real: raise ValueError(f"file: {path.name} holds values of type {x.dtype}; need real numbers")
-    if x.ndim != 2:
-        raise ValueError(f"file: {path.name} holds an array of shape {tuple(x.shape)}; need (n_points, n_dims)")
-    if not isinstance(x, torch.Tensor):
-        kept = x.dtype.kind == "f" and x.dtype.itemsize <= 8
-        x = torch.from_numpy(x.astype(x.dtype.newbyteorder("=") if kept else "float64"))
-    return x if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) else x.double()
 
-# %% ../nbs/31_cli.ipynb #b8e2757f
-def _from_parquet(path: Path, column: str | None):
-    "Return the vectors of a table, (n, d): its only column of lists of numbers, else its columns of numbers."
-    import pyarrow.parquet as pq
-    with _reading(path): table = pq.read_table(path)
-    if column is not None: table = table.select([_pick(table.column_names, column, "column")])
-    lists = [field.name for field in table.schema if _is_vector(field.type)]
-    if not lists: return _from_columns(table)
-    name = _pick(lists, None)
-    return _from_lists(table[name].to_pylist(), name)
-
-# %% ../nbs/31_cli.ipynb #ecc84265
-def _is_vector(kind) -> bool:
-    "Return whether a type of Arrow is a list of numbers."
-    from pyarrow import types
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return is_list and (types.is_floating(kind.value_type) or types.is_integer(kind.value_type))
-
-# %% ../nbs/31_cli.ipynb #8c33d6e5
-def _from_lists(rows: list, column: str):
-    "Return the lists of a column as an array (n, d). `ValueError` where one is missing or of another length."
-    import numpy as np
-    lengths = {-1 if row is None else len(row) for row in rows}
-    if -1 in lengths: raise ValueError(f"array: column {column!r} has rows without a vector; drop them")
-    if len(lengths) > 1:
-        between = f"{min(lengths)} to {max(lengths)}"
-        raise ValueError(f"array: vectors of {between} values in column {column!r}; need one length")
-    return np.array(rows, dtype=np.float64)
-
-# %% ../nbs/31_cli.ipynb #49d322be
-def _from_columns(table):
-    "Return the columns of numbers side by side, (n, d), and warn of what was taken. `ValueError` if there is none."
-    from pyarrow import types
-    named = lambda is_kind: [field.name for field in table.schema if is_kind(field.type)]
-    if names := named(types.is_floating) or named(types.is_integer):
-        some = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
-        warnings.warn(f"array: {len(names)} columns are read as dimensions: {some}; leave out of the file what is none")
-        return table.select(names).to_pandas().to_numpy(dtype="float64")
-    held = ", ".join(f"{field.name} ({field.type})" for field in list(table.schema)[:20])
-    raise ValueError(f"array: no column of numbers or of lists of numbers in {held or 'the empty file'}; "
-                     "score text with --model on a text file")
-
-# %% ../nbs/31_cli.ipynb #a612520d
-def spectrum(
-    points,  # (n, d) array or tensor
-) -> dict:  # share: of the first 10 axes; axes_for: "50%", "90%" and "99%" of the variance
-    "Return the share of the variance on the first principal axes, and how many axes hold 50, 90 and 99 per cent."
-    import torch
-    x = torch.as_tensor(points).double()  # before the mean, which half precision rounds
-    x = x - x.mean(0)
-    return _spectrum(x @ x.T if len(x) < x.shape[1] else x.T @ x, len(x))
-
-# %% ../nbs/31_cli.ipynb #73aadcd5
-def _spectrum(products, n: int) -> dict:
-    "Return the spectrum of n points from their matrix of products, (d, d) or (n, n)."
-    import torch
-    variance = torch.linalg.eigvalsh(products).flip(0).clamp(min=0)[:n]
-    share = variance / variance.sum()
-    needed = {f"{int(100 * p)}%": int((share.cumsum(0) < p - 1e-12).sum()) + 1 for p in (0.5, 0.9, 0.99)}
-    return {"share": share[:10].tolist(), "axes_for": needed}
-
-# %% ../nbs/31_cli.ipynb #d1cba8fd
-def score_points(
-    points,  # (n, d)
-) -> dict:  # points, dims, isoscore, effective_dims, spectrum; of 5 points or more also corrected and standard_error
-    "Return everything that `isoreg score` prints of a file of vectors."
-    from isoreg.isoscore import isoscore, isoscore_with_error
-    n, d = points.shape
-    plain = float(isoscore(points))
-    result = {"points": n, "dims": d, "isoscore": plain, "effective_dims": 1 + (d - 1) * plain}
-    if n >= 5:
-        best = isoscore_with_error(points, correction="ustat")
-        result |= {"corrected": best.score, "standard_error": best.stderr}
-    return result | {"spectrum": spectrum(points)}
-
-# %% ../nbs/31_cli.ipynb #5e65477b
-def _points(file: Path, array: str | None):
-    "Return the points in a file, and print what is doubtful about them."
-    with _warnings_shown(): return read_points(file, array)
-
-# %% ../nbs/31_cli.ipynb #e3477ec0
-def score_model(
-    model: str,  # toy-bert, a folder or a name on the hub
-    lines: list[str],  # one text each
-    max_length: int = 128,  # tokens of a text at most
-) -> list[dict]:  # of layers 0..L: layer, isoscore, corrected, standard_error, tokens, sequences, spectrum
-    """Return plain and sequence-corrected IsoScore and the spectrum of the token vectors of each layer.
-
-    Of an encoder-decoder model the layers are the encoder's. Memory does not grow with the number of lines, token ids
-    apart. `ValueError` for fewer than 6 lines with tokens, and for a checkpoint that lacks weights or a tokenizer.
-    Warns where many words are unknown to the tokenizer, and where it does not fit the embedding matrix.
-    """
-    tokenizer, encoder = _encoder(model, lines)
-    streams = _stream(encoder, _tokens(tokenizer, lines, max_length))
-    return [{"layer": layer} | _scores(stream) for layer, stream in enumerate(streams)]
-
-# %% ../nbs/31_cli.ipynb #929e08dd
-def _encoder(model: str, lines: list[str]):
-    "Return tokenizer and encoder of a model, checked against the lines."
-    from isoreg.models import check_vocabulary, has_decoder, load_tokenizer, read_body
-    tokenizer = load_tokenizer(model)
-    with _quiet(): body = read_body(model).eval()
-    check_vocabulary(tokenizer, body, lines)
-    if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
-    if not has_decoder(body): return tokenizer, body
-    tokenizer.model_input_names = ["input_ids", "attention_mask"]
-    return tokenizer, body.get_encoder()
-
-# %% ../nbs/31_cli.ipynb #95368d0c
-def _tokens(tokenizer, lines: list[str], max_length: int) -> dict:
-    "Return the input of the lines that have tokens. `ValueError` for fewer than 6, too few for an error by sequence."
-    import torch
-    length = min(max_length, tokenizer.model_max_length)
-    batch = tokenizer(lines, truncation=True, max_length=length, padding=True, return_tensors="pt") if lines else {}
-    some = batch["attention_mask"].any(-1) if lines else torch.zeros(0)
-    if some.sum() < 6:
-        raise ValueError(f"file: {int(some.sum())} lines with text, but a standard error by sequence needs at least 6; "
-                         "add lines or raise --max-lines")
-    return {name: values[some] for name, values in batch.items()}
-
-# %% ../nbs/31_cli.ipynb #e2cba663
-def _stream(encoder, batch: dict, groups: int = 20, size: int = 32) -> list:
-    "Return a stream for each layer, after all sequences of the batch went through the model twice."
-    from isoreg.sequences import SequenceStream, draw_groups
-    group, streams = draw_groups(len(batch["attention_mask"]), groups), None
-    for again in (False, True):
-        for g in group.unique().tolist():
-            for rows in (group == g).nonzero()[:, 0].split(size):
-                states, mask = _states(encoder, {name: values[rows] for name, values in batch.items()})
-                streams = streams or [SequenceStream(int(group.max()) + 1, h.shape[-1], h.device) for h in states]
-                for stream, h in zip(streams, states): (stream.second if again else stream.first)(g, h, mask)
-            if again: [stream.close(g) for stream in streams]
-    return streams
-
-# %% ../nbs/31_cli.ipynb #b02b4e6a
-def _states(encoder, inputs: dict) -> tuple:
-    "Return the hidden states of each layer, (b, length, d), and the mask of the tokens, (b, length)."
-    import torch
-    with torch.no_grad(): states = encoder(**inputs, output_hidden_states=True).hidden_states
-    return states, inputs["attention_mask"].bool()
-
-# %% ../nbs/31_cli.ipynb #f0034f40
-def _scores(stream) -> dict:
-    "Return what is said of a layer."
-    from isoreg.isoscore import isoscore_from_cov
-    best, tokens = stream.estimate(), int(stream.moments.count)
-    plain = float(isoscore_from_cov(stream.moments.cov()))
-    return {"isoscore": plain, "corrected": best.score, "standard_error": best.stderr, "tokens": tokens,
-            "sequences": best.count, "spectrum": _spectrum(stream.moments.m2, tokens)}
+def _scores_json(measured: Sequence, differences: Sequence, drawn: dict | None):
+    "Return what is printed as JSON: of a file its scores, of a model a row a layer, of several these by name."
+    found = {}
+    for m in measured:
+        rows = [dict(r) for r in m.rows]
+        rows[m.shown] |= {k: v for k, v in m.details.items() if k != "dimensions"}
+        if drawn: rows = [r | {"texts": drawn["texts"], "seed": drawn["seed"]} for r in rows]
+        found[m.name] = rows if drawn else rows[0]
+    if len(measured) == 1: return found[measured[0].name]
+    return {"scores": found, "differences": [{"of": a, "less": b} | d._asdict() for a, b, d in differences]}
 
 # %% ../nbs/31_cli.ipynb #ba9a46c9
 @contextlib.contextmanager
@@ -833,35 +676,32 @@ def _quiet():
         logging.set_verbosity(verbosity)
         if bar: logging.enable_progress_bar()
 
-# %% ../nbs/31_cli.ipynb #90d6b35e
-def _score_texts(file: Path, model: str, limit: int, seed: int) -> list[dict]:
-    "Return the rows of `score_model` for lines of a file, and what they were drawn from."
-    lines, texts = _lines(file, limit, seed)
-    drawn = {"texts": texts, "seed": seed if texts > len(lines) else None}
-    return [row | drawn for row in score_model(model, lines)]
-
-# %% ../nbs/31_cli.ipynb #8b36c545
-def _lines(file: Path, limit: int, seed: int) -> tuple[list[str], int]:
-    "Return the lines with text, all or so many drawn at random, and how many the file has."
-    if not file.is_file(): raise ValueError(f"file: no file {str(file)!r}")
-    rng, drawn, total = random.Random(seed), [], 0
-    with file.open(encoding="utf-8-sig") as f:
-        try:
-            for total, line in enumerate(filter(str.strip, f), 1):
-                place = len(drawn) if total <= limit else rng.randrange(total)
-                if place < limit: drawn[place : place + 1] = [line.rstrip("\n")]
-        except UnicodeDecodeError:
-            raise ValueError(f"file: {file.name} is no UTF-8 text; convert it, for example with "
-                             "iconv -f latin1 -t utf-8, or leave --model out for vectors") from None
-    return drawn, total
-
 # %% ../nbs/31_cli.ipynb #2e7f58ab
-def _show_points(result: dict):
-    "Print what `score_points` found: the scores, and a bar for each of the first axes."
+def _show_scores(measured: Sequence, differences: Sequence, drawn: dict | None):
+    "Print what was measured."
+    if len(measured) == 1:
+        (one,) = measured
+        (_show_points if drawn is None else _show_layers)(one.rows, drawn)
+        return _show_measures(one)
+    from isoreg.embeddings import with_error
+    right = ("IsoScore", "corrected", "dimensions in even use")
+    table = _table("" if drawn is None else _texts_drawn(drawn), ("vectors",), right)
+    for m in measured:
+        row, used = m.rows[m.shown], "{dimensions_in_use:.1f} of {dims}".format(**m.rows[m.shown])
+        table.add_row(m.name, f"{row['isoscore']:.4f}", with_error(row), used)
+    _console.print(table)
+    for a, b, d in differences:
+        how = "paired by row" if d.paired else "not paired: different numbers of rows"
+        _console.print(f"{a} less {b}: {d.difference:+.4f} [{d.low:+.4f}, {d.high:+.4f}], {how}")
+
+# %% ../nbs/31_cli.ipynb #70fad414
+def _show_points(rows: Sequence[dict], drawn: None):
+    "Print the scores of a cloud, and a bar for each of the first axes."
+    (result,) = rows
     table, spectrum = _table(f"{result['points']} points, {result['dims']} dimensions"), result["spectrum"]
     table.add_row("IsoScore", f"{result['isoscore']:.4f}")
     if "corrected" in result: table.add_row("corrected", f"{_corrected(result)} (standard error, rows independent)")
-    table.add_row("effective dimensions", f"{result['effective_dims']:.1f}")
+    table.add_row("dimensions in even use", f"{result['dimensions_in_use']:.1f}")
     table.add_row("axes for " + ", ".join(spectrum["axes_for"]), _axes(result))
     for i, share in enumerate(spectrum["share"], 1):
         bar = "█" * max(1, round(30 * share / spectrum["share"][0]))
@@ -869,15 +709,16 @@ def _show_points(result: dict):
     _console.print(table)
 
 # %% ../nbs/31_cli.ipynb #a0a2a9f6
-def _show_layers(rows: list[dict]):
-    "Print what `score_model` found, a layer a row."
-    first = rows[0]
-    texts = "texts" if first["seed"] is None else f"of {first['texts']} texts, drawn with seed {first['seed']}"
-    table = _table(f"{first['tokens']} tokens of {first['sequences']} {texts}", right=(
-        "layer", "IsoScore", "corrected, by sequence", "axes for 50, 90, 99 %", "first axis"))
+def _show_layers(rows: Sequence[dict], drawn: dict):
+    "Print the scores of a model, a layer a row; of a layer that has none only its number."
+    tokens = next((r["tokens"] for r in rows if "tokens" in r), None)
+    kind = "corrected, by sequence" if tokens else "corrected"
+    table = _table(f"{tokens} tokens of {_texts_drawn(drawn)}" if tokens else _texts_drawn(drawn), right=(
+        "layer", "IsoScore", kind, "in even use", "axes for 50, 90, 99 %", "first axis"))
     for row in rows:
-        share = f"{100 * row['spectrum']['share'][0]:.1f} %"
-        table.add_row(str(row["layer"]), f"{row['isoscore']:.4f}", _corrected(row), _axes(row), share)
+        if "isoscore" not in row: table.add_row(str(row["layer"]), "undefined"); continue
+        used, share = f"{row['dimensions_in_use']:.1f}", f"{100 * row['spectrum']['share'][0]:.1f} %"
+        table.add_row(str(row["layer"]), f"{row['isoscore']:.4f}", _corrected(row), used, _axes(row), share)
     _console.print(table)
 
 
@@ -885,6 +726,26 @@ def _corrected(row: dict) -> str: return f"{row['corrected']:.4f} ± {row['stand
 
 
 def _axes(row: dict) -> str: return ", ".join(map(str, row["spectrum"]["axes_for"].values()))
+
+# %% ../nbs/31_cli.ipynb #899c42df
+def _show_measures(one):
+    "Print what else was measured, with what it says and whose it is; then the linear steps."
+    from isoreg.embeddings import MEASURES
+    layer = one.rows[one.shown].get("layer")
+    table = _table("also" if layer is None else f"also, layer {layer}", ("measure",), ("value",))
+    for name in ("what it says", "after"): table.add_column(name, overflow="fold")
+    for name, value in one.details["measures"].items():
+        m = MEASURES[name]
+        table.add_row(m.title, "undefined" if value is None else f"{value:.4g}", m.says, m.source)
+    for rule, found in one.details["outliers"].items():
+        names = ", ".join(map(str, found[:8]))
+        table.add_row(f"outlier dimensions, {rule.replace('_', ' ')}", str(len(found)), names, "")
+    _console.print(table)
+    steps = _table("what a linear step, fitted on these vectors, would make of them", ("",), [
+        MEASURES[k].title if k in MEASURES else "IsoScore" for k in one.details["steps"][0] if k != "step"])
+    for row in one.details["steps"]:
+        steps.add_row(*(v if isinstance(v, str) else "undefined" if v is None else f"{v:.3f}" for v in row.values()))
+    _console.print(steps)
 
 # %% ../nbs/31_cli.ipynb #0f45d5da
 _BASELINE = typer.Option(help="The method that the others are compared with, as the report calls it.")

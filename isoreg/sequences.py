@@ -181,6 +181,10 @@ class SequenceStream:
         self.close(-1)
         return _jackknife(_Sums(self.left, self.all, self.single), len(self.P_g), self.means.sequences)
 
+    def scores(self) -> Tensor:
+        "Return the score without each group, and last that of all, (groups + 1,); after `estimate`."
+        return closed_form(*_estimates(_Sums(self.left, self.all, self.single)), len(self.P_g))
+
 # %% ../nbs/03_sequences.ipynb #77f6ab33
 class _Means:
     "What is gathered the first time: of each group (the last is empty) lengths and sums, of all moments and G."

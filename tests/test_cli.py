@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_log
 from typer.testing import CliRunner
 
-from isoreg.cli import _finished, _lines, app, read_points, run_command, score_model, score_points, spectrum
+from isoreg.cli import _finished, app, run_command
 from isoreg.config import RECIPES, RunConfig, about
 from isoreg.grid import Run
 from isoreg.record import RunRecord
-from isoreg.isoscore import isoscore
+from isoreg.embeddings import draw_texts, read_points, score_model, score_points, spectrum
+from isoreg.isoscore import isoscore, participation_ratio
 from isoreg.sequences import isoscore_by_sequence_with_error
 from isoreg.notebook import execute, run_notebook_path
 from isoreg.report import load
@@ -428,15 +429,15 @@ def test_text_in_another_encoding(tmp_path):
     (tmp_path / "latin.txt").write_bytes("\n".join(lines).encode("latin1"))
     _refused(tmp_path, "latin.txt", ["file", "latin.txt", "UTF-8"], "--model", "toy-bert")
     (tmp_path / "marked.txt").write_text("\n\n".join(lines), encoding="utf-8-sig")
-    assert _lines(tmp_path / "marked.txt", 100, 0) == (lines, 8)
-    drawn, texts = _lines(tmp_path / "marked.txt", 3, 0)
+    assert draw_texts(tmp_path / "marked.txt", 100, 0) == (lines, 8)
+    drawn, texts = draw_texts(tmp_path / "marked.txt", 3, 0)
     assert len(set(drawn)) == 3 and set(drawn) < set(lines) and texts == 8
 
 
 def test_lines_are_drawn_evenly(tmp_path):
     (tmp_path / "t.txt").write_text("\n\n".join(map(str, range(10))))
-    drawn = [_lines(tmp_path / "t.txt", 4, seed) for seed in range(1000)]
-    assert drawn[7] == _lines(tmp_path / "t.txt", 4, 7) != drawn[8]
+    drawn = [draw_texts(tmp_path / "t.txt", 4, seed) for seed in range(1000)]
+    assert drawn[7] == draw_texts(tmp_path / "t.txt", 4, 7) != drawn[8]
     assert all(len(set(d)) == 4 and n == 10 for d, n in drawn)
     times = np.bincount([int(line) for d, _ in drawn for line in d])
     assert len(times) == 10 and abs(times - 400).max() < 5 * (1000 * 0.4 * 0.6) ** 0.5
@@ -448,7 +449,10 @@ def test_spectrum_against_the_singular_values():
     share = s / s.sum()
     assert spectrum(x)["share"] == pytest.approx(share[:10].tolist())
     assert spectrum(x)["axes_for"]["90%"] == int((share.cumsum() < 0.9).sum()) + 1
-    assert score_points(torch.tensor(x))["effective_dims"] == pytest.approx(s.sum() ** 2 / (s**2).sum())
+    assert participation_ratio(np.cov(x.T)) == pytest.approx(s.sum() ** 2 / (s**2).sum())
+    found = score_points(torch.tensor(x))  # in even use: by the corrected score, not the plain one
+    assert found["dimensions_in_use"] == pytest.approx(1 + 59 * found["corrected"])
+    assert found["corrected"] > found["isoscore"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

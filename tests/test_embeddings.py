@@ -1,0 +1,334 @@
+"""Embeddings: files, models and texts against plain loops, comparisons against the jackknife by hand, the page."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from scipy import stats
+from sklearn.metrics.pairwise import cosine_similarity
+from transformers import AutoModel, AutoTokenizer
+from typer.testing import CliRunner
+
+from isoreg.cli import app
+from isoreg.embeddings import (
+    MEASURES,
+    compare,
+    compare_points,
+    describe,
+    draw_texts,
+    embed,
+    embed_layers,
+    measure_model,
+    measure_points,
+    read_points,
+    report_page,
+    score_points,
+)
+from isoreg.geometry import alignment, dimensions_in_use, effective_rank
+from isoreg.isoscore import isoscore, isoscore_with_error
+from isoreg.sequences import draw_groups, isoscore_by_sequence
+from isoreg.toy import toy_corpus, toy_model_path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def cloud(n=120, d=10, seed=0):
+    g = np.random.default_rng(seed)
+    return g.normal(size=(n, d)) * np.linspace(0.2, 2, d) + 0.3
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return toy_corpus(60, seed=5)
+
+
+# ---- files
+
+
+def test_every_kind_of_file_gives_the_same_vectors(tmp_path):
+    x = cloud()
+    frame = pd.DataFrame(x, columns=[f"c{i}" for i in range(10)])
+    frame.to_csv(tmp_path / "heads.csv", index=False)
+    frame.to_csv(tmp_path / "bare.csv", index=False, header=False)
+    frame.to_csv(tmp_path / "tabs.tsv", index=False, sep="\t")
+    frame.assign(id=range(120), text="a, b").to_csv(tmp_path / "beside.csv", index=False)
+    frame.to_feather(tmp_path / "x.feather")
+    table = pa.table({"vector": list(x), "id": range(120)})
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as f, pa.ipc.new_file(f, table.schema) as out:
+        out.write_table(table)
+    with pa.OSFile(str(tmp_path / "stream.arrow"), "wb") as f, pa.ipc.new_stream(f, table.schema) as out:
+        out.write_table(table)
+    torch.save(torch.tensor(x), tmp_path / "tensor.pt")
+    torch.save([torch.tensor(row) for row in x], tmp_path / "rows.pt")
+    torch.save({"emb": torch.tensor(x), "n": 3}, tmp_path / "dict.pth")
+    with pytest.warns(UserWarning, match="10 columns are read as dimensions"):
+        for name in ("heads.csv", "bare.csv", "tabs.tsv", "beside.csv", "x.feather"):
+            assert np.allclose(read_points(tmp_path / name), x, atol=1e-14), name
+    for name in ("file.arrow", "stream.arrow", "tensor.pt", "rows.pt", "dict.pth"):
+        assert np.allclose(read_points(tmp_path / name), x, atol=0), name
+
+
+def test_what_is_no_file_of_vectors_is_refused(tmp_path):
+    torch.save({"a": np.random.default_rng(0)}, tmp_path / "object.pt")
+    with pytest.raises(ValueError, match="file: object.pt cannot be read, or only by unpickling"):
+        read_points(tmp_path / "object.pt")
+    torch.save({"a": torch.ones(3, 2), "b": torch.ones(3, 2)}, tmp_path / "two.pt")
+    with pytest.raises(ValueError, match="array: the file holds a, b; choose one"):
+        read_points(tmp_path / "two.pt")
+    pd.DataFrame({"text": ["a", "b"]}).to_csv(tmp_path / "words.csv", index=False)
+    with pytest.raises(ValueError, match="array: no column of numbers"):
+        read_points(tmp_path / "words.csv")
+    (tmp_path / "broken.arrow").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="file: broken.arrow cannot be read"):
+        read_points(tmp_path / "broken.arrow")
+
+
+def test_texts_of_a_table_are_drawn_too(tmp_path):
+    rows = [f"text {i}" for i in range(300)]
+    pd.DataFrame({"sentence": rows}).to_parquet(tmp_path / "t.parquet")
+    drawn, total = draw_texts(tmp_path / "t.parquet", 50, 1, "sentence")
+    assert total == 300 and len(set(drawn)) == 50 and set(drawn) < set(rows)
+    assert sum(int(t.split()[1]) < 50 for t in drawn) < 25  # not the first ones
+
+
+# ---- a model on texts
+
+
+@pytest.mark.parametrize("pooling", ["tokens", "mean", "cls", "last"])
+def test_vectors_are_those_of_a_loop_over_texts(texts, pooling):
+    tokenizer, model = AutoTokenizer.from_pretrained(toy_model_path()), AutoModel.from_pretrained(toy_model_path())
+    pool = {"tokens": lambda h: h, "mean": lambda h: h.mean(0), "cls": lambda h: h[0], "last": lambda h: h[-1]}[pooling]
+    with torch.no_grad():
+        one = lambda t, k: model.eval()(**tokenizer(t, return_tensors="pt"), output_hidden_states=True).hidden_states[k]
+        for layer in (-1, 2):
+            right = torch.cat([torch.atleast_2d(pool(one(t, layer)[0])) for t in texts])
+            found = embed("toy-bert", texts, pooling, layer)
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+            unit = embed("toy-bert", texts, pooling, layer, normalize=True)
+            torch.testing.assert_close(unit, right / right.norm(dim=1, keepdim=True), rtol=1e-4, atol=1e-5)
+
+
+def test_refusals_of_a_model(texts):
+    with pytest.raises(ValueError, match="pooling: 'average' is unknown"):
+        embed("toy-bert", texts, "average")
+    with pytest.raises(ValueError, match="layers: not all among the hidden states 0 to 4"):
+        embed("toy-bert", texts, "mean", 7)
+    with pytest.raises(ValueError, match="layer: 9 is out of range"):
+        measure_model("toy-bert", texts, pooling="tokens", layer=9)
+    with pytest.raises(ValueError, match="pairs: belong to texts, not to tokens"):
+        measure_model("toy-bert", texts, texts)
+
+
+def test_layers_of_a_model_are_scored_each(texts):
+    numbers, points = embed_layers("toy-bert", texts, "mean")
+    found = measure_model("toy-bert", texts, pooling="mean", layer=1)
+    assert numbers == [r["layer"] for r in found.rows] == list(range(5)) and found.shown == 1
+    for row, x in zip(found.rows, points):
+        assert row["corrected"] == pytest.approx(float(isoscore(x, correction="ustat")), rel=1e-5)
+        assert row["dimensions_in_use"] == dimensions_in_use(row["corrected"], 96)
+    rank = found.details["measures"]["effective_rank"]
+    assert rank == pytest.approx(effective_rank(points[1]), rel=1e-5)
+    first = measure_model("toy-bert", texts, pooling="cls")  # before the first layer it is the same in all texts
+    assert first.rows[0] == {"layer": 0} and "corrected" in first.rows[-1]
+
+
+def test_tokens_of_length_one(texts):
+    plain, unit = (measure_model("toy-bert", texts, normalize=n) for n in (False, True))
+    tokens = embed("toy-bert", texts, "tokens", normalize=True)
+    assert unit.rows[-1]["isoscore"] == pytest.approx(float(isoscore(tokens)), abs=1e-5)
+    assert unit.rows[-1]["isoscore"] != pytest.approx(plain.rows[-1]["isoscore"], abs=1e-4)
+
+
+@pytest.fixture
+def sentence_model(tmp_path):
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    from sentence_transformers import models
+
+    body = models.Transformer(str(toy_model_path()))
+    size = AutoModel.from_pretrained(toy_model_path()).config.hidden_size
+    model = library.SentenceTransformer(modules=[body, models.Pooling(size, pooling_mode="cls"), models.Normalize()])
+    model.save(str(tmp_path / "sentences"))
+    return tmp_path / "sentences", model
+
+
+def test_a_sentence_transformer_is_run_as_it_is(sentence_model, texts):
+    folder, model = sentence_model
+    right = model.encode(texts, convert_to_tensor=True).cpu()
+    torch.testing.assert_close(embed(str(folder), texts), right)
+    torch.testing.assert_close(right.norm(dim=1), torch.ones(60))  # its own modules: first token, length one
+    found = measure_model(str(folder), texts)
+    assert found.rows[0]["layer"] == "output"
+    assert found.rows[0]["corrected"] == pytest.approx(float(isoscore(right, correction="ustat")), rel=1e-5)
+    inside = embed(str(folder), texts, "cls")  # a pooling that is named reads the encoder alone
+    torch.testing.assert_close(torch.nn.functional.normalize(inside), right, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sentence_transformer_without_its_library(tmp_path, texts, monkeypatch):
+    (tmp_path / "modules.json").write_text("[]")
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ValueError, match=r"SentenceTransformers model; pip install 'isoreg\[integrations\]'"):
+        embed(str(tmp_path), texts)
+
+
+# ---- what else is measured
+
+
+def test_what_is_described_is_defined_independently():
+    x = cloud(300, 12)
+    y = x + 0.2 * cloud(300, 12, 1)
+    found = describe(x, y)
+    upper = np.triu_indices(300, 1)
+    assert found["measures"]["average_cosine"] == pytest.approx(cosine_similarity(x)[upper].mean())
+    assert found["measures"]["mean_share"] == pytest.approx((x.mean(0) ** 2).sum() / (x**2).sum(1).mean())
+    assert found["measures"]["alignment"] == pytest.approx(2 - 2 * np.diag(cosine_similarity(x, y)).mean())
+    p = np.linalg.eigvalsh(np.cov(x.T))
+    p /= p.sum()
+    assert found["measures"]["rankme_eigen"] == pytest.approx(np.exp(-(p * np.log(p)).sum()))
+    assert set(found["measures"]) < set(MEASURES) and found["pairs_of"] == 300
+    steps = {row["step"]: row for row in found["steps"]}
+    assert steps["centred"]["average_cosine"] == pytest.approx(cosine_similarity(x - x.mean(0))[upper].mean(), abs=1e-9)
+    assert steps["whitened"]["isoscore"] == pytest.approx(1)
+    moved = alignment(x - x.mean(0), y - x.mean(0))  # partners go through the step of the points
+    assert steps["centred"]["alignment"] == pytest.approx(moved)
+
+
+def test_pairs_are_taken_of_rows_drawn_at_random():
+    x = cloud(500, 6)
+    x[:100] = x[:100] * 0.01 + 5  # a sorted file
+    few, other, whole = describe(x, limit=100), describe(x, limit=100, seed=1), describe(x)
+    assert few["pairs_of"] == 100 and few["measures"]["uniformity"] != other["measures"]["uniformity"]
+    assert few["measures"]["uniformity"] == pytest.approx(whole["measures"]["uniformity"], abs=0.4)
+    assert few["measures"]["effective_rank"] == whole["measures"]["effective_rank"]
+
+
+def test_what_a_cloud_does_not_have_is_none():
+    found = describe(np.r_[np.zeros((1, 4)), cloud(9, 4)])  # a row without direction, and few rows
+    missing = ["average_cosine", "alpha_req", "uniformity", "hubness"]
+    assert all(found["measures"][k] is None for k in missing) and found["measures"]["effective_rank"] > 1
+    json.dumps(found, allow_nan=False)
+    with pytest.raises(ValueError, match="pairs: 8 rows beside 9"):
+        describe(cloud(9, 4), cloud(8, 4))
+
+
+# ---- comparisons
+
+
+def test_a_difference_is_the_jackknife_by_hand():
+    x, y = cloud(40, 5), cloud(40, 5) * 0.9 + 0.2 * cloud(40, 5, 1)
+    found = compare_points(x, y, groups=40)
+    without = lambda a: np.array([float(isoscore(np.delete(a, i, 0), correction="ustat")) for i in range(40)])
+    d = without(x) - without(y)
+    stderr = np.sqrt(39 / 40 * ((d - d.mean()) ** 2).sum())
+    assert found.stderr == pytest.approx(stderr) and found.paired
+    assert found.difference == pytest.approx(isoscore(x, correction="ustat") - isoscore(y, correction="ustat"))
+    assert found.high - found.difference == pytest.approx(stats.t.ppf(0.975, 39) * stderr)
+    same = compare_points(x, x)
+    assert same.difference == same.stderr == 0
+    apart = compare_points(x, y[:-1])
+    errors = [isoscore_with_error(a).stderr for a in (x, y[:-1])]
+    assert not apart.paired and apart.stderr == pytest.approx(np.hypot(*errors)) and apart.stderr > found.stderr
+
+
+def test_models_are_compared_by_the_same_groups_of_texts(texts):
+    one, other = (measure_model("toy-bert", texts, layer=k) for k in (4, 1))
+    found = compare(one, other)
+    tokenizer, model = AutoTokenizer.from_pretrained(toy_model_path()), AutoModel.from_pretrained(toy_model_path())
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = model.eval()(**batch, output_hidden_states=True).hidden_states
+    mask, group = batch["attention_mask"], draw_groups(60, 20)
+    left = [
+        [float(isoscore_by_sequence(h[group != g].double(), mask[group != g])) for g in range(20)]
+        for h in (states[4], states[1])
+    ]
+    d = np.subtract(*left)
+    assert found.paired and found.stderr == pytest.approx(np.sqrt(19 / 20 * ((d - d.mean()) ** 2).sum()), rel=1e-3)
+
+
+# ---- the command
+
+
+def test_several_files_are_compared_by_row(tmp_path):
+    x, y = cloud(), cloud() * 1.1 + 0.1 * cloud(seed=1)
+    for name, values in {"x": x, "y": y, "few": x[:50]}.items():
+        np.save(tmp_path / f"{name}.npy", values)
+    files = [tmp_path / f"{n}.npy" for n in ("x", "y", "few")]
+    result = invoke("score", *files, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["scores"][str(files[1])]["corrected"] == pytest.approx(float(isoscore(y, correction="ustat")))
+    right = compare_points(y, x)._asdict()
+    by = found["differences"]
+    assert {k: by[0][k] for k in right} == pytest.approx(right) and [d["paired"] for d in by] == [True, False]
+    shown = invoke("score", *files).stdout
+    assert "paired by row" in shown and "not paired: different numbers of rows" in shown
+
+
+def test_the_page_and_the_screen_say_the_same(tmp_path):
+    np.save(tmp_path / "x.npy", cloud())
+    np.save(tmp_path / "y.npy", cloud() + 0.1)
+    page = tmp_path / "out" / "page.html"
+    result = invoke("score", tmp_path / "x.npy", "--pairs", tmp_path / "y.npy", "--html", page)
+    assert result.exit_code == 0, result.stderr
+    text = page.read_text()
+    assert not re.search(r"<script|<link|@import|url\(|href=|src=(?!\"data:)", text)
+    used = score_points(cloud())["dimensions_in_use"]
+    assert f"{used:.1f} of 10" in text and f"{used:.1f}" in result.stdout  # one definition
+    value = describe(cloud(), cloud() + 0.1)["measures"]["alignment"]
+    assert f"{value:.4g}" in text and f"{value:.4g}" in result.stdout
+    for key in ("alpha_req", "rankme", "rankme_eigen", "uniformity", "hubness", "two_nn"):
+        assert MEASURES[key].title in text and MEASURES[key].source in text and MEASURES[key].title.split()[0] in result.stdout
+    assert "skdim.id.TwoNN" in text and "whitened" in text and "whitened" in result.stdout
+
+
+def test_names_on_the_page_are_text():
+    found = measure_points(cloud(), name="<b>x</b>")
+    text = report_page([found], [], "<i>")
+    assert "<b>x" not in text and "<i>" not in text and "&lt;b&gt;x" in text
+
+
+def test_texts_are_announced_and_pairs_drawn_alike(tmp_path):
+    lines = toy_corpus(200, seed=6)
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    (tmp_path / "b.txt").write_text("\n".join(lines))
+    given = ["score", "--model", "toy-bert", "--texts", tmp_path / "a.txt", "--pooling", "mean", "--max-lines", 50]
+    result = invoke(*given, "--pairs", tmp_path / "b.txt")
+    assert result.exit_code == 0, result.stderr
+    assert "50 of 200 texts, drawn with seed 0" in result.stdout
+    rows = json.loads(invoke(*given, "--pairs", tmp_path / "b.txt", "--json").stdout)
+    assert rows[-1]["measures"]["alignment"] == pytest.approx(0, abs=1e-9)  # each text beside itself
+    drawn, _ = draw_texts(tmp_path / "a.txt", 50, 0)
+    right = isoscore(embed("toy-bert", drawn, "mean"), correction="ustat")
+    assert rows[-1]["corrected"] == pytest.approx(float(right), rel=1e-5) and rows[-1]["texts"] == 200
+    page = tmp_path / "page.html"
+    result = invoke(*given, "--model", toy_model_path(), "--normalize", "--html", page)
+    assert result.exit_code == 0 and "50 of 200 texts" in page.read_text() and "length one" in page.read_text()
+    assert "+0.0000 [+0.0000, +0.0000], paired by row" in result.stdout  # the same model by two names
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "file: none given"),
+        (["--texts", __file__], "texts: need a model"),
+        (["x.npy", "--pooling", "mean"], "pooling: belongs to a model"),
+        (["x.npy", "--layer", "2"], "layer: belongs to a model"),
+        (["--model", "toy-bert"], "texts: 0 files given"),
+        ([__file__, "--model", "toy-bert", "--texts", __file__], "texts: 2 files given"),
+        ([__file__, "--model", "toy-bert", "--pooling", "avg"], "pooling: 'avg' is unknown"),
+        ([__file__, "--model", "toy-bert", "--pooling", "mean", "--pairs", "few.txt"], "pairs: 2 texts beside"),
+    ],
+)
+def test_what_the_command_refuses(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", cloud())
+    (tmp_path / "few.txt").write_text("a\nb\n")
+    result = invoke("score", *arguments)
+    assert result.exit_code == 2 and words in result.stderr
