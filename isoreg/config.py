@@ -86,7 +86,8 @@ def _as_meant(value, field: FieldInfo):
     types = kinds(field)
     if value == "" and type(None) in types: return None
     if hasattr(value, "item") and not getattr(value, "shape", ()): value = value.item()  # of NumPy
-    if isinstance(value, str) and int in types and re.fullmatch(r"-?\d{1,18}", value) and str in types: return int(value)
+    digits = isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value)
+    if digits and {int, str} <= set(types): return int(value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return str(value) if number and str in types and not {int, float} & set(types) else value
 
@@ -164,7 +165,7 @@ def scores_source(
     try:
         if file.exists() and not (file.is_file() or file.is_dir()): raise ValueError("it is a device")
         content = file.read_bytes()
-        found = from_json(content)
+        found = from_json(content.decode())
     except (OSError, ValueError) as error:
         raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error}); "
                          "give what the notebook runs/fisher wrote") from None

@@ -400,10 +400,11 @@ def _trained(config: RunConfig, data: TaskData, record: RunRecord, folder: str, 
 
 
 def _halved(config: RunConfig, reason: str) -> RunConfig:
-    "Return the configuration with half the micro-batch, twice a step. `torch.OutOfMemoryError` where that is not to be."
+    "Return the configuration with half the micro-batch, twice a step. `torch.OutOfMemoryError` if it may not be."
     size, advice = config.batch_size, "give a smaller max_length, or a device with more memory"
-    if config.out_of_memory == "fail": advice = "give a smaller batch_size and more accumulation, or out_of_memory=halve"
-    elif size % 2 == 0: return config.model_copy(update=dict(batch_size=size // 2, accumulation=2 * config.accumulation))
+    if config.out_of_memory == "fail": advice = "give a smaller batch_size, more accumulation, or out_of_memory=halve"
+    elif size % 2 == 0:
+        return config.model_copy(update=dict(batch_size=size // 2, accumulation=2 * config.accumulation))
     raise torch.OutOfMemoryError(f"batch_size: micro-batches of {size} do not fit into the memory ({reason}); {advice}")
 
 # %% ../nbs/23_finetune.ipynb #f0cc745e

@@ -80,7 +80,7 @@ def _choose(p: IStar, states: tuple[Tensor, ...], mask: Tensor | None) -> tuple[
     mask = None if p.padding else mask
     check_alike(chosen, mask)
     if chosen[0].shape[-1] < 2:
-        raise ValueError("hidden_states: have one dimension, which has no isotropy; need (batch, length, d) with d >= 2")
+        raise ValueError("hidden_states: have one dimension, which has no isotropy; need (batch, length, d), d >= 2")
     return chosen, mask
 
 # %% ../nbs/07_istar.ipynb #173124c7

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def load_model(
 # %% ../nbs/21_models.ipynb #62c57685
 def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str]]:
     "Return the model and the keys that the checkpoint lacks. `ValueError` where the encoder's are among them."
-    kind, options = AutoModelForQuestionAnswering, {}
+    kind, options = AutoModelForQuestionAnswering, dict[str, Any]()
     if task.kind != "qa":
         problem = "regression" if task.kind == "regression" else "single_label_classification"
         kind, options = AutoModelForSequenceClassification, {"num_labels": task.num_labels, "problem_type": problem}

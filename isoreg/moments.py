@@ -400,7 +400,8 @@ def _compiled(x, mask, order):
 
 
 @_compiled.register_fake
-def _(x, mask, order):
+def _shapes(x, mask, order):
+    "Return tensors of the shapes of the fields."
     (k, _, d), wide = x.shape, torch.promote_types(x.dtype, torch.float32)
     shapes = [(k, d), (k, d, d), *([(k, d), (k,)] if order == 4 else [(0,), (0,)])]
     return x.new_empty(k, dtype=torch.int64), *(x.new_empty(s, dtype=wide) for s in shapes)
@@ -419,17 +420,17 @@ def _compiled_backward(x, mask, fields, grads):
 
 
 @_compiled_backward.register_fake
-def _(x, mask, fields, grads): return torch.empty_like(x)
+def _shape_of_gradient(x, mask, fields, grads): return torch.empty_like(x)
 
 
-def _save(ctx, inputs, output):
+def _keep(ctx, inputs, output):
     ctx.order = inputs[2]
     ctx.save_for_backward(*inputs[:2], *output[: ctx.order + 1])
 
 
-def _backward(ctx, _, *grads):
+def _from_kept(ctx, _, *grads):
     x, mask, *fields = ctx.saved_tensors
     return _compiled_backward(x, mask, fields, grads[: ctx.order]), None, None
 
 
-_compiled.register_autograd(_backward, setup_context=_save)
+_compiled.register_autograd(_from_kept, setup_context=_keep)

@@ -6,7 +6,6 @@ __all__ = ['check_parameters', 'quiet', 'run_notebook_path', 'KernelDied', 'exec
 # %% ../nbs/28_notebook.ipynb #e5f889b4
 import ast
 import contextlib
-import json
 import logging
 import os
 import re
@@ -150,7 +149,7 @@ def execute(
         _run_papermill(path, Path(output), parameters, env or {}, inherit, on_start)
 
 # %% ../nbs/28_notebook.ipynb #59ea1627
-_SAID = {"stage": str, "step": int, "total": int, "loss": (int, float)}
+_SAID: dict[str, Any] = {"stage": str, "step": int, "total": int, "loss": (int, float)}
 
 
 def read_progress(
