@@ -827,7 +827,9 @@ def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
         return f"{words[0]}: {error.object!r:.100} is not {error.encoding}; give another name, or convert the file", 2
     named = ": " in text and len(text.partition(": ")[0].split()) <= 4  # as the library has it: the argument first
     if isinstance(error, ValueError) and named: return text + _hint(text), 2
-    if is_disk_full(error): return f"the disk is full: {text}; make room and give the same command again", 1
+    if is_disk_full(error):
+        why = getattr(error, "strerror", None) or text
+        return f"the disk is full: {why}; make room and give the same command again", 1
     if isinstance(error, MemoryError): return "the memory does not suffice; give less at a time", 1
     if isinstance(error, OSError) and error.errno in _PATHS:
         return f"{_argument(str(error.filename), words)}: {error.strerror}: {error.filename!r}; give another path", 2
