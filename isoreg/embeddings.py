@@ -283,7 +283,8 @@ def _stream(encoder, batch: dict, normalize: bool = False, groups: int = 20, siz
     for again in (False, True):
         for g in group.unique().tolist():
             for rows in (group == g).nonzero()[:, 0].split(size):
-                states, mask = _states(encoder, {name: values[rows] for name, values in batch.items()}, normalize)
+                (part,) = _batches({name: values[rows] for name, values in batch.items()})
+                states, mask = _states(encoder, part, normalize)
                 streams = streams or [SequenceStream(int(group.max()) + 1, h.shape[-1], h.device) for h in states]
                 for stream, h in zip(streams, states): (stream.second if again else stream.first)(g, h, mask)
             if again: [stream.close(g) for stream in streams]
@@ -323,9 +324,13 @@ def embed_layers(
     "Return the vectors of texts in several layers. `ValueError` for an unknown pooling or layer, and as `score_model`."
     one_of("pooling", pooling, POOLINGS)
     tokenizer, encoder = _encoder(model, texts)
-    batches = _batches(_tokens(tokenizer, texts, max_length))
+    batch = _tokens(tokenizer, texts, max_length)
+    long = batch["attention_mask"].sum(1)
+    order = torch.arange(len(long)) if pooling == "tokens" or limit else long.argsort()  # long ones with long ones
+    batches = _batches({name: values[order] for name, values in batch.items()})
     chosen = (lambda count: list(range(count))) if layers is None else lambda count: [range(count)[k] for k in layers]
     numbers, points, _ = layer_points(encoder, batches, pooling, chosen, limit, seed)
+    if pooling != "tokens" and not limit: points = points[:, order.argsort()]
     return numbers, torch.nn.functional.normalize(points, dim=-1) if normalize else points
 
 
