@@ -29,6 +29,7 @@ def hidden_states(
     body, batch = encoder_of(model), _check_batch(batch)
     device, read, request = next(body.parameters()).device, _inputs_read(body, batch), request_states(body)
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k in read}
+    if "use_cache" in read: request["use_cache"] = False  # with a cache, texts in one row would see each other
     try: output = body(**inputs, **request)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"model: a {type(body).__name__} does not run on {', '.join(inputs) or 'these batches'} alone "
