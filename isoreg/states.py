@@ -31,6 +31,7 @@ def hidden_states(
     device = readable(next(body.parameters()), "model").device
     read, request = _inputs_read(body, batch), request_states(body)
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k in read}
+    if "use_cache" in read: request["use_cache"] = False  # with a cache, texts in one row would see each other
     try: output = body(**inputs, **request)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"model: a {type(body).__name__} does not run on {', '.join(inputs) or 'these batches'} alone "

@@ -1,0 +1,429 @@
+"""Penalties and dropout inside other libraries, each against a plain computation; the libraries: pip install '.[integrations]'."""
+
+import copy
+import tempfile
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    SwinConfig,
+    SwinForImageClassification,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForSequenceClassification,
+)
+
+from isoreg.fisher import empirical_fisher
+from isoreg.isoscore import isoscore
+from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance
+from isoreg.metric import IsoScore
+from isoreg.noise import apply_dropout, set_dropout
+from isoreg.sites import dropout_sites
+from isoreg.states import hidden_states
+from isoreg.toy import toy_model_path, toy_pairs
+from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer
+
+SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+TEXT = dict(vocab_size=60, **SMALL)
+
+
+def rows(n=16):
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, 60, (n, 12), generator=draw)
+    mask = (torch.arange(12) < torch.randint(4, 13, (n, 1), generator=draw)).long()
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": (ids[:, 0] < 30).long()}
+
+
+def examples(batch):
+    return [dict(zip(batch, values)) for values in zip(*batch.values())]
+
+
+def bert(kind=BertForSequenceClassification):
+    torch.manual_seed(0)
+    return kind(BertConfig(**TEXT))
+
+
+def plain_term(states, mask, lam):
+    "The weighted term over layers 1..L, from the rows themselves."
+    tokens = torch.cat([h[mask.bool()] for h in states[1:]])
+    return lam * (1 - isoscore(tokens.double()))
+
+
+def arguments(kind=TrainingArguments, **settings):
+    common = dict(report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True, logging_steps=1, max_steps=1)
+    return kind(tempfile.mkdtemp(), **common | dict(per_device_train_batch_size=16) | settings)
+
+
+def without_dropout(model):
+    for m in model.modules():
+        if isinstance(m, torch.nn.Dropout):
+            m.p = 0.0
+    return model
+
+
+def test_accelerate_gives_the_gradient_of_a_plain_loop():
+    from accelerate import Accelerator
+
+    batch, penalty = rows(), IStar(-0.5, zeta=0)
+    plain, prepared = (without_dropout(bert()) for _ in range(2))
+    output = plain(**batch, output_hidden_states=True)
+    (output.loss + plain_term(output.hidden_states, batch["attention_mask"], -0.5)).backward()
+    accelerator = Accelerator(cpu=True)
+    prepared, loader = accelerator.prepare(prepared, DataLoader(examples(batch), 16))
+    for given in loader:
+        output = prepared(**given, output_hidden_states=True)
+        accelerator.backward(output.loss + penalty(output.hidden_states, given["attention_mask"]))
+    for a, b in zip(plain.parameters(), prepared.parameters()):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_two_steps_of_lightning_are_two_plain_steps():
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.penalty = without_dropout(bert()), IStar(0.5, zeta=0)
+
+        def training_step(self, batch, index):
+            output = self.model(**batch, output_hidden_states=True)
+            return output.loss + self.penalty(output.hidden_states, batch["attention_mask"])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    loader, module, plain = DataLoader(examples(rows(32)), 16), Module(), without_dropout(bert())
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    lightning.Trainer(max_epochs=1, accelerator="cpu", **off).fit(module, loader)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in loader:
+        output = plain(**batch, output_hidden_states=True)
+        optimizer.zero_grad()
+        (output.loss + plain_term(output.hidden_states, batch["attention_mask"], 0.5)).backward()
+        optimizer.step()
+    moved = [float((a - b).abs().max()) for a, b in zip(plain.parameters(), bert().parameters())]
+    assert max(moved) > 1e-3
+    for a, b in zip(plain.parameters(), module.model.parameters()):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-5)
+
+
+# ---- PEFT
+
+
+def lora(model, **settings):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2, **settings))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("targets", [["query", "value"], "all-linear"])
+def test_sites_of_a_model_with_adapters_are_those_of_the_model(dropout, targets):
+    plain = bert()
+    adapted = lora(bert(), lora_dropout=dropout, target_modules=targets)
+    told = lambda sites: [(s.name, s.kind, s.p, s.tensors, s.sizes) for s in sites]
+    assert told(dropout_sites(adapted)) == told(dropout_sites(plain))
+    layer = adapted.base_model.model.bert.encoder.layer[0].attention.self
+    assert not layer.query.disable_adapters  # switched on again
+    if dropout:
+        assert layer.query.lora_dropout["default"].p == dropout
+
+
+def test_scores_and_schedules_of_the_plain_model_apply_to_the_adapted_one():
+    batch = rows()
+    labels = batch["input_ids"].where(torch.arange(12) % 4 == 1, -100)
+    scores = empirical_fisher(bert(BertForMaskedLM), [batch | {"labels": labels}]).scores()
+    before, after = bert(), lora(bert(), target_modules="all-linear")
+    rates = apply_dropout(before, "guided", scores=scores)["rates"]
+    assert apply_dropout(after, "guided", scores=scores)["rates"] == rates and len(set(rates.values())) > 3
+    assert {s.name: s.p for s in dropout_sites(lora(before, target_modules=["query"]))} == rates  # applied before
+    other = lora(bert(), target_modules=["query"])
+    set_dropout(other, rates)
+    assert {s.name: s.p for s in dropout_sites(other)} == rates
+
+
+def test_the_penalty_reaches_the_adapters_in_the_trainer():
+    batch, lam = rows(), 0.5
+    adapted = lora(without_dropout(bert()), target_modules=["query", "value"])
+    adapted.train()
+    output = copy.deepcopy(adapted)(**batch, output_hidden_states=True)
+    expected = float(output.loss + plain_term(output.hidden_states, batch["attention_mask"], lam))
+    trainer = PenaltyTrainer(adapted, arguments(), train_dataset=examples(batch), penalty=IStar(lam, zeta=0.2))
+    before = {n: p.detach().clone() for n, p in adapted.named_parameters()}
+    trainer.penalties[0].zeta = 0.0  # a reference is drawn and weighs nothing
+    trainer.train()
+    assert float(trainer.state.log_history[0]["loss"]) == pytest.approx(expected, rel=1e-3)
+    moved = {n for n, p in adapted.named_parameters() if not torch.equal(p, before[n])}
+    assert moved and all("lora_" in n or "classifier" in n for n in moved) and any("lora_" in n for n in moved)
+    assert reference_covariance(adapted, [batch], progress=False).shape == (16, 16)
+
+
+# ---- sentence-transformers
+
+
+def embedding_step(loss_of, penalty, texts=12, seed=0):
+    "The terms of a batch of pairs and the gradient of their sum."
+    library = pytest.importorskip("sentence_transformers")
+    from isoreg.sentence_transformers import PenaltyLoss
+
+    torch.manual_seed(seed)
+    model = without_dropout(library.SentenceTransformer(str(toy_model_path()), device="cpu")).train()
+    loss = PenaltyLoss(model, loss_of(model), penalty)
+    features = [model.preprocess(list(column)) for column in zip(*toy_pairs(texts))]
+    copies = [{k: v.clone() if torch.is_tensor(v) else v for k, v in f.items()} for f in features]
+    terms = loss(features, None)
+    sum(terms.values()).backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return terms, gradient, model, copies
+
+
+def losses():
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers.sentence_transformer import losses
+
+    return losses
+
+
+def test_the_term_of_a_sentence_loss_is_that_of_its_tokens_and_reaches_the_encoder():
+    found = losses()
+    terms, gradient, model, features = embedding_step(found.MultipleNegativesRankingLoss, IStar(-2.0, zeta=0))
+    model.zero_grad()
+    alone = found.MultipleNegativesRankingLoss(model)([dict(f) for f in features], None)
+    inputs = [{k: f[k] for k in ("input_ids", "attention_mask")} for f in features]
+    states = [model[0].auto_model(**f, output_hidden_states=True).hidden_states for f in inputs]
+    tokens = torch.cat([h[f["attention_mask"].bool()] for hs, f in zip(states, inputs) for h in hs[1:]])
+    term = -2.0 * (1 - isoscore(tokens.double()))
+    assert set(terms) == {"task_loss", "istar"}
+    assert float(terms["task_loss"]) == pytest.approx(float(alone), rel=1e-4)
+    assert float(terms["istar"]) == pytest.approx(float(term), rel=1e-4)
+    (alone + term).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert (gradient - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("penalty", [IStar(-2.0, correction="ustat"), [CosReg(1.0), IStar(1.0, zeta=0, layers=-1)]])
+def test_a_cached_loss_has_the_gradient_of_the_whole(penalty):
+    found = losses()
+    whole = embedding_step(found.MultipleNegativesRankingLoss, penalty)
+    cached = embedding_step(lambda m: found.CachedMultipleNegativesRankingLoss(m, mini_batch_size=5), penalty)
+    alone = embedding_step(lambda m: found.CachedMultipleNegativesRankingLoss(m, mini_batch_size=5), CosReg(0.0))
+    assert whole[0].keys() == cached[0].keys()
+    for name, term in whole[0].items():
+        assert float(cached[0][name]) == pytest.approx(float(term), rel=1e-3)
+    distance = lambda a: float((a[1] - whole[1]).norm() / whole[1].norm())
+    assert distance(cached) < 1e-4 and distance(alone) > 0.02
+    forward = cached[2][0].auto_model
+    assert "forward" not in vars(forward)  # nothing stays on the encoder
+
+
+def test_a_cached_loss_scales_both_terms_alike_and_draws_the_same_dropout():
+    found = losses()
+    from sentence_transformers import SentenceTransformer
+
+    from isoreg.sentence_transformers import PenaltyLoss
+
+    gradients = []
+    for scale in (1.0, 4.0):
+        torch.manual_seed(0)
+        model = SentenceTransformer(str(toy_model_path()), device="cpu").train()  # with dropout
+        loss = PenaltyLoss(model, found.CachedMultipleNegativesRankingLoss(model, mini_batch_size=5), IStar(1.0, zeta=0))
+        features = [model.preprocess(list(column)) for column in zip(*toy_pairs(12))]
+        torch.manual_seed(1)
+        (scale * sum(loss(features, None).values())).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(gradients[1], 4 * gradients[0], rtol=1e-3, atol=1e-6)
+
+
+def test_a_sentence_loss_in_evaluation_is_what_it_was_and_wrong_penalties_are_refused():
+    found = losses()
+    from sentence_transformers import SentenceTransformer
+
+    from isoreg.sentence_transformers import PenaltyLoss
+
+    model = SentenceTransformer(str(toy_model_path()), device="cpu").eval()
+    ranking = found.MultipleNegativesRankingLoss(model)
+    features = [model.preprocess(list(column)) for column in zip(*toy_pairs(4))]
+    wrapped = PenaltyLoss(model, ranking, IStar(1.0, zeta=0))
+    assert float(wrapped([dict(f) for f in features], None)) == float(ranking([dict(f) for f in features], None))
+    with pytest.raises(ValueError, match="penalty: needs a reference covariance.*ustat"):
+        PenaltyLoss(model, ranking, IStar(1.0, zeta=0.2))
+    with pytest.raises(ValueError, match="penalty: 0.1 is no torch module"):
+        PenaltyLoss(model, ranking, 0.1)
+    with pytest.raises(ValueError, match="model: a Linear holds no transformers encoder"):
+        PenaltyLoss(torch.nn.Linear(2, 2), ranking, IStar(1.0, zeta=0))
+
+
+# ---- causal language models
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**TEXT | {"num_hidden_layers": 3}, pad_token_id=0, eos_token_id=1))
+
+
+def test_batches_without_padding_have_the_penalty_of_padded_ones():
+    batch, model = rows(8), llama().eval()
+    texts = [{"input_ids": i[m.bool()].tolist()} for i, m in zip(batch["input_ids"], batch["attention_mask"])]
+    row = DataCollatorWithFlattening()(texts)
+    padded = {k: batch[k] for k in ("input_ids", "attention_mask")}
+    flat = {k: row[k] for k in ("input_ids", "position_ids")}
+    assert flat["input_ids"].shape[0] == 1 and len(set(map(len, (t["input_ids"] for t in texts)))) > 1
+    for penalty in (IStar(1.0, zeta=0), IStar(1.0, correction="ustat"), CosReg(1.0)):
+        terms = [float(penalty(*hidden_states(model, b)).detach()) for b in (padded, flat)]
+        assert terms[0] == pytest.approx(terms[1], rel=1e-4)
+    scores = [measure_isotropy(model, [b]) for b in (padded, flat)]
+    assert scores[0]["union"] == pytest.approx(scores[1]["union"], rel=1e-4) and scores[0]["points"] == scores[1]["points"]
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_in_the_trainer_of_trl_the_penalty_trains(padding_free):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from transformers import AutoTokenizer
+
+    class PenaltySFTTrainer(PenaltyMixin, trl.SFTTrainer):
+        "The trainer of TRL, with penalties."
+
+    torch.manual_seed(0)
+    texts = datasets.Dataset.from_list([{"input_ids": torch.randint(2, 60, (5 + i % 7,)).tolist()} for i in range(16)])
+    scores = {}
+    for lam in (-1.0, 1.0):
+        settings = dict(max_steps=6, learning_rate=3e-3, bf16=False, max_length=None, padding_free=padding_free)
+        args = arguments(trl.SFTConfig, gradient_checkpointing=False, **settings)
+        tokenizer = AutoTokenizer.from_pretrained(toy_model_path())
+        penalty = IStar(lam, correction="ustat")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="penalty: the term of this IStar has no gradient")
+            trainer = PenaltySFTTrainer(llama(), args, train_dataset=texts, processing_class=tokenizer, penalty=penalty)
+            trainer.train()
+        logs = [e for e in trainer.state.log_history if "istar" in e]
+        assert all(float(e["loss"]) == pytest.approx(e["task_loss"] + e["istar"], abs=1e-3) for e in logs)
+        scores[lam] = logs[-1]["isoscore"]
+    assert scores[-1.0] < scores[1.0] / 2
+
+
+def test_llama_has_a_site_a_layer_at_rate_0_and_guided_says_that_it_adds_dropout():
+    model = llama()
+    assert [(s.kind, s.p) for s in dropout_sites(model)] == [("attention_probs", 0.0)] * 3
+    scores = {n: float(p.detach().abs().mean()) for n, p in model.named_parameters()}
+    assert any("2 of 3 sites had rate 0 before" in note for note in apply_dropout(model, "guided", scores=scores)["notes"])
+    scores = {n: float(p.detach().abs().mean()) for n, p in bert().named_parameters()}
+    assert not any("rate 0 before" in note for note in apply_dropout(bert(), "guided", scores=scores)["notes"])
+
+
+# ---- images and sound
+
+
+def wav2vec():
+    torch.manual_seed(0)
+    convolutions = dict(conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2)
+    positions = dict(num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, mask_time_prob=0.0, layerdrop=0.0)
+    return Wav2Vec2ForSequenceClassification(Wav2Vec2Config(**SMALL, **convolutions, **positions))
+
+
+def sound(n=4):
+    torch.manual_seed(0)
+    mask = (torch.arange(400) < torch.linspace(150, 400, n)[:, None]).long()
+    return {"input_values": torch.randn(n, 400) * mask, "attention_mask": mask, "labels": torch.arange(n) % 2}
+
+
+def test_sound_counts_the_frames_of_its_samples_in_the_trainer_too():
+    batch, model = sound(), wav2vec()
+    inputs = {k: batch[k] for k in ("input_values", "attention_mask")}
+    states, mask = hidden_states(model.eval(), inputs)
+    output = model(**inputs, output_hidden_states=True)
+    frames = model._get_feature_vector_attention_mask(output.hidden_states[0].shape[1], batch["attention_mask"])
+    assert torch.equal(mask, frames) and 0 < int(frames.sum()) < frames.numel()
+    measured = measure_isotropy(model, [inputs])
+    tokens = torch.cat([h[frames] for h in output.hidden_states[1:]])
+    assert measured["union"] == pytest.approx(float(isoscore(tokens.double())), rel=1e-4)
+    log = IsotropyLog([inputs])
+    penalty = IStar(0.5, zeta=0.2)  # its reference reads the frames too
+    trainer = PenaltyTrainer(model, arguments(), train_dataset=examples(batch), penalty=penalty, callbacks=[log])
+    trainer.train()
+    assert log.history[0]["union"] == pytest.approx(measured["union"], rel=1e-5)
+    assert "istar" in trainer.state.log_history[0] and penalty.reference_cov.shape == (16, 16)
+
+
+def test_a_mask_that_does_not_fit_names_what_to_pass():
+    model, batch = wav2vec().eval(), sound()
+    inputs = {k: batch[k] for k in ("input_values", "attention_mask")}
+    output = model(**inputs, output_hidden_states=True)
+    with pytest.raises(ValueError, match=r"attention_mask: shape \(4, 400\) does not fit .*mask_fn"):
+        IStar(0.1, zeta=0)(output.hidden_states, batch["attention_mask"])
+    with pytest.raises(ValueError, match=r"of grids .* pass each h.flatten\(2\).transpose\(1, 2\)"):
+        IStar(0.1, zeta=0)((torch.randn(2, 16, 4, 4),) * 2)
+
+
+def test_mask_fn_tells_which_patches_count():
+    torch.manual_seed(0)
+    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, **SMALL))
+    batch = {"pixel_values": torch.randn(8, 3, 16, 16), "labels": torch.arange(8) % 2}
+    patches = lambda inputs, states: torch.arange(states[-1].shape[1]).expand(states[-1].shape[:2]) > 0
+    with torch.no_grad():
+        states = model.eval()(batch["pixel_values"], output_hidden_states=True).hidden_states
+    score = lambda first: float(isoscore(torch.cat([h[:, first:].flatten(0, 1) for h in states[1:]]).double()))
+    images = [{"pixel_values": batch["pixel_values"]}]
+    assert measure_isotropy(model, images)["union"] == pytest.approx(score(0), rel=1e-4)
+    assert measure_isotropy(model, images, mask_fn=patches)["union"] == pytest.approx(score(1), rel=1e-4) != score(0)
+    without_dropout(model)
+    penalty = IStar(1.0, zeta=0)
+    trainer = PenaltyTrainer(model, arguments(), train_dataset=examples(batch), penalty=penalty, mask_fn=patches)
+    trainer.train()
+    assert float(trainer.state.log_history[0]["isoscore"]) == pytest.approx(score(1), rel=1e-3)
+    log = IsotropyLog(images, mask_fn=patches)
+    refreshed = PenaltyTrainer(
+        model, arguments(), train_dataset=examples(batch), penalty=IStar(1.0, zeta=0.2), mask_fn=patches, callbacks=[log]
+    )
+    own = reference_covariance(model, images, mask_fn=patches, progress=False)
+    assert not torch.allclose(own, reference_covariance(model, images, progress=False))
+    refreshed.train()
+    torch.testing.assert_close(refreshed.penalties[0].reference_cov, own, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", ["union", "mean"])
+def test_stages_of_swin_have_one_score_each_and_the_message_says_so(layers):
+    torch.manual_seed(0)
+    stages = dict(embed_dim=16, depths=[1, 1, 2], num_heads=[2, 2, 2], window_size=4)
+    model = SwinForImageClassification(SwinConfig(image_size=32, patch_size=2, **stages))
+    batch = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 2}
+    fit = lambda penalty: PenaltyTrainer(model, arguments(), train_dataset=examples(batch), penalty=penalty).train()
+    with pytest.raises(ValueError, match=r"layers: those of shapes \(32,\), \(64,\) have no union and no mean; .*layers=-1"):
+        fit(IStar(0.1, correction="ustat", layers=layers))
+    with pytest.raises(ValueError, match="layers: those of shapes .*layers=-1, with zeta=0 or a correction"):
+        fit(IStar(0.1, zeta=0.2, layers=layers))
+    with pytest.raises(ValueError, match="layers: those of shapes .*to measure one: isoscore"):
+        measure_isotropy(model, [{"pixel_values": batch["pixel_values"]}])
+    assert fit(IStar(0.1, correction="ustat", layers=-1)).global_step == 1
+
+
+# ---- torchmetrics
+
+
+def test_a_collection_computes_and_plots():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from torchmetrics import MetricCollection
+
+    torch.manual_seed(0)
+    points = torch.randn(60, 8) * torch.linspace(0.2, 2, 8)
+    metrics = MetricCollection({"plain": IsoScore(8), "corrected": IsoScore(8, correction="ustat")})
+    for part in points.split(20):
+        metrics.update(part)
+    assert float(metrics.compute()["plain"]) == pytest.approx(float(isoscore(points.double())), rel=1e-5)
+    assert float(metrics.compute()["corrected"]) == pytest.approx(
+        float(isoscore(points.double(), correction="ustat")), rel=1e-4
+    )
+    drawn = metrics.plot()
+    assert len(drawn) == 2
+    figure, axes = metrics.plot([metrics.compute()] * 3, together=True)
+    assert sorted(line.get_label() for line in axes.get_lines())[-2:] == ["corrected", "plain"]
