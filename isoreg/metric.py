@@ -89,6 +89,10 @@ class IsoScore(MomentsMetric):
         if bool(torch.isfinite(score)): return score
         raise ValueError("points: NaN, infinite values or zero variance were seen; mask such points")
 
+    def plot(self, val=None, ax=None):
+        "Return figure and axes with one score, or with several, as torchmetrics draws them."
+        return self._plot(val, ax)
+
     def stderr(self) -> float:
         "Return the standard error of the Gaussian-corrected score of independent rows; all ranks must call it."
         one_of("correction", self.correction, ["gaussian"], also="isoscore_with_error, which streams nothing")

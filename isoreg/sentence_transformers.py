@@ -49,7 +49,8 @@ def _checked(penalty) -> list[nn.Module]:
     given = list(penalty) if isinstance(penalty, (list, tuple, nn.ModuleList)) else [penalty]
     for p in given:
         if not isinstance(p, nn.Module):
-            raise ValueError(f"penalty: {p!r} is no torch module; pass one, such as IStar(-0.1, correction='ustat')")
+            raise ValueError(f"penalty: {p!r} is no torch module; pass one, such as "
+                             "IStar(lam=-0.1, correction='ustat')")
         if getattr(p, "needs_reference", False) and getattr(p, "reference_cov", None) is None:
             raise ValueError("penalty: needs a reference covariance, which no trainer makes here; pass zeta=0, "
                              "correction='ustat', or a reference_cov")
@@ -62,8 +63,8 @@ def _encoders(model: nn.Module) -> list[PreTrainedModel]:
     for m in model.modules():
         if isinstance(m, PreTrainedModel) and not any(m in set(f.modules()) for f in found): found.append(m)
     if found: return found
-    raise ValueError(f"model: a {type(model).__name__} holds no transformers encoder, so it has no hidden states; give "
-                     "a SentenceTransformer with a Transformer module, or add lam * (1 - isoscore(vectors))")
+    raise ValueError(f"model: a {type(model).__name__} holds no transformers encoder, so it has no hidden states; pass "
+                     "a SentenceTransformer with a Transformer module, or add lam * (1 - isoscore(vectors)) to the loss")
 
 # %% ../nbs/36_sentence_transformers.ipynb #7f514c15
 class _Reading:
