@@ -99,7 +99,7 @@ def test_workers_that_load_data_change_nothing(monkeypatch, workers):
         assert one == two, name
 
 
-@pytest.mark.slow
+@pytest.mark.skipif("ISOREG_LONG" not in os.environ, reason="takes minutes; ISOREG_LONG=1 runs it")
 def test_a_sweep_of_two_workers_has_the_records_of_one(tmp_path):
     (tmp_path / "g.yaml").write_text(
         "notebook: finetune\nfixed: {max_train: 64, max_eval: 64, epochs: 1, recipe: toy}\n"

@@ -288,3 +288,14 @@ def test_mean_rank_correlation_is_that_of_scipy(kind, theirs):
 
 def test_a_table_of_one_comparison_needs_six_seeds_at_five_per_cent():
     assert seeds_needed() == seeds_needed(1) == seeds_needed(1, 0.05) == 6 and seeds_needed(2) == 7
+
+
+def test_the_sign_flip_test_has_no_unit():
+    d = np.random.default_rng(0).normal(0.5, size=8)
+    assert sign_flip(d * 1e-4)[0] == sign_flip(d)[0] == sign_flip(d * 1e12)[0] < 1
+
+
+def test_the_interval_of_a_rank_correlation_ends_at_one():
+    pairs = [([1, 2, 3, 4], [1, 2, 3, 4]), ([1, 2, 3, 4], [1, 2, 4, 3]), ([1, 2, 3, 4], [1, 2, 3, 4])]
+    found = mean_rank_correlation(pairs, "spearman", resamples=99)
+    assert found["high"] == 1 and found["low"] > -1
