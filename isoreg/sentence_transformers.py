@@ -64,7 +64,7 @@ def _encoders(model: nn.Module) -> list[PreTrainedModel]:
         if isinstance(m, PreTrainedModel) and not any(m in set(f.modules()) for f in found): found.append(m)
     if found: return found
     raise ValueError(f"model: a {type(model).__name__} holds no transformers encoder, and no hidden states; pass "
-                     "a SentenceTransformer with a Transformer module, or add lam * (1 - isoscore(vectors)) to the loss")
+                     "a SentenceTransformer with a Transformer module, or add lam * (1 - isoscore(vectors))")
 
 # %% ../nbs/36_sentence_transformers.ipynb #7f514c15
 class _Reading:
