@@ -420,7 +420,6 @@ def test_a_sweep_outlives_what_a_cluster_loses(tmp_path, monkeypatch, loss):
         kernel, worker = kernels_below(node)[0]
         if loss == "node":
             cluster.remove_node(node, allow_graceful=False)
-            cluster.add_node(num_cpus=1)
         else:
             (kernel if loss == "kernel" else worker).kill()
         took.append(loss)
