@@ -290,22 +290,6 @@ def _stream(encoder, batch: dict, normalize: bool = False, groups: int = 20, siz
             if again: [stream.close(g) for stream in streams]
     return streams
 
-# %% ../nbs/35_embeddings.ipynb #b02b4e6a
-def _states(encoder, inputs: dict, normalize: bool) -> tuple:
-    "Return the hidden states of each layer, (b, length, d), and the mask of the tokens, (b, length)."
-    with torch.no_grad(): states = encoder(**inputs, output_hidden_states=True).hidden_states
-    if normalize: states = tuple(torch.nn.functional.normalize(h, dim=-1) for h in states)
-    return states, inputs["attention_mask"].bool()
-
-# %% ../nbs/35_embeddings.ipynb #f0034f40
-def _scores(stream) -> dict:
-    "Return what is said of a layer."
-    best, d, tokens = stream.estimate(), len(stream.moments.mean), int(stream.moments.count)
-    plain = float(isoscore_from_cov(stream.moments.cov()))
-    return {"dims": d, "isoscore": plain, "corrected": best.score, "standard_error": best.stderr,
-            "dimensions_in_use": dimensions_in_use(best.score, d), "tokens": tokens, "sequences": best.count,
-            "spectrum": _spectrum(stream.moments.m2, tokens)}
-
 # %% ../nbs/35_embeddings.ipynb #6911654f
 POOLINGS = ("tokens", "mean", "cls", "last")
 
@@ -340,6 +324,22 @@ def _batches(batch: dict, size: int = 32) -> list[dict]:
              for a in range(0, len(batch["attention_mask"]), size)]
     ends = [int(part["attention_mask"].any(0).nonzero().max()) + 1 for part in parts]
     return [{name: values[:, :end] for name, values in part.items()} for part, end in zip(parts, ends)]
+
+# %% ../nbs/35_embeddings.ipynb #b02b4e6a
+def _states(encoder, inputs: dict, normalize: bool) -> tuple:
+    "Return the hidden states of each layer, (b, length, d), and the mask of the tokens, (b, length)."
+    with torch.no_grad(): states = encoder(**inputs, output_hidden_states=True).hidden_states
+    if normalize: states = tuple(torch.nn.functional.normalize(h, dim=-1) for h in states)
+    return states, inputs["attention_mask"].bool()
+
+# %% ../nbs/35_embeddings.ipynb #f0034f40
+def _scores(stream) -> dict:
+    "Return what is said of a layer."
+    best, d, tokens = stream.estimate(), len(stream.moments.mean), int(stream.moments.count)
+    plain = float(isoscore_from_cov(stream.moments.cov()))
+    return {"dims": d, "isoscore": plain, "corrected": best.score, "standard_error": best.stderr,
+            "dimensions_in_use": dimensions_in_use(best.score, d), "tokens": tokens, "sequences": best.count,
+            "spectrum": _spectrum(stream.moments.m2, tokens)}
 
 # %% ../nbs/35_embeddings.ipynb #21a925af
 def embed(
