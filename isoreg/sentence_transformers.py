@@ -63,8 +63,8 @@ def _encoders(model: nn.Module) -> list[PreTrainedModel]:
     for m in model.modules():
         if isinstance(m, PreTrainedModel) and not any(m in set(f.modules()) for f in found): found.append(m)
     if found: return found
-    raise ValueError(f"model: a {type(model).__name__} holds no transformers encoder, so it has no hidden states; pass "
-                     "a SentenceTransformer with a Transformer module, or add lam * (1 - isoscore(vectors)) to the loss")
+    raise ValueError(f"model: a {type(model).__name__} holds no transformers encoder, so no hidden states; pass a "
+                     "SentenceTransformer with a Transformer module, or add lam * (1 - isoscore(vectors)) to the loss")
 
 # %% ../nbs/36_sentence_transformers.ipynb #7f514c15
 class _Reading:

@@ -161,7 +161,7 @@ def _check_fit(mask, shape: tuple[int, ...]):
     if mask.shape != shape[:2]:
         raise ValueError(f"attention_mask: shape {tuple(mask.shape)} does not fit hidden states {shape}; "
                          "pass the (batch, length) mask of the same batch; where the model shortens its input, as for "
-                         "sound, that of its own steps: mask_fn of PenaltyTrainer, IsotropyLog and reference_covariance")
+                         "sound, that of its own steps: mask_fn of PenaltyTrainer, IsotropyLog, reference_covariance")
 
 # %% ../nbs/06_states.ipynb #efb29ba7
 def check_alike(
