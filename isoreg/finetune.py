@@ -160,7 +160,7 @@ def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenize
     "Put the configuration's dropout on the model, and return what was done."
     options, notes, source = {}, [], {}
     if config.dropout in GUIDED:
-        scores, source, notes = _scores(config, data, tokenizer)
+        scores, source, notes = _fisher_scores(config, data, tokenizer)
         options = {n: getattr(config, n) for n in ("p_max", "p_min", "aggregate", "seed")} | {"scores": scores}
     elif config.dropout in RATED: options = dict(p=config.dropout_p)
     if config.dropout_settings is None: done = dict(apply_dropout(model, config.dropout, **options))
@@ -169,7 +169,7 @@ def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenize
     return done | {"notes": done.get("notes", []) + notes}
 
 
-def _scores(config: RunConfig, data: TaskData, tokenizer) -> tuple[dict, dict, list[str]]:
+def _fisher_scores(config: RunConfig, data: TaskData, tokenizer) -> tuple[dict, dict, list[str]]:
     "Return tensor scores, where they come from (nothing to say of the task's own texts), and a note."
     if config.scores is None:
         texts = _texts_of(data)
@@ -190,7 +190,7 @@ def _apply_plugin(config: RunConfig, model: nn.Module, data: TaskData, tokenizer
     "Put a plug-in's schedule on the model; return what was done, where scores come from, and notes."
     sites, more, source, notes = dropout_sites(model), {}, {}, []
     if "scores" in reads(DROPOUTS.find(config.dropout), "dropout")[0]:
-        scores, source, notes = _scores(config, data, tokenizer)
+        scores, source, notes = _fisher_scores(config, data, tokenizer)
         more["scores"] = site_scores(sites, scores, config.aggregate, model=model)
     done = dict(apply_dropout(model, made("dropout", config, **more)(sites)))
     return done | {"how": config.dropout}, source, notes

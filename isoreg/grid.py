@@ -272,7 +272,7 @@ def _combinations(block: Block) -> Iterator[tuple[dict, dict]]:
             yield block.fixed | dict(zip(own, values)), {"include": True}
 
 # %% ../nbs/29_grid.ipynb #12d7ccb0
-def _excludes(block: Block, parameters: dict, labels: dict) -> int | None:
+def _excluded_by(block: Block, parameters: dict, labels: dict) -> int | None:
     "Return the number of the first entry of `exclude` that matches a combination; None: it stays."
     have = parameters | labels
     for i, entry in enumerate(block.exclude if "include" not in labels else ()):
@@ -294,7 +294,7 @@ def _configs(block: Block, overrides: list[dict], names: set[str]) -> tuple[list
     _product([combinations, overrides], f"{block.name}: set")
     given = {n for parameters, _ in combinations for n in parameters}
     for parameters, labels in combinations:
-        if (entry := _excludes(block, parameters, labels)) is not None: hits[entry] += 1; continue
+        if (entry := _excluded_by(block, parameters, labels)) is not None: hits[entry] += 1; continue
         for chosen in overrides:
             mine = parameters | {n: v for n, v in chosen.items() if n in parameters or n not in given}
             try: config = _checked(kind.from_dict(mine))
@@ -346,6 +346,7 @@ def _problems(problems: dict[str, list[dict]], total: int, limit: int = 8) -> st
     return "\n".join(lines + ([f"  and {len(problems) - limit} more"] if len(problems) > limit else []))
 
 # %% ../nbs/29_grid.ipynb #80ed647a
+# What a search chooses for: one setting of each method for each combination of these.
 PLACE = ("task", "model", "train_split", "eval_split", "split_protocol", "train_fraction", "max_train", "max_eval")
 SEARCH_SEEDS = 100  # seeds of a search are these or above
 

@@ -51,58 +51,6 @@ def check_names(rates: Mapping[str, float], kinds: Mapping[str, str], complete: 
         raise ValueError(f"schedule: {len(missing)} of {len(body)} sites have no rate, for example {missing[0]!r}; "
                          "was it made for another model? partial=True leaves them as they are")
 
-# %% ../nbs/14_schedules.ipynb #6e34d6b7
-def _tensor_scores(sites: Sequence[Site], scores, prefix: str | None, model: nn.Module | None) -> dict[str, float]:
-    "Return the score of each tensor of the sites, by its name in the model; `ValueError` where they do not fit."
-    wanted = dict.fromkeys(t for s in sites for t in s.tensors)
-    named, sizes = ({_plain_name(n, wanted): v for n, v in found.items()} for found in _read_scores(scores))
-    rename = _renaming(list(named), list(wanted), prefix)
-    f = {rename(n): v for n, v in named.items()}
-    if model is not None: _check_layers(unwrapped(model), wanted, f)
-    missing = [t for t in wanted if t not in f]
-    if missing:
-        raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have none, for example {missing[0]!r}; take "
-                         "the scores of the same model (parameters that were frozen during the estimate are left out); "
-                         "where the encoder is a part of it, such as model.enc, give that part in place of the model; "
-                         "of a model that PEFT has wrapped, take the sites before it is wrapped")
-    for s in sites:
-        if not s.tensors: raise ValueError(f"sites: {s.name!r} stands for no tensor; use grouping='preceding'")
-    for t in wanted: in_range(f"scores[{t!r}]", f[t], 0, hint="pass an estimate or its .scores()")
-    _check_sizes(sites, {rename(n): m for n, m in sizes.items()})
-    return f
-
-# %% ../nbs/14_schedules.ipynb #e5cd7660
-def _plain_name(name: str, wanted: Iterable[str]) -> str:
-    "Return the name of a tensor without what PEFT puts around and into it, unless such names are wanted."
-    if any(".base_layer." in t or t.startswith("base_model.model.") for t in wanted): return name
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-# %% ../nbs/14_schedules.ipynb #c4e1366e
-def _read_scores(scores) -> tuple[dict[str, float], dict[str, int]]:
-    "Return the scores by parameter name, read if they are a path, and the numbers of scalars that an estimate knows."
-    if isinstance(scores, (str, Path)):
-        scores = FisherEstimate.load(scores) if (Path(scores) / "fisher.json").is_file() else load_scores(scores)
-    if isinstance(scores, FisherEstimate): return scores.scores(), scores.numel
-    if isinstance(scores, Mapping) and scores: return dict(scores), {}
-    raise ValueError("scores: need a mapping from names to mean squared gradients, a FisherEstimate, or a path")
-
-# %% ../nbs/14_schedules.ipynb #9784f11e
-def _check_sizes(sites: Sequence[Site], sizes: Mapping[str, int]):
-    "Check the sizes of an estimate's tensors against those of the model; embeddings may have grown."
-    for t, m in ((t, m) for s in sites if s.kind != "embedding" for t, m in zip(s.tensors, s.sizes)):
-        if sizes.get(t, m) != m:
-            raise ValueError(f"scores: {t!r} has {sizes[t]} scalars in the estimate, {m} in the model; "
-                             "take the scores of the same model")
-
-def _check_layers(model: nn.Module, wanted: Iterable[str], f: Mapping[str, float]):
-    "Check that the scores name no layer beyond those of the model."
-    numbered = lambda n: {(n[: m.start()], m[0]) for m in re.finditer(r"(^|\.)\d+(?=\.|$)", n)}
-    parameters = [n.removeprefix(base_prefix(model)) for n, _ in model.named_parameters(remove_duplicate=False)]
-    own, stacks = {at for n in parameters for at in numbered(n)}, {stack for t in wanted for stack, _ in numbered(t)}
-    for stack, layer in (at for n in f for at in sorted(numbered(n)) if at[0] in stacks and at not in own):
-        raise ValueError(f"scores: name {stack + layer!r}, a layer that the model does not have; "
-                         "take the scores of the same model")
-
 # %% ../nbs/14_schedules.ipynb #1021b5fe
 def guided_schedule(
     scores: Mapping[str, float],  # site -> score, from site_scores; the order breaks ties
@@ -208,6 +156,52 @@ def site_scores(
     arrays = lambda s: (np.array([f[t] for t in s.tensors], float), np.array(s.sizes, float))
     return {s.name: float(_AGGREGATE[aggregate](*arrays(s))) for s in sites}
 
+# %% ../nbs/14_schedules.ipynb #6e34d6b7
+def _tensor_scores(sites: Sequence[Site], scores, prefix: str | None, model: nn.Module | None) -> dict[str, float]:
+    "Return the score of each tensor of the sites, by its name in the model; `ValueError` where they do not fit."
+    wanted = dict.fromkeys(t for s in sites for t in s.tensors)
+    named, sizes = ({_plain_name(n, wanted): v for n, v in found.items()} for found in _read_scores(scores))
+    rename = _renaming(list(named), list(wanted), prefix)
+    f = {rename(n): v for n, v in named.items()}
+    if model is not None: _check_layers(unwrapped(model), wanted, f)
+    missing = [t for t in wanted if t not in f]
+    if missing:
+        raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have none, for example {missing[0]!r}; take "
+                         "the scores of the same model (parameters that were frozen during the estimate are left out); "
+                         "where the encoder is a part of it, such as model.enc, give that part in place of the model; "
+                         "of a model that PEFT has wrapped, take the sites before it is wrapped")
+    for s in sites:
+        if not s.tensors: raise ValueError(f"sites: {s.name!r} stands for no tensor; use grouping='preceding'")
+    for t in wanted: in_range(f"scores[{t!r}]", f[t], 0, hint="pass an estimate or its .scores()")
+    _check_sizes(sites, {rename(n): m for n, m in sizes.items()})
+    return f
+
+# %% ../nbs/14_schedules.ipynb #c4e1366e
+def _read_scores(scores) -> tuple[dict[str, float], dict[str, int]]:
+    "Return the scores by parameter name, read if they are a path, and the numbers of scalars that an estimate knows."
+    if isinstance(scores, (str, Path)):
+        scores = FisherEstimate.load(scores) if (Path(scores) / "fisher.json").is_file() else load_scores(scores)
+    if isinstance(scores, FisherEstimate): return scores.scores(), scores.numel
+    if isinstance(scores, Mapping) and scores: return dict(scores), {}
+    raise ValueError("scores: need a mapping from names to mean squared gradients, a FisherEstimate, or a path")
+
+# %% ../nbs/14_schedules.ipynb #9784f11e
+def _check_sizes(sites: Sequence[Site], sizes: Mapping[str, int]):
+    "Check the sizes of an estimate's tensors against those of the model; embeddings may have grown."
+    for t, m in ((t, m) for s in sites if s.kind != "embedding" for t, m in zip(s.tensors, s.sizes)):
+        if sizes.get(t, m) != m:
+            raise ValueError(f"scores: {t!r} has {sizes[t]} scalars in the estimate, {m} in the model; "
+                             "take the scores of the same model")
+
+def _check_layers(model: nn.Module, wanted: Iterable[str], f: Mapping[str, float]):
+    "Check that the scores name no layer beyond those of the model."
+    numbered = lambda n: {(n[: m.start()], m[0]) for m in re.finditer(r"(^|\.)\d+(?=\.|$)", n)}
+    parameters = [n.removeprefix(base_prefix(model)) for n, _ in model.named_parameters(remove_duplicate=False)]
+    own, stacks = {at for n in parameters for at in numbered(n)}, {stack for t in wanted for stack, _ in numbered(t)}
+    for stack, layer in (at for n in f for at in sorted(numbered(n)) if at[0] in stacks and at not in own):
+        raise ValueError(f"scores: name {stack + layer!r}, a layer that the model does not have; "
+                         "take the scores of the same model")
+
 # %% ../nbs/14_schedules.ipynb #fd682112
 def _renaming(names: Sequence[str], wanted: Sequence[str], prefix: str | None) -> Callable[[str], str]:
     "Return the function from names of scores to names of tensors that meets the most of the wanted ones."
@@ -217,3 +211,9 @@ def _renaming(names: Sequence[str], wanted: Sequence[str], prefix: str | None) -
     heads = [prefix and f"{prefix}."] if prefix is not None else {"": 0} | {n.split(".")[0] + ".": 0 for n in names}
     ways = [lambda n, a=a, q=q: a + n.removeprefix(q) for a in around for q in heads]
     return max(ways, key=lambda rename: len(set(map(rename, names)) & set(wanted)))
+
+# %% ../nbs/14_schedules.ipynb #e5cd7660
+def _plain_name(name: str, wanted: Iterable[str]) -> str:
+    "Return the name of a tensor without what PEFT puts around and into it, unless such names are wanted."
+    if any(".base_layer." in t or t.startswith("base_model.model.") for t in wanted): return name
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
