@@ -266,6 +266,14 @@ def _tokens(tokenizer, lines: list[str], max_length: int) -> dict:
                          "add lines or raise --max-lines")
     return {name: values[some] for name, values in batch.items()}
 
+# %% ../nbs/35_embeddings.ipynb #ddb56fa7
+def _batches(batch: dict, size: int = 32) -> list[dict]:
+    "Return the rows of a padded batch, some at a time, without columns that are padding in all of them."
+    parts = [{name: values[a : a + size] for name, values in batch.items()}
+             for a in range(0, len(batch["attention_mask"]), size)]
+    ends = [int(part["attention_mask"].any(0).nonzero().max()) + 1 for part in parts]
+    return [{name: values[:, :end] for name, values in part.items()} for part, end in zip(parts, ends)]
+
 # %% ../nbs/35_embeddings.ipynb #e2cba663
 def _stream(encoder, batch: dict, normalize: bool = False, groups: int = 20, size: int = 32) -> list:
     "Return a stream for each layer, after all sequences of the batch went through the model twice."
@@ -322,14 +330,6 @@ def embed_layers(
     numbers, points, _ = layer_points(encoder, batches, pooling, chosen, limit, seed)
     if pooling != "tokens" and not limit: points = points[:, order.argsort()]
     return numbers, torch.nn.functional.normalize(points, dim=-1) if normalize else points
-
-
-def _batches(batch: dict, size: int = 32) -> list[dict]:
-    "Return the rows of a padded batch, some at a time, without columns that are padding in all of them."
-    parts = [{name: values[a : a + size] for name, values in batch.items()}
-             for a in range(0, len(batch["attention_mask"]), size)]
-    ends = [int(part["attention_mask"].any(0).nonzero().max()) + 1 for part in parts]
-    return [{name: values[:, :end] for name, values in part.items()} for part, end in zip(parts, ends)]
 
 # %% ../nbs/35_embeddings.ipynb #21a925af
 def embed(
