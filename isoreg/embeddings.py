@@ -276,6 +276,14 @@ def _tokens(tokenizer, lines: list[str], max_length: int) -> dict:
                          "add lines or raise --max-lines")
     return {name: values[some] for name, values in batch.items()}
 
+# %% ../nbs/35_embeddings.ipynb #ddb56fa7
+def _batches(batch: dict, size: int = 32) -> list[dict]:
+    "Return the rows of a padded batch, some at a time, without columns that are padding in all of them."
+    parts = [{name: values[a : a + size] for name, values in batch.items()}
+             for a in range(0, len(batch["attention_mask"]), size)]
+    ends = [int(part["attention_mask"].any(0).nonzero().max()) + 1 for part in parts]
+    return [{name: values[:, :end] for name, values in part.items()} for part, end in zip(parts, ends)]
+
 # %% ../nbs/35_embeddings.ipynb #e2cba663
 def _stream(encoder, batch: dict, normalize: bool = False, groups: int = 20, size: int = 32) -> list:
     "Return a stream for each layer, after all sequences of the batch went through the model twice."
@@ -289,6 +297,22 @@ def _stream(encoder, batch: dict, normalize: bool = False, groups: int = 20, siz
                 for stream, h in zip(streams, states): (stream.second if again else stream.first)(g, h, mask)
             if again: [stream.close(g) for stream in streams]
     return streams
+
+# %% ../nbs/35_embeddings.ipynb #b02b4e6a
+def _states(encoder, inputs: dict, normalize: bool) -> tuple:
+    "Return the hidden states of each layer, (b, length, d), and the mask of the tokens, (b, length)."
+    with torch.no_grad(): states = encoder(**inputs, output_hidden_states=True).hidden_states
+    if normalize: states = tuple(torch.nn.functional.normalize(h, dim=-1) for h in states)
+    return states, inputs["attention_mask"].bool()
+
+# %% ../nbs/35_embeddings.ipynb #f0034f40
+def _scores(stream) -> dict:
+    "Return what is said of a layer."
+    best, d, tokens = stream.estimate(), len(stream.moments.mean), int(stream.moments.count)
+    plain = float(isoscore_from_cov(stream.moments.cov()))
+    return {"dims": d, "isoscore": plain, "corrected": best.score, "standard_error": best.stderr,
+            "dimensions_in_use": dimensions_in_use(best.score, d), "tokens": tokens, "sequences": best.count,
+            "spectrum": _spectrum(stream.moments.m2, tokens)}
 
 # %% ../nbs/35_embeddings.ipynb #6911654f
 POOLINGS = ("tokens", "mean", "cls", "last")
@@ -316,30 +340,6 @@ def embed_layers(
     numbers, points, _ = layer_points(encoder, batches, pooling, chosen, limit, seed)
     if pooling != "tokens" and not limit: points = points[:, order.argsort()]
     return numbers, torch.nn.functional.normalize(points, dim=-1) if normalize else points
-
-
-def _batches(batch: dict, size: int = 32) -> list[dict]:
-    "Return the rows of a padded batch, some at a time, without columns that are padding in all of them."
-    parts = [{name: values[a : a + size] for name, values in batch.items()}
-             for a in range(0, len(batch["attention_mask"]), size)]
-    ends = [int(part["attention_mask"].any(0).nonzero().max()) + 1 for part in parts]
-    return [{name: values[:, :end] for name, values in part.items()} for part, end in zip(parts, ends)]
-
-# %% ../nbs/35_embeddings.ipynb #b02b4e6a
-def _states(encoder, inputs: dict, normalize: bool) -> tuple:
-    "Return the hidden states of each layer, (b, length, d), and the mask of the tokens, (b, length)."
-    with torch.no_grad(): states = encoder(**inputs, output_hidden_states=True).hidden_states
-    if normalize: states = tuple(torch.nn.functional.normalize(h, dim=-1) for h in states)
-    return states, inputs["attention_mask"].bool()
-
-# %% ../nbs/35_embeddings.ipynb #f0034f40
-def _scores(stream) -> dict:
-    "Return what is said of a layer."
-    best, d, tokens = stream.estimate(), len(stream.moments.mean), int(stream.moments.count)
-    plain = float(isoscore_from_cov(stream.moments.cov()))
-    return {"dims": d, "isoscore": plain, "corrected": best.score, "standard_error": best.stderr,
-            "dimensions_in_use": dimensions_in_use(best.score, d), "tokens": tokens, "sequences": best.count,
-            "spectrum": _spectrum(stream.moments.m2, tokens)}
 
 # %% ../nbs/35_embeddings.ipynb #21a925af
 def embed(

@@ -29,7 +29,7 @@ from .corpus import (
     LOSSES, TextBatches, check_head, decoder_inputs, head_input, model_losses, predicted_positions,
     sample_losses)
 from .files import from_json, read_text, write_atomically
-from .moments import readable
+from .moments import check_readable
 from .states import eval_mode
 
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
@@ -413,7 +413,7 @@ def _check_gradients(parameters: Iterable[Tensor]) -> None:
     for p in parameters:
         if p.is_inference():
             raise ValueError("model: its weights were made under torch.inference_mode(); load it outside of that")
-        readable(p, "model")
+        check_readable(p, "model")
 
 # %% ../nbs/11_fisher.ipynb #b0409323
 @contextmanager

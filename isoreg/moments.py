@@ -266,7 +266,7 @@ def floating(
     raise ValueError(f"{name}: need floating values, got {x.dtype}; convert with .float(), in NumPy .astype(float)")
 
 # %% ../nbs/01_moments.ipynb #728d4988
-def readable(
+def check_readable(
     x: Tensor,
     name: str,  # how the caller's argument is called
 ) -> Tensor:
@@ -283,11 +283,11 @@ def readable(
 # %% ../nbs/01_moments.ipynb #4968c873
 def _tensor(x, name: str) -> Tensor:
     "Return a tensor as it is, a list of equal tensors stacked, an array, a data frame or nested lists as a tensor."
-    if isinstance(x, Tensor): return readable(x, name)
+    if isinstance(x, Tensor): return check_readable(x, name)
     if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
         raise ValueError(f"{name}: a masked array, whose mask would be lost; pass its .data, and with points the rows "
                          "that count as mask, ~points.mask.any(-1)")
-    if _of_tensors(x): x = [readable(v, name) for v in x]
+    if _of_tensors(x): x = [check_readable(v, name) for v in x]
     try: return torch.stack(x) if _of_tensors(x) else _from_array(np.asarray(x))
     except (TypeError, ValueError, RuntimeError) as error:
         remedy = "the numeric columns of a data frame, np.stack of a column of vectors"

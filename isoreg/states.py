@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import in_range
-from .moments import readable
+from .moments import check_readable
 
 # %% ../nbs/06_states.ipynb #710ab10b
 def hidden_states(
@@ -28,7 +28,7 @@ def hidden_states(
     model that does not run without labels or gives no hidden states.
     """
     body, batch = encoder_of(model), _check_batch(batch)
-    device = readable(next(body.parameters()), "model").device
+    device = check_readable(next(body.parameters()), "model").device
     read, request = _inputs_read(body, batch), request_states(body)
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k in read}
     if "use_cache" in read: request["use_cache"] = False  # with a cache, texts in one row would see each other
@@ -148,7 +148,7 @@ def check_states(
         given = "" if hidden_states is None else f"; got a {_kind(hidden_states)}, not the output's hidden_states"
         raise ValueError("hidden_states: need the tuple of (batch, length, d) tensors; call the model with "
                          f"output_hidden_states=True{given}")
-    for h in hidden_states: readable(h, "hidden_states")
+    for h in hidden_states: check_readable(h, "hidden_states")
     shape = tuple(hidden_states[-1].shape)
     if len(shape) != 3:
         raise ValueError(f"hidden_states: need tensors (batch, length, d), got {shape}; of grids (batch, d, height, "
@@ -161,7 +161,7 @@ def _check_fit(mask, shape: tuple[int, ...]):
     if not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask: a {_kind(mask)}; pass a (batch, length) tensor, true or 1 where a token "
                          "counts")
-    readable(mask, "attention_mask")
+    check_readable(mask, "attention_mask")
     if mask.shape != shape[:2]:
         raise ValueError(f"attention_mask: shape {tuple(mask.shape)} does not fit hidden states {shape}; "
                          "pass the (batch, length) mask of the same batch; where the model shortens its input, as "
