@@ -660,7 +660,7 @@ def _show_scores(measured: Sequence, differences: Sequence, drawn: dict | None):
         _console.print(f"{a} less {b}: {d.difference:+.4f} [{d.low:+.4f}, {d.high:+.4f}], {how}")
 
 # %% ../nbs/31_cli.ipynb #70fad414
-def _show_points(rows: Sequence[dict], drawn: None):
+def _show_points(rows: Sequence[dict], drawn: dict | None):
     "Print the scores of a cloud, and a bar for each of the first axes."
     (result,) = rows
     table, spectrum = _table(f"{result['points']} points, {result['dims']} dimensions"), result["spectrum"]

@@ -480,7 +480,7 @@ def compare_points(
     "Return the corrected IsoScore of points less that of others, with an interval. `ValueError` as `isoscore`."
     in_range("groups", groups, 2, whole=True)
     in_range("level", level, 0, 1, ends="()")
-    return _difference(*(_cloud_scores(x, groups) for x in (points, others)), level)
+    return _difference(_cloud_scores(points, groups), _cloud_scores(others, groups), level)
 
 # %% ../nbs/35_embeddings.ipynb #3788823d
 class _Scores(NamedTuple):
