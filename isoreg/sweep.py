@@ -714,10 +714,11 @@ def sweep(
     """
     folder = Folder(out)
     _check_writable(folder)
-    if removed := clean(folder.out, unfinished=False): log(f"{len(removed)} left-overs of killed runs are removed")
+    removed = clean(folder.out, unfinished=False)
     s = _look(plan, folder, executor or Local(), retry_failed, log)
     if s.waiting: _work(s, on_progress)
     else: log(f"{s.report.found} done, 0 to do, {len(s.report.failed)} failed earlier")
+    if removed: log(f"{len(removed)} left-overs of killed runs are removed")
     s.report.seconds = time.time() - s.begun
     with contextlib.suppress(OSError): _write_plan(s, _now())
     return s.report

@@ -165,8 +165,7 @@ def test_two_sweeps_share_a_folder(tmp_path):
     folder = Folder(tmp_path / "out")
     with folder.lock(bad):  # until both have begun
         one, two = start(path, tmp_path / "out", jobs=1), start(path, tmp_path / "out", jobs=1)
-        for p in (one, two):  # behind a word on what other tests have killed
-            assert any("to do" in p.stdout.readline() for _ in range(2))
+        assert all("to do" in p.stdout.readline() for p in (one, two))
     assert (one.wait(300), two.wait(300)) == (1, 1)
     made = logged(tmp_path, "start")
     assert (
