@@ -549,13 +549,13 @@ def test_why_there_is_no_gradient():
 def test_masks_of_models_that_shorten_their_input():
     states, mask = tuple(torch.randn(2, 39, 16) for _ in range(3)), torch.ones(2, 400)
     for penalty in (IStar(-0.1, zeta=0), CosReg()):
-        with pytest.raises(ValueError, match="that of its frames .*padding=True counts all"):
+        with pytest.raises(ValueError, match="that of its own steps: mask_fn of PenaltyTrainer"):
             penalty(states, mask)
     for penalty in (IStar(-0.1, zeta=0, padding=True), CosReg(padding=True)):
         assert torch.isfinite(penalty(states, mask))
     swin = (torch.randn(2, 64, 8), torch.randn(2, 16, 16), torch.randn(2, 4, 32))
     for layers in ("union", "mean"):
-        with pytest.raises(ValueError, match="hidden_states: layers of widths 16, 32 have no score together"):
+        with pytest.raises(ValueError, match="layers: those of shapes .* have no union and no mean; take one, such as layers=-1"):
             IStar(-0.1, zeta=0, layers=layers)(swin)
     assert torch.isfinite(IStar(-0.1, zeta=0, layers=-1)(swin))
 

@@ -77,7 +77,7 @@ def test_every_kind_of_file_gives_the_same_vectors(tmp_path):
 
 def test_what_is_no_file_of_vectors_is_refused(tmp_path):
     torch.save({"a": np.random.default_rng(0)}, tmp_path / "object.pt")
-    with pytest.raises(ValueError, match="file: object.pt cannot be read, or only by unpickling"):
+    with pytest.raises(ValueError, match="file: object.pt holds Python objects, which only unpickling would read"):
         read_points(tmp_path / "object.pt")
     torch.save({"a": torch.ones(3, 2), "b": torch.ones(3, 2)}, tmp_path / "two.pt")
     with pytest.raises(ValueError, match="array: the file holds a, b; choose one"):
@@ -86,7 +86,7 @@ def test_what_is_no_file_of_vectors_is_refused(tmp_path):
     with pytest.raises(ValueError, match="array: no column of numbers"):
         read_points(tmp_path / "words.csv")
     (tmp_path / "broken.arrow").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="file: broken.arrow cannot be read"):
+    with pytest.raises(ValueError, match="file: broken.arrow is damaged, or no .arrow file"):
         read_points(tmp_path / "broken.arrow")
 
 
