@@ -685,7 +685,8 @@ def test_report_of_stored_records(tmp_path):
 @pytest.mark.parametrize("stage", ["training", "loading data"])
 def test_ctrl_c_ends_a_run_with_one_line_and_leaves_nothing(tmp_path, stage):
     command = [sys.executable, "-m", "isoreg.cli", "run", "--epochs", "50", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run in the background it is ignored
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     begun = lambda: any(stage in p.read_text() or "training" in p.read_text() for p in tmp_path.glob("*/progress.json"))
     while process.poll() is None and not begun():
         time.sleep(0.05)

@@ -73,12 +73,14 @@ def without_dropout(model):
 
 def test_accelerate_gives_the_gradient_of_a_plain_loop():
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer before it may have had another precision
     batch, penalty = rows(), IStar(-0.5, zeta=0)
     plain, prepared = (without_dropout(bert()) for _ in range(2))
     output = plain(**batch, output_hidden_states=True)
     (output.loss + plain_term(output.hidden_states, batch["attention_mask"], -0.5)).backward()
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
     prepared, loader = accelerator.prepare(prepared, DataLoader(examples(batch), 16))
     for given in loader:
         output = prepared(**given, output_hidden_states=True)

@@ -119,7 +119,7 @@ def test_a_class_shows_its_fields(kind):
 
 
 def test_settings_show_what_help_says():
-    for kind in CONFIGS.values():
+    for kind in (k for k in CONFIGS.values() if k.__module__.startswith("isoreg.")):  # tests of sweeps add their own
         assert all(f.text for f in fields(kind))
 
 
