@@ -32,14 +32,20 @@ def compat(session: nox.Session, pins: str) -> None:
 
 @nox.session(python=False)
 def coverage(session: nox.Session) -> None:
-    "Measure the branch coverage of each module by its own tests, here; -- MODULE ... for some of them."
-    session.run("python", ".ci/coverage_by_module.py", *session.posargs, env=QUIET)
+    "Measure the branch coverage of each module by the whole suite, here; -- N for so many workers."
+    session.run("python", ".ci/branches.py", *session.posargs, env=QUIET)
 
 
 @nox.session(python=False)
 def mutation(session: nox.Session) -> None:
     "Change the code of five modules at sampled places, and count the changes that no test notices; -- MODULE ..."
     session.run("python", ".ci/mutation.py", *session.posargs, env=QUIET)
+
+
+@nox.session(python=False)
+def fuzz(session: nox.Session) -> None:
+    "Try 10,000 random inputs and enter the counts in the record of trust."
+    session.run("python", ".ci/fuzz.py", env=QUIET)
 
 
 @nox.session

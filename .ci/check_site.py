@@ -1,5 +1,5 @@
 """Check, without Quarto, all that Quarto needs to build the site: the configuration, each notebook's passage through
-nbdev_filter, and every cross-reference, embedding and link. Prints what is wrong by file and cell, and exits 1."""
+the filter, and every cross-reference, embedding and link. Prints what is wrong by file and cell, and exits 1."""
 
 import argparse
 import ast
@@ -18,7 +18,7 @@ import yaml
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the filter of this environment
 KNOWN_KEYS = {
     "": "project lang execute ipynb-filters filters format website number-sections bibliography",
-    "project": "type output-dir render resources",
+    "project": "type output-dir pre-render render resources",
     "execute": "enabled echo warning",
     "format": "html",
     "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css "
@@ -230,7 +230,7 @@ def check_config(root: Path, config: dict) -> list[str]:
         for file in [files] if isinstance(files, str) else files:
             if file.endswith(".scss") and not (root / file).exists():
                 wrong.append(f"_quarto.yml: the file {file} of theme does not exist")
-    for command in config.get("ipynb-filters", []):
+    for command in [*config.get("ipynb-filters", []), config["project"].get("pre-render", "true")]:
         if not shutil.which(command.split()[0]):
             wrong.append(f"_quarto.yml: the filter {command} is not on PATH")
     return wrong
@@ -287,6 +287,12 @@ def check_loaded(cells: list[dict]) -> list[str]:
 
 
 # ---- 2. the filter
+
+
+def pre_render(root: Path, config: dict):
+    "What Quarto does before the first page."
+    if command := config["project"].get("pre-render"):
+        subprocess.run(command.split(), cwd=root, check=True, timeout=900)
 
 
 def run_filter(path: Path, command: str) -> subprocess.CompletedProcess:
@@ -493,6 +499,13 @@ def check(root: Path, with_filter: bool = True, only: list[str] = (), workers: i
         wrong += check_links(root, path, cells, pages | {root / "index.html"})
         wrong += [f"{path.relative_to(root)}: {line}" for line in check_loaded(cells)]
         wrong += check_api_names(root, settings["lib_name"], path.relative_to(root), cells)
+        wrong += [
+            f"{path.relative_to(root)}: cell {n}: a line of {len(line.encode())} bytes, 120 are the limit: {line[:60]}"
+            for n, cell in enumerate(cells)
+            if cell["cell_type"] == "code"
+            for line in cell["source"].splitlines()
+            if len(line.encode()) > 120
+        ]
     for path, cells in notebooks.items():
         wrong += [
             f"{path.relative_to(root)}: cell {n}: {node.name} has no docstring"
@@ -503,6 +516,8 @@ def check(root: Path, with_filter: bool = True, only: list[str] = (), workers: i
         anchors = api_anchors(root / settings["nbs_path"], notebooks)
         api = settings.get("doc_host", "").rstrip("/") + "/" + settings.get("doc_baseurl", "").strip("/") + "/"
         paths = [path for path in notebooks if not only or str(path.relative_to(root)) in only]
+        if not only:
+            pre_render(root, config)
         with ThreadPoolExecutor(workers) as pool:
             for path, done in zip(paths, pool.map(lambda path: run_filter(path, config["ipynb-filters"][0]), paths)):
                 wrong += check_filtered(path.relative_to(root), notebooks[path], done, api, anchors)
@@ -533,9 +548,7 @@ def check_rendered(root: Path) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument(
-        "--no-filter", action="store_true", help="leave out nbdev_filter, which takes some seconds a notebook"
-    )
+    parser.add_argument("--no-filter", action="store_true", help="leave out the filter, which takes half a minute")
     parser.add_argument(
         "--only", nargs="*", default=[], help="check the cells of these notebooks alone (paths from the root)"
     )

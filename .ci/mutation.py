@@ -1,15 +1,16 @@
 """Change one place of a module at a time, as cosmic-ray does, and see whether the module's own tests notice:
 python .ci/mutation.py [MODULE ...] [--sample N]. The changes are a random sample with seed 0; the result goes into the
-record of trust, every survivor with its line."""
+record of trust, every survivor with its line and, where somebody has looked at it, with what was found. --again tries
+the survivors of the record alone, with all tests of the module, the slow ones too."""
 
 import argparse
-import importlib.abc
-import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,22 +22,8 @@ MODULES = {  # module: its tests, and which of them
     "fisher": (["test_fisher.py"], "not ranks and not loop_over_samples and not ten_batches and not memory"),
     "schedules": (["test_schedules.py"], ""),
     "statistics": (["test_statistics.py"], ""),
-    "config": (["test_config.py", "test_grid.py"], ""),
+    "config": (["test_config.py", "test_grid.py", "test_records.py", "test_reference.py", "test_extending.py"], ""),
 }
-
-
-class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    "Load one module from changed code."
-
-    def __init__(self, name: str, code: str):
-        self.name, self.code = name, code
-
-    def find_spec(self, name, path, target=None):
-        return importlib.util.spec_from_loader(name, self) if name == self.name else None
-
-    def exec_module(self, module) -> None:
-        module.__file__ = str(ROOT / "isoreg" / f"{self.name.rpartition('.')[2]}.py")
-        exec(compile(self.code, module.__file__, "exec"), module.__dict__)
 
 
 def mutants(source: str) -> list[tuple[str, int, int]]:
@@ -54,36 +41,48 @@ def mutants(source: str) -> list[tuple[str, int, int]]:
     return found
 
 
-def tested(module: str, code: str | None, limit: float) -> str:
+def tested(module: str, code: str | None, limit: float, every_test: bool = False) -> str:
     "Run the tests of a module in a fork of this process: survived, killed, or killed by the time that they take."
-    files, words = MODULES[module]
-    pid = os.fork()
-    if pid == 0:
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1), os.dup2(quiet, 2)
-        import pytest
-
+    with tempfile.TemporaryDirectory() as folder:
+        # A copy of the package with the change, first on the path, so that processes that a test starts have it too.
+        shutil.copytree(ROOT / "isoreg", f"{folder}/isoreg", ignore=shutil.ignore_patterns("__pycache__"))
         if code is not None:
-            sys.meta_path.insert(0, Changed(f"isoreg.{module}", code))
-        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:randomly", "--hypothesis-seed=0"]
-        chosen = [str(ROOT / "tests" / f) for f in files] + (["-k", words] if words else [])
-        try:
-            os._exit(int(pytest.main([*options, *chosen])))
-        except BaseException:
-            os._exit(3)
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return "killed" if status else "survived"
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "killed by time"
+            Path(folder, "isoreg", f"{module}.py").write_text(code)
+        pid = os.fork()
+        if pid == 0:
+            _test(module, folder, every_test)
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return "killed" if status else "survived"
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return "killed by time"
 
 
-def examine(module: str, size: int) -> dict:
-    "Return what became of a random sample of the changes of a module."
+def _test(module: str, folder: str, every_test: bool):
+    "Run the tests of a module, or all but the slow ones, with the package in a folder, and end the process."
+    files, words = MODULES[module]
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1), os.dup2(quiet, 2)
+    import pytest
+
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--hypothesis-seed=0"]
+    chosen = [str(ROOT / "tests" / f) for f in files]
+    if not every_test:
+        chosen += ["-m", "not slow", *(["-k", words] if words else [])]
+    try:
+        os._exit(int(pytest.main([*options, *chosen])))
+    except BaseException:
+        os._exit(3)
+
+
+def examine(module: str, size: int, verdicts: dict[tuple[str, str], str]) -> dict:
+    "Return what became of a random sample of the changes of a module, with what is known of those that survive."
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -98,9 +97,10 @@ def examine(module: str, size: int) -> dict:
         operator, occurrence, line = every[i]
         code = mutate_code(source, get_operator(operator)(), occurrence)
         if tested(module, code, limit) == "survived":
-            now = code.splitlines()[line - 1].strip()
-            survivors.append({"operator": operator, "before": lines[line - 1].strip(), "after": now})
-            print(f"{module} {n + 1}/{len(drawn)}: {operator}\n  - {lines[line - 1].strip()}\n  + {now}", flush=True)
+            old, new = lines[line - 1].strip(), code.splitlines()[line - 1].strip()
+            verdict = verdicts.get((old, new), "not looked at")
+            survivors.append({"operator": operator, "before": old, "after": new, "verdict": verdict})
+            print(f"{module} {n + 1}/{len(drawn)}: {operator}\n  - {old}\n  + {new}", flush=True)
     print(f"{module}: {len(survivors)} of {len(drawn)} survive", flush=True)
     when = datetime.now(UTC).date().isoformat()
     return {
@@ -112,10 +112,34 @@ def examine(module: str, size: int) -> dict:
     }
 
 
+def examine_again(module: str, record: dict) -> dict:
+    "Return the record of a module without the survivors that its tests notice by now."
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    source, left = (ROOT / "isoreg" / f"{module}.py").read_text(), []
+    lines, every = source.splitlines(), mutants(source)
+    for survivor in record["survivors"]:
+        alike = [m for m in every if (m[0], lines[m[2] - 1].strip()) == (survivor["operator"], survivor["before"])]
+        codes = [(mutate_code(source, get_operator(operator)(), n), line) for operator, n, line in alike]
+        (code,) = {code for code, line in codes if code.splitlines()[line - 1].strip() == survivor["after"]}
+        if tested(module, code, 1200, every_test=True) == "survived":
+            left.append(survivor)
+        print(f"{module}: {survivor['after']}: {'survives' if survivor in left else 'noticed'}", flush=True)
+    when = datetime.now(UTC).date().isoformat()
+    return record | {"date": when, "survived": len(left), "survivors": left}
+
+
+def record_of(module: str) -> dict:
+    "Return what the record of trust holds of the mutations of a module."
+    return json.loads(RECORD.read_text()).get("mutation", {}).get(module, {}) if RECORD.exists() else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", choices=[*MODULES, []], default=list(MODULES))
     parser.add_argument("--sample", type=int, default=60)
+    parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import scipy.stats  # noqa: F401  what all tests import, once
@@ -124,7 +148,9 @@ def main() -> None:
 
     torch.set_num_threads(1)
     for module in arguments.modules or MODULES:
-        found = examine(module, arguments.sample)
+        earlier = record_of(module)
+        verdicts = {(s["before"], s["after"]): s["verdict"] for s in earlier.get("survivors", [])}
+        found = examine_again(module, earlier) if arguments.again else examine(module, arguments.sample, verdicts)
         record = json.loads(RECORD.read_text()) if RECORD.exists() else {"kind": "trust"}
         record.setdefault("mutation", {})[module] = found
         RECORD.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A preview of the pages, without Quarto: each published notebook through nbdev_filter, nbconvert and pandoc, into
+"""A preview of the pages, without Quarto: each published notebook through the site's filter, nbconvert and pandoc, into
 one folder.
 
     python .ci/preview.py _preview
@@ -27,6 +27,7 @@ from check_site import (
     check_filtered_cells,
     front_matter,
     hrefs,
+    pre_render,
     published,
     read_cells,
     read_config,
@@ -77,7 +78,7 @@ def to_pandoc(text: str, numbers: dict[str, str]) -> str:
         flags=re.S,
     )
     name = lambda m: f"[{KINDS[m[2]]} {numbers[m[1]]}](#{m[1]})" if m[1] in numbers else m[0]
-    return re.sub(r"(?<![\w`\\/])@((fig|tbl|eq)-[\w:]+(?:-[\w:]+)*)", name, text)
+    return re.sub(r"(?<![\w`\\/])@((fig|tbl|eq)-\w+(?:[:-]\w+)*)", name, text)
 
 
 def pandoc(texts: list[str]) -> list[str]:
@@ -187,6 +188,7 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
     cells_of = {p: read_cells(p) for p in notebooks}
     if wrong := unreadable(root, cells_of):
         raise SystemExit("\n".join(wrong))
+    pre_render(root, config)
     with ThreadPoolExecutor(workers) as pool:
         filtered = dict(
             zip(notebooks, pool.map(lambda p: passed(p, p.relative_to(root), config["ipynb-filters"][0]), notebooks))

@@ -221,11 +221,11 @@ def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
     "Execute the notebook of a claimed run; return message and exit code if it fails."
     from papermill.exceptions import PapermillExecutionError
     from isoreg.notebook import execute
-    from isoreg.sweep import files_of
+    from isoreg.sweep import files_of, stop_signals
     folder = out / run.key
     parameters, progress = run.parameters | {"out": str(out), "save_model": save_model}, folder / "progress.json"
     progress.unlink(missing_ok=True)  # of an earlier try, as failed.json below
-    with _progress_bar() as on_progress:
+    with _progress_bar() as on_progress, stop_signals():
         try: execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, files_of(claim))
         except KeyboardInterrupt: return _stopped(folder)
         except (PapermillExecutionError, RuntimeError, OSError) as error:  # a kernel died or did not start, a disk
@@ -550,7 +550,7 @@ def status_command(
     "What is done, running, failed and missing in a folder, and the time left."
     from isoreg.sweep import clean as remove, status
     state = status(folder)
-    if clean: _errors.print(f"{len(remove(folder))} left-overs are removed")
+    if clean: _errors.print(f"{len(remove(folder))} left-overs are removed; what is younger than a minute stays")
     if as_json: print(json.dumps(state, indent=1))
     else: _show_status(state, folder)
 
@@ -575,7 +575,7 @@ def _show_status(state: dict, folder: Path):
 _FILES = typer.Argument(metavar="[FILE]...", show_default=False, help="Vectors (.npy, .npz, .safetensors, .pt, "
                         ".parquet, .feather, .arrow, .csv), or with --model a file of texts, one a line.")
 _MODEL = _option("Score this model on the texts: toy-bert, a folder or a name on the hub; may be given several times.")
-_TEXTS = _option("File of texts: one a line, or a column of a table.")
+_TEXTS = _option("Texts: a file, one a line, or a table, or a data set on the hub as name:configuration:split.")
 _PAIRS = _option("Vectors or texts, row i of which belongs to row i of the others: adds their alignment.")
 _POOLING = _option("tokens, or one vector a text: mean, cls, last (default: what a SentenceTransformers model says "
                    "itself, else tokens).")
@@ -587,13 +587,14 @@ _HTML = _option("File for a page with everything: measures and their sources, pi
 def score_command(
     files: Annotated[list[Path] | None, _FILES] = None,
     model: Annotated[list[str] | None, _MODEL] = None,
-    texts: Annotated[Path | None, _TEXTS] = None,
-    pairs: Annotated[Path | None, _PAIRS] = None,
+    texts: Annotated[str | None, _TEXTS] = None,
+    pairs: Annotated[str | None, _PAIRS] = None,
     pooling: Annotated[str | None, _POOLING] = None,
     layer: Annotated[int | None, _LAYER] = None,
     normalize: Annotated[bool, typer.Option("--normalize", help="Bring each vector to length one.")] = False,
     array: Annotated[str | None, _option("Name of the array or column in the file.")] = None,
     column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",
+    pair_column: Annotated[str | None, _option("Column of the partners (default: that of the texts).")] = None,
     max_lines: Annotated[int, typer.Option(min=1, help="Texts at most, drawn at random.")] = 500,
     seed: Annotated[int, typer.Option(min=0, help="Seed of what is drawn.")] = 0,
     html: Annotated[Path | None, _HTML] = None,
@@ -603,8 +604,11 @@ def score_command(
     from isoreg.embeddings import compare, report_page
     from isoreg.files import write_atomically
     with _warnings_shown():
-        if model: measured, drawn = _score_models(files, model, texts, pairs, pooling, layer, normalize, array, column,
-                                                  max_lines, seed)
+        if model:
+            given = [f for f in [*(files or []), texts] if f is not None]
+            columns = column, pair_column or column
+            if array is not None: raise ValueError("array: belongs to vectors; leave --array out, or --model")
+            measured, drawn = _score_models(given, model, pairs, columns, pooling, layer, normalize, max_lines, seed)
         else: measured, drawn = _score_files(files, texts, pairs, pooling, layer, normalize, array, seed), None
         differences = [(m.name, measured[0].name, compare(m, measured[0])) for m in measured[1:]]
         if html: write_atomically(html, report_page(measured, differences, _about(drawn, pooling, normalize)))
@@ -623,20 +627,18 @@ def _score_files(files, texts, pairs, pooling, layer, normalize, array, seed) ->
     partners = read_points(pairs, array) if pairs else None
     return [measure_points(read_points(f, array), partners, str(f), normalize, seed) for f in files]
 
-
-def _score_models(files, models, texts, pairs, pooling, layer, normalize, array, column, limit, seed) -> tuple:
+# %% ../nbs/31_cli.ipynb #ef16c61d
+def _score_models(given, models, pairs, columns, pooling, layer, normalize, limit, seed) -> tuple:
     "Return what was measured of models, and the texts: file, how many of how many, seed."
-    from isoreg.embeddings import POOLINGS, draw_texts, measure_model
+    from isoreg.embeddings import POOLINGS, draw_pairs, draw_texts, measure_model
     from isoreg.checks import one_of
-    if array is not None: raise ValueError("array: does not apply to a text file; leave --array out, or --model")
     if pooling: one_of("pooling", pooling, POOLINGS)
-    named = [f for f in [*(files or []), texts] if f is not None]
-    if len(named) != 1: raise ValueError(f"texts: {len(named)} files given; --model reads the texts of one")
-    lines, total = draw_texts(named[0], limit, seed, column)
-    beside, others = draw_texts(pairs, limit, seed, column) if pairs else (None, total)
-    if others != total: raise ValueError(f"pairs: {others} texts beside {total}; give one partner a text")
+    if len(given) != 1: raise ValueError(f"texts: {len(given)} files given; --model reads the texts of one")
+    if pairs: lines, beside, total = draw_pairs(given[0], pairs, limit, seed, columns)
+    else: (lines, total), beside = draw_texts(given[0], limit, seed, columns[0]), None
     found = [measure_model(m, lines, beside, pooling, -1 if layer is None else layer, normalize, seed) for m in models]
-    return found, {"file": named[0].name, "count": len(lines), "texts": total, "seed": seed if total > limit else None}
+    name = Path(given[0]).name
+    return found, {"file": name, "count": len(lines), "texts": total, "seed": seed if total > limit else None}
 
 # %% ../nbs/31_cli.ipynb #c160a18b
 def _about(drawn: dict | None, pooling: str | None, normalize: bool) -> str:
@@ -825,14 +827,16 @@ def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt): return "stopped", 130
     if isinstance(error, UnicodeError):
         return f"{words[0]}: {error.object!r:.100} is not {error.encoding}; give another name, or convert the file", 2
-    named = ": " in text and len(text.partition(": ")[0].split()) <= 4  # as the library has it: the argument first
+    head, colon, _ = text.partition(": ")  # as the library has it: the argument first
+    named = bool(colon and head.strip()) and "\n" not in head and len(head.split()) <= 4
     if isinstance(error, ValueError) and named: return text + _hint(text), 2
     if is_disk_full(error):
         why = getattr(error, "strerror", None) or text
         return f"the disk is full: {why}; make room and give the same command again", 1
     if isinstance(error, MemoryError): return "the memory does not suffice; give less at a time", 1
     if isinstance(error, OSError) and error.errno in _PATHS:
-        return f"{_argument(str(error.filename), words)}: {error.strerror}: {error.filename!r}; give another path", 2
+        name = str(error.filename)
+        return f"{_argument(name, words)}: {error.strerror}: {name[:200]!r}; give another path", 2
     if isinstance(error, OSError): return text + _hint(text), 1
     return f"this is a mistake of isoreg, not of yours ({type(error).__name__}); {_report_bug(error, words)}", 1
 
@@ -841,7 +845,8 @@ def _argument(path: str, words: Sequence[str]) -> str:
     "Return the name of the option under which a path, or a folder above it, was given; else \"path\"."
     for before, word in zip(["", *words], words):
         name, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
-        if value and name.startswith("--") and Path(value) in (Path(path), *Path(path).parents): return name[2:]
+        given, found = Path(value).absolute(), Path(path).absolute()
+        if value and name.startswith("--") and given in (found, *found.parents): return name[2:]
     return "path"
 
 

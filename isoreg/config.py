@@ -372,7 +372,7 @@ class RecipeSettings(Settings):
     epochs: int | None = option(None, "passes through the training part", ge=1)
     accumulation: int | None = setting(None, "micro-batches a step", ge=1)
     out_of_memory: Literal["fail", "halve"] = setting(
-        "fail", "halve: where a GPU has too little, begin anew with half the batch_size, twice the accumulation",
+        "fail", "halve: on a full GPU, begin anew with half the batch_size and twice the accumulation",
         before="fail", family="out_of_memory")
     warmup: float | None = setting(None, "share of the steps in which the rate rises", ge=0, le=1)
     schedule: Literal["linear", "constant"] | None = setting(None, "of the learning rate after that")

@@ -445,13 +445,16 @@ def load_texts(
     "Return the texts of one or several sources, no blank lines and headings. `ValueError` for a missing one or column."
     in_range("limit", limit, 1, whole=True, optional=True)
     if not isinstance(source, (str, Path)): return [t for s in source for t in load_texts(s, column)][:limit]
-    lines = (re.sub(r" @(\W)@ ", r"\1", t.strip()) for t in _read(str(source), column) if t)
+    lines = (re.sub(r" @(\W)@ ", r"\1", t.strip()) for t in read_lines(str(source), column) if t)
     texts = [t for t in lines if t and not re.fullmatch(r"=.*=", t)][:limit]
     if not texts: raise ValueError(f"source: {str(source)!r} holds no text; blank lines and headings are left out")
     return texts
 
 # %% ../nbs/10_corpus.ipynb #246a4e46
-def _read(source: str, column: str) -> Iterable[str]:
+def read_lines(
+    source: str,  # file or name on the hub, as in load_texts
+    column: str,  # of a table or data set
+) -> Iterable[str]:
     "Return the lines of a text file, or the column of a table or of a data set on the hub."
     kind = file_kind(source)
     if kind == "text":  # at line feeds alone, as no other separator of Unicode ends a text

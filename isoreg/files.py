@@ -32,9 +32,13 @@ def write_atomically(
 ) -> None:
     """Write a file so that it is either the old one or the new one, never a part.
 
-    An existing file keeps its permissions, a new one has those of the umask.
+    An existing file keeps its permissions, a new one has those of the umask; behind a link, the file that it leads
+    to is written. `ValueError` for what is no plain file, such as a device.
     """
     path = Path(path)
+    if path.is_symlink(): path = path.resolve()
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"path: {str(path)!r} is no plain file and is not replaced; give the name of a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
@@ -178,14 +182,29 @@ def from_yaml(
 ):  # nested values
     "Return what YAML holds. `ValueError` where it is none, nests too deep or holds too much."
     if len(text) > 2**20: raise ValueError("is longer than a million characters")
-    try: found = yaml.load(text, loader)
-    except (ValueError, UnicodeError): raise
+    try: found = yaml.load(text, _merging_little(loader))
+    except ValueError as error:
+        if "integer string" in str(error): raise ValueError("holds a whole number of more than 64 bits") from None
+        raise
     except RecursionError: raise ValueError("its brackets nest too deep") from None
     except Exception as error:  # PyYAML lets through what the constructors of its types raise
         raise ValueError(f"is no readable YAML ({' '.join(str(error).split()) or type(error).__name__})") from None
     if _count(found, {}) > LARGEST:
         raise ValueError(f"holds more than {LARGEST} values once its aliases are written out, or holds itself")
     return found
+
+
+def _merging_little(loader: type) -> type:
+    "Return a loader that refuses, with a `ValueError`, merge keys (<<) that write out too much."
+    class Loader(loader):
+        merged = 0
+
+        def flatten_mapping(self, node):
+            before = len(node.value)
+            super().flatten_mapping(node)
+            self.merged += max(0, len(node.value) - before)
+            if self.merged > LARGEST: raise ValueError(f"its merge keys (<<) write out more than {LARGEST} values")
+    return Loader
 
 
 def _count(x, known: dict[int, float]) -> float:

@@ -326,7 +326,11 @@ def expand(
     given = {n: _values(_value(v), f"set: {n}") for n, v in (overrides or {}).items()}
     sets = [dict(zip(given, values)) for values in _product(given.values(), "set")]
     runs, blocks, notes, problems, total, excluded = {}, [], [], defaultdict(list), 0, 0
-    for block in (b for b in grid.blocks if not only or b.name in only):
+    wanted = [b for b in grid.blocks if not only or b.name in only]
+    every = (1 for block in wanted for _ in _combinations(block) for _ in sets)
+    if sum(itertools.islice(every, LARGEST + 1)) > LARGEST:
+        raise ValueError(f"grid: {grid.name} has more than {LARGEST} combinations; make several grids of it")
+    for block in wanted:
         before = len(runs)
         found, dropped, said = _configs(block, sets, {n for b in grid.blocks for n in b.axes})
         for parameters, config in found:

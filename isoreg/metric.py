@@ -63,7 +63,7 @@ class IsoScore(MomentsMetric):
     variances are as even as so few allow.
     """
 
-    plot_lower_bound, plot_upper_bound = 0.0, 1.0
+    plot, plot_lower_bound, plot_upper_bound = MomentsMetric._plot, 0.0, 1.0  # torchmetrics draws one score or several
 
     def __init__(
         self,
@@ -88,10 +88,6 @@ class IsoScore(MomentsMetric):
         else: score = score_from_cov(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
         if bool(torch.isfinite(score)): return score
         raise ValueError("points: NaN, infinite values or zero variance were seen; mask such points")
-
-    def plot(self, val=None, ax=None):
-        "Return figure and axes with one score, or with several, as torchmetrics draws them."
-        return self._plot(val, ax)
 
     def stderr(self) -> float:
         "Return the standard error of the Gaussian-corrected score of independent rows; all ranks must call it."

@@ -145,16 +145,24 @@ def pretrained(
 ):
     """Return what from_pretrained gives; code that a checkpoint brings along is never run, and nobody is asked to.
 
-    `ValueError` for what is not there or damaged: transformers then raises whatever its readers do."""
+    `ValueError` for what is not there or damaged: transformers then raises whatever its readers do. So also for a
+    model with a weight that is NaN or infinite, which would be read without a word."""
     source = model_source(model)
-    try: return kind.from_pretrained(source, trust_remote_code=False, **options)
+    try: found = kind.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"model: {model!r} brings code of its own, which is never run; give a checkpoint of an "
                              "architecture that transformers has") from None
         if not (Path(source) / "config.json").is_file(): raise not_found(model, error) from None
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        if "ignore_mismatched_sizes" in str(error): why = "its config.json and its weights differ in their shapes"
         raise ValueError(f"model: {what}{model!r} cannot be read ({why}); give a complete checkpoint") from None
+    loaded = found[0] if isinstance(found, tuple) else found
+    weights = loaded.named_parameters() if isinstance(loaded, nn.Module) else ()
+    if odd := [name for name, w in weights if not bool(w.isfinite().all())]:
+        raise ValueError(f"model: {model!r} has NaN or infinity in {len(odd)} of its weights ({odd[0]}, ...); "
+                         "give a checkpoint whose training did not diverge")
+    return found
 
 # %% ../nbs/21_models.ipynb #3dc6a592
 def resolve_precision(

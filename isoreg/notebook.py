@@ -107,7 +107,8 @@ def _escaped(path: Path) -> str:
 def _run_papermill(path: Path, output: Path, parameters: dict, env: dict, files: Sequence[int], on_start: Callable):
     import papermill
     from nbclient.exceptions import DeadKernelError
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what fails is in the notebook, and is raised
+    for name in ("papermill", "asyncio"):  # what fails is in the notebook, and is raised
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     kernels: list = []
     with own_folder() as (folder, owner), tempfile.TemporaryFile() as log:
         env, files = {"TMPDIR": folder} | env, [*files, owner._context.lock_file_fd]  # the kernel owns it, too

@@ -658,7 +658,7 @@ def _link(text: str, base: str, file: str, lines: Sequence[int], title: str) -> 
     return f'[{text}]({base}{place}{"#" * bool(spans)}{spans} "{title}")'
 
 # %% ../nbs/27_report.ipynb #9e40e2fe
-_MARKS = re.compile(r"[\\`*\[\]|$~^]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])")  # of Markdown: no _ within a word
+_MARKS = re.compile(r"[\\`*\[\]|$~^{]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])")  # of Markdown: no _ within a word
 _BEFORE = r"\\\g<0>"  # a backslash before it
 
 # %% ../nbs/27_report.ipynb #b38eba56
@@ -891,7 +891,8 @@ def _figures(df: pd.DataFrame, tables: dict) -> dict[str, bytes]:
     if "comparisons" in tables: drawn["forest"] = lambda: figures.plot_forest(tables["comparisons"])
     files = {}
     for name, draw in drawn.items():
-        try: fig = draw()
+        try:
+            with figures.pyplot().rc_context({"text.parse_math": False}): fig = draw()  # a $ in a name is a letter
         except figures.NotRecorded: continue  # these records do not hold what the figure needs
         for suffix, metadata in (("png", None), ("pdf", {"CreationDate": None})):
             fig.savefig(buffer := BytesIO(), format=suffix, dpi=150, metadata=metadata)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .checks import in_range
 from .isoscore import (
     IsoScoreEstimate, as_score, centre, check_cloud, closed_form, is_constant, refuse, wide_dtype)
-from .moments import Moments, full_precision, merge, moments
+from .moments import full_precision, merge, moments
 
 # %% ../nbs/03_sequences.ipynb #3e2a0006
 def isoscore_by_sequence(
@@ -144,19 +144,15 @@ def _stream_groups(X: Tensor, keep: Tensor | None, group: Tensor) -> IsoScoreEst
 class SequenceStream:
     """Score by sequence, with its jackknife error, of sequences that stream by twice, in float64.
 
-    Call `first` with all of them; then, group after group, `second` with all of a group and `close`; then `estimate`.
-    """
-
+    Call `first` with all of them; then, for each group, `second` with all of the group and `close`; then `estimate`."""
     def __init__(self, groups: int, d: int, device: torch.device):
         zeros = functools.partial(torch.zeros, dtype=wide_dtype(torch.empty(0, device=device)), device=device)
         self.means = _Means(groups, d, zeros)
-        self.δ: Any = None
-        self.left: Any = None
+        self.δ: Any = None; self.left: Any = None
         self.all, self.single = zeros(groups + 1, 5), zeros(groups + 1, 5)  # of what is left without each group
         self.P_g, self.G_g = zeros(d, d), zeros(d, d)  # of the group that streams by
 
-    @property
-    def moments(self) -> Moments: return self.means.moments
+    moments = property(lambda self: self.means.moments)
 
     def first(self, g: int, x: Tensor, mask: Tensor | None):
         "Add sequences (b, length, d) of group g to the means."

@@ -3,8 +3,8 @@
 # %% auto #0
 __all__ = ['LEASE', 'FULL', 'RAM_MIB', 'ATTEMPTS', 'Claim', 'Folder', 'files_of', 'is_record_of', 'publish', 'set_aside',
            'restore', 'Outcome', 'is_disk_full', 'compute', 'write_failure', 'Executor', 'plan_jobs', 'find_gpus',
-           'machine', 'Local', 'OnRay', 'Report', 'DiskFull', 'is_empty', 'check_room', 'sweep', 'clean', 'time_left',
-           'said_last', 'status']
+           'machine', 'Local', 'OnRay', 'Report', 'DiskFull', 'is_empty', 'check_room', 'stop_signals', 'sweep',
+           'clean', 'time_left', 'said_last', 'status']
 
 # %% ../nbs/30_sweep.ipynb #07d5e5b8
 import contextlib
@@ -688,8 +688,8 @@ def check_room(
 
 # %% ../nbs/30_sweep.ipynb #2d2dbeb5
 @contextlib.contextmanager
-def _signals():
-    "SIGTERM and SIGHUP end a sweep as Ctrl-C does, unless they are ignored, as under nohup."
+def stop_signals():
+    "Context in which SIGTERM and SIGHUP act as Ctrl-C does, unless they are ignored, as under nohup."
     def stop(number, frame): raise KeyboardInterrupt
     main = threading.current_thread() is threading.main_thread()
     numbers = [getattr(signal, n) for n in ("SIGTERM", "SIGHUP") if main and hasattr(signal, n)]
@@ -726,7 +726,7 @@ def sweep(
 # %% ../nbs/30_sweep.ipynb #4099dcce
 def _work(s: _State, on_progress: Callable[[dict], None]):
     "Start the executor, do what is waiting, and whatever happens, stop it and let go of the claims."
-    with _signals():
+    with stop_signals():
         try:
             where = s.executor.start(s.folder, len(s.waiting))
             s.log(f"{s.report.found} done, {len(s.waiting)} to do, {len(s.report.failed)} failed earlier; {where}")

@@ -25,7 +25,8 @@ from transformers import Trainer, TrainerCallback
 
 from .checks import in_range, one_of
 from .files import write_atomically
-from .istar import check_max_points, measure_isotropy, reference_covariance, warn_without_gradient
+from .istar import (
+    check_batches, check_max_points, measure_isotropy, reference_covariance, warn_without_gradient)
 from .moments import full_precision, world_size
 from .states import encoder_of, eval_mode, request_states, same_draws, states_of, token_mask
 
@@ -58,18 +59,11 @@ class PenaltyMixin:
         if model.training: _verify_normalisation(self, model, inputs, num_items_in_batch)
         if not model.training or not self.penalties:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        body, seen = getattr(model, "module", model), []
-        whole = return_outputs or not _from_trl(self)
-        with contextlib.nullcontext() if whole else _noted_states(body, seen):
-            loss = super().compute_loss(model, _request(self, body, inputs), whole, num_items_in_batch)
-        loss, outputs = loss if whole else (loss, None)
-        states = seen[0] if seen else states_of(outputs)
-        loss = _penalised(self, loss, states, token_mask(body, inputs, states, self.mask_fn), num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+        return _with_penalties(self, super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
 
     def log(self, logs, *args, **kwargs):
         "Log as the Trainer does, with the mean of each part since the last log."
-        for p in self.penalties: getattr(p, "check", int)()  # what an accelerator's steps did not wait for
+        for p in self.penalties: check_batches(p)  # what an accelerator's steps did not wait for
         if "loss" in logs: logs |= self._means.read(self.args.device)
         return super().log(logs, *args, **kwargs)
 
@@ -88,6 +82,12 @@ def _check_order(cls: type):
 # %% ../nbs/09_trainer.ipynb #d862c4e1
 class PenaltyTrainer(PenaltyMixin, Trainer):
     "Train as the transformers Trainer, with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
+    def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs)
+
+
+_theirs, _own = (inspect.signature(cls.__init__).parameters for cls in (Trainer, PenaltyMixin))
+PenaltyTrainer.__init__.__signature__ = inspect.Signature(
+    [*_theirs.values(), *(_own[name] for name in ("penalty", "mask_fn"))])  # what help and an editor show
 
 # %% ../nbs/09_trainer.ipynb #d8351592
 def _from_trl(trainer: Trainer) -> bool:
@@ -101,6 +101,18 @@ def _noted_states(body: nn.Module, seen: list):
     handle = encoder_of(body).register_forward_hook(lambda module, args, output: seen.append(states_of(output)))
     try: yield
     finally: handle.remove()
+
+# %% ../nbs/09_trainer.ipynb #a6f77e3b
+def _with_penalties(trainer: Trainer, compute: Callable, model, inputs: dict, return_outputs: bool, num_items):
+    "Return the Trainer's loss with the penalties of its hidden states, and the outputs where they are asked for."
+    body, seen = getattr(model, "module", model), []
+    whole = return_outputs or not _from_trl(trainer)
+    with contextlib.nullcontext() if whole else _noted_states(body, seen):
+        loss = compute(model, _request(trainer, body, inputs), whole, num_items)
+    loss, outputs = loss if whole else (loss, None)
+    states = seen[0] if seen else states_of(outputs)
+    loss = _penalised(trainer, loss, states, token_mask(body, inputs, states, trainer.mask_fn), num_items)
+    return (loss, outputs) if return_outputs else loss
 
 # %% ../nbs/09_trainer.ipynb #e8b64804
 def _penalised(trainer: Trainer, loss: Tensor, states: tuple[Tensor, ...], mask: Tensor | None, num_items) -> Tensor:

@@ -1,6 +1,7 @@
 """Whatever is given to a command, it ends in a line and an exit code, and touches nothing but its folder."""
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -565,3 +567,82 @@ def test_a_model_without_values_is_not_measured():
     with pytest.raises(ValueError, match="model: the tensor is on the meta device"):
         measure_isotropy(model, [{"input_ids": torch.ones(2, 4, dtype=torch.long)}])
     assert RunConfig().key
+
+
+# ---- what a second look found
+
+
+def test_code_of_a_sentence_transformers_folder_is_not_run(tmp_path):
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "evil_module.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Thing: pass\n")
+    Path("t.txt").write_text("one\ntwo\nthree\nfour\nfive\nsix\n")
+    for held in ([{"idx": 0, "name": "0", "path": "", "type": "evil_module.Thing"}], [1], {"a": 1}, [], "x"):
+        (folder / "modules.json").write_text(json.dumps(held))
+        result = ends(2, "score", "--model", folder, "--texts", "t.txt")
+        assert "modules.json" in result.output and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_what_is_no_plain_file_is_not_replaced(kind, tmp_path):
+    np.save("x.npy", np.random.default_rng(0).normal(size=(50, 4)))
+    target = tmp_path / "target.html"
+    if kind == "fifo":
+        os.mkfifo(target)
+        assert "no plain file" in ends(2, "score", "x.npy", "--html", target).output
+        assert target.is_fifo()
+    else:
+        (tmp_path / "real.html").write_text("old")
+        target.symlink_to(tmp_path / "real.html")
+        ends(0, "score", "x.npy", "--html", target)
+        assert target.is_symlink() and "<html" in (tmp_path / "real.html").read_text()
+
+
+def test_merge_keys_are_bounded():
+    levels = "abcdefghi"
+    text = "a: &a {" + ", ".join(f"k{i}: 1" for i in range(9)) + "}\n"
+    text += "".join(f"{n}: &{n} {{<<: [{', '.join(['*' + m] * 9)}]}}\n" for m, n in itertools.pairwise(levels))
+    Path("g.yaml").write_text(text)
+    assert "merge keys" in ends(2, "sweep", "g.yaml", "--dry-run").output
+    assert from_yaml("a: &a {x: 1}\nb: {<<: *a, y: 2}")["b"] == {"x": 1, "y": 2}
+
+
+def test_blocks_are_counted_together():
+    block = {"axes": {"seed": "0..29999"}}
+    Path("g.yaml").write_text(json.dumps({"blocks": [block | {"name": f"b{i}"} for i in range(4)]}))
+    assert "more than 100000 combinations" in ends(2, "sweep", "g.yaml", "--dry-run").output
+
+
+def test_a_dollar_in_a_metric_is_a_letter():
+    records = [RECORD | {"metric": "$$x$$"}, RECORD | {"metric": "$$x$$", "config": RUN.config | {"seed": 1}}]
+    Path("a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    ends(0, "report", "a.jsonl", "--out", "r")
+
+
+def test_a_shortcode_in_a_key_is_text():
+    record = RECORD | {"key": "{{< include /etc/passwd >}}", "metric": "{{< env HOME >}}"}
+    Path("a.jsonl").write_text(json.dumps(record) + "\n")
+    assert "{{<" not in to_markdown(summarise(load("a.jsonl")))
+
+
+def test_shapes_that_differ_are_said(tmp_path):
+    shutil.copytree(toy_model_path(), tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]}))
+    Path("t.txt").write_text("one\ntwo\nthree\nfour\nfive\nsix\n")
+    said = ends(2, "score", "--model", tmp_path / "m", "--texts", "t.txt").output
+    assert "differ in their shapes" in " ".join(said.split()) and "ignore_mismatched" not in said
+
+
+def test_a_damaged_configuration_and_weights_that_diverged_are_said(tmp_path):
+    shutil.copytree(toy_model_path(), tmp_path / "m")
+    Path("t.txt").write_text("one\ntwo\nthree\nfour\nfive\nsix\n")
+    weights = load_file(tmp_path / "m/model.safetensors")
+    weights["bert.embeddings.word_embeddings.weight"][7, 3] = torch.nan
+    save_file(weights, tmp_path / "m/model.safetensors", {"format": "pt"})
+    for command in (["score", "--texts", "t.txt"], ["run", "--out", "r"]):
+        said = invoke(*command, "--model", tmp_path / "m").output
+        assert "NaN or infinity in 1 of its weights" in " ".join(said.split()), said
+    (tmp_path / "m/config.json").write_text("{")
+    said = ends(2, "score", "--model", tmp_path / "m", "--texts", "t.txt").output
+    assert "config.json" in said and "tokenizer" not in said

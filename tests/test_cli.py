@@ -682,15 +682,15 @@ def test_report_of_stored_records(tmp_path):
         assert failed.exit_code == 2 and words in failed.output and not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("stage", ["training", "loading data"])
-def test_ctrl_c_ends_a_run_with_one_line_and_leaves_nothing(tmp_path, stage):
+@pytest.mark.parametrize("stage, sent", [("training", "SIGINT"), ("loading data", "SIGINT"), ("training", "SIGTERM")])
+def test_ctrl_c_and_sigterm_end_a_run_with_one_line_and_leave_nothing(tmp_path, stage, sent):
     command = [sys.executable, "-m", "isoreg.cli", "run", "--epochs", "50", "--out", str(tmp_path)]
     heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run in the background it is ignored
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     begun = lambda: any(stage in p.read_text() or "training" in p.read_text() for p in tmp_path.glob("*/progress.json"))
     while process.poll() is None and not begun():
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.Signals[sent])
     out, err = process.communicate()
     said = [line for line in err.splitlines() if line.strip() and stage.split()[0] not in line and "━" not in line]
     assert (process.returncode, out) == (130, "") and len(said) <= 2

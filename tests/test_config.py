@@ -222,3 +222,66 @@ def test_pair_without_a_name_is_refused():
     for pair in ("lr", "=3"):
         with pytest.raises(ValueError, match="no name=value"):
             parse_set([pair])
+
+
+def test_what_is_left_open_is_filled_in():
+    assert RunConfig().recipe == "toy" and RunConfig(model="bert-base-uncased", task="cola").recipe == "quick"
+    quick = RunConfig(model="bert-base-uncased", task="cola")
+    assert (quick.lr, quick.batch_size, quick.epochs, quick.warmup, quick.schedule) == (5e-5, 32, 3, 0.1, "linear")
+    assert quick.cosreg_layer == -1 and quick.max_length == 128
+    assert PretrainConfig().limit == 12_000 and PretrainConfig(corpus="texts.txt", model="x").limit is None
+
+
+@pytest.mark.parametrize(
+    "kind, name, good, bad",
+    [
+        (RunConfig, "seed", (0, 2**32 - 1), (-1, 2**32)),
+        (PretrainConfig, "limit", (2, 3), (1, 0)),
+        (LandscapeConfig, "points", (3, 21), (2, 20)),
+        (RunConfig, "adam_epsilon", (1e-8, 1e-6), (0.0, -1e-8)),
+        (RunConfig, "dropout_p", (0.0, 0.5), (-0.1, 1.0)),
+        (RunConfig, "train_fraction", (0.1, 1.0), (0.0, 1.1)),
+    ],
+)
+def test_bounds_are_where_they_are_said_to_be(kind, name, good, bad):
+    for value in good:
+        assert getattr(kind(**{name: value, **({"dropout": "constant"} if name == "dropout_p" else {})}), name) == value
+    for value in bad:
+        with pytest.raises(ValueError, match=f"{name}: "):
+            kind(**{name: value, **({"dropout": "constant"} if name == "dropout_p" else {})})
+
+
+def test_the_value_that_all_had_before_makes_no_other_key():
+    assert RunConfig(adam_epsilon=1e-8).key == RunConfig().key != RunConfig(adam_epsilon=1e-6).key
+
+
+@pytest.mark.parametrize("convention, none, all_of_it", [("released", 0.0, 1.0), ("text", 1.0, 0.0)])
+def test_settings_of_a_reference_count_where_one_is_read(convention, none, all_of_it):
+    one, two = (
+        [RunConfig(zeta=zeta, convention=convention, reference_points=n).key for n in (1_000, 2_000)]
+        for zeta in (none, all_of_it)
+    )
+    assert one[0] == one[1] and two[0] != two[1]
+    corrected = [RunConfig(correction="gaussian", reference_points=n).key for n in (1_000, 2_000)]
+    assert corrected[0] == corrected[1]
+
+
+# ---- what a change to the code showed that no test held
+
+
+def test_seeds_and_defaults_are_those_of_the_protocol():
+    assert RunConfig(seed=2**32 - 1).seed == 2**32 - 1 and RunConfig().cosreg_layer == -1
+    with pytest.raises(ValueError, match="seed"):
+        RunConfig(seed=2**32)
+
+
+def test_a_maker_has_the_settings_that_can_be_given_by_name_and_its_sites_are_none():
+    def maker(sites, /, width=1.0, *rest, **more): ...
+
+    assert list(module.reads(maker, "dropout")[1]) == ["width"]
+    assert list(module.reads(lambda sites, depth=1: None, "dropout")[1]) == ["depth"]
+
+
+@pytest.mark.parametrize("value, kept", [(0.5, {"width": 0.5}), (2.0, {"width": 2.0}), (1.0, {})])
+def test_settings_of_a_plug_in_on_both_sides_of_the_default_are_kept(value, kept):
+    assert module._own_settings("dropout", lambda sites, width=1.0: None, {"width": value}) == kept

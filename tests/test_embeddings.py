@@ -4,6 +4,7 @@ import json
 import re
 import sys
 
+import datasets
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -20,6 +21,7 @@ from isoreg.embeddings import (
     compare,
     compare_points,
     describe,
+    draw_pairs,
     draw_texts,
     embed,
     embed_layers,
@@ -29,10 +31,11 @@ from isoreg.embeddings import (
     report_page,
     score_points,
 )
-from isoreg.geometry import alignment, dimensions_in_use, effective_rank
+from isoreg.geometry import effective_rank
 from isoreg.isoscore import isoscore, isoscore_with_error
 from isoreg.sequences import draw_groups, isoscore_by_sequence
 from isoreg.toy import toy_corpus, toy_model_path
+from isoreg.vectors import alignment, dimensions_in_use
 
 
 def invoke(*arguments):
@@ -58,6 +61,8 @@ def test_every_kind_of_file_gives_the_same_vectors(tmp_path):
     frame.to_csv(tmp_path / "heads.csv", index=False)
     frame.to_csv(tmp_path / "bare.csv", index=False, header=False)
     frame.to_csv(tmp_path / "tabs.tsv", index=False, sep="\t")
+    pd.DataFrame(x).to_csv(tmp_path / "pandas.csv", index=False)
+    pd.DataFrame(x).to_csv(tmp_path / "index.csv")
     frame.assign(id=range(120), text="a, b").to_csv(tmp_path / "beside.csv", index=False)
     frame.to_feather(tmp_path / "x.feather")
     table = pa.table({"vector": list(x), "id": range(120)})
@@ -69,7 +74,7 @@ def test_every_kind_of_file_gives_the_same_vectors(tmp_path):
     torch.save([torch.tensor(row) for row in x], tmp_path / "rows.pt")
     torch.save({"emb": torch.tensor(x), "n": 3}, tmp_path / "dict.pth")
     with pytest.warns(UserWarning, match="10 columns are read as dimensions"):
-        for name in ("heads.csv", "bare.csv", "tabs.tsv", "beside.csv", "x.feather"):
+        for name in ("heads.csv", "bare.csv", "pandas.csv", "index.csv", "tabs.tsv", "beside.csv", "x.feather"):
             assert np.allclose(read_points(tmp_path / name), x, atol=1e-14), name
     for name in ("file.arrow", "stream.arrow", "tensor.pt", "rows.pt", "dict.pth"):
         assert np.allclose(read_points(tmp_path / name), x, atol=0), name
@@ -171,7 +176,7 @@ def test_a_sentence_transformer_is_run_as_it_is(sentence_model, texts):
 
 
 def test_a_sentence_transformer_without_its_library(tmp_path, texts, monkeypatch):
-    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Transformer"}]')
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ValueError, match=r"SentenceTransformers model; pip install 'isoreg\[integrations\]'"):
         embed(str(tmp_path), texts)
@@ -333,3 +338,34 @@ def test_what_the_command_refuses(arguments, words, tmp_path, monkeypatch):
     (tmp_path / "few.txt").write_text("a\nb\n")
     result = invoke("score", *arguments)
     assert result.exit_code == 2 and words in result.stderr
+
+
+def test_pairs_in_two_columns_stay_beside_each_other(tmp_path):
+    turned = lambda text: " ".join(reversed(text.split()))
+    lines = [f"{text} {i}" for i, text in enumerate(toy_corpus(100, seed=6))]
+    rows = [{"one": t if i % 7 else "", "two": turned(t) if i % 5 else None} for i, t in enumerate(lines)]
+    for file in ("p.csv", "p.jsonl", "p.parquet"):
+        table, path = pd.DataFrame(rows), tmp_path / file
+        {".csv": table.to_csv, ".parquet": table.to_parquet}.get(
+            path.suffix, lambda p: p.write_text("\n".join(json.dumps(row) for row in rows))
+        )(path)
+        one, two, total = draw_pairs(path, path, 20, 3, ("one", "two"))
+        whole = [row["one"] for row in rows if row["one"] and row["two"]]
+        assert list(map(turned, one)) == two and len(set(one)) == 20 and total == len(whole)
+        assert set(one) <= set(whole) and one != whole[:20]
+    (tmp_path / "short.txt").write_text("a\nb\n")
+    with pytest.raises(ValueError, match="pairs: 2 texts beside 100"):
+        draw_pairs(tmp_path / "p.csv", tmp_path / "short.txt", columns=("one", "text"))
+    given = ["score", "--model", "toy-bert", "--texts", tmp_path / "p.csv", "--column", "one", "--pooling", "mean"]
+    found = json.loads(invoke(*given, "--pairs", tmp_path / "p.csv", "--pair-column", "one", "--json").stdout)
+    assert found[-1]["measures"]["alignment"] == pytest.approx(0, abs=1e-9)
+    found = json.loads(invoke(*given, "--pairs", tmp_path / "p.csv", "--pair-column", "two", "--json").stdout)
+    assert found[-1]["measures"]["alignment"] > 1e-3 and found[-1]["texts"] == total
+
+
+def test_texts_of_a_data_set_by_its_name(monkeypatch):
+    asked = []
+    stored = datasets.Dataset.from_dict({"sentence": ["a", "", "b", "c"]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or stored)
+    assert draw_texts("some/set:part:test", column="sentence") == (["a", "b", "c"], 3)
+    assert asked == [(("some/set", "part"), {"split": "test"})]

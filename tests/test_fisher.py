@@ -708,6 +708,23 @@ def test_agreement_measures():
         agreement(full, full, (0,))
 
 
+def test_agreement_by_default_is_that_of_the_paper_and_does_not_depend_on_the_scale():
+    full = empirical_fisher(toy_model(), corpus_of(60), "diagonal")
+    tiny = copy.deepcopy(full)
+    for values in tiny.sums.values():
+        values *= 1e-6
+    assert [row["top"] for row in agreement(full, full)] == [5, 1, 0.5, 0.25]
+    for row, same_row in zip(agreement(tiny, full), agreement(full, full), strict=True):
+        assert row["tensors"] == same_row["tensors"] and row["difference"] == pytest.approx(0, abs=1e-6)
+
+
+def test_an_estimate_is_kept_every_so_many_batches_in_a_folder_that_is_made(tmp_path):
+    held, folder = [], tmp_path / "new" / "f"
+    look = lambda done: held.append(FisherEstimate.load(folder).batches_done if folder.exists() else 0)
+    empirical_fisher(toy_model(), corpus_of(), "diagonal", checkpoint=folder, every=3, progress=look)
+    assert held == [0, 0, 3, 3, 3, 6, 6, 6, 9, 9]
+
+
 MEMORY = """
 import resource, sys, torch
 from transformers import BertConfig, BertForMaskedLM

@@ -14,6 +14,8 @@ from ranks import on_ranks
 
 from isoreg.isoscore import (
     CONVENTIONS,
+    _gaussian_terms,
+    _holds_its_digits,
     gaussian_stderr,
     isoscore,
     isoscore_from_cov,
@@ -420,6 +422,31 @@ def test_gaussian_standard_error_is_positive_for_any_sample(seed, n, d):
     assert 0 < gaussian_stderr(torch.cov(cloud(seed, n, d).T), n) < math.inf
 
 
+@relaxed
+@given(seeds, st.integers(5, 12), dims)
+def test_a_fourth_trace_above_the_square_of_the_second_counts_as_equal_to_it(seed, n, d):
+    *_, second = _gaussian_terms(torch.cov(cloud(seed, n, d).T), n)
+    assert 1 - 1e-9 <= n**2 / 4 * float(second) <= 2 + 1e-9
+
+
+@pytest.mark.parametrize("n, d", [(9, 2), (30, 4), (60, 3), (8, 30)])
+def test_standard_error_is_the_jackknife_less_what_it_counts_twice(n, d):
+    x = cloud(7, n, d)
+    score, stderr = isoscore_with_error(x, correction="ustat")[:2]
+    without = torch.stack([isoscore(torch.cat([x[:i], x[i + 1 :]]), correction="ustat") for i in range(n)])
+    jackknife = float((n - 1) / n * (without - without.mean()).square().sum())
+    *_, second = _gaussian_terms(torch.cov(x.T), n)
+    less = jackknife - (score + 1 / (d - 1)) ** 2 * float(second)
+    assert stderr**2 == pytest.approx(max(less, jackknife / 2), rel=1e-6)
+
+
+def test_float32_holds_the_digits_of_an_even_cloud_of_usual_length_only():
+    K, n = 5 * torch.eye(8), torch.tensor(8)
+    uneven = torch.diag(torch.tensor([1.0, 1e-3, 1e-3]))
+    assert _holds_its_digits(K, n) and _holds_its_digits(torch.eye(2), n)
+    assert not any(_holds_its_digits(k, n) for k in (uneven, 1e13 * K, 1e-13 * K, torch.stack([K[:3, :3], uneven])))
+
+
 # input ------------------------------------------------------------------------------------------------------------
 
 x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0, float("nan"))
@@ -492,6 +519,7 @@ x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0,
             ["points", "zero variance"],
         ),
         (lambda: gaussian_stderr(torch.eye(3), 4), ["count", "4", "at least 5"]),
+        (lambda: gaussian_stderr(torch.eye(3), 20.5), ["count", "20.5", "whole"]),
         (lambda: gaussian_stderr(torch.eye(12), 5), ["count", "more than 5 rows"]),  # no 5 rows have this covariance
         (
             lambda: gaussian_stderr(torch.eye(12)[:, :4] @ torch.eye(12)[:4], 5),

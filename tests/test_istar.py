@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from isoreg.isoscore import isoscore, isoscore_star
-from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance, token_moments
+from isoreg.istar import CosReg, IStar, check_batches, measure_isotropy, reference_covariance, token_moments
 from isoreg.moments import moments
 from isoreg.states import same_draws
 from isoreg.trainer import (
@@ -1623,7 +1623,7 @@ def test_a_step_waits_for_no_value(kind, monkeypatch):
     with ReadBacks() as reads:
         penalty(states, mask).backward()
     assert reads.count == 0 and len(lists) == 1  # on a CPU: whether all is well
-    monkeypatch.setattr("isoreg.istar.check", lambda *_: None)  # as on an accelerator
+    monkeypatch.setattr("isoreg.istar.check_batches", lambda *_: None)  # as on an accelerator
     with ReadBacks() as reads:
         penalty(states, mask).backward()
     assert reads.count == 0 and len(lists) == 1
@@ -1643,9 +1643,9 @@ def test_compiled_without_a_graph_break(kind, backend):
     compiled(tuple(h * math.nan for h in states), mask)
     compiled(states, mask)  # a later batch hides nothing
     with pytest.raises(ValueError, match="hidden_states: hold NaN or infinite values"):
-        penalty.check()
+        check_batches(penalty)
     compiled(states, mask)
-    penalty.check()
+    check_batches(penalty)
 
 
 @pytest.mark.parametrize(
@@ -1661,7 +1661,7 @@ def test_what_no_step_waited_for_is_said_by_the_check(damage, message):
     compiled(states, damage(mask))
     compiled(states, mask)
     with pytest.raises(ValueError, match=message):
-        penalty.check()
+        check_batches(penalty)
 
 
 def test_second_moments_of_a_compiled_cloud_of_order_4():
@@ -1674,3 +1674,8 @@ def test_second_moments_of_a_compiled_cloud_of_order_4():
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), loss(x))
     torch.testing.assert_close(torch.autograd.grad(compiled(x), x), torch.autograd.grad(loss(x), x))
+
+
+def test_help_shows_the_arguments_of_the_trainer_and_of_the_penalty():
+    shown, theirs = (list(inspect.signature(c).parameters) for c in (PenaltyTrainer, Trainer))
+    assert shown == [*theirs, "penalty", "mask_fn"]

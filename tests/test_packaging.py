@@ -76,6 +76,8 @@ def test_modules_come_when_they_are_asked_for():
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_every_import_is_declared(module):
     needed = {canonicalize_name(DISTRIBUTION.get(name, name)) for name in imported_packages(module)}
+    if module.stem == "pages":  # it makes the site, from a checkout with all that developing needs
+        needed -= {"nbdev"}
     assert needed <= RUNTIME.keys() | OPTIONAL.keys()
 
 

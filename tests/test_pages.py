@@ -308,6 +308,15 @@ def _paper_and_ink(page):
     )
 
 
+def test_one_screen_has_the_answer_the_picture_and_the_command(opened, real):
+    if not real:
+        pytest.skip("a preview, without Quarto's themes")
+    page, _ = opened("index.html", width=1400)
+    for part in ("#should-i-use-them ol", "main img", "#try-it pre"):
+        box = page.locator(part).first.bounding_box()
+        assert box["y"] + box["height"] <= 900, part
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_dark_theme_of_the_site(name, opened, real):
     if not real:

@@ -53,7 +53,9 @@ def test_bad_scores():
         site_scores(model, {})
     with pytest.raises(ValueError, match="tensors have none"):
         site_scores(model, scores_of(make("gpt2")))
-    with pytest.raises(ValueError, match="frozen during the estimate are left out"):
+    with pytest.raises(
+        ValueError, match="'embeddings.word_embeddings.weight'.*frozen during the estimate are left out"
+    ):
         site_scores(model, {n: v for n, v in scores.items() if "embeddings" not in n})
     with pytest.raises(ValueError, match="'0.1' is not a number"):
         site_scores(model, scores | {key: "0.1"})
@@ -117,6 +119,22 @@ def test_scores_of_another_model_are_refused():
     grown = make()
     grown.resize_token_embeddings(120)
     assert site_scores(grown, estimate_of(model)) == site_scores(model, estimate_of(model))
+
+
+def test_layers_that_share_their_weights_may_be_named_each():
+    model, scores = make(), scores_of(make())
+    model.bert.encoder.layer[1] = model.bert.encoder.layer[0]
+    assert site_scores(model, scores)["encoder.layer.0.ffn_output"] > 0
+
+
+@pytest.mark.parametrize("kind", ["embedding", "attention_probs", "attention_output", "ffn_output"])
+def test_a_schedule_without_a_site_of_the_body_is_refused(kind):
+    model = make()
+    names = {s.name: 0.1 for s in dropout_sites(model) if s.kind != "classifier"}
+    one = next(s.name for s in dropout_sites(model) if s.kind == kind)
+    with pytest.raises(ValueError, match=f"1 of {len(names)} sites have no rate, for example '{one}'"):
+        set_dropout(model, {n: p for n, p in names.items() if n != one})
+    assert set_dropout(model, names)["rates"] == names | {"classifier": 0.1}
 
 
 class Wrap(nn.Module):

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -481,3 +482,23 @@ def test_readme_links_of_a_computed_text_are_seen_from_above(tmp_path):
 
 def test_readme_of_the_repository_is_up_to_date():
     assert (ROOT / "README.md").read_text() == build_readme.readme(ROOT / "nbs/index.ipynb")
+
+
+def test_pages_filtered_in_one_go_are_those_of_the_filter_alone(site):
+    name = site / "nbs/00_core.ipynb"
+    add_cells(name, CORE, ("code", DOUBLE))
+
+    def cells(command, folder=site / "nbs"):
+        done = subprocess.run(command, cwd=folder, input=name.read_text(), capture_output=True, text=True, check=True)
+        return [cell | {"id": ""} for cell in json.loads(done.stdout)["cells"]] if done.stdout else None
+
+    stored = lambda: set((site / "_filtered").glob("*.json"))
+    subprocess.run(["isoreg-pages", "--all"], cwd=site, check=True)
+    first = stored()
+    assert len(first) == len(list((site / "nbs").rglob("[!_]*.ipynb")))
+    assert cells(["isoreg-pages"]) == cells(["nbdev_filter"]) and stored() == first
+    (site / "settings.ini").write_text((site / "settings.ini").read_text() + "\n# changed\n")
+    cells(["isoreg-pages"])
+    assert len(stored() - first) == 1, "what was kept under other settings was taken"
+    subprocess.run(["isoreg-pages", "--all"], cwd=site, check=True)
+    assert len(stored()) == len(first) and not stored() & first

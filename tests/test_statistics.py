@@ -38,8 +38,9 @@ def test_t_interval_is_that_of_scipy(values, level):
 
 def test_no_interval_from_nothing():
     assert all(math.isnan(x) for v in ([], [1.0], [0.7] * 5) for x in t_interval(v))
-    with pytest.raises(ValueError, match="level: "):
-        t_interval([1, 2], 95)
+    for level in (0, 1, 1.5, 95):
+        with pytest.raises(ValueError, match="level: "):
+            t_interval([1, 2], level)
 
 
 def test_the_t_interval_covers_and_the_bootstrap_does_not():
@@ -227,7 +228,9 @@ def test_fieller_on_one_task_is_where_a_t_test_of_a_less_ratio_times_b_turns(see
 
 def test_fieller_has_no_bounds_where_the_denominator_may_be_zero():
     pair = np.c_[[0.1, 0.2, 0.3, 0.2], [0.1, -0.1, 0.05, -0.04]]
-    assert stats.ttest_1samp(pair[:, 1], 0).pvalue > 0.05 and ratio_interval([pair])[1:] == (-math.inf, math.inf)
+    ratio, *bounds = ratio_interval([pair])
+    assert stats.ttest_1samp(pair[:, 1], 0).pvalue > 0.05 and bounds == [-math.inf, math.inf]
+    assert ratio == pytest.approx(pair[:, 0].mean() / pair[:, 1].mean())
 
 
 def test_fieller_has_the_level_that_is_asked_for():
@@ -292,10 +295,20 @@ def test_a_table_of_one_comparison_needs_six_seeds_at_five_per_cent():
 
 def test_the_sign_flip_test_has_no_unit():
     d = np.random.default_rng(0).normal(0.5, size=8)
-    assert sign_flip(d * 1e-4)[0] == sign_flip(d)[0] == sign_flip(d * 1e12)[0] < 1
+    assert sign_flip(d * 1e-8)[0] == sign_flip(d)[0] == sign_flip(d * 1e12)[0] < 1
 
 
 def test_the_interval_of_a_rank_correlation_ends_at_one():
     pairs = [([1, 2, 3, 4], [1, 2, 3, 4]), ([1, 2, 3, 4], [1, 2, 4, 3]), ([1, 2, 3, 4], [1, 2, 3, 4])]
     found = mean_rank_correlation(pairs, "spearman", resamples=99)
     assert found["high"] == 1 and found["low"] > -1
+
+
+def test_the_p_of_a_mean_rank_correlation_is_that_of_all_shuffles():
+    one, two = ([1, 2, 3, 4, 5], [1, 2, 3, 5, 4]), ([1, 2, 3], [2, 4, 9])
+    found = mean_rank_correlation([one, two])
+    ranks = lambda n: [stats.spearmanr(range(n), order).statistic for order in itertools.permutations(range(n))]
+    every = np.add.outer(ranks(5), ranks(3)).ravel()
+    exact = np.mean(abs(every) >= sum(found["each"]) - 1e-9)
+    assert len(found["each"]) == 2  # three settings are enough
+    assert found["p"] == pytest.approx(exact, abs=4 * (exact / 9_999) ** 0.5)

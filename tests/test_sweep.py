@@ -763,13 +763,15 @@ def test_runs_of_a_sweep_equal_those_of_isoreg_run_bit_for_bit(toy, tmp_path):
 def test_ray_gives_the_same_records(toy, tmp_path):
     pytest.importorskip("ray")
     path, out, _ = toy
-    report = sweep(expand(load_grid(path)), tmp_path, OnRay("local", jobs=2))
-    assert report.code == 0 and len(report.done) == 4, report.failed
+    plan = expand(load_grid(path))
+    plan = dataclasses.replace(plan, runs=plan.runs[:2])
+    report = sweep(plan, tmp_path, OnRay("local", jobs=2))
+    assert report.code == 0 and len(report.done) == 2, report.failed
     mine, theirs = records(tmp_path), records(out)
-    assert set(mine) == set(theirs)
+    assert set(mine) == {run.key for run in plan.runs}
     for key in mine:
         same(mine[key], theirs[key])
-    assert sweep(expand(load_grid(path)), tmp_path, OnRay("local")).found == 4
+    assert sweep(plan, tmp_path, OnRay("local")).found == 2
 
 
 def test_closing_message_groups_equal_failures(tmp_path, capsys):
