@@ -1,4 +1,5 @@
-"""Random command lines, grids, vectors, records and numbers: always an exit code, nothing outside of the folder.
+"""Random command lines, grids, vectors, records, numbers and damaged checkpoints: always an exit code, and nothing
+outside of the folder.
 
 500 inputs; 10,000 with `pytest -m fuzz tests/test_fuzz.py`.
 """
@@ -26,11 +27,12 @@ from isoreg.files import from_yaml
 from isoreg.grid import expand, load_grid
 from isoreg.isoscore import isoscore
 from isoreg.notebook import read_progress
+from isoreg.toy import toy_model_path
 
 RUN = expand(load_grid("demo")).runs[0]
 RECORD = {"key": RUN.key, "status": "done", "config": RUN.config, "metric": "m", "value": 0.5}
 COMMANDS = "demo run rerun sweep select status score report tasks".split()
-SIZES = {"command_lines": 100, "grids": 120, "vectors": 80, "records": 60, "numbers": 140}
+SIZES = {"command_lines": 100, "grids": 110, "vectors": 80, "records": 60, "numbers": 110, "checkpoints": 40}
 
 
 def both(name):
@@ -285,3 +287,50 @@ def _numbers(cloud, correction, dtype):
     else:
         assert torch.isfinite(score) and (correction or -1e-4 <= score <= 1 + 1e-4)
     assert torch.equal(points.nan_to_num(), before.nan_to_num()) and points.dtype == dtype
+
+
+settings_of_a_model = st.dictionaries(
+    st.sampled_from(
+        "architectures hidden_size num_attention_heads num_hidden_layers intermediate_size vocab_size hidden_act dtype "
+        "model_type max_position_embeddings pad_token_id is_decoder quantization_config auto_map torch_dtype".split()
+    ),
+    nested,
+    min_size=1,
+    max_size=2,
+)
+damages = st.one_of(
+    st.tuples(st.just("cut"), st.floats(0, 1)),
+    st.tuples(st.just("bytes"), st.floats(0, 1), st.binary(min_size=1, max_size=20)),
+    st.tuples(st.just("head"), st.integers(0, 200), st.binary(min_size=1, max_size=8)),
+    st.tuples(st.just("text"), st.one_of(nested.map(json.dumps), odd_texts)),
+    st.tuples(st.just("settings"), settings_of_a_model),
+    st.tuples(st.just("gone")),
+)
+
+
+@both("checkpoints")(dict(name=st.sampled_from(sorted(os.listdir(toy_model_path()))), damage=damages))
+def _checkpoints(name, damage):
+    fresh()
+    shutil.copytree(toy_model_path(), "model")
+    Path("t.txt").write_text("the cat sat\n" * 10)
+    file = Path("model/config.json" if damage[0] == "settings" else f"model/{name}")
+    content = file.read_bytes()
+    match damage:
+        case "cut", share:
+            file.write_bytes(content[: int(share * len(content))])
+        case "bytes", share, junk:
+            at = int(share * len(content))
+            file.write_bytes(content[:at] + junk + content[at + len(junk) :])
+        case "head", at, junk:
+            file.write_bytes(content[:at] + junk + content[at + len(junk) :])
+        case "text", text:
+            file.write_text(text, encoding="utf-8", errors="replace")
+        case "settings", changed:
+            file.write_text(json.dumps(json.loads(content) | changed))
+        case _:
+            file.unlink()
+    before = {f.name: f.read_bytes() for f in Path("model").iterdir()}
+    result = ends("score", "t.txt", "--model", "model", "--json")
+    assert {f.name: f.read_bytes() for f in Path("model").iterdir()} == before
+    if result.exit_code == 0:
+        assert all(-1e-6 <= said["isoscore"] <= 1 + 1e-6 for said in json.loads(result.stdout))
