@@ -38,6 +38,8 @@ def mutants(source: str) -> list[tuple[str, int, int]]:
         operator = get_operator(name)()
         starts = [start for node in nodes for start, _ in operator.mutation_positions(node)]
         found += [(name, i, line) for i, (line, _) in enumerate(starts) if "__all__" not in lines[line - 1]]
+    if not found:
+        sys.exit("cosmic-ray shows no operators: install it with its metadata")
     return found
 
 
