@@ -6,8 +6,11 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from isoreg.pages import fold
 
 ROOT = Path(__file__).parents[1]
 
@@ -502,3 +505,37 @@ def test_pages_filtered_in_one_go_are_those_of_the_filter_alone(site):
     assert len(stored() - first) == 1, "what was kept under other settings was taken"
     subprocess.run(["isoreg-pages", "--all"], cwd=site, check=True)
     assert len(stored()) == len(first) and not stored() & first
+
+
+@pytest.mark.parametrize(
+    "source, exported, options",
+    [
+        ("import torch\n", False, ['code-summary: "Imports"', "code-fold: true"]),
+        ("assert 1\nassert 2\n", False, ['code-summary: "Check"', "code-fold: true"]),
+        ("def f(x): return x\n", True, ['code-summary: "Source: f"', "code-fold: true"]),
+        ("#| code-fold: false\nimport torch\n", False, ['code-summary: "Imports"', "code-fold: false"]),
+        ("a, _ = b = 1, 2\n", False, ['code-summary: "Code: a, b"']),
+        ("print(1)\n", False, ['code-summary: "Code"']),
+        (
+            "#| fig-cap: x\na = 1\nb = 2\nc = 3\nd = 4\ne = 5\n",
+            False,
+            ['code-summary: "Figure"', "code-fold: true", "fig-cap: x"],
+        ),
+        ("#| fig-cap: x\na = 1\n", False, ['code-summary: "Code: a"', "fig-cap: x"]),
+        ("#| echo: false\nimport torch\n", False, ["echo: false"]),
+        ("%matplotlib inline\n", False, []),
+    ],
+)
+def test_a_fold_says_what_is_in_it(source, exported, options):
+    cell = SimpleNamespace(cell_type="code", source=source, directives_={"exports": []} if exported else None)
+    fold(cell)
+    lines = cell.source.splitlines()
+    assert [line for line in lines if line.startswith("#|")] == [f"#| {o}" for o in options]
+    assert [x for x in lines if x[:2] != "#|"] == [x for x in source.splitlines() if x[:2] != "#|"]
+
+
+def test_text_and_empty_cells_are_not_folded():
+    for kind, source in (("markdown", "text"), ("code", "  \n")):
+        cell = SimpleNamespace(cell_type=kind, source=source, directives_={})
+        fold(cell)
+        assert cell.source == source
