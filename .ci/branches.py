@@ -39,6 +39,11 @@ def measure(workers: int) -> dict[str, dict]:
         return json.loads(Path(f"{folder}/out").read_text())["files"]
 
 
+def shortened(line: str) -> str:
+    "Return a line of code of at most 80 characters, cut between two words where it is longer."
+    return line.strip() if len(line.strip()) < 80 else line.strip()[:80].rsplit(" ", 1)[0] + " …"
+
+
 def summary(path: Path, found: dict) -> dict:
     "Return lines and branches of a module, how many are reached, and the text of those that are not."
     s, lines = found["summary"], path.read_text().splitlines()
@@ -47,8 +52,8 @@ def summary(path: Path, found: dict) -> dict:
         "lines_reached": s["covered_lines"],
         "branches": s["num_branches"],
         "branches_reached": s["covered_branches"],
-        "missing": [lines[n - 1].strip()[:80] for n in found["missing_lines"]],
-        "missing_branches": sorted({lines[n - 1].strip()[:80] for n, _ in found["missing_branches"]}),
+        "missing": [shortened(lines[n - 1]) for n in found["missing_lines"]],
+        "missing_branches": sorted({shortened(lines[n - 1]) for n, _ in found["missing_branches"]}),
     }
 
 
