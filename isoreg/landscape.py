@@ -2,20 +2,16 @@
 
 # %% auto #0
 __all__ = ['loss_surface', 'loss_line', 'grid', 'Direction', 'direction', 'subset', 'displaced', 'Surface', 'Curvature',
-           'plane_hessian', 'directional_curvature', 'expected_curvature', 'plot']
+           'plane_hessian', 'expected_curvature', 'plot']
 
 # %% ../nbs/12_landscape.ipynb #84c8132a
 import hashlib
 import itertools
 import json
 import random
-import signal
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from .checks import in_range, one_of
-from .corpus import LOSSES, TextBatches, sample_losses
+from .corpus import LOSSES, sample_losses
 from .files import write_atomically
 from .states import eval_mode, same_draws
 
@@ -37,7 +33,7 @@ RINGS = (0, 0.2, 0.35, 0.5, 0.65, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2.2)  # edges, by 
 # %% ../nbs/12_landscape.ipynb #82aaf65a
 def loss_surface(
     model: nn.Module,  # as it was afterwards, bit for bit
-    batches: Iterable,  # can be read again and again: a list, a DataLoader, TextBatches
+    batches: Iterable,  # read once, before the first point: a list, a DataLoader, TextBatches
     d1: Mapping[str, Tensor],  # a direction, or parameter name -> tensor
     d2: Mapping[str, Tensor],  # another
     alphas: Sequence[float] | None = None,  # coordinates along d1, increasing, with 0; default grid()
@@ -51,7 +47,7 @@ def loss_surface(
     """Return the mean loss of all samples at weights + alpha d1 + beta d2 (guided dropout eq. 5), named losses in nats.
 
     Runs in eval mode without gradient. `ValueError` for directions, grids, batches and options that do not fit, before
-    any work, for batches that change from pass to pass, and for a `path` made with other settings (it names which)."""
+    any loss is computed, and for a `path` made with other settings (it names which)."""
     alphas = grid() if alphas is None else alphas
     axes = alphas, alphas if betas is None else betas
     return _walk(model, batches, (d1, d2), axes, loss, path, progress, precision, reduction)
@@ -59,7 +55,7 @@ def loss_surface(
 # %% ../nbs/12_landscape.ipynb #55642681
 def loss_line(
     model: nn.Module,  # as it was afterwards, bit for bit
-    batches: Iterable,  # can be read again and again
+    batches: Iterable,  # as in loss_surface
     d: Mapping[str, Tensor],  # a direction, or parameter name -> tensor
     alphas: Sequence[float] | None = None,  # coordinates, increasing, with 0; default grid()
     loss: str | Callable = "mlm",  # as in loss_surface
@@ -76,28 +72,29 @@ def loss_line(
 def _walk(model, batches, directions, axes, loss, path, progress, precision, reduction) -> "Surface":
     "Return the mean loss at each point; with a path, each finished row is written and a second call goes on."
     alphas, betas = (_check_axis(x, n) for x, n in zip(axes, ("alphas", "betas")))
-    walk, mean_loss = displaced(model, *directions), _MeanLoss(model, batches, loss, precision, CACHE_BYTES, reduction)
+    mean_loss = _MeanLoss(model, batches, loss, precision, reduction)
     info = {"directions": [dict(getattr(d, "info", {})) for d in directions], "loss": _name(loss),
             "reduction": reduction, "precision": precision, "model": _name(model)}
     rows: list = [None] * len(alphas)
     if path is not None:
-        made_of = {"weights": _parameters(model), "directions": list(directions), "batches": mean_loss.batches.hashes}
+        made_of = {"weights": _parameters(model), "directions": directions,
+                   "batches": [_fingerprint(b) for b in mean_loss.batches]}
         info["fingerprints"] = {k: _fingerprint(v) for k, v in made_of.items()}
         rows = _resume(path, alphas, betas, info)
         if None not in rows: return Surface.load(path)
-    done, places = sum(r is not None for r in rows), len(alphas) * len(betas)
-    bar = tqdm(total=places, initial=done * len(betas), unit=" points", desc="landscape", disable=not progress)
-    with bar, walk:
-        for i in [i for i, r in enumerate(rows) if r is None]:
+    missing = [i for i, row in enumerate(rows) if row is None]
+    bar = tqdm(total=len(alphas) * len(betas), initial=(len(alphas) - len(missing)) * len(betas), unit=" points",
+               desc="landscape", disable=not progress)
+    with bar, displaced(model, *directions) as place:
+        for i in missing:
             row = []
             for b in betas:
-                walk(*(float(x) for x in (alphas[i], b)[: len(directions)]))
+                place(*(float(x) for x in (alphas[i], b)[: len(directions)]))
                 row.append(mean_loss())
                 bar.update()
-            if walk.stopped: raise KeyboardInterrupt
             rows[i], info["n_samples"] = row, mean_loss.samples
             if path is not None: write_atomically(path, _as_json(alphas, betas, rows, info))
-    return _surface(alphas, betas, rows, info)
+    return Surface(np.array(rows), alphas, betas, info)
 
 # %% ../nbs/12_landscape.ipynb #bbcdc391
 def grid(
@@ -140,23 +137,31 @@ def direction(
 
     The tensors lie on the devices of their parameters, in float32 or better. Raises `ValueError` for unknown names,
     shapes or options, for weights that are not finite, and for a direction that moves nothing."""
+    in_range("seed", seed, whole=True)
+    one_of("one_d", one_d, ONE_D)
+    one_of("norm", norm, NORMS)
     params = _parameters(model)
-    mask = _check_direction(params, seed, one_d, mask, norm, orthogonal_to)
+    others = {} if orthogonal_to is None else _fitting(orthogonal_to, params, "orthogonal_to")
+    masks = {n: torch.tensor(True) for n in params} if mask is None else _check_mask(mask, params)
     out, whole, part, moved = Direction(), 0.0, 0.0, 0
     for name, p in params.items():
-        chosen = torch.tensor(True) if mask is None else mask.get(name, torch.tensor(False)).cpu()
+        chosen = masks.get(name, torch.tensor(False)).cpu()
         if (p.ndim < 2 and one_d == "zero") or (norm == "filter" and not chosen.any()): continue
-        d = _filter_normalised(name, p, seed, (orthogonal_to or {}).get(name))
+        d = _filter_normalised(name, p, seed, others.get(name))
         whole += _squared(d)
         if not np.isfinite(whole): raise ValueError(f"model: {name} holds NaN or infinite weights; load sound weights")
-        d = d if mask is None else d * chosen
+        d = d * chosen
         part, moved = part + _squared(d), moved + int(torch.count_nonzero(d))
         if d.any(): out[name] = d.to(p.device)
-    if not part: _moves_nothing(one_d)
+    if not part:
+        why = ("only tensors of one dimension are chosen, or zeros: use one_d='scale' or another mask"
+               if one_d == "zero" else "all chosen weights are zero")
+        raise ValueError(f"mask: the direction moves nothing; {why}")
     if norm == "equal":
         for d in out.values(): d *= (whole / part) ** 0.5
     size = sum(p.numel() for p in params.values())
-    out.info = {"seed": int(seed), "one_d": one_d, "norm": norm, "share": _share(mask, params), "moved": moved / size,
+    share = sum(int(m.expand(params[n].shape).sum()) for n, m in masks.items())
+    out.info = {"seed": int(seed), "one_d": one_d, "norm": norm, "share": share / size, "moved": moved / size,
                 "tensors": len(out), "length": out.length()}
     return out
 
@@ -190,29 +195,6 @@ def _rows(x: Tensor) -> Tensor:
 def _lengths(rows: Tensor) -> Tensor: return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
 def _squared(x: Tensor) -> float: return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
-# %% ../nbs/12_landscape.ipynb #6d702515
-def _share(mask: dict | None, params: dict) -> float:
-    "Return the share of the scalars that a mask chooses."
-    if mask is None: return 1.0
-    chosen = sum(int(m.sum()) * (1 if m.ndim else params[n].numel()) for n, m in mask.items())
-    return chosen / sum(p.numel() for p in params.values())
-
-# %% ../nbs/12_landscape.ipynb #f029192e
-def _check_direction(params, seed, one_d, mask, norm, orthogonal_to) -> dict[str, Tensor] | None:
-    "Return the mask as tensors. `ValueError` for options that are wrong."
-    in_range("seed", seed, whole=True)
-    one_of("one_d", one_d, ONE_D)
-    one_of("norm", norm, NORMS)
-    if orthogonal_to is not None: _check_tensors(orthogonal_to, params, "orthogonal_to")
-    return _check_mask(mask, params)
-
-# %% ../nbs/12_landscape.ipynb #728e6d1b
-def _moves_nothing(one_d: str):
-    "Raise a `ValueError` that says why."
-    flat = "only tensors of one dimension are chosen, or zeros: use one_d='scale' or another mask"
-    why = flat if one_d == "zero" else "all chosen weights are zero"
-    raise ValueError(f"mask: the direction moves nothing; {why}")
-
 # %% ../nbs/12_landscape.ipynb #f568ab4e
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     "Return floating-point parameters by name, tied ones once. `ValueError` for a model without values."
@@ -224,36 +206,29 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return params
 
 # %% ../nbs/12_landscape.ipynb #cbfa023c
-def _check_names(given: Mapping, params: dict, name: str):
-    "Raise a `ValueError` unless a dict of some of the parameters is given."
+def _fitting(given: Mapping, params: dict, name: str, one: bool = False) -> dict[str, Tensor]:
+    "Return tensors in the shapes of their parameters; with `one`, of a single number too. `ValueError` for others."
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f"{name}: need a dict of parameter name -> tensor, not empty, got {given!r:.60}")
     strange = sorted(set(given) - set(params))
     if strange:
         raise ValueError(f"{name}: the model has no parameter {strange[0]!r}, {len(strange)} such names; "
                          "use those of model.named_parameters()")
-
-# %% ../nbs/12_landscape.ipynb #3277b8b7
-def _check_tensors(d: Mapping[str, Tensor], params: dict, name: str):
-    "Raise a `ValueError` unless each tensor has its parameter's shape."
-    _check_names(d, params, name)
-    for n, x in d.items():
-        shape, need = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, tuple(params[n].shape)
-        if shape != need: raise ValueError(f"{name}: {n} is {shape}; the parameter has shape {need}")
+    tensors = {n: torch.as_tensor(x).detach() for n, x in given.items()}
+    for n, x in tensors.items():
+        if x.shape == params[n].shape or (one and not x.ndim): continue
+        raise ValueError(f"{name}: {n} has shape {tuple(x.shape)}; the parameter has {tuple(params[n].shape)}"
+                         + ", or give one number" * one)
+    return tensors
 
 # %% ../nbs/12_landscape.ipynb #8f2c8958
-def _check_mask(mask: Mapping | None, params: dict) -> dict[str, Tensor] | None:
+def _check_mask(mask: Mapping, params: dict) -> dict[str, Tensor]:
     "Return the mask as tensors. `ValueError` for what is no booleans, or of another shape."
-    if mask is None: return None
-    _check_names(mask, params, "mask")
-    mask = {n: torch.as_tensor(m) for n, m in mask.items()}
-    for n, m in mask.items():
-        need = tuple(params[n].shape)
-        if m.dtype != torch.bool:
-            raise ValueError(f"mask: {n} has dtype {m.dtype}; need booleans, for example scores > threshold")
-        if m.ndim and m.shape != need:
-            raise ValueError(f"mask: {n} has shape {tuple(m.shape)}; the parameter has {need}, or give one boolean")
-    return mask
+    tensors = _fitting(mask, params, "mask", one=True)
+    for n, m in tensors.items():
+        if m.dtype == torch.bool: continue
+        raise ValueError(f"mask: {n} has dtype {m.dtype}; need booleans, for example scores > threshold")
+    return tensors
 
 # %% ../nbs/12_landscape.ipynb #4a6b3ec8
 WHICH = ("top", "bottom", "random")
@@ -281,8 +256,10 @@ def subset(
     parts = [_ranking(scores, n, p, by, seed) for n, p in ranked.items()]
     values = np.concatenate(parts) * (-1 if which == "bottom" else 1)
     best = torch.from_numpy(_best(values, max(1, round(share * len(values))), seed))
-    chosen = dict(zip(ranked, best.split([len(v) for v in parts])))
-    return {n: _shaped(chosen.get(n, torch.zeros(1, dtype=torch.bool)), p) for n, p in params.items()}
+    chosen = {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in params.items()}
+    for (n, p), c in zip(ranked.items(), best.split([len(v) for v in parts])):
+        chosen[n] = c.view(p.shape) if by == "scalar" else c.view((1,) * p.ndim).expand(p.shape)
+    return chosen
 
 # %% ../nbs/12_landscape.ipynb #dbb1ae6b
 def _ranking(scores: dict | None, name: str, p: Tensor, by: str, seed: int) -> np.ndarray:
@@ -294,181 +271,86 @@ def _ranking(scores: dict | None, name: str, p: Tensor, by: str, seed: int) -> n
 # %% ../nbs/12_landscape.ipynb #0ce34ea4
 def _best(values: np.ndarray, k: int, seed: int) -> np.ndarray:
     "Return booleans: the k largest of (n,) values; equal ones at the cut are drawn by the seed."
-    if k == len(values): return np.ones(len(values), bool)
     cut = np.partition(values, len(values) - k)[len(values) - k]
     chosen = values > cut
-    ties, missing = np.flatnonzero(values == cut), k - int(chosen.sum())
-    drawn = ties if missing == len(ties) else np.random.default_rng(seed).choice(ties, missing, replace=False)
-    chosen[drawn] = True
+    ties = np.flatnonzero(values == cut)
+    chosen[np.random.default_rng(seed).choice(ties, k - int(chosen.sum()), replace=False)] = True
     return chosen
-
-# %% ../nbs/12_landscape.ipynb #f0d91a79
-def _shaped(chosen: Tensor, p: Tensor) -> Tensor:
-    "Return the booleans of a tensor in its shape; one stands for all."
-    return chosen.view(p.shape) if len(chosen) == p.numel() else chosen.view((1,) * p.ndim).expand(p.shape)
 
 # %% ../nbs/12_landscape.ipynb #47e5ef50
 def _check_scores(scores, params: dict, by: str) -> dict[str, Tensor]:
     "Return the scores as tensors. `ValueError` for scores that are missing, misshapen or not finite."
     if scores is None: raise ValueError("scores: None; give parameter name -> tensor, or use which='random'")
-    _check_names(scores, params, "scores")
-    scores = {n: torch.as_tensor(s).detach() for n, s in scores.items()}
-    for n, p in params.items():
-        if n not in scores: raise ValueError(f"scores: {n} is missing; score every parameter")
-        s, shapes = scores[n], (p.shape,) if by == "scalar" else (p.shape, ())
-        if s.shape not in shapes:
-            need = " or ".join(str(tuple(x)) for x in shapes)
-            raise ValueError(f"scores: {n} has shape {tuple(s.shape)}; by={by!r} needs {need}")
-        if not bool(torch.isfinite(s).all()):
+    tensors = _fitting(scores, params, "scores", one=by == "tensor")
+    for n in params:
+        if n not in tensors: raise ValueError(f"scores: {n} is missing; score every parameter")
+        if not bool(torch.isfinite(tensors[n]).all()):
             raise ValueError(f"scores: {n} holds NaN or infinite values; they cannot be ranked")
-    return scores
+    return tensors
 
 # %% ../nbs/12_landscape.ipynb #c432cd37
-class displaced:
-    """Context in which the weights can be moved along directions; afterwards the model is as it was, bit for bit:
+@contextmanager
+def displaced(
+    model: nn.Module,  # restored on leaving
+    *directions: Mapping[str, Tensor],  # parameter name -> tensor of its shape
+) -> Iterator[Callable]:
+    """Give a function that moves the weights along the directions; afterwards the model is as it was, bit for bit:
 
         with displaced(model, d1, d2) as place:
             place(0.3, -0.1)        # weights + 0.3 d1 - 0.1 d2
 
     Restores after errors and KeyboardInterrupt too, buffers and gradient mode included. `ValueError` for directions
     that do not fit, are zero or not finite; `RuntimeError` on leaving if the code inside changed a parameter."""
+    moved, parts = _check_moves(model, directions)
+    kept = {t: t.detach().clone() for t in (*moved.values(), *model.buffers())}
+    before = _versions(model)
 
-    def __init__(
-        self,
-        model: nn.Module,  # restored on leaving
-        *directions: Mapping[str, Tensor],  # parameter name -> tensor of its shape
-    ): self.model, self.directions, self.moved = model, directions, _check_moves(model, directions)
+    @torch.no_grad()
+    def place(*at: float) -> None:
+        if len(at) != len(parts): raise ValueError(f"at: {len(at)} coordinates for {len(parts)} directions")
+        torch.clear_autocast_cache()  # an autocast copy of the weights of the last place would be stale
+        for n, p in moved.items():
+            weight = kept[p]
+            for a, d in zip(at, parts):
+                if n in d and a: weight = torch.add(weight, d[n], alpha=a)
+            p.data.copy_(weight)
 
-    def __enter__(self):
-        self.weights, self.stopped = _Weights(self.model, self.moved, self.directions), False
-        self.gradients = torch.is_grad_enabled()   # an interrupt that strikes inside torch.no_grad can leave them off
-        if _interruptible(): signal.signal(signal.SIGINT, self._interrupted)
-        return self
-
-    def __call__(self, *at: float) -> None:
-        "Move to the kept weights + the sum of at[i] · directions[i]."
-        if len(at) != len(self.directions):
-            raise ValueError(f"at: {len(at)} coordinates for {len(self.directions)} directions")
-        if self.stopped: raise KeyboardInterrupt
-        self.weights.move(at)
-
-    def _interrupted(self, number, frame):
-        self.stopped = True
-        self.weights.restore()
-        _hand_back(self._interrupted)
-        raise KeyboardInterrupt
-
-    def __exit__(self, kind, error, trace): _leave(self, kind)
-
-# %% ../nbs/12_landscape.ipynb #5c0b9dac
-def _leave(walk: displaced, kind: type | None) -> None:
-    "Put back weights, signal handler and gradient mode. `RuntimeError` if the code inside changed the model."
-    try: walk.weights.restore()
-    except BaseException: walk.weights.restore(); raise
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()): yield place
     finally:
-        _hand_back(walk._interrupted)
-        torch.set_grad_enabled(walk.gradients)
-    wrong, walk.weights = walk.weights.changed() if kind is None else [], None
+        try: _restore(kept)
+        except KeyboardInterrupt: _restore(kept); raise
+    after = _versions(model)
+    wrong = [n for n in {**before, **after} if before.get(n) != after.get(n)]
     if wrong:
         raise RuntimeError(f"loss: replaced or changed {wrong[0]} ({len(wrong)} in all) inside the walk; "
                            "evaluate the model without changing it")
-    if walk.stopped and kind is None: raise KeyboardInterrupt
 
-# %% ../nbs/12_landscape.ipynb #824da55a
-class _Weights:
-    "Copies of some parameters and of all buffers: moved from, put back, and compared bit for bit."
-
-    def __init__(self, model: nn.Module, moved: dict[str, nn.Parameter], directions: Sequence[Mapping[str, Tensor]]):
-        self.model, self.moved, self.buffers = model, moved, dict(model.named_buffers())
-        self.copies = {n: t.detach().clone() for n, t in {**moved, **self.buffers}.items()}
-        self.versions = {n: _version(t) for n, t in self.others().items()}
-        self.directions = [_like(d, moved) for d in directions]
-        self.row_at, self.row, self.scratch = None, {}, {}
-
-    def others(self): return {n: p for n, p in self.model.named_parameters() if n not in self.copies}
-
-    @torch.no_grad()
-    def move(self, at: Sequence[float]) -> None:
-        "Set the weights to the copies + the sum of at[i] · directions[i]."
-        torch.clear_autocast_cache()   # an autocast copy of the weights of the last place would be stale
-        if at[:-1] != self.row_at:
-            self.row_at = None         # until the row is whole
-            self.row = _row({n: self.copies[n] for n in self.moved}, self.directions, at[:-1], self.scratch)
-            self.row_at = at[:-1]
-        for n, p in self.moved.items():
-            d = self.directions[-1].get(n)
-            if d is None or at[-1] == 0: p.data.copy_(self.row[n])
-            else: torch.add(self.row[n], d, alpha=at[-1], out=p.data)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for n, p in self.moved.items(): p.data.copy_(self.copies[n])
-        for n, b in self.buffers.items():
-            if not same_bits(b, self.copies[n]): b.copy_(self.copies[n])
-        torch.clear_autocast_cache()
-
-    def changed(self) -> list[str]: return _changed(self)
-
-# %% ../nbs/12_landscape.ipynb #55ab17fd
-def _row(row: dict[str, Tensor], directions: list[dict], at: Sequence[float], scratch: dict) -> dict[str, Tensor]:
-    "Return the weights with the first directions added, in scratch memory that is used again."
-    for a, d in zip(at, directions):
-        if a == 0: continue
-        for n, x in d.items():
-            if n not in scratch: scratch[n] = torch.empty_like(x)
-            row[n] = torch.add(row[n], x, alpha=a, out=scratch[n])
-    return row
-
-# %% ../nbs/12_landscape.ipynb #044ee860
-def _changed(weights: _Weights) -> list[str]:
-    "Return the names of tensors that are not what they were: bits of the copied, versions of the others."
-    model, copies, versions, others = weights.model, weights.copies, weights.versions, weights.others()
-    now = dict([*model.named_parameters(), *model.named_buffers()])
-    wrong = [n for n in copies if n not in now or not same_bits(now[n].data, copies[n])]
-    return wrong + [n for n in {**versions, **others} if n not in others or _version(others[n]) != versions.get(n)]
-
-# %% ../nbs/12_landscape.ipynb #bb337f45
-_AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-# %% ../nbs/12_landscape.ipynb #fa93e321
-def same_bits(
-    a: Tensor,  # any tensor
-    b: Tensor,  # another
-) -> bool:
-    "Return whether two tensors agree in dtype, shape and every bit (NaN equals NaN, 0 differs from -0)."
-    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device: return False
-    if a.is_complex(): a, b = torch.view_as_real(a), torch.view_as_real(b)
-    return torch.equal(a.view(_AS_BITS[a.element_size()]), b.view(_AS_BITS[b.element_size()]))
+# %% ../nbs/12_landscape.ipynb #5c0b9dac
+def _restore(kept: dict[Tensor, Tensor]) -> None:
+    "Put the copies back, past the count of writes: a graph built before the walk can still be differentiated."
+    for t, copy in kept.items(): t.data.copy_(copy)
+    torch.clear_autocast_cache()
 
 # %% ../nbs/12_landscape.ipynb #6a621eba
-def _version(t: Tensor): return (id(t), t.data_ptr(), None if t.is_inference() else t._version)
-
-# %% ../nbs/12_landscape.ipynb #bcca611c
-def _signal_is(handler: Callable) -> bool:
-    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == handler
-
-# %% ../nbs/12_landscape.ipynb #95173661
-def _interruptible() -> bool: return _signal_is(signal.default_int_handler)
-
-# %% ../nbs/12_landscape.ipynb #e4cc44fa
-def _hand_back(handler: Callable):
-    "Set the usual SIGINT handler, if it is still ours."
-    if _signal_is(handler): signal.signal(signal.SIGINT, signal.default_int_handler)
+def _versions(model: nn.Module) -> dict[str, tuple]:
+    "Return by name what tells whether a parameter was replaced or written to: object, memory and count of writes."
+    return {n: (id(p), p.data_ptr(), None if p.is_inference() else p._version) for n, p in model.named_parameters()}
 
 # %% ../nbs/12_landscape.ipynb #94622da5
-def _check_moves(model: nn.Module, directions: Sequence[Mapping[str, Tensor]]) -> dict[str, nn.Parameter]:
-    "Return the parameters that move. `ValueError` for directions that do not fit, are zero or not finite."
-    params = _parameters(model)
+def _check_moves(model: nn.Module, directions: Sequence[Mapping]) -> tuple[dict[str, nn.Parameter], list[dict]]:
+    "Return the parameters that move, and the directions beside them. `ValueError` for wrong, zero or infinite ones."
+    params, fitting = _parameters(model), []
     if not directions: raise ValueError("directions: none given; see `direction`")
     for i, d in enumerate(directions, 1):
-        _check_tensors(d, params, f"d{i}")
-        length = Direction(d).length()
+        fitting.append(_fitting(d, params, f"d{i}"))
+        length = Direction(fitting[-1]).length()
         if not np.isfinite(length): raise ValueError(f"d{i}: holds NaN or infinite values")
         if not length:
             raise ValueError(f"d{i}: is zero, the loss would not change; choose other parameters or one_d='scale'")
-    moved = {n: p for n, p in params.items() if any(n in d for d in directions)}
+    moved = {n: p for n, p in params.items() if any(n in d for d in fitting)}
     places = [p.data_ptr() for p in moved.values() if p.numel()]
-    if len(set(places)) == len(places): return moved
+    if len(set(places)) == len(places): return moved, [_like(d, moved) for d in fitting]
     raise ValueError("model: two parameters share memory without being one; "
                      "tie them as one Parameter (model.tie_weights())")
 
@@ -480,114 +362,46 @@ def _like(d: Mapping[str, Tensor], params: dict) -> dict[str, Tensor]:
 # %% ../nbs/12_landscape.ipynb #52ea3437
 PRECISIONS = ("fp32", "bf16")
 REDUCTIONS = {"sample": "mean", "batch": "batch"}  # what a surface calls the mean, and what sample_losses calls it
-CACHE_BYTES = 2**30  # of batches kept on the model's device during a walk; what does not fit is read at every point
 
 # %% ../nbs/12_landscape.ipynb #04c16eba
 class _MeanLoss:
     "The mean loss of a model over the same batches, again and again."
 
-    def __init__(self, model, batches, loss, precision: str = "fp32", room: int = 0, reduction: str = "sample"):
+    def __init__(self, model, batches, loss, precision: str = "fp32", reduction: str = "sample"):
         _check_batches(batches, loss, precision, reduction)
         self.model, self.loss, self.precision, self.reduction = model, loss, precision, REDUCTIONS[reduction]
-        self.device, self.samples = next(iter(_parameters(model).values())).device, 0
-        self.batches = _Replay(batches, self.device, room)
+        self.device, self.samples, self.batches = next(iter(_parameters(model).values())).device, 0, []
+        with same_draws(self.device):
+            _seed(0)
+            for batch in batches:
+                self.batches.append(_copied(batch))
+                _seed(len(self.batches))
+        if not self.batches: raise ValueError("batches: no batch came; pass batches that can be read")
 
     @contextmanager
     def evaluating(self):
-        "Set eval mode, fixed random states and the chosen precision for one pass."
+        "Set eval mode and the chosen precision for one pass; the caller's random states come back."
         half = torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
-        with eval_mode(self.model), self.batches.from_the_start(), half: yield
+        with eval_mode(self.model), same_draws(self.device), half: yield
 
-    def losses(self, batch: Any) -> Tensor:
-        "Return the losses of the samples of one batch, (batch,)."
-        values = sample_losses(self.model, batch, self.loss, self.reduction)
-        if isinstance(values, Tensor) and values.ndim == 1: return values
-        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"loss: returned {shape}; need one loss for each sample, shape (batch,)")
+    def losses(self) -> Iterator[Tensor]:
+        "Yield the losses of the samples of each batch, (batch,)."
+        for number, batch in enumerate(self.batches):
+            _seed(number)
+            values = sample_losses(self.model, _copied(batch, self.device), self.loss, self.reduction)
+            if isinstance(values, Tensor) and values.ndim == 1: yield values; continue
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"loss: returned {shape}; need one loss for each sample, shape (batch,)")
 
     @torch.no_grad()
     def __call__(self) -> float:
         "Return the mean over all samples; NaN and infinity are passed on."
         total, self.samples = torch.zeros((), dtype=torch.float64, device=self.device), 0
         with self.evaluating():
-            for values in map(self.losses, self.batches):
+            for values in self.losses():
                 total += values.sum(dtype=torch.float64)
                 self.samples += len(values)
         return float(total) / self.samples if self.samples else float("nan")
-
-# %% ../nbs/12_landscape.ipynb #874794a0
-class _Replay:
-    "The batches of a source, again and again: copies on the device, then the source, checked by hashes."
-
-    def __init__(self, source: Iterable, device: torch.device, room: int):
-        self.source, self.device, self.copies, self.room = source, device, [], room
-        self.generators = [(g, g.get_state()) for g in _generators(source)]
-        with self.from_the_start(): read = [(_Mark(b), _fingerprint(b)) for b in _seeded(source)]
-        self.marks, self.hashes = [m for m, _ in read], [h for _, h in read]
-        if not self.hashes: raise ValueError("batches: no batch came; pass batches that can be read")
-
-    @contextmanager
-    def from_the_start(self):
-        "Start the source's own random generators anew; afterwards the caller's random states come back."
-        with same_draws(self.device):
-            for g, state in self.generators: g.set_state(state)
-            yield
-
-    def __iter__(self) -> Iterator:
-        count = 0
-        for batch, mark in self.copies:
-            if not mark.holds(batch): break     # the loss wrote into it: read it again
-            _seed(count)
-            yield _to(batch, self.device)
-            count += 1
-        if count == len(self.hashes): return
-        for batch in _seeded(self.source, count):
-            count += 1
-            if count > len(self.hashes) or not self._same(batch, count - 1): _other_batches()
-            self._keep(batch, count)
-            _seed(count - 1)                    # what the loss draws does not depend on how the batch came
-            yield _to(batch, self.device)
-        if count != len(self.hashes): _other_batches()
-    def _same(self, batch: Any, i: int): return self.marks[i].holds(batch) or _fingerprint(batch) == self.hashes[i]
-    def _keep(self, batch: Any, count: int) -> None:
-        if count != len(self.copies) + 1 or not self.room: return   # all before it were kept
-        mark = _Mark(batch)
-        if not mark.sure or mark.bytes > self.room: self.room = 0; return
-        copy = _to(batch, self.device, copy=True)
-        self.copies.append((copy, _Mark(copy))); self.room -= mark.bytes
-
-# %% ../nbs/12_landscape.ipynb #9a435039
-_PLAIN = (str, bytes, int, float, bool, type(None))
-
-# %% ../nbs/12_landscape.ipynb #949ff9dc
-class _Mark:
-    "Tells without reading it whether a batch is the very one it was: the same tensors, not written to since."
-
-    def __init__(self, batch: Any):
-        leaves = list(_leaves(batch))
-        self.bytes = sum(v.nbytes for v in leaves if isinstance(v, Tensor))
-        self.sure = all(not (v.is_inference() or v.requires_grad) if isinstance(v, Tensor) else type(v) in _PLAIN
-                        for v in leaves)
-        self.leaves = [(weakref.ref(v), _version(v)) if isinstance(v, Tensor) else v for v in leaves if self.sure]
-
-    def holds(self, batch: Any) -> bool:
-        if not self.sure: return False
-        now = list(_leaves(batch))
-        return len(now) == len(self.leaves) and all(map(self._same, now, self.leaves))
-
-    def _same(self, now: Any, then: Any) -> bool:
-        if isinstance(now, Tensor): return isinstance(then, tuple) and then[0]() is now and then[1] == _version(now)
-        return type(now) is type(then) and now == then
-
-# %% ../nbs/12_landscape.ipynb #537b34bd
-def _leaves(x: Any) -> Iterator:
-    "Yield keys, lengths, tensors and plain values, nested in any way, in order."
-    if isinstance(x, Mapping):
-        for k in x: yield k; yield from _leaves(x[k])
-    elif isinstance(x, (list, tuple)):
-        yield len(x)
-        for v in x: yield from _leaves(v)
-    else: yield x
 
 # %% ../nbs/12_landscape.ipynb #f4491188
 def _fingerprint(x: Any, into=None) -> str:
@@ -606,11 +420,12 @@ def _fingerprint(x: Any, into=None) -> str:
     return h.hexdigest()
 
 # %% ../nbs/12_landscape.ipynb #3ef9a587
-def _to(x: Any, device: torch.device, copy: bool = False) -> Any:
-    "Return tensors, nested in any way, on a device; the dicts and lists around them are new."
-    if isinstance(x, Tensor): return x.to(device, copy=True) if copy else x.to(device, non_blocking=True)
-    if isinstance(x, Mapping): return {k: _to(v, device, copy) for k, v in x.items()}
-    if isinstance(x, (list, tuple)): return [_to(v, device, copy) for v in x]
+def _copied(x: Any, device: torch.device | None = None) -> Any:
+    "Return copies of tensors and arrays, nested in any way, tensors on a device; None: where they are."
+    if isinstance(x, Tensor): return x.to(device or x.device, copy=True, non_blocking=True)
+    if isinstance(x, np.ndarray): return x.copy()
+    if isinstance(x, Mapping): return {k: _copied(v, device) for k, v in x.items()}
+    if isinstance(x, (list, tuple)): return [_copied(v, device) for v in x]
     return x
 
 # %% ../nbs/12_landscape.ipynb #5aa3b257
@@ -619,47 +434,20 @@ def _seed(number: int):
     torch.default_generator.manual_seed(number); random.seed(number); np.random.seed(number)
     if torch.cuda.is_initialized(): torch.cuda.manual_seed_all(number)
 
-# %% ../nbs/12_landscape.ipynb #7bcb2f72
-def _seeded(batches: Iterable, start: int = 0) -> Iterator:
-    "Yield the batches from `start` on; before each is asked for, all random generators are seeded by its number."
-    leap = getattr(type(batches), "__iter__", None) is TextBatches.__iter__  # leaves batches out without making them
-    first = start if leap else 0
-    for number in itertools.count(first):
-        _seed(number)
-        if number == first: source = batches.iterate(start) if leap else iter(batches)
-        try: batch = next(source)
-        except StopIteration: return
-        if number >= start: yield batch
-
-# %% ../nbs/12_landscape.ipynb #d4f39091
-def _generators(batches: Iterable) -> list[torch.Generator]:
-    "Return the random generators that a data source owns."
-    owners = (batches, *(getattr(batches, a, None) for a in ("sampler", "batch_sampler", "collate_fn")))
-    found = (getattr(o, "generator", None) for o in owners)
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
 # %% ../nbs/12_landscape.ipynb #75c6e8f7
 def _check_batches(batches, loss, precision: str, reduction: str):
-    "Raise a `ValueError` for options that are wrong, and batches that cannot be read again and again."
+    "Raise a `ValueError` for options that are wrong, and for batches made for another loss."
     if not callable(loss): one_of("loss", loss, LOSSES, also="a function of model and batch")
     one_of("reduction", reduction, REDUCTIONS)
     if callable(loss) and reduction != "sample":
         raise ValueError(f"reduction: {reduction!r} is for the named losses; a function decides for itself")
     one_of("precision", precision, PRECISIONS)
-    kind, remedy = type(batches).__name__, "give a list, a DataLoader or TextBatches"
     if not hasattr(batches, "__iter__") or isinstance(batches, (str, Mapping)):
-        raise ValueError(f"batches: a {kind} is no series of batches; {remedy}")
-    if isinstance(batches, Iterator):
-        raise ValueError(f"batches: a {kind} can be read only once, and every point reads all of it; {remedy}")
+        raise ValueError(f"batches: a {type(batches).__name__} is no series of batches; "
+                         "give a list, a DataLoader or TextBatches")
     made_for = getattr(batches, "loss", None)
     if isinstance(loss, str) and isinstance(made_for, str) and made_for in LOSSES and loss != made_for:
         raise ValueError(f"loss: {loss!r}, but the batches were made for {made_for!r}; use the same for both")
-
-# %% ../nbs/12_landscape.ipynb #22f42f72
-def _other_batches():
-    "Raise the `ValueError` for batches that change."
-    raise ValueError("batches: gave other samples or masks than at the first pass, so no two points could be compared; "
-                     "use TextBatches, or list(batches)")
 
 # %% ../nbs/12_landscape.ipynb #96d3873c
 @dataclass
@@ -678,7 +466,12 @@ class Surface:
     def radii(self) -> np.ndarray: return np.hypot(self.alphas[:, None], self.betas[None]).round(9)
     def radius_profile(self, edges: Sequence[float] = RINGS) -> pd.DataFrame:
         "Return the mean loss of each ring edges[i] <= r < edges[i + 1]: columns from, to, points (finite ones), loss."
-        return _profile(self, edges)
+        if len(edges) < 2 or (np.diff(edges) <= 0).any():
+            raise ValueError(f"edges: {list(edges)}; need at least two increasing numbers")
+        r, f = self.radii, np.where(np.isfinite(self.losses), self.losses, np.nan)
+        rings = [(a, b, f[(r >= a) & (r < b) & ~np.isnan(f)]) for a, b in itertools.pairwise(edges)]
+        return pd.DataFrame([{"from": a, "to": b, "points": len(x), "loss": x.mean() if len(x) else np.nan}
+                             for a, b, x in rings])
 
     def curvature(self, radius: float = 0.35) -> "Curvature":
         "Return the least-squares quadratic of the finite points nearer than `radius`. `ValueError` if too few."
@@ -691,16 +484,16 @@ class Surface:
         "Return plain values that strict JSON knows; NaN and infinities are the strings nan, inf, -inf."
         return json.loads(_as_json(self.alphas, self.betas, self.losses.tolist(), self.info))
     @classmethod
-    def from_dict(cls, content: Mapping) -> "Surface":
+    def from_dict(cls, content: Mapping | str | Path) -> "Surface":
         "Return the surface of `to_dict`, bit for bit. `ValueError` for others, and for rows that are not computed."
-        return _finished(content, "content:", "give those of a finished surface")
+        return _finished(content)
     def save(self, path: str | Path) -> None:
         "Write as strict JSON, by temporary file and rename; numbers keep every bit."
         write_atomically(path, _as_json(self.alphas, self.betas, self.losses.tolist(), self.info))
     @classmethod
     def load(cls, path: str | Path) -> "Surface":
         "Return a surface that `save` or `loss_surface` wrote. `ValueError` for another file, or an unfinished one."
-        return _finished(path, f"path: {path}", "finish it by the same call with this path")
+        return _finished(path)
 
 # %% ../nbs/12_landscape.ipynb #aa5d8410
 class Curvature(NamedTuple):
@@ -726,55 +519,36 @@ def _fit(z: np.ndarray, f: np.ndarray) -> Curvature:
     for (i, j), value in zip(upper, c[1 + k :]): A[i, j] = A[j, i] = value
     return Curvature(A, c[1 : 1 + k], float(c[0]), float(np.sqrt(np.mean((X @ c - f) ** 2))), len(z))
 
-# %% ../nbs/12_landscape.ipynb #b3e868e1
-def _profile(surface: Surface, edges: Sequence[float]) -> pd.DataFrame:
-    "Return one row for each ring; NaN for one without a finite point."
-    edges = np.asarray(edges, dtype=np.float64)
-    if edges.ndim != 1 or len(edges) < 2 or (np.diff(edges) <= 0).any():
-        raise ValueError(f"edges: {edges.tolist()}; need at least two increasing numbers")
-    r, ok, rows = surface.radii, np.isfinite(surface.losses), []
-    for low, high in itertools.pairwise(edges):
-        values = surface.losses[(r >= low) & (r < high) & ok]
-        loss = values.mean() if len(values) else np.nan
-        rows.append({"from": low, "to": high, "points": len(values), "loss": loss})
-    return pd.DataFrame(rows)
-
-# %% ../nbs/12_landscape.ipynb #60c9a57a
-def _number(x: float) -> float | str: return x if np.isfinite(x) else str(x)
-
 # %% ../nbs/12_landscape.ipynb #2c264c45
-def _as_json(alphas, betas, rows: list, info: dict) -> str:
+def _as_json(alphas: np.ndarray, betas: np.ndarray, rows: list, info: dict) -> str:
     "Return the content of a file."
-    losses = [r and [_number(v) for v in r] for r in rows]
+    losses = [row and [v if np.isfinite(v) else str(v) for v in row] for row in rows]
     body = {"alphas": alphas.tolist(), "betas": betas.tolist(), "losses": losses, "info": info}
     return json.dumps(body, indent=1, allow_nan=False, default=str) + "\n"
 
 # %% ../nbs/12_landscape.ipynb #8d5d3dde
 def _from_json(source: str | Path | Mapping) -> tuple[np.ndarray, np.ndarray, list, dict]:
     "Return grid, rows and info of a file, or of what was read from one."
-    is_dict = isinstance(source, Mapping)
     try:
-        body: Any = source if is_dict else json.loads(Path(source).read_text())  # type: ignore[arg-type]
-        rows = [r and [float(v) for v in r] for r in body["losses"]]
+        body: Any = source if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+        rows = [row and [float(v) for v in row] for row in body["losses"]]
         alphas, betas = (np.array(body[k], dtype=np.float64) for k in ("alphas", "betas"))
-        if len(rows) != len(alphas) or any(r and len(r) != len(betas) for r in rows): raise KeyError("losses")
+        if len(rows) != len(alphas) or any(row and len(row) != len(betas) for row in rows): raise KeyError("losses")
         return alphas, betas, rows, dict(body["info"])
     except (KeyError, TypeError, ValueError) as e:
-        what, remedy = f"path: {source}", "delete it or give another path"
-        if is_dict: what, remedy = "content:", "give what `Surface.to_dict` returned"
-        raise ValueError(f"{what} is no landscape ({type(e).__name__}: {e}); {remedy}") from e
+        raise ValueError(f"{_source(source)} is no landscape ({type(e).__name__}: {e}); give what `to_dict` returned "
+                         "or `save` wrote") from e
 
 # %% ../nbs/12_landscape.ipynb #5eded2d8
-def _finished(source: str | Path | Mapping, what: str, remedy: str) -> Surface:
+def _finished(source: str | Path | Mapping) -> Surface:
     "Return the surface of a file or dict. `ValueError` if rows are missing."
     alphas, betas, rows, info = _from_json(source)
-    done = sum(r is not None for r in rows)
-    if done < len(rows): raise ValueError(f"{what} holds {done} of {len(rows)} rows; {remedy}")
-    return _surface(alphas, betas, rows, info)
+    if None not in rows: return Surface(np.array(rows), alphas, betas, info)
+    raise ValueError(f"{_source(source)} holds {len(rows) - rows.count(None)} of {len(rows)} rows; "
+                     "finish it by the same call of loss_surface with its path")
 
 # %% ../nbs/12_landscape.ipynb #1cf51b46
-def _surface(alphas: np.ndarray, betas: np.ndarray, rows: list, info: dict) -> Surface:
-    return Surface(np.array(rows, dtype=np.float64).reshape(len(alphas), len(betas)), alphas, betas, info)
+def _source(given: str | Path | Mapping) -> str: return "content:" if isinstance(given, Mapping) else f"path: {given}"
 
 # %% ../nbs/12_landscape.ipynb #2f9058bf
 def _resume(path: str | Path, alphas: np.ndarray, betas: np.ndarray, info: dict) -> list:
@@ -819,48 +593,29 @@ def plane_hessian(
 
     By Hessian-vector products, independent of any grid: what the fit of a surface, its method curvature, tends to as
     the radius goes to 0. Raises `ValueError` as `loss_surface` does."""
-    moved = _check_moves(model, directions)
-    params, along = list(moved.values()), [_along(d, moved) for d in directions]
-    mean_loss, H, samples = _MeanLoss(model, batches, loss, reduction=reduction), np.zeros((len(along),) * 2), 0
+    moved, parts = _check_moves(model, directions)
+    along = [_like({n: d.get(n, torch.zeros(1)) for n in moved}, moved).values() for d in parts]
+    mean_loss, samples = _MeanLoss(model, batches, loss, reduction=reduction), 0
+    params, H = list(moved.values()), np.zeros((len(along), len(along)))
     with _differentiable(params), mean_loss.evaluating(), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-        for batch in mean_loss.batches:
-            values = mean_loss.losses(batch)
+        for values in mean_loss.losses():
             samples += len(values)
             H += _products(values.sum(), params, along)
     return (H + H.T) / 2 / max(samples, 1)
 
-# %% ../nbs/12_landscape.ipynb #07ddf8df
-def directional_curvature(
-    model: nn.Module,  # not changed
-    batches: Iterable,  # as in loss_surface
-    d: Mapping[str, Tensor],  # a direction, or parameter name -> tensor
-    loss: str | Callable = "mlm",  # as in loss_surface
-) -> float:
-    "Return the second derivative of the mean loss along d, dᵀHd. Raises `ValueError` as `loss_surface` does."
-    return float(plane_hessian(model, batches, d, loss=loss)[0, 0])
-
 # %% ../nbs/12_landscape.ipynb #7c12f1df
-def _products(total: Tensor, params: list[nn.Parameter], along: list[list[Tensor]]) -> np.ndarray:
+def _products(total: Tensor, params: list[nn.Parameter], along: list) -> np.ndarray:
     "Return dᵀHe of a batch's summed loss for each two directions, (k, k)."
-    H = np.zeros((len(along),) * 2)
+    H = np.zeros((len(along), len(along)))
     if not total.requires_grad: return H
     options = dict[str, Any](allow_unused=True, materialize_grads=True)
     gradient = torch.autograd.grad(total, params, create_graph=True, **options)
     for i, d in enumerate(along):
-        slope = _inner(gradient, d)
+        slope: Any = sum((g * x).sum() for g, x in zip(gradient, d))
         if not slope.requires_grad: continue
         Hd = torch.autograd.grad(slope, params, retain_graph=i < len(along) - 1, **options)
-        H[i] = [float(_inner(Hd, e, torch.float64)) for e in along]
+        H[i] = [float(sum((h * x).sum(dtype=torch.float64) for h, x in zip(Hd, e))) for e in along]
     return H
-
-# %% ../nbs/12_landscape.ipynb #16861dcf
-def _inner(a: Iterable[Tensor], b: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    return reduce(torch.add, ((x * y).sum(dtype=dtype) for x, y in zip(a, b)))
-
-# %% ../nbs/12_landscape.ipynb #2248e793
-def _along(d: Mapping[str, Tensor], moved: dict[str, nn.Parameter]) -> list[Tensor]:
-    "Return a tensor for each parameter that some direction moves; zero where this one does not."
-    return list(_like({n: d.get(n, torch.zeros(1)) for n in moved}, moved).values())
 
 # %% ../nbs/12_landscape.ipynb #f19e1c2f
 @contextmanager
@@ -885,12 +640,13 @@ def expected_curvature(
     Exact for the Hessian's own diagonal. Raises `ValueError` for scores or a mask that do not fit the model."""
     one_of("one_d", one_d, ONE_D)
     params = _parameters(model)
-    mask, scores, total = _check_mask(mask, params), _check_scores(scores, params, "scalar"), 0.0
-    for n, p in params.items():
-        if (p.ndim < 2 and one_d == "zero") or (mask is not None and n not in mask): continue
-        rows = _rows(p.detach())
-        terms = _rows(scores[n].to(p.device)) * (_lengths(rows) ** 2 / max(rows.shape[1], 1))
-        total += float((terms if mask is None else terms * _rows(mask[n].to(p.device).expand(p.shape))).sum())
+    masks = {n: torch.tensor(True) for n in params} if mask is None else _check_mask(mask, params)
+    diagonal, total = _check_scores(scores, params, "scalar"), 0.0
+    for n, m in masks.items():
+        p = params[n].detach()
+        if p.ndim < 2 and one_d == "zero": continue
+        mean_square = _lengths(_rows(p)) ** 2 / max(_rows(p).shape[1], 1)
+        total += float((_rows((diagonal[n] * m.to(diagonal[n].device)).to(p.device)) * mean_square).sum())
     return total
 
 # %% ../nbs/12_landscape.ipynb #86090409
@@ -904,12 +660,18 @@ def plot(
 
     NaN leaves a gap, infinity is drawn at the top. `ValueError` for an unknown kind, for a line drawn as a surface,
     and for a surface with no finite loss."""
-    surfaces = _check_plot(surfaces, kind)
+    one_of("kind", kind, ("contour", "surface", "lines", "radius"))
+    flat, surfaces = kind in ("lines", "radius"), {"": surfaces} if isinstance(surfaces, Surface) else dict(surfaces)
+    if not surfaces: raise ValueError("surfaces: none given")
+    for name, s in surfaces.items():
+        if not flat and min(s.losses.shape) < 2:
+            raise ValueError(f"surfaces: {name!r} is a line; use kind='lines' or 'radius'")
+        if not np.isfinite(s.losses).any(): raise ValueError(f"surfaces: {name!r} has no finite loss to draw")
     drawn = [s.radius_profile()["loss"].to_numpy() if kind == "radius" else s.losses for s in surfaces.values()]
     finite = np.concatenate([x[np.isfinite(x)] for x in drawn])
     low, high = finite.min(), finite.max() if top is None else top
     if not low < high: low, high = low - 0.5, low + 0.5
-    return (_curves if kind in ("lines", "radius") else _panels)(surfaces, kind, low, high, label)
+    return (_curves if flat else _panels)(surfaces, kind, low, high, label)
 
 # %% ../nbs/12_landscape.ipynb #6bcf5cfb
 def _curves(surfaces: dict[str, Surface], kind: str, low: float, high: float, label: str):
@@ -967,16 +729,3 @@ def _draw_curve(ax, s: Surface, kind: str, label: str, n: int):
         return
     ax.plot(s.alphas, s.losses[:, s.betas == 0][:, 0], label=label, **look)
     if not s.is_line: ax.plot(s.betas, s.losses[s.alphas == 0][0], alpha=0.45, **look)
-
-# %% ../nbs/12_landscape.ipynb #0b3699b9
-def _check_plot(surfaces, kind: str) -> dict[str, Surface]:
-    "Return the surfaces by label. `ValueError` for what cannot be drawn."
-    one_of("kind", kind, ("contour", "surface", "lines", "radius"))
-    surfaces = {"": surfaces} if isinstance(surfaces, Surface) else dict(surfaces)
-    if not surfaces: raise ValueError("surfaces: none given")
-    for label, s in surfaces.items():
-        if kind in ("contour", "surface") and min(s.losses.shape) < 2:
-            raise ValueError(f"surfaces: {label!r} is a line; use kind='lines' or 'radius'")
-        if not np.isfinite(s.losses).any():
-            raise ValueError(f"surfaces: {label!r} has no finite loss; nothing can be drawn")
-    return surfaces
