@@ -35,11 +35,10 @@ def load(
 ) -> pd.DataFrame:  # one row a run
     """Return one row a run: every setting, and what was measured.
 
-    Beside the settings: key, status ("done" or "failed"), error, method (see `label`), protocol ("as released" or
-    "corrected"), metric, value, metrics, collapsed (one class only), majority, isoscore_before and isoscore_after (of
-    the union of layers), the same by layer, intrinsic_dimension_* and mean_activation_* where a record has them, data
-    ("whole", "part", "rebuilt", "toy"), rows, notes, seconds, hardware, commit, attempts (NaN where the record does not
-    say), file and line. A run that was evaluated on further tasks has a row for each, with the task behind its key.
+    Besides: key, status ("done" or "failed"), error, method (see `label`), protocol ("as released" or "corrected"),
+    metric, value, metrics, collapsed (one class only), majority, isoscore_*, intrinsic_dimension_* and
+    mean_activation_* before and after, data ("whole", "part", "rebuilt", "toy"), notes, seconds, hardware, commit,
+    attempts, file and line. A run that was evaluated on further tasks has a row for each, with the task behind its key.
     What is no record of a run is counted in one warning. `ValueError` if nothing is there."""
     rows, wrong = {}, []
     for entry, file, line in _entries(source):
@@ -103,21 +102,22 @@ def _row(record: dict, file: str, line: int) -> dict:
     "Return the row of a record: its settings, its score, its geometry, and how it came about."
     config, value, error = SETTINGS | EARLIER | record["config"], _float(record.get("value")), record.get("error")
     if not error and not math.isfinite(value): error = "the metric is no finite number"
-    row = {"key": _get(record, "key", str) or f"{file}:{line}", "status": "failed" if error else "done", "error": error}
-    row |= config | {"model_name": Path(config["model"]).name, "method": label(config), "protocol": _protocol(config)}
-    row |= {"metric": _get(record, "metric", str), "value": math.nan if error else value}
-    row |= {name: _get(record, name) for name in ("metrics", "predictions", "resampled")}
     data, notes = _get(record, "data"), {p: _get(record, f"{p}.notes", list) for p in ("data", "model", "dropout")}
     notes = {p: [n for n in found if isinstance(n, str)] for p, found in notes.items()}
-    row |= {"collapsed": bool(record.get("collapsed")), "majority": _float(data.get("majority")), **_geometry(record)}
-    row |= {"dropout_mean": _get(record, "dropout").get("mean"), "parameters": _get(record, "model").get("parameters"),
-            "data": _data_kind(config, notes["data"])}
-    row |= {name: data.get(name) for name in ("fingerprint", "train_rows", "evaluation_rows")}
-    row |= {"notes": [n for found in notes.values() for n in found], "seconds": record.get("total_seconds"),
-            "train_seconds": record.get("train_seconds"), "memory_mib": record.get("peak_memory_mib"),
-            "hardware": _hardware(_get(record, "hardware")), "commit": record.get("git_commit")}
-    return row | {"started": _get(record, "started", str), "attempts": _float(record.get("attempts")),
-                  "file": file, "line": line}
+    return {
+        "key": _get(record, "key", str) or f"{file}:{line}", "status": "failed" if error else "done", "error": error,
+        **config, "model_name": Path(config["model"]).name, "method": label(config),
+        "protocol": "as released" if str(config["recipe"]).endswith("-released") else "corrected",
+        "metric": _get(record, "metric", str), "value": math.nan if error else value,
+        **{name: _get(record, name) for name in ("metrics", "predictions", "resampled")},
+        "collapsed": bool(record.get("collapsed")), "majority": _float(data.get("majority")), **_geometry(record),
+        "dropout_mean": _get(record, "dropout").get("mean"), "parameters": _get(record, "model").get("parameters"),
+        "data": _data_kind(config, notes["data"]),
+        **{name: data.get(name) for name in ("fingerprint", "train_rows", "evaluation_rows")},
+        "notes": [n for found in notes.values() for n in found], "seconds": record.get("total_seconds"),
+        "train_seconds": record.get("train_seconds"), "memory_mib": record.get("peak_memory_mib"),
+        "hardware": _hardware(_get(record, "hardware")), "commit": record.get("git_commit"),
+        "started": _get(record, "started", str), "attempts": _float(record.get("attempts")), "file": file, "line": line}
 
 # %% ../nbs/27_report.ipynb #0d509fd3
 def _get(record: dict, path: str, kind: type = dict):
@@ -127,8 +127,6 @@ def _get(record: dict, path: str, kind: type = dict):
 
 # %% ../nbs/27_report.ipynb #2d40a0f3
 def _float(x) -> float: return float(x) if isinstance(x, (int, float, np.number)) else math.nan
-
-# %% ../nbs/27_report.ipynb #247d77e7
 def _floats(x) -> list | None: return [_float(v) for v in x] if isinstance(x, list) else None
 
 # %% ../nbs/27_report.ipynb #3964c9a8
@@ -152,9 +150,6 @@ def _data_kind(config: dict, notes: list[str]) -> str:
     if any(s.endswith("_rebuilt") for s in splits): return "rebuilt"
     short = any(re.search(r" is \d+ of \d+ rows| rows, the official split ", n) for n in notes)
     return "part" if short or config["train_fraction"] < 1 or any(s.endswith("_part") for s in splits) else "whole"
-
-# %% ../nbs/27_report.ipynb #fb5b4242
-def _protocol(config: dict) -> str: return "as released" if str(config["recipe"]).endswith("-released") else "corrected"
 
 # %% ../nbs/27_report.ipynb #be7f3c8c
 def _hardware(h: dict) -> str:
@@ -214,15 +209,13 @@ def provenance(
              "Commit " + known_texts(commits), f"{len(df)} runs, {failed or 'none'} failed"]
     return ". ".join(lines) + "." + _notes_text(df)
 
-# %% ../nbs/27_report.ipynb #429faddc
-_PAPER_MODELS = ("bert-base-cased", "bert-base-uncased", "bert-large-cased", "bert-large-uncased", "albert-base-v2",
-                "distilbert-base-cased")
-
 # %% ../nbs/27_report.ipynb #f16a52e2
 def _model_text(g: pd.DataFrame) -> str:
+    papers = {f"bert-{size}-{case}" for size in ("base", "large") for case in ("cased", "uncased")}
     name, size = g.model_name.iloc[0], g.parameters.dropna()
     size = f"{size.iloc[0] / 1e6:.1f} million parameters" if len(size) else "size unknown"
-    what = "" if name in _PAPER_MODELS else "; a stand-in, not a model of the papers"
+    known = name in papers | {"albert-base-v2", "distilbert-base-cased"}
+    what = "" if known else "; a stand-in, not a model of the papers"
     if name == "toy-bert": what = "; the embedded toy model, which shows that things work and nothing about language"
     return f"{name} ({size}{what})"
 
@@ -233,13 +226,11 @@ def _data_text(g: pd.DataFrame) -> str:
     if len(rows) > 2: sizes = "several sizes"
     return f"{g.task.iloc[0]} {' and '.join(sorted(set(g.data)))} ({sizes or 'rows unknown'})"
 
-# %% ../nbs/27_report.ipynb #3aac8764
-_NAMES = {"epochs": "epochs", "lr": "learning rate", "batch_size": "batch", "accumulation": "accumulation",
-          "max_length": "tokens at most", "split_protocol": "split"}
-
 # %% ../nbs/27_report.ipynb #0abbf452
 def _protocol_text(df: pd.DataFrame) -> str:
-    values = {n: list(dict.fromkeys(setting_text(v) for v in df[c].dropna())) for c, n in _NAMES.items()}
+    names = {"epochs": "epochs", "lr": "learning rate", "batch_size": "batch", "accumulation": "accumulation",
+             "max_length": "tokens at most", "split_protocol": "split"}
+    values = {n: list(dict.fromkeys(setting_text(v) for v in df[c].dropna())) for c, n in names.items()}
     recipe = lambda g: ", ".join(dict.fromkeys(g.recipe.dropna().astype(str))) or "no recipe"
     recipes = ", ".join(f"{p} ({recipe(g)})" for p, g in df.groupby("protocol"))
     grouped = [f"each batch of {', '.join(dict.fromkeys(g.task))} read in {n} groups of similar length"
@@ -284,20 +275,14 @@ def summarise(
     df = df.reset_index(drop=True)  # of tables put together with pandas.concat, too
     by, values, rows = [*columns_apart(df, by), "method"], outcomes(df, value), []
     for names, g in in_order(df.groupby(by, dropna=False, sort=False)):
-        done = g[g.status == "done"]
-        scores = _scores(g, values[g.index].dropna(), level)
-        rows.append({**dict(zip(by, names)), "metric": _metric(df, g, value), **scores,
+        done, x = g[g.status == "done"], values[g.index].dropna()
+        low, high = t_interval(x, level)
+        rows.append({**dict(zip(by, names)), "metric": _metric(df, g, value), "n": len(x),
+                     "failed": len(g) - len(done), "collapsed": int(done.collapsed.sum()), "mean": x.mean(),
+                     "sd": x.std(), "low": low, "high": high, "median": x.median(), "worst": x.min(),
                      "majority": done.majority.mean() if value == "value" else math.nan, **_isotropies(done),
                      "seeds": sorted(map(int, g.seed)), "keys": list(g.key), "records": _records(g)})
     return _table(rows, "summary", by, level, df)
-
-# %% ../nbs/27_report.ipynb #4b874171
-def _scores(g: pd.DataFrame, x: pd.Series, level: float) -> dict:
-    "Return the scores of a group, x of its finished runs, in numbers."
-    low, high = t_interval(x, level)
-    failed, collapsed = int((g.status == "failed").sum()), int(g.collapsed[g.status == "done"].sum())
-    return {"n": len(x), "failed": failed, "collapsed": collapsed, "mean": x.mean(), "sd": x.std(), "low": low,
-            "high": high, "median": x.median(), "worst": x.min()}
 
 # %% ../nbs/27_report.ipynb #2e9a8747
 def _isotropies(done: pd.DataFrame) -> dict:
@@ -315,7 +300,7 @@ def _table(rows: list[dict], kind: str, by: list[str], level: float, df: pd.Data
     out.attrs = {"kind": kind, "by": by, "level": level, "caption": provenance(df)}
     return out
 
-# %% ../nbs/27_report.ipynb #1bd3ffea
+
 def _records(g: pd.DataFrame) -> tuple:
     "Return (seed, file, line, key) of each run."
     return tuple((int(r.seed), r.file, int(r.line), r.key) for r in g.sort_values("seed").itertuples())
@@ -385,13 +370,11 @@ def clears_majority(
     for names, g in in_order(plain.groupby([*by, "method"], dropna=False, sort=False)):
         x, few, majority = g.value.dropna(), g.evaluation_rows.min(), g[g.status == "done"].majority.mean()
         metric = _metric(plain, g, "value")
-        error = score_error(x, few, metric in _CORRELATIONS) if len(x) else math.nan
+        correlation = metric in ("matthews_correlation", "pearson", "spearmanr")
+        error = score_error(x, few, correlation) if len(x) else math.nan
         rows.append({**dict(zip(by, names)), "metric": metric, "n": len(x), "mean": x.mean(), "majority": majority,
                      "rows": few, "error": error, "clears": len(x) > 0 and not x.mean() - majority <= 2 * error})
     return _table(rows, "judges", by, 0.95, plain)
-
-# %% ../nbs/27_report.ipynb #a68f6d13
-_CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
 
 # %% ../nbs/27_report.ipynb #27b0173c
 def compare(
@@ -443,7 +426,7 @@ def _pair(row: dict, arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, l
     a, b = a.reindex(both), b.reindex(both)
     d = (a - b).dropna()
     (low, high), (p, test) = t_interval(d, level), sign_flip(d)
-    majority = [x for x in [pd.concat([arm.majority, base.majority]).mean()] if metric]
+    majority = [pd.concat([arm.majority, base.majority]).mean()] if metric else []
     least, most = missing_bounds(a, b, majority) if broken else (math.nan, math.nan)
     arm, base = (g[g.seed.isin(d.index)] for g in (arm, base))  # the rest of the row is of the complete pairs, too
     return {"n": len(d), "mean": a[d.index].mean(), "mean_baseline": b[d.index].mean(), "difference": d.mean(),
@@ -610,9 +593,14 @@ def readable(
     digits: int = 3,  # of the metric
     columns: Sequence[str] | None = None,  # as for to_markdown
 ) -> pd.DataFrame:  # of texts, without links
-    "Return the table as it is read: means with deviations, intervals, verdicts."
-    read = _READ.get(table.attrs.get("kind"))
-    shown = read(table, digits) if read else table
+    "Return the table as it is read: means with deviations, intervals, verdicts; without columns that hold nothing."
+    kinds_read = {"summary": _read_summary, "comparison": _read_comparison, "judges": _read_judges}
+    read, shown = kinds_read.get(table.attrs.get("kind")), table
+    if read:
+        interval = f"{100 * table.attrs['level']:g} % interval"
+        shown = pd.DataFrame([{c: setting_text(r[c]) for c in table.attrs["by"]} | read(r, digits, interval)
+                              for r in table.to_dict("records")])
+        shown = shown.loc[:, [c for c in shown if (shown[c].astype(str) != "").any()]]
     for c in columns or (): one_of("columns", c, shown.columns)
     return shown[list(columns)] if columns else shown
 
@@ -657,11 +645,11 @@ def _link(text: str, base: str, file: str, lines: Sequence[int], title: str) -> 
     place = urllib.parse.quote(path, errors="surrogateescape")
     return f'[{text}]({base}{place}{"#" * bool(spans)}{spans} "{title}")'
 
-# %% ../nbs/27_report.ipynb #9e40e2fe
+# %% ../nbs/27_report.ipynb #b38eba56
 _MARKS = re.compile(r"[\\`*\[\]|$~^{]|(?<![^\W_])_|_(?![^\W_])|<(?=[A-Za-z/!?])")  # of Markdown: no _ within a word
 _BEFORE = r"\\\g<0>"  # a backslash before it
 
-# %% ../nbs/27_report.ipynb #b38eba56
+
 def _escape(text) -> str: return _MARKS.sub(_BEFORE, _one_line(text))
 
 
@@ -670,20 +658,16 @@ def _one_line(text) -> str:
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", str(text))
 
 # %% ../nbs/27_report.ipynb #2105000f
-def _read_summary(table: pd.DataFrame, digits: int) -> pd.DataFrame:
-    rows = []
-    for r in table.to_dict("records"):
-        majority = f" (majority {r['majority']:.{digits}f})" if r["majority"] == r["majority"] else ""
-        rows.append(_names(r, table) | {
-            "metric": r["metric"].replace("_", " ") + majority,
+def _read_summary(r: dict, digits: int, interval: str) -> dict:
+    majority = f" (majority {r['majority']:.{digits}f})" if r["majority"] == r["majority"] else ""
+    return {"metric": r["metric"].replace("_", " ") + majority,
             "seeds": f"{r['n']}" + f", and {r['failed']} failed" * (r["failed"] > 0),
             "mean ± sd": _Cell(_pm(r["mean"], r["sd"], digits) or "no finished run", r["records"]),
-            _interval_head(table): _between(r["low"], r["high"], r["n"], digits, none="no run"),
+            interval: _between(r["low"], r["high"], r["n"], digits, none="no run"),
             "median": _pm(r["median"], math.nan, digits), "worst": _pm(r["worst"], math.nan, digits),
             "one class only": f"{r['collapsed']} of {r['n']}",
             "IsoScore before": _pm(r["isoscore_before"], math.nan, 3),
-            "IsoScore after": _isotropy(r, "isoscore_after"), "its layers, mean": _isotropy(r, "layers_after")})
-    return _filled(rows)
+            "IsoScore after": _isotropy(r, "isoscore_after"), "its layers, mean": _isotropy(r, "layers_after")}
 
 # %% ../nbs/27_report.ipynb #4ac09095
 def _isotropy(r: dict, name: str) -> str:
@@ -692,54 +676,34 @@ def _isotropy(r: dict, name: str) -> str:
     return shown + (f" ({n} of {r['n']})" if 0 < n < r["n"] else "")
 
 # %% ../nbs/27_report.ipynb #5bb2ee14
-def _read_comparison(table: pd.DataFrame, digits: int) -> pd.DataFrame:
-    rows, signed = [], lambda x: f"{x:+.{digits}f}"
-    for r in table.to_dict("records"):
-        row = _names(r, table) | {"against": r["baseline"], "pairs": str(r["n"])}
-        if "agree" in r: row["tasks of this sign"] = f"{r['agree']} of {r['tasks']}"
-        row |= {"mean": _Cell(_pm(r["mean"], math.nan, digits), r["records"]),
-                "baseline's mean": _Cell(_pm(r["mean_baseline"], math.nan, digits), r["records_baseline"])}
-        row["difference"] = _Cell(signed(r["difference"]), (*r["records"], *r["records_baseline"])) if r["n"] else ""
-        row[_interval_head(table)] = _between(r["low"], r["high"], r["n"], digits, signed=True)
-        if "p_seeds" in r: row["p by seed"] = p_text(r["p_seeds"])
-        row |= {"p": p_text(r["p"]), "p, Holm": p_text(r["p_holm"]), "verdict": r["verdict"].split(":")[0]}
-        row["if failed runs count"] = f"{signed(r['least'])} to {signed(r['most'])}" if r["failed"] else ""
-        row |= {"incomplete pairs": "; ".join(r["incomplete"]), "arms differ in": ", ".join(r["differ"])}
-        stuck = f"{r['collapsed']} of {r['n']}; baseline {r['collapsed_baseline']} of {r['n']}"
-        row["one class only"] = stuck if r["collapsed"] or r["collapsed_baseline"] else ""
-        rows.append(row)
-    return _filled(rows)
+def _read_comparison(r: dict, digits: int, interval: str) -> dict:
+    signed = lambda x: f"{x:+.{digits}f}"
+    row = {"against": r["baseline"], "pairs": str(r["n"])}
+    if "agree" in r: row["tasks of this sign"] = f"{r['agree']} of {r['tasks']}"
+    row |= {"mean": _Cell(_pm(r["mean"], math.nan, digits), r["records"]),
+            "baseline's mean": _Cell(_pm(r["mean_baseline"], math.nan, digits), r["records_baseline"])}
+    row["difference"] = _Cell(signed(r["difference"]), (*r["records"], *r["records_baseline"])) if r["n"] else ""
+    row[interval] = _between(r["low"], r["high"], r["n"], digits, signed=True)
+    if "p_seeds" in r: row["p by seed"] = p_text(r["p_seeds"])
+    row |= {"p": p_text(r["p"]), "p, Holm": p_text(r["p_holm"]), "verdict": r["verdict"].split(":")[0]}
+    row["if failed runs count"] = f"{signed(r['least'])} to {signed(r['most'])}" if r["failed"] else ""
+    row |= {"incomplete pairs": "; ".join(r["incomplete"]), "arms differ in": ", ".join(r["differ"])}
+    stuck = f"{r['collapsed']} of {r['n']}; baseline {r['collapsed_baseline']} of {r['n']}"
+    return row | {"one class only": stuck if r["collapsed"] or r["collapsed_baseline"] else ""}
 
 # %% ../nbs/27_report.ipynb #4fd62e24
-def _read_judges(table: pd.DataFrame, digits: int) -> pd.DataFrame:
+def _read_judges(r: dict, digits: int, interval: str) -> dict:
     text = lambda x: _pm(x, math.nan, digits)
-    return pd.DataFrame([_names(r, table) | {
-        "metric": r["metric"].replace("_", " "), "seeds": f"{r['n']}",
-        "baseline's mean": text(r["mean"]) or "no finished run",
-        "best constant answer": text(r["majority"]) or "not known", "two standard errors": text(2 * r["error"]),
-        "can judge": "yes" if r["clears"] else "no"}
-        for r in table.to_dict("records")])
-
-# %% ../nbs/27_report.ipynb #73bf1302
-_READ = {"summary": _read_summary, "comparison": _read_comparison, "judges": _read_judges}
-
-# %% ../nbs/27_report.ipynb #ebe6edc9
-def _names(r: dict, table: pd.DataFrame) -> dict: return {c: setting_text(r[c]) for c in table.attrs["by"]}
-
-# %% ../nbs/27_report.ipynb #e4cfe58f
-def _interval_head(table: pd.DataFrame) -> str: return f"{100 * table.attrs['level']:g} % interval"
-
-# %% ../nbs/27_report.ipynb #82a6086b
-def _filled(rows: list[dict]) -> pd.DataFrame:
-    "Return the rows without columns that hold nothing."
-    shown = pd.DataFrame(rows)
-    return shown.loc[:, [c for c in shown if (shown[c].astype(str) != "").any()]]
+    return {"metric": r["metric"].replace("_", " "), "seeds": f"{r['n']}",
+            "baseline's mean": text(r["mean"]) or "no finished run",
+            "best constant answer": text(r["majority"]) or "not known", "two standard errors": text(2 * r["error"]),
+            "can judge": "yes" if r["clears"] else "no"}
 
 # %% ../nbs/27_report.ipynb #3609eee0
 def _pm(mean: float, sd: float, digits: int) -> str:
     return "" if mean != mean else f"{mean:.{digits}f}" + (f" ± {sd:.{digits}f}" if sd == sd else "")
 
-# %% ../nbs/27_report.ipynb #2ba52463
+
 def _between(low: float, high: float, n: int, digits: int, signed: bool = False, none: str = "no pair") -> str:
     if low != low: return "all equal" if n > 1 else "one seed: none" if n else none
     return f"{low:{'+' * signed}.{digits}f} to {high:{'+' * signed}.{digits}f}"
