@@ -32,8 +32,7 @@ class TextBatches:
     """Yields the batches of a text corpus for a language-model loss, the same at every pass.
 
     A batch is a dict of `input_ids`, `attention_mask` and `labels` (-100: not predicted), each (batch, length).
-    `ValueError` for texts that are none or have no token to predict, and for a tokenizer that does not fit the loss.
-    """
+    `ValueError` for texts that are none or have no token to predict, and for a tokenizer that does not fit the loss."""
     texts: InitVar[Sequence[str]]  # one sample each; blank ones are left out
     tokenizer: PreTrainedTokenizerBase
     loss: str = "mlm"  # "mlm", "clm" or "seq2seq"
@@ -59,7 +58,9 @@ class TextBatches:
         return _padded(samples, self.ids.pad)
     def draw(self, share: float, seed: int = 0) -> "TextBatches":
         "Return a random part of the corpus, `share` in (0, 1], at least one sample. The samples keep their masks."
-        return _drawn(self, share, seed)
+        in_range("share", share, 0, 1, ends="(]")
+        drawn = np.random.default_rng([seed, 1]).permutation(self.numbers)
+        return _part(self, drawn[: max(1, round(share * len(drawn)))], drawn=[share, seed])
     def shard(self, rank: int, parts: int) -> "TextBatches":
         "Return one of several disjoint parts that together are the whole, `rank` from 0."
         return _shard(self, rank, parts)
@@ -210,13 +211,6 @@ def _part(corpus: TextBatches, numbers: np.ndarray, **notes) -> TextBatches:
     part.__dict__ |= {"numbers": np.sort(numbers)} | notes
     return part
 
-# %% ../nbs/10_corpus.ipynb #605372ef
-def _drawn(corpus: TextBatches, share: float, seed: int) -> TextBatches:
-    "Return a random part, the share in (0, 1]. The samples keep their masks."
-    in_range("share", share, 0, 1, ends="(]")
-    keep = max(1, round(share * len(corpus.numbers)))
-    return _part(corpus, np.random.default_rng([seed, 1]).permutation(corpus.numbers)[:keep], drawn=[share, seed])
-
 # %% ../nbs/10_corpus.ipynb #2a8fc7b8
 def _shard(corpus: TextBatches, rank: int, parts: int) -> TextBatches:
     "Return one of several disjoint parts, the ranks from 0."
@@ -314,11 +308,10 @@ def predicted_logits(
     return logits[row, column], target, row
 
 # %% ../nbs/10_corpus.ipynb #3ed5966c
-def predicted_positions(
-    batch: dict,  # with labels (batch, length), -100 where nothing is predicted
-    loss: str = "mlm",  # "clm" predicts each label from the position before it
-) -> tuple[Tensor, Tensor, Tensor]:
-    "Return row and column of each position that predicts, in order of the rows, and the token that it predicts."
+def predicted_positions(batch: dict, loss: str = "mlm") -> tuple[Tensor, Tensor, Tensor]:
+    """Return row and column of each position that predicts, in order of the rows, and the token that it predicts.
+
+    Labels (batch, length) of -100 are not predicted; "clm" predicts each label from the position before it."""
     _check_labels(batch, loss)
     labels = batch["labels"]
     if loss == "clm":
@@ -330,22 +323,15 @@ def predicted_positions(
     return row, column, labels[row, column]
 
 # %% ../nbs/10_corpus.ipynb #c2d8a35e
-def head_input(
-    model: nn.Module,  # a transformers model
-    loss: str = "mlm",  # "seq2seq": the head reads the decoder
-) -> nn.Module | None:
+def head_input(model: nn.Module, loss: str = "mlm") -> nn.Module | None:
     "Return the submodule whose `last_hidden_state` the language-model head reads; None where there is none."
     body = model.get_decoder() if loss == "seq2seq" else getattr(model, "base_model", None)
     return None if body is model else body
 
 # %% ../nbs/10_corpus.ipynb #6fb0100e
 @contextmanager
-def only_positions(
-    body: nn.Module,  # its last_hidden_state (batch, length, hidden) is reduced
-    row: Tensor,  # (M,)
-    column: Tensor,  # (M,)
-):
-    "Make the body return only the given positions, as (1, M, hidden), within the context."
+def only_positions(body: nn.Module, row: Tensor, column: Tensor):
+    "Context in which the body returns the M given positions alone, (1, M, hidden) in place of (batch, length, hidden)."
     def reduce(module, args, output):
         if isinstance(output, tuple): return (output[0][row, column][None], *output[1:])
         output.last_hidden_state = output.last_hidden_state[row, column][None]
@@ -364,11 +350,8 @@ def _inputs(model: nn.Module, batch: dict, loss: str) -> dict:
     return inputs
 
 # %% ../nbs/10_corpus.ipynb #4f5454de
-def decoder_inputs(
-    model: nn.Module,  # an encoder-decoder
-    labels: Tensor,  # (batch, length)
-) -> Tensor:
-    "Return the labels moved on by one place, which the decoder reads. `ValueError` without a language-model head."
+def decoder_inputs(model: nn.Module, labels: Tensor) -> Tensor:
+    "Return the labels (batch, length) moved on by one place, for the decoder. `ValueError` without a head for it."
     if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
         raise ValueError(f"model: {type(model).__name__} has no language-model head; load it by AutoModelForSeq2SeqLM")
     return model.prepare_decoder_input_ids_from_labels(labels)
@@ -383,9 +366,7 @@ def _named(kind: type) -> list[str]:
     return [n for n, (names, ending) in _MADE_FOR.items() if kind.__name__ in names or kind.__name__.endswith(ending)]
 
 # %% ../nbs/10_corpus.ipynb #d2cc5da6
-def model_losses(
-    model: nn.Module,  # a transformers model
-) -> list[str]:
+def model_losses(model: nn.Module) -> list[str]:
     """Return the losses that the model's class was made for, the usual one first; none where the class does not say.
 
     BART, which fills in masks too, has "seq2seq" and "mlm". A class of one's own is what it inherits from.
@@ -395,10 +376,7 @@ def model_losses(
     return ["seq2seq", *(n for n in made if n == "mlm")]
 
 # %% ../nbs/10_corpus.ipynb #371f8be5
-def check_head(
-    model: nn.Module,  # a transformers model
-    loss: str,  # "mlm", "clm" or "seq2seq"
-) -> None:
+def check_head(model: nn.Module, loss: str) -> None:
     "Raise a `ValueError` for a loss that the model's class was not made for."
     known, two = model_losses(model), getattr(getattr(model, "config", None), "is_encoder_decoder", None)
     if loss in known or (not known and not (loss == "seq2seq" and two is False)): return
@@ -451,10 +429,7 @@ def load_texts(
     return texts
 
 # %% ../nbs/10_corpus.ipynb #246a4e46
-def read_lines(
-    source: str,  # file or name on the hub, as in load_texts
-    column: str,  # of a table or data set
-) -> Iterable[str]:
+def read_lines(source: str, column: str) -> Iterable[str]:
     "Return the lines of a text file, or the column of a table or of a data set on the hub."
     kind = file_kind(source)
     if kind == "text":  # at line feeds alone, as no other separator of Unicode ends a text

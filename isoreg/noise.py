@@ -49,11 +49,9 @@ def set_dropout(
 ) -> dict:  # an Applied of rates, mean and calls; undo(), or leaving a with block, puts everything back
     """Set the rate of each site by name, check that it is the one applied, and note it in the model's configuration.
 
-    **A saved model does not come back with its rates by itself.** transformers has no field for the rate of one
-    site, so `from_pretrained` gives every site the rate of its global fields, often 0.1, and says nothing. Call
-    `load_dropout(model)` after loading. `ValueError` for a rate outside [0, 1), an unknown or a missing name;
-    `RuntimeError` if a rate does not arrive. The model is unchanged after an error. Call it before training, not
-    inside `torch.compile`d code.
+    Call it before training, outside of `torch.compile`d code, and `load_dropout` after loading: `from_pretrained` knows
+    no rates of single sites. `ValueError` for a rate outside [0, 1), an unknown or a missing name; `RuntimeError` if a
+    rate does not arrive. The model is unchanged after an error.
     """
     model, rates = unwrapped(model), check_schedule(schedule)
     found = find_sites(model, batch) if verify or sites is None else Found(list(sites), [], "")
@@ -190,10 +188,9 @@ def gaussian_dropout(
 ) -> Applied:
     """Replace every dropout by Gaussian noise: N(1, p/(1-p)) in train mode, none at evaluation (Wang, Manning 2013).
 
-    It works by hooks, so names in `state_dict` and copies are as before; `load_dropout` puts it on again after
-    loading. `ValueError` if it is on already or a site lies in a kernel that cannot be replaced. `RuntimeError`
-    that names the site where a mask stays a mask: only `F.dropout` and `F.scaled_dot_product_attention` are
-    replaced, not AlphaDropout, Dropout1d to 3d, MultiheadAttention or `torch.dropout`.
+    It works by hooks; `load_dropout` puts them on again after loading. `ValueError` if it is on already or a site lies
+    in a kernel; `RuntimeError` where a mask stays a mask: only `F.dropout` and `F.scaled_dot_product_attention` are
+    replaced.
     """
     model = unwrapped(model)
     if _GAUSSIAN & _installed(model).keys(): raise ValueError("model: has Gaussian dropout already; undo it first")
@@ -294,10 +291,9 @@ def mixout(
 ) -> Applied:
     """Mix every linear map of the encoder with its pretrained weights, in train mode (Lee, Cho and Kang 2020).
 
-    Pooler, head and biases are not mixed. A hook mixes the weight just before its module runs: parameters keep
-    their names, `state_dict`, copies, autocast and gradient checkpointing work as before. Memory: one more copy of
-    the mixed weights, which `save_pretrained` does not save: `load_dropout` asks for them. `ValueError` for a bad
-    p, a second Mixout, a model without linear maps, or weights that do not fit.
+    Pooler, head and biases are not mixed. Memory: one more copy of the mixed weights, which `save_pretrained` does not
+    save: `load_dropout` asks for them. `ValueError` for a bad p, a second Mixout, a model without linear maps, or
+    weights that do not fit.
     """
     p, unit, model = check_rate("p", p), one_of("unit", unit, ("neuron", "weight")), unwrapped(model)
     if "mixout" in _installed(model): raise ValueError("model: has Mixout already; undo it first")
@@ -359,8 +355,7 @@ def load_dropout(
     verify: bool = True,  # as for set_dropout
     batch=None,  # as for dropout_sites
 ) -> Applied:  # as of set_dropout, gaussian_dropout or mixout, with "kind"
-    """Put on again what `set_dropout`, `gaussian_dropout` or `mixout` left in the configuration; `from_pretrained` does
-    not.
+    """Put on again what `set_dropout`, `gaussian_dropout` or `mixout` left in the configuration.
 
     A classifier's rate is skipped where the model has another head. `ValueError` if the configuration holds no note
     or an unknown kind, and for Mixout without `pretrained`: the weights that it mixes with are not in the file.
@@ -477,9 +472,7 @@ def apply_dropout(
 ) -> Applied:  # how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
     """Put a dropout regulariser on a model and return what was done, for JSON; `standard` changes nothing.
 
-    `ValueError` for an unknown name, arguments that are missing or have no meaning for `how`, and whatever the
-    parts raise.
-    """
+    `ValueError` for an unknown name, and for arguments that are missing or have no meaning for `how`."""
     model = unwrapped(model)
     how, schedule = _read_how(how, schedule)
     of_scores = dict(p_max=p_max, p_min=p_min, shape=shape, aggregate=aggregate, grouping=grouping)

@@ -37,10 +37,8 @@ def dropout_sites(
 ) -> list["Site"]:  # in the order of execution
     """Return every site where the model applies dropout in train mode, found by one forward pass.
 
-    The tensors are those of the released code of Sharma et al. (2024), or those of the pass. Shared layers (ALBERT)
-    are one site that is called several times. The model is left as it was. Cost: one forward pass over eight
-    tokens, two more and one for each candidate if some are dead. `ValueError` if there is no site; a warning if a
-    rate arrives that cannot be set.
+    Layers that are shared, as in ALBERT, are one site that is called several times. The model is left as it was.
+    `ValueError` if there is no site; a warning if a rate arrives that cannot be set.
     """
     found = find_sites(unwrapped(model), batch, one_of("grouping", grouping, ("released", "preceding")))
     if found.stray: warnings.warn(found.stray)
