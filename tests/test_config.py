@@ -269,10 +269,16 @@ def test_settings_of_a_reference_count_where_one_is_read(convention, none, all_o
 # ---- what a change to the code showed that no test held
 
 
-def test_seeds_and_defaults_are_those_of_the_protocol():
-    assert RunConfig(seed=2**32 - 1).seed == 2**32 - 1 and RunConfig().cosreg_layer == -1
-    with pytest.raises(ValueError, match="seed"):
-        RunConfig(seed=2**32)
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeds_are_those_that_numpy_takes(kind):
+    assert kind(seed=2**32 - 1).seed == 2**32 - 1 and kind(seed=0).seed == 0
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match=f"seed: {seed} is out of range"):
+            kind(seed=seed)
+
+
+def test_the_layer_of_cosreg_is_the_last_by_default():
+    assert RunConfig().cosreg_layer == -1
 
 
 def test_a_maker_has_the_settings_that_can_be_given_by_name_and_its_sites_are_none():

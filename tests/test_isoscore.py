@@ -581,6 +581,19 @@ def test_layers_in_one_call_and_numpy():
     assert isinstance(isoscore(layers[0].numpy()), np.floating)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("n, d", [(9, 24), (40, 6)])
+@pytest.mark.parametrize("correction", [None, "gaussian", "ustat"])
+def test_clouds_in_two_leading_dimensions_are_scored_one_by_one(n, d, correction, masked):
+    g = torch.Generator().manual_seed(n)
+    clouds = torch.randn(3, 2, n, d, generator=g) * torch.linspace(0.3, 2, d) + 5
+    mask = torch.rand(3, 2, n, generator=g) < 0.8 if masked else torch.ones(3, 2, n, dtype=torch.bool)
+    scores = isoscore(clouds, mask if masked else None, correction)
+    for i, j in np.ndindex(3, 2):
+        alone = isoscore(clouds[i, j][mask[i, j]].double(), correction=correction)
+        assert float(scores[i, j]) == pytest.approx(float(alone), rel=1e-4)
+
+
 @pytest.mark.parametrize("n", [8, 1000])
 def test_a_small_spread_far_from_the_origin_is_a_cloud(n):
     x = torch.randn(n, 16) + 1.2e6
