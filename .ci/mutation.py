@@ -1,24 +1,32 @@
 """Change one place of a module at a time, as cosmic-ray does, and see whether the module's own tests notice:
-python .ci/mutation.py [MODULE ...] [--sample N]. The changes are a random sample with seed 0; the result goes into the
-record of trust, every survivor with its line and, where somebody has looked at it, with what was found. --again tries
-the survivors of the record alone, with all tests of the module, the slow ones too."""
+python .ci/mutation.py [MODULE ...] [--sample N] [--seed N]. The changes are a random sample; each is tried against the
+tests that enter the function it is in, and those that start a process. The result goes into the record of trust, every
+survivor with its line and, where somebody has looked at it, with what was found. --again tries the survivors of the
+record alone, with all tests of the module, the slow ones too."""
 
 import argparse
+import ast
+import contextlib
+import importlib
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "nbs" / "results" / "trust.json"
 MODULES = {  # module: its tests, and which of them
-    "isoscore": (["test_isoscore.py"], "not ranks and not time"),
+    "isoscore": (["test_isoscore.py"], "not ranks and not time and not 4096"),
     "fisher": (["test_fisher.py"], "not ranks and not loop_over_samples and not ten_batches and not memory"),
     "schedules": (["test_schedules.py"], ""),
     "statistics": (["test_statistics.py"], ""),
@@ -43,8 +51,82 @@ def mutants(source: str) -> list[tuple[str, int, int]]:
     return found
 
 
-def tested(module: str, code: str | None, limit: float, every_test: bool = False) -> str:
-    "Run the tests of a module in a fork of this process: survived, killed, or killed by the time that they take."
+class Reaches:
+    "Notes for each test how long it takes, which functions of a module it enters, and whether it starts a process."
+
+    def __init__(self, file: str):
+        self.file, self.test, self.found = file, "", {"": {"seconds": 0.0, "enters": set(), "starts": False}}
+
+    def __call__(self, frame, event, _):
+        if event != "call":
+            return
+        code = frame.f_code
+        if code.co_filename == self.file:
+            self.found[self.test]["enters"].add(code.co_firstlineno)
+        elif code.co_filename.endswith(("/subprocess.py", "/multiprocessing/process.py")):
+            self.found[self.test]["starts"] |= code.co_name in ("__init__", "start")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.test, begun = item.nodeid, time.monotonic()
+        self.found[self.test] = {"seconds": 0.0, "enters": set(), "starts": False}
+        try:
+            return (yield)
+        finally:
+            self.found[self.test]["seconds"], self.test = time.monotonic() - begun, ""
+
+
+class Only:
+    "Leaves the tests that are named, in that order, and gives each the same random numbers whatever came before."
+
+    def __init__(self, names: list[str] | None):
+        self.names = names
+
+    def pytest_collection_modifyitems(self, items):
+        if self.names is not None:
+            place = {name: i for i, name in enumerate(self.names)}
+            items[:] = sorted((i for i in items if i.nodeid in place), key=lambda i: place[i.nodeid])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        import torch
+
+        torch.manual_seed(0)
+
+
+def reaching(module: str, every_test: bool) -> dict[str, dict]:
+    "Run the tests of a module without any change, and return what each of them enters; exit if one fails."
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "reaches.pickle")
+        if tested(module, None, 3600, None, every_test, out) != "survived":
+            sys.exit(f"{module}: its tests fail without any change")
+        reached, modules = pickle.loads(out.read_bytes())
+    for name in modules:  # once here and not in each fork
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    return reached
+
+
+def tests_of(line: int, source: str, reached: dict[str, dict]) -> list[str]:
+    "Return the tests that enter the function of a line, the quickest first; all, of a line that an import runs."
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    around = [f for f in functions if f.body[0].lineno <= line <= f.end_lineno]
+    its = set()
+    if around:
+        whole = min(around, key=lambda f: f.lineno)
+        first = min([whole.lineno, *(d.lineno for d in whole.decorator_list)])
+        its = set(range(first, whole.end_lineno + 1))
+    every = not around or bool(its & reached[""]["enters"])
+    names = [n for n, r in reached.items() if n and (every or r["starts"] or its & r["enters"])]
+    return sorted(names, key=lambda n: reached[n]["seconds"])
+
+
+def tested(
+    module: str, code: str | None, limit: float, names: list[str] | None, every_test: bool, out: Path | None = None
+) -> str:
+    "Run tests of a module in a fork of this process: survived, killed, or killed by the time that they take."
+    if names == []:
+        return "survived"
     with tempfile.TemporaryDirectory() as folder:
         # A copy of the package with the change, first on the path, so that processes that a test starts have it too.
         shutil.copytree(ROOT / "isoreg", f"{folder}/isoreg", ignore=shutil.ignore_patterns("__pycache__"))
@@ -52,7 +134,7 @@ def tested(module: str, code: str | None, limit: float, every_test: bool = False
             Path(folder, "isoreg", f"{module}.py").write_text(code)
         pid = os.fork()
         if pid == 0:
-            _test(module, folder, every_test)
+            _test(module, folder, names, every_test, out)
         end = time.monotonic() + limit
         while time.monotonic() < end:
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -64,41 +146,48 @@ def tested(module: str, code: str | None, limit: float, every_test: bool = False
         return "killed by time"
 
 
-def _test(module: str, folder: str, every_test: bool):
-    "Run the tests of a module, or all but the slow ones, with the package in a folder, and end the process."
+def _test(module: str, folder: str, names: list[str] | None, every_test: bool, out: Path | None):
+    "Run tests of a module with the package in a folder, write what they enter where that is asked, end the process."
     files, words = MODULES[module]
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1), os.dup2(quiet, 2)
-    import pytest
-
     sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--hypothesis-seed=0"]
     chosen = [str(ROOT / "tests" / f) for f in files]
     if not every_test:
         chosen += ["-m", "not slow", *(["-k", words] if words else [])]
+    reaches, plugins = Reaches(f"{folder}/isoreg/{module}.py"), [Only(names)]
+    if out is not None:
+        plugins.append(reaches)
+        threading.setprofile(reaches), sys.setprofile(reaches)
     try:
-        os._exit(int(pytest.main([*options, *chosen])))
+        ended = int(pytest.main([*options, *chosen], plugins=plugins))
+        sys.setprofile(None)
+        if out is not None:
+            others = [n for n, m in sys.modules.items() if "site-packages" in (getattr(m, "__file__", None) or "")]
+            out.write_bytes(pickle.dumps((reaches.found, others)))
+        os._exit(ended)
     except BaseException:
         os._exit(3)
 
 
-def examine(module: str, size: int, verdicts: dict[tuple[str, str], str]) -> dict:
+def examine(module: str, size: int, seed: int, verdicts: dict[tuple[str, str], str]) -> dict:
     "Return what became of a random sample of the changes of a module, with what is known of those that survive."
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
     source = (ROOT / "isoreg" / f"{module}.py").read_text()
     every, lines = mutants(source), source.splitlines()
-    drawn = random.Random(0).sample(range(len(every)), min(size, len(every)))
-    begun = time.monotonic()
-    if tested(module, None, 1200) != "survived":
-        sys.exit(f"{module}: its tests fail without any change")
-    limit, survivors = 60 + 5 * (time.monotonic() - begun), []
+    drawn = random.Random(seed).sample(range(len(every)), min(size, len(every)))
+    reached, survivors = reaching(module, every_test=False), []
     for n, i in enumerate(drawn):
         operator, occurrence, line = every[i]
         code = mutate_code(source, get_operator(operator)(), occurrence)
-        if tested(module, code, limit) == "survived":
+        names = tests_of(line, source, reached)
+        print(f"{module} {n + 1}/{len(drawn)}: {len(names)} tests", flush=True)
+        limit = 120 + 10 * sum(reached[n]["seconds"] for n in names)
+        if tested(module, code, limit, names, every_test=False) == "survived":
             old, new = lines[line - 1].strip(), code.splitlines()[line - 1].strip()
             verdict = verdicts.get((old, new), "not looked at")
             survivors.append({"operator": operator, "before": old, "after": new, "verdict": verdict})
@@ -107,6 +196,7 @@ def examine(module: str, size: int, verdicts: dict[tuple[str, str], str]) -> dic
     when = datetime.now(UTC).date().isoformat()
     return {
         "date": when,
+        "seed": seed,
         "changes": len(every),
         "tried": len(drawn),
         "survived": len(survivors),
@@ -120,12 +210,12 @@ def examine_again(module: str, record: dict) -> dict:
     from cosmic_ray.plugins import get_operator
 
     source, left = (ROOT / "isoreg" / f"{module}.py").read_text(), []
-    lines, every = source.splitlines(), mutants(source)
+    lines, every, reached = source.splitlines(), mutants(source), reaching(module, every_test=True)
     for survivor in record["survivors"]:
         alike = [m for m in every if (m[0], lines[m[2] - 1].strip()) == (survivor["operator"], survivor["before"])]
         codes = [(mutate_code(source, get_operator(operator)(), n), line) for operator, n, line in alike]
-        (code,) = {code for code, line in codes if code.splitlines()[line - 1].strip() == survivor["after"]}
-        if tested(module, code, 1200, every_test=True) == "survived":
+        ((code, line),) = {(c, line) for c, line in codes if c.splitlines()[line - 1].strip() == survivor["after"]}
+        if tested(module, code, 1200, tests_of(line, source, reached), every_test=True) == "survived":
             left.append(survivor)
         print(f"{module}: {survivor['after']}: {'survives' if survivor in left else 'noticed'}", flush=True)
     when = datetime.now(UTC).date().isoformat()
@@ -141,6 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", choices=[*MODULES, []], default=list(MODULES))
     parser.add_argument("--sample", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -152,7 +243,10 @@ def main() -> None:
     for module in arguments.modules or MODULES:
         earlier = record_of(module)
         verdicts = {(s["before"], s["after"]): s["verdict"] for s in earlier.get("survivors", [])}
-        found = examine_again(module, earlier) if arguments.again else examine(module, arguments.sample, verdicts)
+        if arguments.again:
+            found = examine_again(module, earlier)
+        else:
+            found = examine(module, arguments.sample, arguments.seed, verdicts)
         record = json.loads(RECORD.read_text()) if RECORD.exists() else {"kind": "trust"}
         record.setdefault("mutation", {})[module] = found
         RECORD.write_text(json.dumps(record, indent=1) + "\n")

@@ -229,6 +229,7 @@ def test_what_is_left_open_is_filled_in():
     quick = RunConfig(model="bert-base-uncased", task="cola")
     assert (quick.lr, quick.batch_size, quick.epochs, quick.warmup, quick.schedule) == (5e-5, 32, 3, 0.1, "linear")
     assert quick.cosreg_layer == -1 and quick.max_length == 128
+    assert PretrainConfig().packed is False and PretrainConfig(corpus="texts.txt", model="x").packed is True
     assert PretrainConfig().limit == 12_000 and PretrainConfig(corpus="texts.txt", model="x").limit is None
 
 
@@ -241,6 +242,10 @@ def test_what_is_left_open_is_filled_in():
         (RunConfig, "adam_epsilon", (1e-8, 1e-6), (0.0, -1e-8)),
         (RunConfig, "dropout_p", (0.0, 0.5), (-0.1, 1.0)),
         (RunConfig, "train_fraction", (0.1, 1.0), (0.0, 1.1)),
+        (RunConfig, "warmup", (0.0, 0.06, 1.0), (-0.1, 1.1)),
+        (PretrainConfig, "warmup", (0.0, 0.06, 1.0), (-0.1, 1.1)),
+        (PretrainConfig, "batch_size", (1, 32), (0, -1)),
+        (FisherConfig, "shares", ("99.9,0.1", ""), ("100,5", "0", "-1")),
     ],
 )
 def test_bounds_are_where_they_are_said_to_be(kind, name, good, bad):
@@ -269,10 +274,23 @@ def test_settings_of_a_reference_count_where_one_is_read(convention, none, all_o
 # ---- what a change to the code showed that no test held
 
 
-def test_seeds_and_defaults_are_those_of_the_protocol():
-    assert RunConfig(seed=2**32 - 1).seed == 2**32 - 1 and RunConfig().cosreg_layer == -1
-    with pytest.raises(ValueError, match="seed"):
-        RunConfig(seed=2**32)
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeds_are_those_that_numpy_takes(kind):
+    assert kind(seed=2**32 - 1).seed == 2**32 - 1 and kind(seed=0).seed == 0
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match=f"seed: {seed} is out of range"):
+            kind(seed=seed)
+
+
+@pytest.mark.parametrize("name, settings_of_its_own", [("istar", {}), ("cosreg", {"layer": "cosreg_layer"})])
+def test_a_run_makes_the_penalty_that_its_class_makes_by_default(name, settings_of_its_own):
+    config = RunConfig(regularizer=name)
+    its = inspect.signature(module.PENALTIES.find(name)).parameters
+    shared = {n: settings_of_its_own.get(n, n) for n in its if settings_of_its_own.get(n, n) in RunConfig.model_fields}
+    assert {"lam", *settings_of_its_own} <= set(shared)
+    for n, setting in shared.items():
+        if its[n].default is not inspect.Parameter.empty:
+            assert getattr(config, setting) == its[n].default, n
 
 
 def test_a_maker_has_the_settings_that_can_be_given_by_name_and_its_sites_are_none():

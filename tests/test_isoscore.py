@@ -16,6 +16,7 @@ from isoreg.isoscore import (
     CONVENTIONS,
     _gaussian_terms,
     _holds_its_digits,
+    _unbiased_traces,
     gaussian_stderr,
     isoscore,
     isoscore_from_cov,
@@ -429,6 +430,71 @@ def test_a_fourth_trace_above_the_square_of_the_second_counts_as_equal_to_it(see
     assert 1 - 1e-9 <= n**2 / 4 * float(second) <= 2 + 1e-9
 
 
+def pairings(ends):
+    "Yield all ways to put an even number of things into pairs."
+    if not ends:
+        yield []
+    for i in range(1, len(ends)):
+        for rest in pairings(ends[1:i] + ends[i + 1 :]):
+            yield [(ends[0], ends[i]), *rest]
+
+
+def loops(one, other):
+    "Return the lengths, in pairs of the first, of the loops that two pairings of the same things make together."
+    one, other = ({a: b for p in pairs for a, b in (p, p[::-1])} for pairs in (one, other))
+    left, lengths = set(one), []
+    while left:
+        here, length = next(iter(left)), 0
+        while here in left:
+            left -= {here, one[here]}
+            here, length = other[one[here]], length + 1
+        lengths.append(length)
+    return lengths
+
+
+def expected(parts, ν, traces):
+    """Return E of the product of tr(W^k) over the parts, for W the sum of the squares x xᵀ of ν normal vectors with
+    traces[k] = tr(Σ^k), by Wick's theorem: a sum over all ways to pair the two ends of each place in the product."""
+    ends = [(i, e) for i in range(sum(parts)) for e in (0, 1)]
+    same, next_to, at = [((i, 0), (i, 1)) for i in range(sum(parts))], [], 0
+    for k in parts:
+        next_to += [((at + i, 1), (at + (i + 1) % k, 0)) for i in range(k)]
+        at += k
+    return sum(ν ** len(loops(p, same)) * math.prod(traces[k] for k in loops(p, next_to)) for p in pairings(ends))
+
+
+@pytest.mark.parametrize("ν", [4, 7, 30])
+@pytest.mark.parametrize("variances", [[1.0], [2.0, 0.5], [3.0, 1.0, 1.0, 0.2]])
+def test_unbiased_traces_have_the_expectation_that_they_are_to_have(ν, variances):
+    "The estimates are sums of products of traces; each weight is read off, each product's expectation is Wick's."
+    traces = {k: sum(v**k for v in variances) for k in range(1, 5)}
+    mean = lambda *parts: expected(parts, ν, traces) / ν ** sum(parts)
+    assert mean(2) == pytest.approx((traces[2] * (ν + 1) + traces[1] ** 2) / ν)  # as every textbook has it
+    of = lambda *s: [float(τ) for τ in _unbiased_traces(ν, *torch.tensor(s, dtype=torch.float64))]
+    ones = of(1, 0, 0, 0)
+    three = {(3,): of(0, 0, 1, 0)[0], (2, 1): of(1, 1, 0, 0)[0] - ones[0], (1, 1, 1): ones[0]}
+    four = {
+        (4,): of(0, 0, 0, 1)[1],
+        (2, 2): of(0, 1, 0, 0)[1],
+        (3, 1): of(1, 0, 1, 0)[1] - ones[1],
+        (1, 1, 1, 1): ones[1],
+    }
+    four[2, 1, 1] = of(1, 1, 0, 0)[1] - four[2, 2] - ones[1]
+    assert sum(w * mean(*parts) for parts, w in three.items()) == pytest.approx(traces[3], rel=1e-9)
+    assert sum(w * mean(*parts) for parts, w in four.items()) == pytest.approx(traces[4], rel=1e-9)
+
+
+@pytest.mark.parametrize("variances", [[1.0, 1, 1, 1], [2.0, 0.5], [3.0, 1, 1, 0.2, 0.1]])
+def test_terms_of_the_gaussian_error_are_those_of_the_delta_method(variances):
+    "The relative variance of tr(S)² / tr(S²): to first order 2 tr((AΣ)²) / n, where A is the gradient of its log."
+    S, n = torch.diag(torch.tensor(variances, dtype=torch.float64)), 10**6
+    t, f = S.trace(), (S @ S).trace()
+    A = 2 * torch.eye(len(S)) / t - 2 * S / f
+    *_, first, second = _gaussian_terms(S, n)
+    assert float(first) * n == pytest.approx(float(2 * (A @ S @ A @ S).trace()), rel=1e-4, abs=1e-4)
+    assert float(second) * n**2 / 4 == pytest.approx(1 + float((S @ S @ S @ S).trace() / f**2), rel=1e-4)
+
+
 @pytest.mark.parametrize("n, d", [(9, 2), (30, 4), (60, 3), (8, 30)])
 def test_standard_error_is_the_jackknife_less_what_it_counts_twice(n, d):
     x = cloud(7, n, d)
@@ -579,6 +645,19 @@ def test_layers_in_one_call_and_numpy():
     out = isoscore(layers.numpy(), mask.numpy())
     assert isinstance(out, np.ndarray) and out.shape == (5,)
     assert isinstance(isoscore(layers[0].numpy()), np.floating)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("n, d", [(9, 24), (40, 6)])
+@pytest.mark.parametrize("correction", [None, "gaussian", "ustat"])
+def test_clouds_in_two_leading_dimensions_are_scored_one_by_one(n, d, correction, masked):
+    g = torch.Generator().manual_seed(n)
+    clouds = torch.randn(3, 2, n, d, generator=g) * torch.linspace(0.3, 2, d) + 5
+    mask = torch.rand(3, 2, n, generator=g) < 0.8 if masked else torch.ones(3, 2, n, dtype=torch.bool)
+    scores = isoscore(clouds, mask if masked else None, correction)
+    for i, j in np.ndindex(3, 2):
+        alone = isoscore(clouds[i, j][mask[i, j]].double(), correction=correction)
+        assert float(scores[i, j]) == pytest.approx(float(alone), rel=1e-4)
 
 
 @pytest.mark.parametrize("n", [8, 1000])
