@@ -221,12 +221,12 @@ def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
     "Execute the notebook of a claimed run; return message and exit code if it fails."
     from papermill.exceptions import PapermillExecutionError
     from isoreg.notebook import execute
-    from isoreg.sweep import files_of, stop_signals
+    from isoreg.sweep import stop_signals
     folder = out / run.key
     parameters, progress = run.parameters | {"out": str(out), "save_model": save_model}, folder / "progress.json"
     progress.unlink(missing_ok=True)  # of an earlier try, as failed.json below
     with _progress_bar() as on_progress, stop_signals():
-        try: execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, files_of(claim))
+        try: execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, [claim.handle])
         except KeyboardInterrupt: return _stopped(folder)
         except (PapermillExecutionError, RuntimeError, OSError) as error:  # a kernel died or did not start, a disk
             return _stopped(folder) if _interrupted(error) else _failure(run, out, error)

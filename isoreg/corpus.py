@@ -304,8 +304,10 @@ def predicted_logits(
         with only_positions(body, row, column): logits = _logits(model, inputs)
         if logits.shape[:-1] == (1, len(row)): return logits[0], target, row
     logits = _logits(model, inputs)  # a head that reads the states elsewhere: all logits, then the positions
-    _check_logits(model, logits, batch["labels"], loss)
-    return logits[row, column], target, row
+    shape, wanted = tuple(logits.shape), tuple(batch["labels"].shape)
+    if shape[:2] == wanted: return logits[row, column], target, row
+    raise ValueError(f"model: gives logits of shape {shape} for labels of shape {wanted}; "
+                     f"it needs a language-model head for {loss}")
 
 # %% ../nbs/10_corpus.ipynb #3ed5966c
 def predicted_positions(batch: dict, loss: str = "mlm") -> tuple[Tensor, Tensor, Tensor]:
@@ -406,13 +408,6 @@ def _logits(model: nn.Module, inputs: dict) -> Tensor:
     if logits is not None: return logits
     raise ValueError(f"model: {type(model).__name__} gives no logits; it needs a language-model head, so load it by "
                      "AutoModelForMaskedLM, AutoModelForCausalLM or AutoModelForSeq2SeqLM")
-
-# %% ../nbs/10_corpus.ipynb #8685eddd
-def _check_logits(model: nn.Module, logits: Tensor, labels: Tensor, loss: str) -> None:
-    "Raise a `ValueError` for logits of another shape than the labels."
-    if logits.shape[:2] == labels.shape: return
-    raise ValueError(f"model: gives logits of shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}; "
-                     f"it needs a language-model head for {loss}")
 
 # %% ../nbs/10_corpus.ipynb #1cf830ec
 def load_texts(

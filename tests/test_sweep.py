@@ -690,9 +690,9 @@ def test_what_nodes_send_is_moved_into_place_and_a_lost_task_is_repeated(tmp_pat
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    "A 2 x 2 grid of real runs through the command, one worker."
+    "Two real runs through the command, one worker."
     folder = tmp_path_factory.mktemp("toy")
-    path = grid(folder / "two.yaml", f"fixed: {TINY}\naxes: {{regularizer: [none, istar], seed: [0, 1]}}")
+    path = grid(folder / "two.yaml", f"fixed: {TINY}\naxes: {{regularizer: [none, istar], seed: [1]}}")
     result = subprocess.run(
         [sys.executable, "-m", "isoreg.cli", "sweep", str(path), "--out", str(folder / "out"), "--jobs", "1"],
         capture_output=True,
@@ -713,15 +713,15 @@ def test_toy_grid_from_end_to_end(toy):
     path, out, result = toy
     assert result.returncode == 0, result.stderr
     plan = expand(load_grid(path))
-    assert set(records(out)) == {r.key for r in plan.runs} and "4 of 4 runs are done (4 by this sweep" in result.stdout
+    assert set(records(out)) == {r.key for r in plan.runs} and "2 of 2 runs are done (2 by this sweep" in result.stdout
     assert all(
         json.loads((out / r.key / "notebook.ipynb").read_text())["metadata"]["papermill"]["exception"] is None
         for r in plan.runs
     )
     again = invoke("sweep", path, "--out", out)
-    assert again.exit_code == 0 and "4 done, 0 to do" in again.output
+    assert again.exit_code == 0 and "2 done, 0 to do" in again.output
     told = invoke("status", out, "--json")
-    assert json.loads(told.stdout)["grids"]["two"]["planned"] == 4 and "4" in invoke("status", out).output
+    assert json.loads(told.stdout)["grids"]["two"]["planned"] == 2 and "2 of 2" in invoke("status", out).output
     assert invoke("status", out / "nothing").exit_code == 2
 
 
@@ -764,7 +764,6 @@ def test_ray_gives_the_same_records(toy, tmp_path):
     pytest.importorskip("ray")
     path, out, _ = toy
     plan = expand(load_grid(path))
-    plan = dataclasses.replace(plan, runs=plan.runs[:2])
     report = sweep(plan, tmp_path, OnRay("local", jobs=2))
     assert report.code == 0 and len(report.done) == 2, report.failed
     mine, theirs = records(tmp_path), records(out)
