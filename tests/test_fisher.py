@@ -451,6 +451,16 @@ def test_float32_and_bfloat16_follow_float64():
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*left to autograd")
+@pytest.mark.parametrize("name", ["bert", "opt"])
+def test_gradients_that_the_caller_holds_are_left_as_they_are(name):
+    model = model_of(name)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    empirical_fisher(model, [batch_of(LOSS.get(name, "mlm"))])
+    assert all(bool((p.grad == 3).all()) for p in model.parameters())
+
+
 def test_rows_without_a_label_do_not_count():
     model, batch = model_of("bert"), batch_of("mlm")
     batch["labels"][1] = -100
