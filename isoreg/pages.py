@@ -19,11 +19,6 @@ from .files import write_atomically
 # %% ../nbs/34_pages.ipynb #67675cbc
 _FOLDED, _LABEL = (f"code-{name}" for name in ("fold", "summary"))  # Quarto's names
 
-# %% ../nbs/34_pages.ipynb #f08b8df6
-def _option(name: str, value: str) -> str:
-    "Return the line with which a cell gives Quarto an option."
-    return f"#| {name}: {value}\n"
-
 # %% ../nbs/34_pages.ipynb #efe59987
 def _given(options: list[str]) -> dict[str, str]:
     "Return name and value of the options that a cell has."
@@ -60,8 +55,8 @@ def fold(
     try: tree = ast.parse("".join(lines)).body
     except SyntaxError: return  # a magic
     kind = _kind(tree, given, "exports" in (cell.directives_ or {}), len(body))
-    if _FOLDED not in given and kind != "Code": options.insert(0, _option(_FOLDED, "true"))
-    if _LABEL not in given: options.insert(0, _option(_LABEL, f'"{_label(kind, tree)}"'))
+    if _FOLDED not in given and kind != "Code": options.insert(0, f"#| {_FOLDED}: true\n")
+    if _LABEL not in given: options.insert(0, f'#| {_LABEL}: "{_label(kind, tree)}"\n')
     cell.source = "".join([*options, *body])
 
 # %% ../nbs/34_pages.ipynb #3ba86b23

@@ -121,7 +121,7 @@ def test_finished_run_is_not_repeated_and_a_damaged_record_is(done):
         (["run", "--lam", "nan"], ["lam"]),
         (["run", "--data-dir", "nowhere"], ["data_dir", "nowhere"]),
         (["run", "--layers=--1"], ["layers"]),
-        (["run", "--out", __file__ + "/below"], ["out", "written"]),
+        (["run", "--out", __file__ + "/below"], ["out: ", "another path"]),
         (["run", "--lamm", 1], ["--lamm"]),
         (["run", "--set", "pad_to_max=["], ["set", "YAML"]),
         (["run", "--set", "pad_to_max"], ["set", "pad_to_max"]),
@@ -157,9 +157,7 @@ def test_missing_model_exits_with_2_and_a_failing_run_with_1(tmp_path, monkeypat
     (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
     result = invoke("run", "--model", tmp_path / "model", "--out", tmp_path / "runs")
     assert result.exit_code == 2 and "notebook.ipynb" in result.stderr
-    import isoreg.cli as cli
-
-    monkeypatch.setattr(cli, "_trained", lambda path: True)
+    monkeypatch.setattr("isoreg.notebook.read_progress", lambda path: {"stage": "training"})
     assert invoke("run", "--model", tmp_path / "model", "--out", tmp_path / "runs").exit_code == 1
 
 
