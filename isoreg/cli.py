@@ -88,27 +88,16 @@ def demo_command(
 def _show_demo(records: Sequence, picture: Path):
     "Print what two runs came to, draw their isotropy by layer, and say what to do next."
     from isoreg.config import method_label
+    from isoreg.figures import plot_layers
+    from isoreg.report import load
     names = [method_label(r.config).replace("base", "plain fine-tuning") for r in records]
     table = _table("Fine-tuning on toy-cola", ("method",), (records[0].metric, "IsoScore* before", "after"))
     for name, r in zip(names, records):
         table.add_row(name, _number(r.value), *(_number(r.isoscore[w]["union"]) for w in ("before", "after")))
     _console.print(table)
-    _draw_demo(names, records, picture)
+    plot_layers(load(list(records))).savefig(picture, dpi=150)
     _console.print(f"isotropy by layer: {picture}")
     _console.print("next: isoreg score FILE (your vectors), isoreg run --help (your task), isoreg sweep --help (grids)")
-
-# %% ../nbs/31_cli.ipynb #99d7e74e
-def _draw_demo(names: Sequence[str], records: Sequence, picture: Path):
-    "Write the picture: IsoScore* of each layer before training, and after it for each run."
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(5, 3.4), layout="constrained")
-    axes = figure.subplots()
-    lines = {"before": records[0].isoscore["before"]} | {n: r.isoscore["after"] for n, r in zip(names, records)}
-    for name, found in lines.items():
-        axes.plot(range(1, len(found["layers"]) + 1), found["layers"], marker="o", label=name)
-    axes.set(xlabel="layer", ylabel="IsoScore*", xticks=range(1, len(found["layers"]) + 1))
-    axes.legend(frameon=False)
-    figure.savefig(picture, dpi=150)
 
 # %% ../nbs/31_cli.ipynb #05e63257
 def _options(
@@ -160,14 +149,7 @@ def run_command(
 
     Without options: I-STAR on the embedded toy task, no network, about a minute. All settings: guide Options.
     """
-    _run(given | _settings(set_), out, force, save_model)
-
-# %% ../nbs/31_cli.ipynb #43bd213d
-def _settings(
-    pairs: Iterable[str] | None,  # each name=value
-) -> dict:
-    "Return the values given with `--set`, by name. `ValueError` for what is no name=value, or no YAML."
-    return {name.replace("-", "_"): value for name, value in parse_set(pairs or ()).items()}
+    _run(given | parse_set(set_ or ()), out, force, save_model)
 
 # %% ../nbs/31_cli.ipynb #0249d15d
 def _run(given: dict, out: Path, force: bool, save_model: bool = False):
@@ -175,7 +157,9 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
     from isoreg.grid import Run
     from isoreg.record import RunRecord
     config = RunConfig.from_dict(given)
-    _note_unused(given, config)
+    for name, value in given.items():
+        if name not in ("eval_split", "task") and getattr(config, name, value) != value:
+            _errors.print(f"note: {name} {value} plays no part in this run")
     run, folder = Run(config.key, "finetune", config.to_dict()), out / config.key
     record = None if force else _finished(run, out)
     if record is None:
@@ -186,13 +170,6 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
     else: _console.print("This run is already done (--force runs it again).")
     _show_record(record, folder)
     if record.value is None: raise typer.Exit(1)
-
-# %% ../nbs/31_cli.ipynb #2a90dc3f
-def _note_unused(given: dict, config: RunConfig):
-    "Print the settings that the configuration does not keep as they were given."
-    for name, value in given.items():
-        if name not in ("eval_split", "task") and getattr(config, name, value) != value:
-            _errors.print(f"note: {name} {value} plays no part in this run")
 
 # %% ../nbs/31_cli.ipynb #c629f806
 def _finished(run, out: Path):
@@ -207,10 +184,7 @@ def _execute(run, out: Path, save_model: bool):
     "Execute the notebook of a run in its folder; end the command if it fails, or if another process does it."
     from filelock import Timeout
     from isoreg.sweep import Folder
-    folder = out / run.key
-    try: folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _fail(f"out: cannot make {str(folder)!r} ({error.strerror}); give a folder that can be written", 2)
+    (out / run.key).mkdir(parents=True, exist_ok=True)
     try:
         with Folder(out).lock(run.key) as claim: failure = _attempt(run, out, save_model, claim)
     except Timeout: _fail(f"another process does this run already; see isoreg status {out}", 1)
@@ -227,9 +201,9 @@ def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
     progress.unlink(missing_ok=True)  # of an earlier try, as failed.json below
     with _progress_bar() as on_progress, stop_signals():
         try: execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, [claim.handle])
-        except KeyboardInterrupt: return _stopped(folder)
-        except (PapermillExecutionError, RuntimeError, OSError) as error:  # a kernel died or did not start, a disk
-            return _stopped(folder) if _interrupted(error) else _failure(run, out, error)
+        except (KeyboardInterrupt, PapermillExecutionError, RuntimeError, OSError) as error:  # of kernel or disk, too
+            interrupted = "KeyboardInterrupt" in (type(error).__name__, getattr(error, "ename", ""))
+            return _stopped(folder) if interrupted else _failure(run, out, error)
     (folder / "failed.json").unlink(missing_ok=True)
     return None
 
@@ -256,37 +230,26 @@ def _stopped(folder: Path) -> tuple[str, int]:
     return "stopped; nothing of this run is kept, and the same command does it again", 130
 
 # %% ../nbs/31_cli.ipynb #5de25b6b
-def _failure(run, out: Path, error: Exception) -> tuple[str, int]:
-    "Leave `failed.json`, as a sweep does; return what the command says of the error, and its exit code."
-    from isoreg.notebook import error_words
+def _failure(run, out: Path, error: BaseException) -> tuple[str, int]:
+    "Leave `failed.json`, as a sweep does; return what is said of the error, and 2 for bad input, 1 for all else."
+    from isoreg.notebook import error_words, read_progress
     from isoreg.sweep import Folder, Outcome, is_disk_full, write_failure
     folder, (message, trace) = out / run.key, error_words(error)
     if not is_disk_full(error):
         with contextlib.suppress(OSError): write_failure(Folder(out), Outcome(run, "failed", message, trace))
-    code = _exit_code(error, folder / "progress.json")
-    hint = _hint(message) if code == 2 else ""
-    return f"{message}{hint}\nnotebook: {folder / 'notebook.ipynb'}", code
-
-# %% ../nbs/31_cli.ipynb #ae2d5aaa
-def _exit_code(error: Exception, progress: Path) -> int:
-    "Return 1 if the kernel died, the disk is full or training had begun; else 2, bad input."
-    from isoreg.sweep import is_disk_full
-    return 1 if not hasattr(error, "ename") or is_disk_full(error) or _trained(progress) else 2
-
-
-def _interrupted(error: Exception) -> bool: return getattr(error, "ename", None) == "KeyboardInterrupt"
-
-# %% ../nbs/31_cli.ipynb #b5e80da9
-def _trained(progress: Path) -> bool:
-    "Return whether training had begun."
-    from isoreg.notebook import read_progress
-    return read_progress(progress).get("stage") in ("training", "done")
+    trained = read_progress(folder / "progress.json").get("stage") in ("training", "done")
+    refused = hasattr(error, "ename") and not trained and not is_disk_full(error)  # a cell said no before training
+    hint = _hint(message) if refused else ""
+    return f"{message}{hint}\nnotebook: {folder / 'notebook.ipynb'}", 2 if refused else 1
 
 # %% ../nbs/31_cli.ipynb #b5c10cdd
 def _show_record(record, folder: Path):
     "Print scores, isotropy, time and notes of a run, and the files in its folder."
     table, where = _table(record.key), record.hardware
-    table.add_row(record.metric, _judged(record))
+    score = Text(f"{_number(record.value)}  (majority {_number(record.data['majority'])})")
+    if record.value is None: score.append("  the metric is no finite number", "red")
+    if record.collapsed: score.append("  all predictions are one class", "red")
+    table.add_row(record.metric, score)
     for name, value in record.metrics.items():
         if name != record.metric: table.add_row(name, _number(value))
     table.add_row("IsoScore, union", " -> ".join(_number(record.isoscore[w]["union"]) for w in ("before", "after")))
@@ -297,14 +260,6 @@ def _show_record(record, folder: Path):
     _console.print(table)
     for name in ("record.json", "notebook.ipynb", "model"):
         if (folder / name).exists(): _console.print(str(folder / name))
-
-# %% ../nbs/31_cli.ipynb #b7907b0b
-def _judged(record) -> Text:
-    "Return the score beside that of always answering with the majority, and in red what makes it worthless."
-    text = Text(f"{_number(record.value)}  (majority {_number(record.data['majority'])})")
-    if record.value is None: text.append("  the metric is no finite number", "red")
-    if record.collapsed: text.append("  all predictions are one class", "red")
-    return text
 
 # %% ../nbs/31_cli.ipynb #03fbac78
 _WHAT = typer.Argument(metavar="KEY|RECORD", show_default=False,
@@ -401,7 +356,7 @@ def sweep_command(
     "Do all runs of a grid that are not done, several at a time."
     from isoreg.grid import expand, load_grid
     from isoreg.sweep import restore
-    plan = expand(load_grid(grid), tuple(only or ()), _settings(set_))
+    plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
     stored = restore(records, plan, out, dry_run) if records else set()
     if records: _console.print(f"{len(stored)} runs are taken from {records}")
     _show_plan(plan, out, stored, keys=dry_run)
@@ -433,13 +388,9 @@ def _show_plan(plan, out: Path, stored: set[str], keys: bool):
     if plan.excluded: more += f"; {plan.excluded} excluded"
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
     for note in plan.notes: _console.print(f"note: {note}")
-    if keys: _show_keys([run.key for run in plan.runs], done)
-
-# %% ../nbs/31_cli.ipynb #87dce64e
-def _show_keys(keys: list[str], done: set[str], limit: int = 100):
-    "Print the keys of runs, so many at most, and which of them are done."
-    for key in keys[:limit]: _console.print(f"  {'done   ' if key in done else 'missing'} {key}")
-    if len(keys) > limit: _console.print(f"  and {len(keys) - limit} more")
+    if not keys: return
+    for run in plan.runs[:100]: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run.key}")
+    if len(plan.runs) > 100: _console.print(f"  and {len(plan.runs) - 100} more")
 
 # %% ../nbs/31_cli.ipynb #02fdd546
 @contextlib.contextmanager
@@ -700,9 +651,10 @@ def _show_scores(measured: Sequence, differences: Sequence, drawn: dict | None):
 def _show_points(rows: Sequence[dict], drawn: dict | None):
     "Print the scores of a cloud, and a bar for each of the first axes."
     (result,) = rows
+    from isoreg.embeddings import with_error
     table, spectrum = _table(f"{result['points']} points, {result['dims']} dimensions"), result["spectrum"]
     table.add_row("IsoScore", f"{result['isoscore']:.4f}")
-    if "corrected" in result: table.add_row("corrected", f"{_corrected(result)} (standard error, rows independent)")
+    if "corrected" in result: table.add_row("corrected", f"{with_error(result)} (standard error, rows independent)")
     table.add_row("dimensions in even use", f"{result['dimensions_in_use']:.1f}")
     table.add_row("axes for " + ", ".join(spectrum["axes_for"]), _axes(result))
     for i, share in enumerate(spectrum["share"], 1):
@@ -713,6 +665,7 @@ def _show_points(rows: Sequence[dict], drawn: dict | None):
 # %% ../nbs/31_cli.ipynb #a0a2a9f6
 def _show_layers(rows: Sequence[dict], drawn: dict):
     "Print the scores of a model, a layer a row; of a layer that has none only its number."
+    from isoreg.embeddings import with_error
     tokens = next((r["tokens"] for r in rows if "tokens" in r), None)
     kind = "corrected, by sequence" if tokens else "corrected"
     table = _table(f"{tokens} tokens of {_texts_drawn(drawn)}" if tokens else _texts_drawn(drawn), right=(
@@ -720,11 +673,8 @@ def _show_layers(rows: Sequence[dict], drawn: dict):
     for row in rows:
         if "isoscore" not in row: table.add_row(str(row["layer"]), "undefined"); continue
         used, share = f"{row['dimensions_in_use']:.1f}", f"{100 * row['spectrum']['share'][0]:.1f} %"
-        table.add_row(str(row["layer"]), f"{row['isoscore']:.4f}", _corrected(row), used, _axes(row), share)
+        table.add_row(str(row["layer"]), f"{row['isoscore']:.4f}", with_error(row), used, _axes(row), share)
     _console.print(table)
-
-
-def _corrected(row: dict) -> str: return f"{row['corrected']:.4f} ± {row['standard_error']:.4f}"
 
 
 def _axes(row: dict) -> str: return ", ".join(map(str, row["spectrum"]["axes_for"].values()))

@@ -19,7 +19,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -99,12 +99,12 @@ class Settings(BaseModel):
         except ValidationError as error: raise ValueError(in_words(error.errors()[0], fields)) from None
 
     @classmethod
-    def from_dict(cls, values: dict) -> "Settings":
+    def from_dict(cls, values: dict) -> Self:
         "Return the configuration of plain values; an unknown name is a `ValueError`."
         return cls(**values)
 
     @classmethod
-    def from_record(cls, config: dict) -> "Settings":
+    def from_record(cls, config: dict) -> Self:
         "Return the configuration of a stored run; settings younger than it have the value that all runs had before."
         return cls(**earlier(cls) | config)
 
