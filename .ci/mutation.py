@@ -130,6 +130,7 @@ def tested(
     with tempfile.TemporaryDirectory() as folder:
         # A copy of the package with the change, first on the path, so that processes that a test starts have it too.
         shutil.copytree(ROOT / "isoreg", f"{folder}/isoreg", ignore=shutil.ignore_patterns("__pycache__"))
+        Path(folder, "nbs").symlink_to(ROOT / "nbs")  # the grids are found beside the package
         if code is not None:
             Path(folder, "isoreg", f"{module}.py").write_text(code)
         pid = os.fork()
