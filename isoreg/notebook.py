@@ -81,6 +81,9 @@ class KernelDied(RuntimeError):
         super().__init__(f"the kernel died with {how}")
         self.log = log
 
+# %% ../nbs/28_notebook.ipynb #6a1c0f53
+_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**28)}
+
 # %% ../nbs/28_notebook.ipynb #7301fb1b
 def _kernel_manager(folder: str, log, env: dict, files: Sequence[int], on_start: Callable[[Popen], None]) -> type:
     "Return a class of kernel managers whose kernels get an environment, inherit open files and write to a log."
@@ -94,7 +97,7 @@ def _kernel_manager(folder: str, log, env: dict, files: Sequence[int], on_start:
 
         async def start_kernel(self, **options):
             if posix: options["pass_fds"] = list(files)
-            await super().start_kernel(env=os.environ | env, stdout=log, stderr=log, **options)
+            await super().start_kernel(env=_KEEPS_MEMORY | os.environ | env, stdout=log, stderr=log, **options)
             on_start(self.provisioner.process)
     return Manager
 
