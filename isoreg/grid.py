@@ -195,7 +195,7 @@ class Run:
     @property
     def group(self) -> tuple:
         "What decides the time of a run: notebook, task and model."
-        return self.notebook, str(self.config.get("task")), str(self.config.get("model"))
+        return self.notebook, self.config.get("task"), self.config.get("model")
 
     @property
     def parameters(self) -> dict:

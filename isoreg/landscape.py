@@ -310,10 +310,10 @@ def displaced(
         if len(at) != len(parts): raise ValueError(f"at: {len(at)} coordinates for {len(parts)} directions")
         torch.clear_autocast_cache()  # an autocast copy of the weights of the last place would be stale
         for n, p in moved.items():
-            weight = kept[p]
-            for a, d in zip(at, parts):
-                if n in d and a: weight = torch.add(weight, d[n], alpha=a)
-            p.data.copy_(weight)
+            weight, out = kept[p], p.data if p.dtype in (torch.float32, torch.float64) else None
+            for a, d in zip(at, parts):  # in place, unless each sum would be rounded to half precision
+                if n in d and a: weight = torch.add(weight, d[n], alpha=a, out=out)
+            if weight is not out: p.data.copy_(weight)
 
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()): yield place
@@ -484,7 +484,7 @@ class Surface:
         "Return plain values that strict JSON knows; NaN and infinities are the strings nan, inf, -inf."
         return json.loads(_as_json(self.alphas, self.betas, self.losses.tolist(), self.info))
     @classmethod
-    def from_dict(cls, content: Mapping | str | Path) -> "Surface":
+    def from_dict(cls, content: Mapping) -> "Surface":
         "Return the surface of `to_dict`, bit for bit. `ValueError` for others, and for rows that are not computed."
         return _finished(content)
     def save(self, path: str | Path) -> None:

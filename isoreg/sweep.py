@@ -798,7 +798,10 @@ def _plans(folder: Folder) -> dict[str, _Planned]:
     "Return the plans of a folder, by the grid's name, or by the file's where a name was planned in several ways."
     found = {}
     for path in sorted(folder.home.glob("*.json")):
-        with contextlib.suppress(ValueError): found[path.stem] = TypeAdapter(_Planned).validate_python(_json(path))
+        with contextlib.suppress(ValueError, TypeError):
+            plan = TypeAdapter(_Planned).validate_python(_json(path))
+            hash(tuple(run.group for run in plan.runs))  # `TypeError` for a task or a model that is a list
+            found[path.stem] = plan
     names = [p.grid for p in found.values()]
     return {p.grid if names.count(p.grid) == 1 else k: p for k, p in found.items()}
 

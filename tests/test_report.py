@@ -443,6 +443,12 @@ def test_rows_of_too_few_pairs_take_no_part():
         compare(few, min_pairs=7)
 
 
+@pytest.fixture
+def tables_alone(monkeypatch):
+    "A report without its figures, which other tests draw."
+    monkeypatch.setattr(report, "_figures", lambda df, tables: {})
+
+
 def on_tasks(base=0.5, **differences):
     "Runs of a base and of I-STAR λ=1 whose differences these are, by task."
     return load(
@@ -1139,7 +1145,7 @@ def test_what_can_judge_is_a_table_with_its_origin():
 
 
 @pytest.mark.parametrize("name, value", [("max_train", 100), ("eval_split", "test"), ("clip", 2.0)])
-def test_none_and_a_value_are_two_settings(name, value, tmp_path):
+def test_none_and_a_value_are_two_settings(name, value, tmp_path, tables_alone):
     "None is a value: neither pooled with the other runs nor paired with them, in tables and in the report."
     of = lambda x, task, base, gain: [
         record(m, s, v + 0.01 * s, task=task, settings={name: x})
@@ -1161,6 +1167,11 @@ def test_none_and_a_value_are_two_settings(name, value, tmp_path):
     )
     made = pd.read_csv(next(p for p in write_report(low, tmp_path) if p.name == "over_tasks.csv"))
     assert made["mean"].tolist() == pytest.approx([0.76])  # the tasks with None cannot judge
+
+
+def test_none_and_a_value_have_panels_of_their_own():
+    df = load([record(m, s, 0.8, settings={"clip": x}) for x in (None, 2.0) for m in (NONE, MINUS) for s in range(2)])
+    assert len(plot_tradeoff(df).axes) == len(plot_layers(df).axes) == 2
 
 
 # ---- rank correlation and figures
@@ -1375,7 +1386,7 @@ def test_a_report_in_one_call(tmp_path):
     assert pd.read_csv(tmp_path / "report" / "summary.csv")["mean"].round(3).tolist()[1:] == [0.605, 0.705]
 
 
-def test_a_report_of_several_tasks_puts_them_together(tmp_path):
+def test_a_report_of_several_tasks_puts_them_together(tmp_path, tables_alone):
     made = {p.name for p in write_report(on_tasks(0.7, cola=[0.02, 0.01], rte=[0.03, 0.01]), tmp_path)}
     assert {f"over_tasks.{s}" for s in ("md", "html", "tex", "csv")} <= made
     assert ast.literal_eval(pd.read_csv(tmp_path / "over_tasks.csv").differences[0]) == pytest.approx(
@@ -1387,7 +1398,7 @@ def test_a_report_of_several_tasks_puts_them_together(tmp_path):
     )
 
 
-def test_a_task_that_cannot_judge_is_named_and_left_out_of_the_whole(tmp_path):
+def test_a_task_that_cannot_judge_is_named_and_left_out_of_the_whole(tmp_path, tables_alone):
     able, idle = on_tasks(0.7, cola=[0.02, 0.01], rte=[0.03, 0.01]), on_tasks(0.53, mrpc=[0.02, 0.03])
     write_report(pd.concat([able, idle]), tmp_path)
     text = (tmp_path / "over_tasks.md").read_text(encoding="utf-8")
