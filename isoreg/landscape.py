@@ -466,12 +466,7 @@ class Surface:
     def radii(self) -> np.ndarray: return np.hypot(self.alphas[:, None], self.betas[None]).round(9)
     def radius_profile(self, edges: Sequence[float] = RINGS) -> pd.DataFrame:
         "Return the mean loss of each ring edges[i] <= r < edges[i + 1]: columns from, to, points (finite ones), loss."
-        if len(edges) < 2 or (np.diff(edges) <= 0).any():
-            raise ValueError(f"edges: {list(edges)}; need at least two increasing numbers")
-        r, f = self.radii, np.where(np.isfinite(self.losses), self.losses, np.nan)
-        rings = [(a, b, f[(r >= a) & (r < b) & ~np.isnan(f)]) for a, b in itertools.pairwise(edges)]
-        return pd.DataFrame([{"from": a, "to": b, "points": len(x), "loss": x.mean() if len(x) else np.nan}
-                             for a, b, x in rings])
+        return _rings(self.radii, self.losses, edges)
 
     def curvature(self, radius: float = 0.35) -> "Curvature":
         "Return the least-squares quadratic of the finite points nearer than `radius`. `ValueError` if too few."
@@ -494,6 +489,15 @@ class Surface:
     def load(cls, path: str | Path) -> "Surface":
         "Return a surface that `save` or `loss_surface` wrote. `ValueError` for another file, or an unfinished one."
         return _finished(path)
+
+# %% ../nbs/12_landscape.ipynb #96d3873d
+def _rings(r: np.ndarray, losses: np.ndarray, edges: Sequence[float]) -> pd.DataFrame:
+    "Return the mean of the finite losses of each ring, and how many they are. `ValueError` for edges out of order."
+    if len(edges) < 2 or (np.diff(edges) <= 0).any():
+        raise ValueError(f"edges: {list(edges)}; need at least two increasing numbers")
+    inside = [losses[(r >= a) & (r < b) & np.isfinite(losses)] for a, b in itertools.pairwise(edges)]
+    return pd.DataFrame([{"from": a, "to": b, "points": len(x), "loss": x.mean() if len(x) else np.nan}
+                         for (a, b), x in zip(itertools.pairwise(edges), inside)])
 
 # %% ../nbs/12_landscape.ipynb #aa5d8410
 class Curvature(NamedTuple):
