@@ -34,6 +34,8 @@ from transformers import (
     DistilBertForMaskedLM,
     ElectraConfig,
     ElectraForMaskedLM,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -66,6 +68,16 @@ BASE = dict(
     intermediate_size=24,
     max_position_embeddings=24,
 )
+
+
+def two_berts() -> nn.Module:
+    "An encoder and a decoder of their own classes and widths: the head belongs to the decoder."
+    decoder = BertConfig(**BASE | {"hidden_size": 12, "intermediate_size": 20}, tie_word_embeddings=True)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**BASE), decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return EncoderDecoderModel(config)
+
+
 MODELS = {
     "bert": lambda: BertForMaskedLM(BertConfig(**BASE)),
     "bert-eager": lambda: BertForMaskedLM(BertConfig(**BASE, attn_implementation="eager")),
@@ -99,6 +111,7 @@ MODELS = {
             decoder_start_token_id=0,
         )
     ),
+    "bert-to-bert": two_berts,
 }
 PARTLY = {  # some of whose parameters no hook can tell apart by sample
     "gemma3": lambda: Gemma3ForCausalLM(
@@ -133,7 +146,8 @@ PARTLY = {  # some of whose parameters no hook can tell apart by sample
         )
     ),
 }
-LOSS = {"gpt2": "clm", "llama": "clm", "bloom": "clm", "gemma3": "clm", "opt": "clm", "t5": "seq2seq"}
+LOSS = {"gpt2": "clm", "llama": "clm", "bloom": "clm", "gemma3": "clm", "opt": "clm"}
+LOSS |= {"t5": "seq2seq", "bert-to-bert": "seq2seq"}
 
 
 def model_of(name: str) -> nn.Module:
