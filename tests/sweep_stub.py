@@ -8,8 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import nbformat
-
 from isoreg.files import write_atomically
 from isoreg.config import CONFIGS, Settings, setting
 from isoreg.grid import PATHS, expand, load_grid
@@ -95,17 +93,19 @@ def enter(folder):
     "Make the notebook, and enter it among those that sweeps know."
     path = Path(folder) / "stub.ipynb"
     if not path.exists():
-        cells = [nbformat.v4.new_code_cell(source.strip()) for source in CELLS.split("#---")]
-        cells[0].metadata["tags"] = ["parameters"]
-        write_atomically(
-            path,
-            nbformat.writes(
-                nbformat.v4.new_notebook(
-                    cells=cells,
-                    metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}},
-                )
-            ),
-        )
+        cells = [
+            {
+                "cell_type": "code",
+                "id": f"c{i}",
+                "metadata": {"tags": ["parameters"] * (not i)},
+                "source": source.strip(),
+            }
+            | {"outputs": [], "execution_count": None}
+            for i, source in enumerate(CELLS.split("#---"))
+        ]
+        kernel = {"name": "python3", "display_name": "python3", "language": "python"}
+        notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+        write_atomically(path, json.dumps(notebook))
     CONFIGS["stub"], PATHS["stub"] = StubConfig, path
 
 

@@ -303,3 +303,180 @@ def test_a_maker_has_the_settings_that_can_be_given_by_name_and_its_sites_are_no
 @pytest.mark.parametrize("value, kept", [(0.5, {"width": 0.5}), (2.0, {"width": 2.0}), (1.0, {})])
 def test_settings_of_a_plug_in_on_both_sides_of_the_default_are_kept(value, kept):
     assert module._own_settings("dropout", lambda sites, width=1.0: None, {"width": value}) == kept
+
+
+@pytest.mark.parametrize(
+    "config, label",
+    [
+        ({}, "I-STAR λ=?"),
+        ({"lam": -1.0, "zeta": 0.5}, "I-STAR λ=-1, ζ=0.5"),
+        ({"lam": -1.0, "layers": "mean"}, "I-STAR λ=-1, mean of layers"),
+        ({"lam": -1.0, "layers": 3}, "I-STAR λ=-1, layer 3"),
+        ({"lam": 1.0, "correction": "gaussian", "zeta": 0.0}, "I-STAR λ=1, corrected score (gaussian)"),
+        ({"lam": -5.0, "convention": "text"}, "I-STAR λ=-5, ζ weighs the sample"),
+        ({"lam": -1.0, "reference_points": 1000}, "I-STAR λ=-1, 1000 reference points"),
+        ({"lam": 1.0, "padding": True}, "I-STAR λ=1, padding counted"),
+        ({"lam": 1.0, "padding": False}, "I-STAR λ=1"),
+        ({"regularizer": "cosreg", "lam": 1.0, "cosreg_layer": 2, "zeta": 0.0}, "CosReg λ=1, layer 2"),
+        ({"regularizer": "mine", "lam": 2.0, "penalty_settings": {"a": 2, "b": "c"}}, "mine λ=2, a 2, b c"),
+        ({"regularizer": "none", "dropout": "guided"}, "guided dropout"),
+        ({"regularizer": "none", "dropout": "guided", "p_max": 0.2}, "guided dropout p 0 to 0.2"),
+        ({"regularizer": "none", "dropout": "guided", "p_min": 0.05}, "guided dropout p 0.05 to 0.1"),
+        ({"regularizer": "none", "dropout": "constant", "dropout_p": 0.0}, "dropout p=0"),
+        ({"regularizer": "none", "dropout": "reversed", "aggregate": "sum"}, "guided reversed sum of tensors"),
+        ({"regularizer": "none", "dropout": "guided", "scores": "out/a/full/fisher.json"}, "guided dropout scores a"),
+        ({"regularizer": "none", "dropout": "rates/mine.json"}, "schedule mine"),
+        ({"regularizer": "none", "dropout": "mine", "dropout_settings": {"width": 2}}, "mine width 2"),
+        ({"lam": -0.1, "dropout": "guided", "zeta": float("nan")}, "I-STAR λ=-0.1 + guided dropout"),
+    ],
+)
+def test_a_method_is_named_by_what_is_not_the_default(config, label):
+    assert method_label(config) == label
+
+
+def test_scores_are_named_where_they_are_asked_for():
+    config = {"regularizer": "none", "dropout": "guided", "scores": "a/b.json"}
+    assert method_label(config).endswith("scores b") and method_label(config, scores=False) == "guided dropout"
+
+
+@pytest.mark.parametrize("model, recipe", [("toy-bert", "toy"), ("abert", "quick"), ("zbert", "quick")])
+def test_only_the_embedded_model_has_the_recipe_for_it(model, recipe):
+    assert RunConfig(model=model, task="cola").recipe == recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_question_answering_is_read_as_its_authors_read_it(recipe):
+    config = RunConfig(task="squad", model="bert-base-cased", recipe="".join(recipe))
+    released = {"segment_ids": True, "pad_to_max": True} if recipe == "istar-released" else {}
+    assert {n: getattr(config, n) for n in RECIPES[recipe]} == RECIPES[recipe] | {"max_length": 384} | released
+    assert RunConfig(task="cola", model="bert-base-cased", recipe=recipe).max_length == RECIPES[recipe]["max_length"]
+
+
+@pytest.mark.parametrize(
+    "given, filled",
+    [
+        ({}, {"new_head": True, "packed": False, "lr": 5e-3, "limit": 12_000, "epochs": 1, "heldout_share": 0.02}),
+        ({"model": "x"}, {"new_head": False}),
+        ({"model": "x", "new_head": True}, {"new_head": True}),
+        ({"new_head": False}, {"new_head": False}),
+        ({"corpus": "x.txt"}, {"packed": True, "limit": None}),
+        ({"corpus": "a.txt", "packed": False, "limit": 5}, {"packed": False, "limit": 5}),
+        ({"packed": True}, {"packed": True}),
+        ({"train_encoder": True}, {"lr": 4e-4}),
+        ({"train_encoder": True, "lr": 1e-3}, {"lr": 1e-3}),
+        ({"steps": 7, "epochs": 3}, {"steps": 7, "epochs": 1}),
+        ({"epochs": 3}, {"steps": None, "epochs": 3}),
+        ({"heldout": "toy"}, {"heldout_share": 0.0}),
+        ({"heldout": "toy", "heldout_share": 0.0}, {"heldout_share": 0.0}),
+        ({"heldout_share": 0.5}, {"heldout_share": 0.5}),
+    ],
+)
+def test_what_a_pretraining_leaves_open_is_filled_in(given, filled):
+    config = PretrainConfig(**given)
+    assert {n: getattr(config, n) for n in filled} == filled
+
+
+@pytest.mark.parametrize(
+    "given, settled",
+    [
+        (
+            {"regularizer": "none", "lam": 3.0, "zeta": 0.4, "layers": "mean"},
+            {"lam": 0.0, "zeta": 0.0, "layers": "union"},
+        ),
+        ({"regularizer": "cosreg", "layers": 2, "zeta": 0.4}, {"layers": "union", "zeta": 0.0, "lam": 1.0}),
+        ({"regularizer": "cosreg", "cosreg_layer": 2}, {"cosreg_layer": 2}),
+        ({"regularizer": "istar", "cosreg_layer": 2}, {"cosreg_layer": -1, "lam": -0.1, "zeta": 0.2}),
+        ({"regularizer": "istar", "zeta": 0.0, "reference_points": 2000}, {"zeta": 0.0, "reference_points": 250_000}),
+        ({"regularizer": "istar", "zeta": 1.0, "reference_points": 2000}, {"zeta": 1.0, "reference_points": 2000}),
+        ({"correction": "ustat", "reference": "released"}, {"correction": "ustat", "zeta": 0.0, "reference": "exact"}),
+        ({"dropout": "standard", "p_max": 0.3, "aggregate": "sum"}, {"p_max": 0.1, "aggregate": "mean_of_means"}),
+        ({"dropout": "guided", "p_max": 0.3, "p_min": 0.2, "aggregate": "sum"}, {"p_max": 0.3, "p_min": 0.2}),
+        ({"dropout": "mixout", "dropout_p": 0.9, "p_min": 0.05}, {"dropout_p": 0.9, "p_min": 0.0}),
+        ({"eval_split": "validation"}, {"eval_split": None}),
+        ({"eval_split": "train"}, {"eval_split": "train"}),
+    ],
+)
+def test_what_plays_no_part_has_one_value(given, settled):
+    config = RunConfig(**given)
+    assert {n: getattr(config, n) for n in settled} == settled
+
+
+@pytest.mark.parametrize(
+    "kind, name, text",
+    [
+        (RunConfig, "lam", "strength; without it -0.1 for istar, 1 for the others"),
+        (RunConfig, "seed", "of head, order, dropout and masks (0 or more; default 0)"),
+        (RunConfig, "zeta", "istar: weight of the reference covariance (0 to 1; default 0.2)"),
+        (RunConfig, "correction", "istar: the score without bias and without a reference (gaussian, ustat)"),
+        (RunConfig, "lr", "largest learning rate (more than 0, less than 1)"),
+        (PretrainConfig, "heldout_share", "of the texts of each source (0 or more, less than 1; default 0.02)"),
+        (LandscapeConfig, "hessian", "curvature by Hessian-vector products beside the fit (default true)"),
+    ],
+)
+def test_help_gives_words_range_and_default(kind, name, text):
+    assert help_text(kind.model_fields[name]) == text
+
+
+def test_the_page_of_options_gives_flags_or_names():
+    rows = options_table(GeometryConfig).splitlines()
+    assert rows[:3] == ["| setting | default | meaning |", "|:--|:--|:--|", "| **Text** | | |"]
+    assert "| `--set precision=` | fp32 | of the arithmetic (fp32, bf16) |" in rows
+    assert "| `--max-length` | 128 | tokens of a sequence (4 or more) |" in rows
+    assert "| `max_length` | 128 | tokens of a sequence (4 or more) |" in options_table(GeometryConfig, False)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({}, "--task toy-cola --model toy-bert --seed 0 --regularizer istar"),
+        (
+            dict(task="cola", model="b", lam=-1, layers="mean", epochs=2, pad_to_max=True),
+            "--task cola --model b --seed 0 --regularizer istar --lam -1.0 --layers mean --epochs 2 "
+            "--set pad_to_max=true",
+        ),
+        (
+            dict(recipe="quick", lr=1e-3, seed=3),
+            "--task toy-cola --model toy-bert --seed 3 --regularizer istar --recipe quick --lr 0.001",
+        ),
+        (
+            dict(task="cola", model="b", recipe="toy"),
+            "--task cola --model b --seed 0 --regularizer istar --recipe toy",
+        ),
+    ],
+)
+def test_a_run_is_the_shortest_command_that_makes_it(given, words):
+    assert module.command(RunConfig(**given)) == "isoreg run " + words
+
+
+@pytest.mark.parametrize(
+    "config, key",
+    [
+        (RunConfig(), "toy-cola-toy-bert-istar-0.1-seed0-a9b8583106"),
+        (FisherConfig(), "fisher-toy-bert-8c5bc57458"),
+        (LandscapeConfig(), "landscape-toy-bert-29fa173f7f"),
+        (GeometryConfig(), "geometry-toy-bert-92b1c5030d"),
+        (PretrainConfig(), "toy-bert-head-seed0-3d1c131b64"),
+    ],
+)
+def test_the_runs_of_earlier_versions_are_found_again(config, key):
+    assert config.key == key
+
+
+def test_a_text_on_the_hub_is_its_name_and_a_file_what_it_holds(tmp_path):
+    hub = RunConfig(dropout="guided", scores="corpus:wikitext:wikitext-2-raw-v1:train")
+    assert "scores_sha256" not in hub.identity() and hub.identity()["scores"].startswith("corpus:wikitext")
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    read = lambda: RunConfig(dropout="guided", scores=f"corpus:{tmp_path}/a.txt")
+    first, key = read().identity()["scores_sha256"], read().key
+    (tmp_path / "a.txt").write_text("one\nthree\n")
+    assert len(first) == 16 and read().identity()["scores_sha256"] != first and read().key != key
+
+
+def test_a_plug_in_without_a_default_strength_has_one(monkeypatch):
+    for maker, strength in ((lambda lam, width=2: None, 1.0), (lambda lam=0.3, width=2: None, 0.3)):
+        monkeypatch.setitem(module.PENALTIES, "mine", maker)
+        assert RunConfig(regularizer="mine").lam == strength
+    monkeypatch.setitem(module.PENALTIES, "mine", lambda width=2: None)
+    assert RunConfig(regularizer="mine").lam == 1.0
+    monkeypatch.undo()
+    assert RunConfig(regularizer="mine", penalty_settings={"width": 3}).lam == 1.0  # a record, without the plug-in

@@ -1,0 +1,29 @@
+"""Notebooks run in processes that are forked from one which has imported what they need: nothing of one page reaches
+the next, as in kernels, without the seconds that each kernel spends on its imports."""
+
+import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["execnb.shell", "isoreg.finetune", "isoreg.figures", "isoreg.report", "matplotlib.pyplot"]
+)
+
+
+def run(path: Path) -> list[dict]:
+    "Return the cells of a notebook after a run in its folder; what fails there is raised here."
+    with ProcessPoolExecutor(1, FORKS) as pool:
+        return json.loads(pool.submit(_run, str(path)).result())
+
+
+def _run(path: str) -> str:
+    from execnb.nbio import read_nb
+    from execnb.shell import CaptureShell
+
+    os.chdir(Path(path).parent)
+    shell, notebook = CaptureShell(mpl_format="png", timeout=300), read_nb(path)  # seconds, of a cell
+    shell.run_all(notebook, exc_stop=True)
+    return json.dumps(notebook.cells)
