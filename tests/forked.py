@@ -8,8 +8,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["execnb.shell", "isoreg.finetune", "isoreg.figures", "isoreg.report", "matplotlib.pyplot"]
+FORKS.set_forkserver_preload(  # of ranks.py, too
+    ["execnb.shell", "isoreg.finetune", "isoreg.figures", "isoreg.report", "matplotlib.pyplot", "torch.distributed"]
 )
 
 

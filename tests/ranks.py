@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import forked  # noqa: F401  what the server of the forks imports
+
 
 def _worker(rank: int, world: int, port: int, folder: str, function, args):
     os.environ |= {
@@ -31,5 +33,5 @@ def on_ranks(function, *args, world: int = 2) -> list:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (world, port, folder, function, args), nprocs=world)
+        mp.start_processes(_worker, (world, port, folder, function, args), world, start_method="forkserver")
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=True) for r in range(world)]

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import jsonschema
@@ -357,6 +358,7 @@ def test_question_answering_is_read_as_its_authors_read_it(recipe):
     [
         ({}, {"new_head": True, "packed": False, "lr": 5e-3, "limit": 12_000, "epochs": 1, "heldout_share": 0.02}),
         ({"model": "x"}, {"new_head": False}),
+        ({"model": "a"}, {"new_head": False}),
         ({"model": "x", "new_head": True}, {"new_head": True}),
         ({"new_head": False}, {"new_head": False}),
         ({"corpus": "x.txt"}, {"packed": True, "limit": None}),
@@ -439,6 +441,10 @@ def test_the_page_of_options_gives_flags_or_names():
             "--task toy-cola --model toy-bert --seed 3 --regularizer istar --recipe quick --lr 0.001",
         ),
         (
+            dict(task="squad", model="b"),  # its length is filled in
+            "--task squad --model b --seed 0 --regularizer istar",
+        ),
+        (
             dict(task="cola", model="b", recipe="toy"),
             "--task cola --model b --seed 0 --regularizer istar --recipe toy",
         ),
@@ -480,3 +486,23 @@ def test_a_plug_in_without_a_default_strength_has_one(monkeypatch):
     assert RunConfig(regularizer="mine").lam == 1.0
     monkeypatch.undo()
     assert RunConfig(regularizer="mine", penalty_settings={"width": 3}).lam == 1.0  # a record, without the plug-in
+
+
+def test_a_penalty_is_made_whatever_its_name_and_none_is_none(monkeypatch):
+    for name in ("amine", "zmine"):  # before and after none in the alphabet
+        monkeypatch.setitem(module.PENALTIES, name, lambda lam=2.0: ("made", lam))
+        assert module.made("regularizer", RunConfig(regularizer=name)) == ("made", 2.0)
+    assert module.made("regularizer", RunConfig(regularizer="".join(["no", "ne"]))) is None
+
+
+def test_a_penalty_of_an_installed_package_has_the_name_that_the_package_gives_it(monkeypatch):
+    class Mine: ...
+
+    class Other: ...
+
+    Mine.__module__ = Other.__module__ = "pack.inner"
+    entry = SimpleNamespace(name="mine", module="pack.penalties.all", load=lambda: Mine)
+    foreign = SimpleNamespace(name="theirs", module="other.inner", load=lambda: pytest.fail("is not loaded"))
+    monkeypatch.setattr(module, "entry_points", lambda **k: [foreign, entry])
+    assert module.name_of(Mine) == "mine" and module.name_of(Other) == "Other"
+    assert module.name_of(module.PENALTIES.find("istar")) == "istar"
