@@ -17,7 +17,7 @@ def measure(workers: int) -> dict[str, dict]:
     "Return, by file, what coverage says of the whole suite."
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "settings"
-        how = "patch = subprocess\nparallel = true\nbranch = true"
+        how = "patch = subprocess, fork, _exit\nparallel = true\nbranch = true"
         settings.write_text(f"[run]\n{how}\ndata_file = {folder}/data\ninclude = {ROOT}/isoreg/*.py\n")
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         pytest = [
