@@ -1,7 +1,8 @@
 "The files that take longest come first, so that no worker is left with one of them at the end."
 
-LONGEST = ("test_sweep", "test_cli", "test_results", "test_istar", "test_run_dropout", "test_finetune", "test_pretrain")
+LONGEST = "cli sweep results finetune pages istar faults extending pretrain run_dropout".split()
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    place = lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST)
+    items.sort(key=lambda item: place(item.path.stem.removeprefix("test_")))
