@@ -30,6 +30,7 @@ from isoreg.config import (
     parameter_cell,
     parse_set,
 )
+from isoreg.tasks import Task
 
 ROOT = Path(__file__).parents[1]
 KINDS = (RunConfig, FisherConfig, LandscapeConfig, GeometryConfig, PretrainConfig)
@@ -506,3 +507,25 @@ def test_a_penalty_of_an_installed_package_has_the_name_that_the_package_gives_i
     monkeypatch.setattr(module, "entry_points", lambda **k: [foreign, entry])
     assert module.name_of(Mine) == "mine" and module.name_of(Other) == "Other"
     assert module.name_of(module.PENALTIES.find("istar")) == "istar"
+
+
+@pytest.mark.parametrize("content", ['{"a": ', "\x00", "[1, 2"])
+def test_scores_that_are_no_json_are_named(content, tmp_path):
+    (tmp_path / "s.json").write_text(content)
+    with pytest.raises(ValueError, match="^scores: .*s.json' cannot be read as JSON"):
+        module.scores_source(tmp_path / "s.json")
+
+
+@pytest.mark.parametrize("kind", [RunConfig, PretrainConfig])
+def test_every_precision_but_fp16_is_for_a_processor_too(kind):
+    for precision in ("auto", "fp32", "bf16"):
+        assert kind(precision=precision).precision == precision
+
+
+def test_a_folder_of_data_counts_for_a_task_of_ones_own_that_lies_in_one(tmp_path):
+    own = dict(name="tone", label_names=("low", "high"), hub=("a/b", None))
+    there, elsewhere = Task(**own, folder="tone"), Task(**own)
+    place = lambda task: RunConfig(task=task, model="x", data_dir=str(tmp_path)).data_dir
+    assert place(there) == str(tmp_path) and place(elsewhere) is None
+    assert RunConfig(task="cola", model="x", data_dir=str(tmp_path)).data_dir == str(tmp_path)
+    assert RunConfig(task="toy-cola", data_dir=str(tmp_path)).data_dir is None
