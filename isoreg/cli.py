@@ -199,10 +199,12 @@ def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
     folder = out / run.key
     parameters, progress = run.parameters | {"out": str(out), "save_model": save_model}, folder / "progress.json"
     progress.unlink(missing_ok=True)  # of an earlier try, as failed.json below
+    before = _written(folder)
     with _progress_bar() as on_progress, stop_signals():
         try: execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, [claim.handle])
         except (KeyboardInterrupt, PapermillExecutionError, RuntimeError, OSError) as error:  # of kernel or disk, too
             interrupted = "KeyboardInterrupt" in (type(error).__name__, getattr(error, "ename", ""))
+            if interrupted and _written(folder) != before: return "stopped; the run is done, its record is kept", 130
             return _stopped(folder) if interrupted else _failure(run, out, error)
     (folder / "failed.json").unlink(missing_ok=True)
     return None
@@ -223,6 +225,12 @@ def _progress_bar() -> Iterator[Callable[[dict], None]]:
         yield on_progress
 
 # %% ../nbs/31_cli.ipynb #40e32074
+def _written(folder: Path) -> int | None:
+    "Return when the record of a run was written, in nanoseconds; None where there is none."
+    with contextlib.suppress(OSError): return (folder / "record.json").stat().st_mtime_ns
+    return None
+
+
 def _stopped(folder: Path) -> tuple[str, int]:
     "Take away what an interrupted run has half written; return what the command says of it, and its exit code."
     for name in ("notebook.ipynb", "progress.json"): (folder / name).unlink(missing_ok=True)
@@ -238,7 +246,8 @@ def _failure(run, out: Path, error: BaseException) -> tuple[str, int]:
     if not is_disk_full(error):
         with contextlib.suppress(OSError): write_failure(Folder(out), Outcome(run, "failed", message, trace))
     trained = read_progress(folder / "progress.json").get("stage") in ("training", "done")
-    refused = hasattr(error, "ename") and not trained and not is_disk_full(error)  # a cell said no before training
+    said_no = getattr(error, "ename", "") in ("ValueError", "OSError", "PermissionError")  # a cell, of the input
+    refused = said_no and not trained and not is_disk_full(error)
     hint = _hint(message) if refused else ""
     return f"{message}{hint}\nnotebook: {folder / 'notebook.ipynb'}", 2 if refused else 1
 
@@ -776,7 +785,8 @@ def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
     text = str(error)
     if isinstance(error, KeyboardInterrupt): return "stopped", 130
     if isinstance(error, UnicodeError):
-        return f"{words[0]}: {error.object!r:.100} is not {error.encoding}; give another name, or convert the file", 2
+        around = error.object[max(0, error.start - 40) : error.end + 40]
+        return f"{words[0]}: {around!r} is not {error.encoding}; give another name, or convert the file", 2
     head, colon, _ = text.partition(": ")  # as the library has it: the argument first
     named = bool(colon and head.strip()) and "\n" not in head and len(head.split()) <= 4
     if isinstance(error, ValueError) and named: return text + _hint(text), 2
@@ -802,7 +812,7 @@ def _argument(path: str, words: Sequence[str]) -> str:
 
 def _hint(message: str) -> str:
     "Return what to do without a network, if that is what a message speaks of."
-    found = re.search(r"connect|offline|unreachable|resol|Max retries|timed out|\b50[0234]\b", message, re.IGNORECASE)
+    found = re.search(r"connect|offline|reach|resol|Max retries|timed out|\b50[0234]\b", message, re.IGNORECASE)
     return "\nNo network? Give --data-dir, and --model as a folder." if found else ""
 
 # %% ../nbs/31_cli.ipynb #b73e42a7

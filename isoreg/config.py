@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from .files import file_kind, from_json, from_yaml
+from .files import expanded, file_kind, from_json, from_yaml
 from .tasks import TASKS, Task, definition, from_definition, get_task, pinned, read_task
 
 # %% ../nbs/19_config.ipynb #1077cbab
@@ -582,7 +582,7 @@ def _check_task(c):
 
 def check_folder(model: str) -> None:
     "`ValueError` for the path of a folder that holds no model."
-    if model.startswith((".", "/", "~")) and not (Path(model).expanduser() / "config.json").is_file():
+    if model.startswith((".", "/", "~")) and not (expanded(model) / "config.json").is_file():
         raise ValueError(f"model: no config.json in folder {model!r}; "
                          "give a folder made by save_pretrained, or a name on the hub")
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from .checks import in_range, one_of
-from .files import file_kind, limit_hub
+from .files import file_kind, load_rows
 
 # %% ../nbs/10_corpus.ipynb #48347387
 LOSSES = ("mlm", "clm", "seq2seq")
@@ -430,17 +430,22 @@ def read_lines(source: str, column: str) -> Iterable[str]:
     kind = file_kind(source)
     if kind == "text":  # at line feeds alone, as no other separator of Unicode ends a text
         return Path(source).read_text(encoding="utf-8-sig", errors="replace").split("\n")
-    from datasets import load_dataset
-    data = load_dataset(kind, data_files=source, split="train") if kind else _from_hub(load_dataset, source)
+    data = _from_table(kind, source) if kind else _from_hub(source)
     if column in data.column_names: return data[column]
     raise ValueError(f"column: {source!r} has no column {column!r}; it has {', '.join(data.column_names)}")
 
 # %% ../nbs/10_corpus.ipynb #da9339b8
-def _from_hub(load_dataset: Callable, source: str):
+def _from_table(kind: str, source: str):
+    "Return the rows of a file. `ValueError` for a damaged one."
+    try: return load_rows(kind, data_files=source, split="train")
+    except ValueError as error:
+        raise ValueError(f"source: {source!r} cannot be read as {kind} ({error}); mend the file") from None
+
+
+def _from_hub(source: str):
     "Return a data set by name, configuration and split. `ValueError` where the hub does not give it."
     name, configuration, split = (source.split(":") + [None, "train"][source.count(":") :])[:3]
-    limit_hub()
-    try: return load_dataset(name, configuration or None, split=split)
-    except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"source: {source!r} is no file, and the hub does not give it ({why})") from None
+    if not (name or "").strip(" /."): raise ValueError(f"source: {source!r} names no text; give a file or a data set")
+    try: return load_rows(name, configuration or None, split=split)
+    except ValueError as error:
+        raise ValueError(f"source: {source!r} is no file, and the hub does not give it ({error})") from None

@@ -29,7 +29,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 from transformers import PreTrainedTokenizerBase
 
 from .checks import in_range, one_of
-from .files import limit_hub
+from .files import load_rows
 from .tasks import TASKS, Task, file_digest, get_task
 from .toy import TOY_TASKS, toy_task
 
@@ -137,8 +137,9 @@ def _read(task: Task, data_dir: str | Path | None, split: str, argument: str) ->
     if task.hub is None:
         raise ValueError(f"data_dir=None, but {task.name} has hub=None; "
                          f"give the data_dir that holds {task.folder}/{split}.parquet")
-    limit_hub()
-    rows = datasets.load_dataset(*task.hub, split=split)
+    try: rows = load_rows(*task.hub, split=split)
+    except ValueError as error:
+        raise ValueError(f"{argument}={split!r}: the hub does not give {task.name} ({error})") from None
     return rows, f"hub:{'/'.join(filter(None, task.hub))}"
 
 # %% ../nbs/18_data.ipynb #83a9c712

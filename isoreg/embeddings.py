@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .checks import in_range, one_of
 from .corpus import read_lines
-from .files import from_json
+from .files import expanded, from_json
 from .geometry import Cloud, average_cosine, effective_rank, outlier_dimensions, rankme, two_nn
 from .isoscore import isoscore, isoscore_from_cov, isoscore_with_error
 from .measure import layer_points
@@ -355,12 +355,12 @@ def is_sentence_transformer(
     model: str,  # a folder or a name on the hub
 ) -> bool:
     "Return whether a folder, or a name on the hub, is that of a SentenceTransformers model."
-    return (Path(model).expanduser() / "modules.json").is_file() or model.startswith("sentence-transformers/")
+    return (expanded(model) / "modules.json").is_file() or model.startswith("sentence-transformers/")
 
 # %% ../nbs/36_embeddings.ipynb #5a0fd889
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     "Return the vectors that a SentenceTransformers model gives, float32; `ValueError` where it cannot be read."
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     _check_modules(folder / "modules.json")
     try: from sentence_transformers import SentenceTransformer
     except ImportError:

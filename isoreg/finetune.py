@@ -37,7 +37,7 @@ from .data import (
     MissingSplit, TaskData, encode, encode_squad_eval, encode_squad_train, load_evaluation, load_metric, load_task,
     resample, squad_predictions)
 from .noise import apply_dropout
-from .files import file_kind, pack, unpack, write_atomically
+from .files import expanded, file_kind, pack, unpack, write_atomically
 from .fisher import FisherEstimate, empirical_fisher, load_scores
 from .geometry import two_nn
 from .istar import measure_isotropy
@@ -141,7 +141,7 @@ def _prepare(config: RunConfig, data: TaskData, record: RunRecord) -> tuple[nn.M
     record.dropout = _apply_dropout(config, model, data, tokenizer)
     if config.length_groups > 1: split_by_length(model, config.length_groups)
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
-    folder = Path(config.model).expanduser().is_dir()
+    folder = expanded(config.model).is_dir()
     record.model = {
         "parameters": sum(p.numel() for p in model.parameters()), "fingerprint": weights_sha256(model), "notes": notes,
         "source": "embedded" if config.model == "toy-bert" else "folder" if folder else "hub"}

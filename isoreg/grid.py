@@ -19,7 +19,7 @@ import yaml
 import isoreg
 from .checks import one_of
 from .config import CONFIGS, Settings, near
-from .files import LARGEST, from_yaml
+from .files import LARGEST, expanded, from_yaml
 from .notebook import run_notebook_path
 
 # %% ../nbs/29_grid.ipynb #a7caa1f8
@@ -281,7 +281,7 @@ def _configs(block: Block, overrides: list[dict], names: set[str]) -> tuple[list
 # %% ../nbs/29_grid.ipynb #5591aef2
 def _checked(config):
     "Return the configuration; `ValueError` for a model's folder without weights."
-    folder = Path(getattr(config, "model", None) or "").expanduser()
+    folder = expanded(getattr(config, "model", None) or "")
     weights = (p for kind in ("*.safetensors", "*.bin", "*.index.json") for p in folder.glob(kind))
     if (folder / "config.json").is_file() and not any(weights):
         raise ValueError(f"model: no weights in folder {str(config.model)!r}; "

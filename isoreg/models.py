@@ -20,7 +20,7 @@ from transformers import (
     PretrainedConfig, PreTrainedTokenizerBase, set_seed)
 
 from .config import RunConfig
-from .files import limit_hub
+from .files import expanded, limit_hub
 from .tasks import Task, get_task
 from .toy import toy_model_path
 
@@ -101,7 +101,7 @@ def model_source(model: str) -> str:
     `ValueError` for a path that is no folder and can be no name on the hub, before the hub is asked.
     """
     if model == "toy-bert": return str(toy_model_path())
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if folder.is_dir(): return str(folder)
     if model.count("/") > 1 or model.startswith("models/"):
         raise ValueError(f"model: no folder {model!r} here, and a name on the hub is owner/name; "

@@ -95,6 +95,7 @@ def _record(entry) -> dict:
 def _fits(name: str, value) -> bool:
     "Return whether a setting can have had this value."
     types = kinds(RunConfig.model_fields[name])
+    if isinstance(value, int) and abs(value) >= 2**63: return False  # no number of a table
     return type(value.item() if isinstance(value, np.generic) else value) in types + (int,) * (float in types)
 
 # %% ../nbs/27_report.ipynb #d69f4acf
@@ -111,9 +112,11 @@ def _row(record: dict, file: str, line: int) -> dict:
         "metric": _get(record, "metric", str), "value": math.nan if error else value,
         **{name: _get(record, name) for name in ("metrics", "predictions", "resampled")},
         "collapsed": bool(record.get("collapsed")), "majority": _float(data.get("majority")), **_geometry(record),
-        "dropout_mean": _get(record, "dropout").get("mean"), "parameters": _get(record, "model").get("parameters"),
+        "dropout_mean": _get(record, "dropout").get("mean"),
+        "parameters": _count(_get(record, "model").get("parameters")),
         "data": _data_kind(config, notes["data"]),
-        **{name: data.get(name) for name in ("fingerprint", "train_rows", "evaluation_rows")},
+        "fingerprint": data.get("fingerprint"),
+        **{name: _count(data.get(name)) for name in ("train_rows", "evaluation_rows")},
         "notes": [n for found in notes.values() for n in found], "seconds": record.get("total_seconds"),
         "train_seconds": record.get("train_seconds"), "memory_mib": record.get("peak_memory_mib"),
         "hardware": _hardware(_get(record, "hardware")), "commit": record.get("git_commit"),
@@ -126,7 +129,8 @@ def _get(record: dict, path: str, kind: type = dict):
     return record if isinstance(record, kind) else kind()
 
 # %% ../nbs/27_report.ipynb #2d40a0f3
-def _float(x) -> float: return float(x) if isinstance(x, (int, float, np.number)) else math.nan
+def _float(x) -> float: return float(x) if isinstance(x, (int, float, np.number)) and abs(x) < 2**63 else math.nan
+def _count(x) -> int | None: return x if type(x) is int and 0 <= x < 2**53 else None
 def _floats(x) -> list | None: return [_float(v) for v in x] if isinstance(x, list) else None
 
 # %% ../nbs/27_report.ipynb #3964c9a8

@@ -712,9 +712,10 @@ def clean(
     out: str | Path,  # folder of a sweep, or of isoreg run
     unfinished: bool = True,  # also what a run that was killed would go on from
 ) -> list[Path]:  # what was removed
-    "Remove what killed runs left in a folder, and their temporary folders; nothing whose owner lives."
+    "Remove what killed runs left in a folder, and their temporary folders; nothing whose owner lives, or of others."
     folder, removed = Folder(out), []
-    keys = {p.name for place in (folder.out, folder.home / "part") for p in place.glob("*") if p.is_dir()} - {".sweep"}
+    claims = {p.name.removesuffix(".owner").rpartition(".")[0] for p in (folder.home / "locks").glob("*")}
+    keys = {p.name for p in (folder.home / "part").glob("*")} | {k for k in claims if (folder.out / k).is_dir()}
     for key in sorted(keys):
         with contextlib.suppress(OSError):  # filelock's Timeout among them: another process has the run
             if folder.is_held(key, "node") or not _left_over(folder, key, unfinished): continue
@@ -723,7 +724,7 @@ def clean(
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                     removed.append(path)
             if not any((folder.out / key).iterdir()): (folder.out / key).rmdir()
-    places = [folder.out, folder.home, *(folder.out / key for key in keys)]
+    places = [folder.home, *(folder.out / key for key in keys)]
     return removed + remove_abandoned(*places) + remove_abandoned_folders(tempfile.gettempdir(), *places)
 
 # %% ../nbs/30_sweep.ipynb #144b78e9

@@ -24,7 +24,15 @@ import isoreg.finetune
 import isoreg.notebook
 from isoreg.cli import _hint, app
 from isoreg.config import RunConfig, parse_set
-from isoreg.files import LARGEST, from_json, from_yaml, own_folder, remove_abandoned, remove_abandoned_folders
+from isoreg.files import (
+    LARGEST,
+    from_json,
+    from_yaml,
+    load_rows,
+    own_folder,
+    remove_abandoned,
+    remove_abandoned_folders,
+)
 from isoreg.fisher import empirical_fisher
 from isoreg.grid import expand, load_grid
 from isoreg.isoscore import isoscore, isoscore_from_cov
@@ -646,3 +654,93 @@ def test_a_damaged_configuration_and_weights_that_diverged_are_said(tmp_path):
     (tmp_path / "m/config.json").write_text("{")
     said = ends(2, "score", "--model", tmp_path / "m", "--texts", "t.txt").output
     assert "config.json" in said and "tokenizer" not in said
+
+
+# What an outsider found
+
+
+def test_files_of_others_are_not_cleaned_away():
+    Path("analysis").mkdir()
+    mine = [Path(p) for p in ("analysis/notebook.ipynb", "analysis/progress.json", "experiment.tmp", "a/database.tmp")]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        _old(path)
+    assert "0 left-overs" in invoke("status", ".", "--clean").stderr
+    assert clean(".", unfinished=False) == [] and all(p.exists() for p in mine)
+
+
+@pytest.mark.parametrize(
+    "name, content", [("b.json", b"["), ("c.parquet", b"x"), ("d.csv", b'"'), ("e.jsonl", b""), ("f.csv", b"\xff\xfe")]
+)
+def test_damaged_texts_are_named(name, content):
+    Path(name).write_bytes(content)
+    ends(2, "score", "--model", "toy-bert", "--texts", name, words=[f"'{name}' cannot be read as"])
+
+
+@pytest.mark.parametrize("name", ["", ":::", "/"])
+def test_what_names_no_text(name):
+    ends(2, "score", "--model", "toy-bert", "--texts", name, words=["names no text"])
+
+
+@pytest.mark.parametrize("version, given", [("3.0.0", {"trust_remote_code": False}), ("4.0.0", {})])
+def test_code_of_a_data_set_is_never_run(monkeypatch, version, given):
+    asked = []
+    monkeypatch.setattr("datasets.__version__", version)
+    monkeypatch.setattr("datasets.load_dataset", lambda *names, **options: asked.append((names, options)))
+    load_rows("own/data", split="train")
+    assert asked == [(("own/data",), {"split": "train"} | given)]
+
+
+def test_a_home_that_is_nobodys_is_a_folder_that_is_not_there():
+    Path("t.txt").write_text("a b\n" * 9)
+    ends(2, "score", "--model", "~nosuchuser/x", "--texts", "t.txt", words=["model: '~nosuchuser/x'"])
+    ends(2, "run", "--model", "~nosuchuser/x", "--task", "cola", words=["model: no config.json"])
+
+
+ODD = ["x", ["a"], {}, 10**59, 10**400, None, True]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.parametrize(
+    "place",
+    [
+        "value",
+        "data.train_rows",
+        "data.evaluation_rows",
+        "data.majority",
+        "model.parameters",
+        "isoscore.after",
+        "config.lam",
+        "config.lr",
+        "config.max_train",
+        "config.epochs",
+    ],
+)
+def test_a_report_of_records_with_odd_values_ends_in_a_table_or_in_words(place, odd):
+    records = [json.loads(json.dumps(RECORD | {"data": {}, "model": {}, "isoscore": {}})) for _ in range(2)]
+    part, _, name = place.rpartition(".")
+    (records[0][part] if part else records[0])[name] = odd
+    records[1]["key"] += "-other"
+    with open("r.jsonl", "w") as file:
+        file.writelines(json.dumps(r) + "\n" for r in records)
+    result = invoke("report", "r.jsonl", "--out", "report")
+    assert result.exit_code == 0 and Path("report/summary.md").is_file(), result.output + result.stderr
+
+
+SEEN = """
+import os, sys
+def ask(event, values):
+    if event == "socket.getaddrinfo" or (event == "socket.connect" and isinstance(values[1], tuple)): os._exit(7)
+sys.addaudithook(ask)
+from isoreg.cli import app
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
+def test_a_file_asks_no_network(name):
+    Path("t.csv").write_text("text\n" + "a b\n" * 9)
+    Path("t.jsonl").write_text('{"text": "a b"}\n' * 9)
+    command = [sys.executable, "-c", SEEN, "score", "--model", "toy-bert", "--texts", name]
+    assert subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "0"}, capture_output=True).returncode == 0
