@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import isoreg.finetune
 import isoreg.notebook
-from isoreg.cli import _hint, app
+from isoreg.cli import _ending, _hint, app
 from isoreg.config import RunConfig, parse_set
 from isoreg.files import (
     LARGEST,
@@ -744,3 +744,8 @@ def test_a_file_asks_no_network(name):
     Path("t.jsonl").write_text('{"text": "a b"}\n' * 9)
     command = [sys.executable, "-c", SEEN, "score", "--model", "toy-bert", "--texts", name]
     assert subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "0"}, capture_output=True).returncode == 0
+
+
+def test_of_a_long_text_the_place_that_cannot_be_written_is_shown():
+    said, code = _ending(UnicodeEncodeError("utf-8", "x" * 500 + "\udcff" + "y" * 500, 500, 501, "surrogate"), ["run"])
+    assert code == 2 and r"xx\udcffyy" in said and len(said) < 200

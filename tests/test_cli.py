@@ -239,6 +239,7 @@ def test_exit_codes_of_what_ends_a_run(tmp_path, monkeypatch, stage):
         (cell("KeyboardInterrupt"), 130),
         (cell("OSError", "[Errno 28] No space left on device"), 1),
         (cell("ValueError", "no"), 1 if stage == "training" else 2),
+        (cell("OverflowError", "can't convert negative int to unsigned"), 1),
     ):
 
         def ends(*a):
@@ -708,6 +709,20 @@ def test_an_interrupt_by_the_kernel_leaves_an_earlier_record(tmp_path, monkeypat
     result = invoke("run", "--force", "--out", tmp_path)
     assert result.exit_code == 130 and result.stderr.count("\n") <= 3 and "Traceback" not in result.stderr
     assert [p.name for p in (tmp_path / RunConfig().key).iterdir()] == ["record.json"]
+
+
+def test_an_interrupt_after_the_record_leaves_it_and_says_so(tmp_path, monkeypatch):
+    folder = tmp_path / RunConfig().key
+
+    def done_and_interrupted(name, notebook, *a):
+        Path(notebook).write_text("whole")
+        (folder / "record.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("isoreg.notebook.execute", done_and_interrupted)
+    result = invoke("run", "--out", tmp_path)
+    assert result.exit_code == 130 and "its record is kept" in result.stderr
+    assert sorted(p.name for p in folder.iterdir()) == ["notebook.ipynb", "record.json"]
 
 
 def test_success_of_papermill_says_nothing_of_errors(tmp_path):
