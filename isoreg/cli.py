@@ -39,7 +39,10 @@ class _Commands(TyperGroup):
     def main(self, *args, **options):
         for stream in (sys.stdout, sys.stderr):  # a letter that the terminal does not know is no reason to stop
             if hasattr(stream, "reconfigure"): stream.reconfigure(errors="backslashreplace")
-        return super().main(*args, **options)
+        try: return super().main(*args, **options)
+        except OSError as error: message, code = _ending(error, sys.argv[1:])  # help that cannot be written
+        _errors.print(Text("error:", "red"), message)
+        sys.exit(code)
 
     def invoke(self, ctx):
         words = [*ctx._protected_args, *ctx.args]
@@ -248,7 +251,7 @@ def _failure(run, out: Path, error: BaseException) -> tuple[str, int]:
     trained = read_progress(folder / "progress.json").get("stage") in ("training", "done")
     said_no = getattr(error, "ename", "") in ("ValueError", "OSError", "PermissionError")  # a cell, of the input
     refused = said_no and not trained and not is_disk_full(error)
-    hint = _hint(message) if refused else ""
+    hint = _hint(message, "run") if refused else ""
     return f"{message}{hint}\nnotebook: {folder / 'notebook.ipynb'}", 2 if refused else 1
 
 # %% ../nbs/31_cli.ipynb #b5c10cdd
@@ -585,7 +588,8 @@ def _score_files(files, texts, pairs, pooling, layer, normalize, array, seed) ->
     for name, value in ("pooling", pooling), ("layer", layer):
         if value is not None: raise ValueError(f"{name}: belongs to a model; leave it out, or give --model and --texts")
     partners = read_points(pairs, array) if pairs else None
-    return [measure_points(read_points(f, array), partners, str(f), normalize, seed) for f in files]
+    names = [str(f).encode(errors="backslashreplace").decode() for f in files]  # those that are no UTF-8, too
+    return [measure_points(read_points(f, array), partners, n, normalize, seed) for f, n in zip(files, names)]
 
 # %% ../nbs/31_cli.ipynb #ef16c61d
 def _score_models(given, models, pairs, columns, pooling, layer, normalize, limit, seed) -> tuple:
@@ -789,15 +793,15 @@ def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
         return f"{words[0]}: {around!r} is not {error.encoding}; give another name, or convert the file", 2
     head, colon, _ = text.partition(": ")  # as the library has it: the argument first
     named = bool(colon and head.strip()) and "\n" not in head and len(head.split()) <= 4
-    if isinstance(error, ValueError) and named: return text + _hint(text), 2
+    if isinstance(error, ValueError) and named: return text + _hint(text, words[0]), 2
     if is_disk_full(error):
         why = getattr(error, "strerror", None) or text
         return f"the disk is full: {why}; make room and give the same command again", 1
-    if isinstance(error, MemoryError): return "the memory does not suffice; give less at a time", 1
+    if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", text): return "the memory does not suffice; give less at a time", 1
     if isinstance(error, OSError) and error.errno in _PATHS:
         name = str(error.filename)
         return f"{_argument(name, words)}: {error.strerror}: {name[:200]!r}; give another path", 2
-    if isinstance(error, OSError): return text + _hint(text), 1
+    if isinstance(error, OSError): return text + _hint(text, words[0]), 1
     return f"this is a mistake of isoreg, not of yours ({type(error).__name__}); {_report_bug(error, words)}", 1
 
 # %% ../nbs/31_cli.ipynb #7475f55d
@@ -810,10 +814,11 @@ def _argument(path: str, words: Sequence[str]) -> str:
     return "path"
 
 
-def _hint(message: str) -> str:
+def _hint(message: str, command: str) -> str:
     "Return what to do without a network, if that is what a message speaks of."
     found = re.search(r"connect|offline|reach|resol|Max retries|timed out|\b50[0234]\b", message, re.IGNORECASE)
-    return "\nNo network? Give --data-dir, and --model as a folder." if found else ""
+    remedy = "--model as a folder, --texts as a file" if command == "score" else "--data-dir, and --model as a folder"
+    return f"\nNo network? Give {remedy}." if found else ""
 
 # %% ../nbs/31_cli.ipynb #b73e42a7
 def _report_bug(error: BaseException, words: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import inspect
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -95,6 +96,9 @@ class Settings(BaseModel):
         "Check the values. `ValueError` that names the setting, the value and the remedy."
         fields = type(self).model_fields
         values = {k: _as_meant(v, fields[k]) if k in fields else v for k, v in values.items()}
+        for k, v in values.items():
+            if k in fields and int in kinds(fields[k]) and isinstance(v, int) and abs(v) >= 2**32:
+                raise ValueError(f"{k}: {v} is out of range; need less than {2**32}")
         try: super().__init__(**values)
         except ValidationError as error: raise ValueError(in_words(error.errors()[0], fields)) from None
 
@@ -231,7 +235,9 @@ def _title(self) -> str:
 
 def _key(self) -> str:
     "Return the name of the run: readable, and unique by a hash of all that decides it."
-    return f"{self.title()}-{hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:10]}"
+    title = self.title()
+    if len(os.fsencode(title)) > 200: title = os.fsencode(title)[:200].decode(errors="ignore")  # of a file system
+    return f"{title}-{hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:10]}"
 
 
 Settings.identity, Settings.title, Settings.key = _identity, _title, property(_key)
@@ -582,7 +588,7 @@ def _check_task(c):
 
 def check_folder(model: str) -> None:
     "`ValueError` for the path of a folder that holds no model."
-    if model.startswith((".", "/", "~")) and not (expanded(model) / "config.json").is_file():
+    if model.startswith((".", "/", "~")) and not os.path.isfile(expanded(model) / "config.json"):
         raise ValueError(f"model: no config.json in folder {model!r}; "
                          "give a folder made by save_pretrained, or a name on the hub")
 

@@ -349,7 +349,9 @@ def _inputs(model: nn.Module, batch: dict, loss: str) -> dict:
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     if loss == "seq2seq" and "decoder_input_ids" not in inputs:
         inputs["decoder_input_ids"] = decoder_inputs(model, batch["labels"])
-    if loss != "mlm" and getattr(getattr(model, "config", None), "use_cache", False): inputs["use_cache"] = False
+    config = getattr(model, "config", None)
+    if loss != "mlm" and getattr(config, "use_cache", False): inputs["use_cache"] = False
+    if not getattr(config, "return_dict", True): inputs["return_dict"] = True
     return inputs
 
 # %% ../nbs/10_corpus.ipynb #4f5454de
@@ -396,8 +398,10 @@ def _check_labels(batch: dict, loss: str) -> None:
     if "labels" not in batch:
         raise ValueError(f"batch: has no labels, which {loss} needs; it has {', '.join(batch)}; TextBatches makes "
                          "batches with labels")
-    labels = batch["labels"]
-    if isinstance(labels, Tensor) and labels.ndim == 2: return
+    labels, ids = batch["labels"], batch.get("input_ids")
+    if isinstance(labels, Tensor) and labels.ndim == 2:
+        if loss == "seq2seq" or not isinstance(ids, Tensor) or ids.shape == labels.shape: return
+        raise ValueError(f"batch: has labels {tuple(labels.shape)} for input_ids {tuple(ids.shape)}; give each token one")
     form = f"of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
     raise ValueError(f"batch: its labels are {form}; need a tensor (samples, length), as TextBatches or a DataLoader "
                      "with a collator gives")

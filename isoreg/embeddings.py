@@ -10,9 +10,10 @@ import base64
 import contextlib
 import html
 import io
+import os
 import random
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +25,14 @@ from torch import Tensor
 
 from .checks import in_range, one_of
 from .corpus import read_lines
-from .files import expanded, from_json
+from .files import expanded, from_json, limit_hub
 from .geometry import Cloud, average_cosine, effective_rank, outlier_dimensions, rankme, two_nn
 from .isoscore import isoscore, isoscore_from_cov, isoscore_with_error
 from .measure import layer_points
+from .moments import check_readable
 from .models import check_vocabulary, has_decoder, load_tokenizer, read_body
 from .sequences import SequenceStream, draw_groups
+from .states import states_of
 from .vectors import alignment, alpha_req, dimensions_in_use, hubness, transformed, uniformity
 
 # %% ../nbs/36_embeddings.ipynb #963e9108
@@ -50,12 +53,14 @@ def read_points(
 # %% ../nbs/36_embeddings.ipynb #eda6f845
 def _from_arrays(path: Path, array: str | None):
     "Return the only array of a file, or the one of that name."
-    with _reading(path): arrays = _load(path)
-    if not hasattr(arrays, "shape"):
-        if not list(arrays.keys()): raise ValueError(f"file: {path.name} holds no array")
-        name = _pick(list(arrays.keys()), array)
-        with _reading(path): return arrays[name]
-    if array is None: return arrays
+    with _reading(path): held = _load(path)
+    if isinstance(held, Mapping):
+        names = _names_of_arrays(held)
+        if not names: raise ValueError(f"file: {path.name} holds no array")
+        name = _pick(list(names), array)
+        with _reading(path): return held[names[name]]
+    if not isinstance(held, (Tensor, np.ndarray)): held = _stacked(held, path)
+    if array is None: return held
     raise ValueError(f"array: {array!r} is asked for, but {path.name} holds a single array without a name; "
                      "leave --array out")
 
@@ -66,9 +71,21 @@ def _load(path: Path):
         from safetensors.torch import load_file
         return load_file(path)
     if path.suffix not in (".pt", ".pth"): return np.load(path, allow_pickle=False)
-    held = torch.load(path, map_location="cpu", weights_only=True)  # tensors in lists and dicts, and no other object
-    if isinstance(held, dict): return {name: x for name, x in held.items() if isinstance(x, Tensor)}
-    return torch.stack(list(held)) if isinstance(held, (list, tuple)) else held
+    return torch.load(path, map_location="cpu", weights_only=True)  # tensors in lists and dicts, and no other object
+
+
+def _names_of_arrays(held: Mapping) -> dict:
+    "Return the names of the arrays in a file, as text and as they are; of an .npz only the members that are arrays."
+    if isinstance(held, np.lib.npyio.NpzFile): return {n: n for n in held if f"{n}.npy" in held.zip.namelist()}
+    return {str(n): n for n, x in held.items() if isinstance(x, Tensor)}
+
+
+def _stacked(held, path: Path) -> Tensor:
+    "Return a list of tensors as one. `ValueError` for what is no list, or whose tensors differ in shape."
+    if isinstance(held, (list, tuple)) and held and all(isinstance(x, Tensor) for x in held):
+        with contextlib.suppress(RuntimeError): return torch.stack(list(held))
+    raise ValueError(f"file: {path.name} holds a {type(held).__name__}, no tensor; save one tensor, a list of tensors "
+                     "of one shape, or a dictionary of tensors")
 
 # %% ../nbs/36_embeddings.ipynb #9a192213
 @contextlib.contextmanager
@@ -96,11 +113,15 @@ def _pick(names: list[str], name: str | None, kind: str = "array") -> str:
 # %% ../nbs/36_embeddings.ipynb #407ff982
 def _two_dimensional(x, path: Path):
     "Return an array or tensor as points (n, d), floats up to 64 bits as they are. `ValueError` for what is none."
-    real = not x.is_complex() if isinstance(x, torch.Tensor) else x.dtype.kind in "fiub"
+    if isinstance(x, Tensor):
+        x = x.detach()
+        eight = x.dtype.itemsize < 2 and x.is_floating_point()
+        x = check_readable(x.float() if eight and x.layout == torch.strided else x, "file")
+    real = not x.is_complex() if isinstance(x, Tensor) else x.dtype.kind in "fiub"
     if not real: raise ValueError(f"file: {path.name} holds values of type {x.dtype}; need real numbers")
     if x.ndim != 2:
         raise ValueError(f"file: {path.name} holds an array of shape {tuple(x.shape)}; need (n_points, n_dims)")
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         kept = x.dtype.kind == "f" and x.dtype.itemsize <= 8
         x = torch.from_numpy(x.astype(x.dtype.newbyteorder("=") if kept else "float64"))
     return x if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) else x.double()
@@ -266,13 +287,27 @@ def _encoder_and_tokens(model: str, lines: list[str], max_length: int) -> tuple[
     check_vocabulary(tokenizer, body, lines)
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
     if has_decoder(body): body, tokenizer.model_input_names = body.get_encoder(), ["input_ids", "attention_mask"]
-    return body, _tokens(tokenizer, lines, max_length)
+    batch = _tokens(tokenizer, lines, max_length)
+    _check_runs(model, body, batch)
+    return body, batch
+
+
+def _check_runs(model: str, encoder: torch.nn.Module, batch: dict):
+    "Raise a `ValueError` unless the encoder takes the row of the largest token id and gives its hidden states."
+    row = batch["input_ids"].amax(1).argmax()[None]
+    try:
+        with torch.no_grad(): states_of(encoder(**_rows(batch, row), output_hidden_states=True))
+    except Exception as error:  # of any of its parts
+        why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        raise ValueError(f"model: {model!r} does not run on these texts ({why}); give a checkpoint whose config.json "
+                         "and tokenizer belong to its weights") from None
 
 # %% ../nbs/36_embeddings.ipynb #95368d0c
 def _tokens(tokenizer, lines: list[str], max_length: int) -> dict:
     "Return the input of the lines that have tokens. `ValueError` for fewer than 6, too few for an error by sequence."
     length = min(max_length, tokenizer.model_max_length)
-    batch = tokenizer(lines, truncation=True, max_length=length, padding=True, return_tensors="pt") if lines else {}
+    how = {"truncation": True, "padding": True, "return_tensors": "pt", "return_attention_mask": True}
+    batch = tokenizer(lines, max_length=length, **how) if lines else {}
     some = batch["attention_mask"].any(-1) if lines else torch.zeros(0)
     if some.sum() < 6:
         raise ValueError(f"file: {int(some.sum())} lines with text, but a standard error by sequence needs at least 6; "
@@ -355,31 +390,34 @@ def is_sentence_transformer(
     model: str,  # a folder or a name on the hub
 ) -> bool:
     "Return whether a folder, or a name on the hub, is that of a SentenceTransformers model."
-    return (expanded(model) / "modules.json").is_file() or model.startswith("sentence-transformers/")
+    return os.path.isfile(expanded(model) / "modules.json") or model.startswith("sentence-transformers/")
 
 # %% ../nbs/36_embeddings.ipynb #5a0fd889
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     "Return the vectors that a SentenceTransformers model gives, float32; `ValueError` where it cannot be read."
     folder = expanded(model)
-    _check_modules(folder / "modules.json")
+    here = os.path.isdir(folder)
+    _check_modules(folder / "modules.json") if here else limit_hub()
+    how = {"convert_to_tensor": True, "normalize_embeddings": normalize, "show_progress_bar": False}
     try: from sentence_transformers import SentenceTransformer
     except ImportError:
         raise ValueError(f"model: {model!r} is a SentenceTransformers model; pip install 'isoreg[integrations]', or "
                          "give a pooling, which reads its encoder alone") from None
     from isoreg.cli import _quiet
     try:
-        with _quiet(): loaded = SentenceTransformer(str(folder) if folder.is_dir() else model, trust_remote_code=False)
+        with _quiet(): loaded = SentenceTransformer(str(folder) if here else model, trust_remote_code=False)
+        return loaded.encode(texts, **how).cpu()
     except Exception as error:  # its readers raise whatever they do
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
         raise ValueError(f"model: {model!r} cannot be read as a SentenceTransformers model ({why}); give another, or a "
                          "pooling, which reads its encoder alone") from None
-    return loaded.encode(texts, convert_to_tensor=True, normalize_embeddings=normalize, show_progress_bar=False).cpu()
 
 # %% ../nbs/36_embeddings.ipynb #a228d72c
 def _check_modules(path: Path):
     "Check that a modules.json, if it is there, names parts of sentence-transformers only; else a `ValueError`."
     if not path.is_file(): return
-    found = from_json(path.read_text(encoding="utf-8"))
+    try: found = from_json(path.read_text(encoding="utf-8"))
+    except ValueError: found = None  # no JSON, nested too deep, or no UTF-8
     kinds = [m.get("type") for m in found if isinstance(m, dict)] if isinstance(found, list) else []
     own = [k for k in kinds if not (isinstance(k, str) and k.startswith("sentence_transformers."))]
     if own or not kinds or len(kinds) < len(found):

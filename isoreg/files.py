@@ -6,6 +6,8 @@ __all__ = ['write_atomically', 'pack', 'unpack']
 # %% ../nbs/08_files.ipynb #44edc78a
 import base64
 import contextlib
+import errno
+import functools
 import json
 import math
 import os
@@ -14,7 +16,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
@@ -38,8 +40,12 @@ def write_atomically(
     if path.is_symlink(): path = path.resolve()
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"path: {str(path)!r} is no plain file and is not replaced; give the name of a file")
+    if path.is_dir(): raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try: handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name[:200], suffix=".tmp")
+    except OSError as error:
+        error.filename = str(path)  # what was asked for
+        raise
     try:
         with os.fdopen(handle, "wb") as file:
             with contextlib.suppress(OSError): _claim(file)  # no locks on this file system
@@ -130,7 +136,9 @@ HUB_SECONDS = 10.0
 
 
 def limit_hub() -> None:
-    "Let no request to the hub wait longer than HUB_SECONDS for an answer. A client that somebody has set stays."
+    """Let no request to the hub wait longer than HUB_SECONDS, and a question fail where the hub is out of reach.
+
+    huggingface_hub would ask six times, within half a minute. A client that somebody has set stays."""
     try: from huggingface_hub.utils import _http
     except ImportError: return
     usual = getattr(_http, "default_client_factory", None)  # none before version 1, which had limits
@@ -139,6 +147,7 @@ def limit_hub() -> None:
     def client():
         made = usual()
         made.event_hooks = made.event_hooks | {"request": [*made.event_hooks["request"], _limit_request]}
+        made.send = functools.partial(_ask_once, made.send, getattr(_http, "_DEFAULT_RETRY_ON_EXCEPTIONS", ()))
         return made
     _http.set_client_factory(client)
 
@@ -155,6 +164,15 @@ def load_rows(*names, **options):
     except Exception as error:
         why = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise ValueError(f"{why:.300}") from None
+
+
+def _ask_once(send: Callable, out_of_reach: tuple[type[Exception], ...], request, **options):
+    "Return the answer to a request; a question, unlike a download, that does not get through is asked once."
+    try: return send(request, **options)
+    except out_of_reach as error:
+        if request.method != "HEAD" and "/api/" not in request.url.path: raise
+        from huggingface_hub.errors import OfflineModeIsEnabled  # the error after which it looks at its cache
+        raise OfflineModeIsEnabled(f"cannot reach {request.url.host} ({error or type(error).__name__})") from error
 
 
 def _limit_request(request):

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import json
 import math
+import os
 import tempfile
 import time
 import warnings
@@ -141,7 +142,7 @@ def _prepare(config: RunConfig, data: TaskData, record: RunRecord) -> tuple[nn.M
     record.dropout = _apply_dropout(config, model, data, tokenizer)
     if config.length_groups > 1: split_by_length(model, config.length_groups)
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
-    folder = expanded(config.model).is_dir()
+    folder = os.path.isdir(expanded(config.model))
     record.model = {
         "parameters": sum(p.numel() for p in model.parameters()), "fingerprint": weights_sha256(model), "notes": notes,
         "source": "embedded" if config.model == "toy-bert" else "folder" if folder else "hub"}

@@ -737,7 +737,9 @@ def _check_batches(batches):
 # %% ../nbs/11_fisher.ipynb #cc6a34e0
 def _to(batch, device, number: int) -> dict:
     "Return a batch on the device of the model."
-    if isinstance(batch, Mapping): return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    if isinstance(batch, Mapping):
+        for k, v in batch.items(): isinstance(v, Tensor) and check_readable(v, f"batches: {k} of batch {number}")
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     raise ValueError(f"batches: batch {number} is a {type(batch).__name__}; give TextBatches or an iterable of dicts "
                      "of tensors, samples first")
 

@@ -7,10 +7,11 @@ __all__ = ['PATHS', 'Block', 'Grid', 'load_grid', 'Run', 'Plan', 'expand', 'Choi
 import itertools
 import json
 import math
+import os
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def _values(x, what: str) -> list:
         if not ends: found.append(v); continue
         first, last = int(ends[1]), int(ends[2])
         if first > last: raise ValueError(f"{what}: the range {v} is empty; write {last}..{first}")
-        if last - first >= LARGEST: raise ValueError(f"{what}: the range {v} is too long; {LARGEST} values at most")
+        if len(found) + last - first >= LARGEST: raise ValueError(f"{what}: too long at {v}; {LARGEST} values at most")
         found += range(first, last + 1)
     if not found: raise ValueError(f"{what}: the list is empty; give values, or leave {what.split(': ')[-1]} out")
     return found
@@ -252,12 +253,23 @@ def _combinations(block: Block) -> Iterator[tuple[dict, dict]]:
             yield block.fixed | dict(zip(own, values)), {"include": True}
 
 # %% ../nbs/29_grid.ipynb #12d7ccb0
-def _excluded_by(block: Block, parameters: dict, labels: dict) -> int | None:
+def _excluded_by(entries: list[dict[str, tuple]], parameters: dict, labels: dict) -> int | None:
     "Return the number of the first entry of `exclude` that matches a combination; None: it stays."
     have = parameters | labels
-    for i, entry in enumerate(block.exclude if "include" not in labels else ()):
-        if all(n in have and have[n] in _values(v, f"exclude: {n}") for n, v in entry.items()): return i
+    for i, entry in enumerate(entries if "include" not in labels else ()):
+        if all(n in have and _among(have[n], *values) for n, values in entry.items()): return i
     return None
+
+
+def _entries(block: Block) -> list[dict[str, tuple]]:
+    "Return for each entry of `exclude` its values by name: a set of the single ones, and a list of tables and lists."
+    listed = [{n: _values(v, f"{block.name}: exclude: {n}") for n, v in entry.items()} for entry in block.exclude]
+    single = lambda values: {v for v in values if isinstance(v, Hashable)}
+    return [{n: (single(v), [x for x in v if not isinstance(x, Hashable)]) for n, v in e.items()} for e in listed]
+
+
+def _among(value, single: set, others: list) -> bool:
+    return value in single if isinstance(value, Hashable) else value in others
 
 # %% ../nbs/29_grid.ipynb #9fc6b930
 def _configs(block: Block, overrides: list[dict], names: set[str]) -> tuple[list, int, list[str]]:
@@ -266,10 +278,10 @@ def _configs(block: Block, overrides: list[dict], names: set[str]) -> tuple[list
     known = sorted(names | set(kind.model_fields))
     for n in (n for entry in block.exclude for n in entry):
         if n not in known: raise ValueError(f"{block.name}: exclude: {n!r} is unknown; {near(n, known)}")
-    combinations = list(_combinations(block))
+    combinations, entries = list(_combinations(block)), _entries(block)
     given = {n for parameters, _ in combinations for n in parameters}
     for parameters, labels in combinations:
-        if (entry := _excluded_by(block, parameters, labels)) is not None: hits[entry] += 1; continue
+        if (entry := _excluded_by(entries, parameters, labels)) is not None: hits[entry] += 1; continue
         for chosen in overrides:
             mine = parameters | {n: v for n, v in chosen.items() if n in parameters or n not in given}
             try: config = _checked(kind.from_dict(mine))
@@ -283,7 +295,7 @@ def _checked(config):
     "Return the configuration; `ValueError` for a model's folder without weights."
     folder = expanded(getattr(config, "model", None) or "")
     weights = (p for kind in ("*.safetensors", "*.bin", "*.index.json") for p in folder.glob(kind))
-    if (folder / "config.json").is_file() and not any(weights):
+    if os.path.isfile(folder / "config.json") and not any(weights):
         raise ValueError(f"model: no weights in folder {str(config.model)!r}; "
                          "need *.safetensors or *.bin beside config.json")
     return config

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig, AutoModel, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
     PretrainedConfig, PreTrainedTokenizerBase, set_seed)
 
+from .checks import in_range
 from .config import RunConfig
 from .files import expanded, limit_hub
 from .tasks import Task, get_task
@@ -84,6 +85,7 @@ def _redraw_pooler(model: nn.Module, missing: bool) -> list[str]:
 def read_body(model: str) -> nn.Module:
     "Return the model without a head, in float32. `ValueError` where weights are missing that the hidden states need."
     body, info = pretrained(AutoModel, model, dtype=torch.float32, output_loading_info=True)
+    body.config.return_dict = True  # the states are taken by name
     missing = missing_weights(body, body.get_encoder() if has_decoder(body) else body, info["missing_keys"])
     if not missing: return body
     raise ValueError(f"model: {model!r} lacks weights ({', '.join(missing[:2])}); give a complete checkpoint")
@@ -102,7 +104,7 @@ def model_source(model: str) -> str:
     """
     if model == "toy-bert": return str(toy_model_path())
     folder = expanded(model)
-    if folder.is_dir(): return str(folder)
+    if os.path.isdir(folder): return str(folder)  # unlike the method of a path, also of a name too long for one
     if model.count("/") > 1 or model.startswith("models/"):
         raise ValueError(f"model: no folder {model!r} here, and a name on the hub is owner/name; "
                          "give the folder from its root, or start where it lies")
@@ -132,12 +134,14 @@ def pretrained(
     `ValueError` for what is not there or damaged: transformers then raises whatever its readers do. So also for a
     model with a weight that is NaN or infinite, which would be read without a word."""
     source = model_source(model)
-    try: found = kind.from_pretrained(source, trust_remote_code=False, **options)
+    try:
+        if hasattr(kind, "from_config"): _check_depth(AutoConfig.from_pretrained(source, trust_remote_code=False))
+        found = kind.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"model: {model!r} brings code of its own, which is never run; give a checkpoint of an "
                              "architecture that transformers has") from None
-        if not (Path(source) / "config.json").is_file(): raise not_found(model, error) from None
+        if not os.path.isfile(f"{source}/config.json"): raise not_found(model, error) from None
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
         if "ignore_mismatched_sizes" in str(error): why = "its config.json and its weights differ in their shapes"
         raise ValueError(f"model: {what}{model!r} cannot be read ({why}); give a complete checkpoint") from None
@@ -147,6 +151,12 @@ def pretrained(
         raise ValueError(f"model: {model!r} has NaN or infinity in {len(odd)} of its weights ({odd[0]}, ...); "
                          "give a checkpoint whose training did not diverge")
     return found
+
+
+def _check_depth(config: PretrainedConfig):
+    "Raise a `ValueError` where a configuration has no layer, or so many that none would ever be made."
+    for part in (config, *(c for c in vars(config).values() if isinstance(c, PretrainedConfig))):
+        in_range("num_hidden_layers", getattr(part, "num_hidden_layers", None), 1, 10_000, whole=True, optional=True)
 
 # %% ../nbs/21_models.ipynb #3dc6a592
 def resolve_precision(precision: str) -> str:
@@ -182,10 +192,24 @@ def load_tokenizer(
     lacks = ValueError(f"model: {model!r} has no tokenizer; save it there with tokenizer.save_pretrained, "
                        "or give a folder that has tokenizer.json or vocab.txt")
     source = model_source(model)
-    if Path(source).is_dir() and not _has_vocabulary(Path(source)): raise lacks
+    if os.path.isdir(source) and not _has_vocabulary(Path(source)): raise lacks
     tokenizer = pretrained(AutoTokenizer, model, what="the tokenizer of ")
+    said, hint = f"model: model_max_length in the tokenizer of {model!r}", "write it into its tokenizer_config.json"
+    tokenizer.model_max_length = int(in_range(said, tokenizer.model_max_length, 1, hint=hint))
+    if tokenizer.pad_token is None is tokenizer.eos_token:
+        raise ValueError(f"model: the tokenizer of {model!r} has no padding token and no end token; set pad_token in "
+                         "its tokenizer_config.json")
+    _check_reads(tokenizer, model)
     if len(tokenizer) - len(tokenizer.all_special_ids) < 5: raise lacks  # special tokens, and the odd mark
     return tokenizer
+
+
+def _check_reads(tokenizer: PreTrainedTokenizerBase, model: str):
+    "Raise a `ValueError` unless the tokenizer reads, and where it can pads, two texts."
+    try: tokenizer(["a b", "c"], truncation=True, max_length=8, padding=tokenizer.pad_token is not None)["input_ids"]
+    except Exception as error:  # of its configuration, wherever it is used first
+        why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        raise ValueError(f"model: the tokenizer of {model!r} reads no text ({why}); give a complete checkpoint") from None
 
 
 def _has_vocabulary(folder: Path) -> bool:

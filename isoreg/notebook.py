@@ -89,10 +89,11 @@ def _kernel_manager(folder: str, log, env: dict, files: Sequence[int], on_start:
     "Return a class of kernel managers whose kernels get an environment, inherit open files and write to a log."
     from jupyter_client.manager import AsyncKernelManager
     posix = os.name == "posix"
+    short = len(os.fsencode(folder)) < 80  # the name of a socket has 103 bytes at most
 
     class Manager(AsyncKernelManager):
         def __init__(self, **options):
-            wire = {"transport": "ipc"} if posix else {}
+            wire = {"transport": "ipc"} if posix and short else {}
             super().__init__(connection_file=f"{folder}/kernel.json", **wire, **options)
 
         async def start_kernel(self, **options):

@@ -32,7 +32,15 @@ from isoreg.toy import toy_model_path
 RUN = expand(load_grid("demo")).runs[0]
 RECORD = {"key": RUN.key, "status": "done", "config": RUN.config, "metric": "m", "value": 0.5}
 COMMANDS = "demo run rerun sweep select status score report tasks".split()
-SIZES = {"command_lines": 100, "grids": 110, "vectors": 80, "records": 60, "numbers": 110, "checkpoints": 40}
+SIZES = {
+    "command_lines": 100,
+    "grids": 100,
+    "vectors": 60,
+    "files": 50,
+    "records": 50,
+    "numbers": 100,
+    "checkpoints": 40,
+}
 
 
 def both(name):
@@ -200,6 +208,60 @@ def _plain(x):
     return x is None or type(x).__module__ in ("builtins", "datetime")
 
 
+TENSORS = {
+    "conjugate": lambda x: (x + 1j).conj(),
+    "expanded": lambda x: x.sum().expand(10**6, 10**6),
+    "half": torch.Tensor.half,
+    "eight bits": lambda x: x.to(torch.float8_e5m2),
+    "meta": lambda x: x.to("meta"),
+    "nested": lambda x: torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(2, 2)]),
+    "ragged": lambda x: torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(2, 2)], layout=torch.jagged),
+    "negative": torch.Tensor._neg_view,
+    "parameter": torch.nn.Parameter,
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "rows": list,
+    "sparse": torch.Tensor.to_sparse,
+    "truth": torch.Tensor.bool,
+}
+tensors = st.tuples(st.sampled_from(sorted(TENSORS)), st.lists(st.integers(0, 7), max_size=3))
+of_torch = st.recursive(
+    tensors | st.none() | st.integers(-9, 9) | st.text(max_size=3),
+    lambda x: (
+        st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(0, 9) | st.none(), x, max_size=3)
+    ),
+    max_leaves=5,
+)
+cells = st.one_of(st.floats().map(repr), st.integers().map(str), st.text(max_size=4), st.just('"'), st.just(""))
+tables_of_text = st.lists(st.lists(cells, max_size=4), max_size=6).map(
+    lambda rows: "\n".join(",".join(row) for row in rows)
+)
+
+
+def _made(x):
+    "What a file of torch is to hold."
+    if isinstance(x, tuple):
+        return TENSORS[x[0]](torch.ones(x[1]))
+    if isinstance(x, dict):
+        return {name: _made(v) for name, v in x.items()}
+    return [_made(v) for v in x] if isinstance(x, list) else x
+
+
+@both("files")(dict(content=of_torch | tables_of_text, suffix=st.sampled_from(["pt", "csv", "tsv"])))
+@pytest.mark.filterwarnings("ignore")
+def _files(content, suffix):
+    fresh()
+    if isinstance(content, str) and suffix != "pt":
+        Path("x." + suffix).write_text(content, encoding="utf-8", errors="replace")
+    else:
+        suffix = "pt"
+        try:
+            torch.save(_made(content), "x.pt")
+        except Exception:  # of torch: it makes no such tensor, or does not store it
+            return
+    ends("score", f"x.{suffix}", "--json")
+    assert os.listdir() == [f"x.{suffix}"]
+
+
 shapes = st.lists(st.integers(0, 7), max_size=3)
 kinds = st.sampled_from(["f2", "f4", "f8", ">f8", "i1", "u2", "c8", "?", "U3", "O", "M8[s]", "S2", "V4"])
 
@@ -289,23 +351,50 @@ def _numbers(cloud, correction, dtype):
     assert torch.equal(points.nan_to_num(), before.nan_to_num()) and points.dtype == dtype
 
 
-settings_of_a_model = st.dictionaries(
-    st.sampled_from(
-        "architectures hidden_size num_attention_heads num_hidden_layers intermediate_size vocab_size hidden_act dtype "
-        "model_type max_position_embeddings pad_token_id is_decoder quantization_config auto_map torch_dtype".split()
+odd_values = nested | st.sampled_from([0, 1, -5, 10**9, 2.5, "x", True, False, None])
+SETTINGS = {
+    "config.json": "architectures hidden_size num_attention_heads num_hidden_layers intermediate_size vocab_size "
+    "hidden_act dtype model_type max_position_embeddings pad_token_id is_decoder is_encoder_decoder return_dict "
+    "quantization_config auto_map torch_dtype torchscript output_hidden_states type_vocab_size layer_norm_eps",
+    "tokenizer_config.json": "model_max_length pad_token eos_token unk_token padding_side truncation_side "
+    "model_input_names tokenizer_class auto_map do_lower_case added_tokens_decoder",
+}
+settings_of_a_file = st.sampled_from(sorted(SETTINGS)).flatmap(
+    lambda name: st.tuples(
+        st.just(name), st.dictionaries(st.sampled_from(SETTINGS[name].split()), odd_values, min_size=1, max_size=2)
+    )
+)
+parts_of_a_model = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "idx": odd_values,
+            "path": odd_values,
+            "type": st.sampled_from(
+                ["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling", "os.system", 5]
+            ),
+        },
     ),
-    nested,
-    min_size=1,
-    max_size=2,
+    max_size=3,
 )
 damages = st.one_of(
     st.tuples(st.just("cut"), st.floats(0, 1)),
     st.tuples(st.just("bytes"), st.floats(0, 1), st.binary(min_size=1, max_size=20)),
     st.tuples(st.just("head"), st.integers(0, 200), st.binary(min_size=1, max_size=8)),
     st.tuples(st.just("text"), st.one_of(nested.map(json.dumps), odd_texts)),
-    st.tuples(st.just("settings"), settings_of_a_model),
+    st.tuples(st.just("settings"), settings_of_a_file),
+    st.tuples(st.just("ids"), st.integers(1, 10**12)),
+    st.tuples(st.just("modules"), st.one_of(parts_of_a_model.map(json.dumps), odd_texts, st.just("[" * 10**5))),
     st.tuples(st.just("gone")),
 )
+
+
+def _further(tokenizer, step):
+    "The file of a tokenizer, the later half of whose words have ids that many further on."
+    words = tokenizer["model"]["vocab"]
+    for word in list(words)[len(words) // 2 :]:
+        words[word] += step
+    return json.dumps(tokenizer)
 
 
 @both("checkpoints")(dict(name=st.sampled_from(sorted(os.listdir(toy_model_path()))), damage=damages))
@@ -313,7 +402,7 @@ def _checkpoints(name, damage):
     fresh()
     shutil.copytree(toy_model_path(), "model")
     Path("t.txt").write_text("the cat sat\n" * 10)
-    file = Path("model/config.json" if damage[0] == "settings" else f"model/{name}")
+    file = Path(f"model/{name}")
     content = file.read_bytes()
     match damage:
         case "cut", share:
@@ -325,12 +414,19 @@ def _checkpoints(name, damage):
             file.write_bytes(content[:at] + junk + content[at + len(junk) :])
         case "text", text:
             file.write_text(text, encoding="utf-8", errors="replace")
-        case "settings", changed:
-            file.write_text(json.dumps(json.loads(content) | changed))
+        case "settings", (name, changed):
+            file = Path(f"model/{name}")
+            file.write_text(json.dumps(json.loads(file.read_bytes()) | changed))
+        case "ids", step:
+            file = Path("model/tokenizer.json")
+            file.write_text(_further(json.loads(file.read_bytes()), step))
+        case "modules", text:
+            Path("model/modules.json").write_text(text, encoding="utf-8", errors="replace")
         case _:
             file.unlink()
     before = {f.name: f.read_bytes() for f in Path("model").iterdir()}
     result = ends("score", "t.txt", "--model", "model", "--json")
     assert {f.name: f.read_bytes() for f in Path("model").iterdir()} == before
     if result.exit_code == 0:
-        assert all(-1e-6 <= said["isoscore"] <= 1 + 1e-6 for said in json.loads(result.stdout))
+        said = json.loads(result.stdout)
+        assert all(-1e-6 <= row["isoscore"] <= 1 + 1e-6 for row in said)
