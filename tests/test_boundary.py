@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 from typer.testing import CliRunner
 
+import isoreg
 import isoreg.finetune
+import isoreg.grid
 import isoreg.notebook
 from isoreg.cli import _ending, _hint, app
 from isoreg.config import RunConfig, parse_set
@@ -200,6 +203,60 @@ def test_damaged_checkpoints_are_refused(change):
     Path("t.txt").write_text("the cat\n" * 10)
     _broken_model(change)
     ends(2, "score", "t.txt", "--model", "model", words=["model:", "cannot be read", "complete checkpoint"])
+
+
+def _tokenizer(**more):
+    def change(folder):
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+
+    return change
+
+
+def _further_ids(folder):
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["cat"] += 10**6
+    file.write_text(json.dumps(tokenizer))
+
+
+def _modules(content):
+    return lambda folder: (folder / "modules.json").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (_config(is_encoder_decoder=True), ["does not run on these texts", "belong to its weights"]),
+        (_further_ids, ["does not run on these texts (IndexError"]),
+        (_config(num_hidden_layers=10**9), ["num_hidden_layers: 1000000000 is out of range"]),
+        (_config(num_hidden_layers=0), ["num_hidden_layers: 0 is out of range"]),
+        (_tokenizer(model_max_length=-5), ["model_max_length in the tokenizer of 'model': -5 is out of range"]),
+        (_tokenizer(model_max_length="x"), ["'x' is not a number"]),
+        (_tokenizer(pad_token=None, eos_token=None), ["no padding token and no end token"]),
+        (_modules(b"[" * 100_000), ["lists no parts of a model"]),
+        (_modules(b"\xff"), ["lists no parts of a model"]),
+        (
+            _modules(b'[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]'),
+            ["cannot be read as a SentenceTransformers model"],
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_run_is_refused_before_anything_is_scored(change, words):
+    Path("t.txt").write_text("the cat\n" * 10)
+    _broken_model(change)
+    ends(2, "score", "t.txt", "--model", "model", words=["model:", *words])
+
+
+@pytest.mark.parametrize(
+    "change", [_config(return_dict=False), _tokenizer(model_input_names=[]), _tokenizer(model_input_names=["x"])]
+)
+def test_a_checkpoint_whose_settings_do_not_matter_is_scored_as_ever(change):
+    Path("t.txt").write_text("the cat\n" * 10)
+    shutil.copytree(toy_model_path(), "plain")
+    _broken_model(change)
+    scores = [ends(0, "score", "t.txt", "--model", m, "--json").stdout for m in ("plain", "model")]
+    assert scores[0] == scores[1]
 
 
 def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked(monkeypatch):
@@ -482,13 +539,13 @@ def test_status_cleans_what_nobody_computes(monkeypatch):
     assert (folder.out / "held/notebook.ipynb").exists() and (folder.out / "failed/notebook.ipynb").exists()
 
 
-def test_without_a_network_it_is_said():
-    said = _command("score", "t.txt", "--model", "no/such", HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
-    assert said.returncode == 2  # no such file
+def test_without_a_network_it_is_said_once():
     Path("t.txt").write_text("a b\n" * 9)
     said = _command("score", "t.txt", "--model", "no/such", HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
-    assert said.returncode == 2 and b"No network? Give" in said.stderr
-    assert _hint("lr: 3 is out of range; need less than 1") == ""
+    assert said.returncode == 2 and b"No network? Give --model as a folder, --texts as a file." in said.stderr
+    assert b"Retrying" not in said.stderr and len(said.stderr.splitlines()) == 2
+    assert _hint("lr: 3 is out of range; need less than 1", "run") == ""
+    assert "--data-dir" in _hint("cannot reach it", "run") and "--data-dir" not in _hint("cannot reach it", "score")
 
 
 # Messages
@@ -749,3 +806,99 @@ def test_a_file_asks_no_network(name):
 def test_of_a_long_text_the_place_that_cannot_be_written_is_shown():
     said, code = _ending(UnicodeEncodeError("utf-8", "x" * 500 + "\udcff" + "y" * 500, 500, 501, "surrogate"), ["run"])
     assert code == 2 and r"xx\udcffyy" in said and len(said) < 200
+
+
+SAVED = {
+    "a dictionary of numbers": (lambda: {1: X, "a": 5}, 0, "30 points"),
+    "a list": (lambda: [*X], 0, "30 points"),
+    "a gradient": (lambda: X.clone().requires_grad_(), 0, "30 points"),
+    "eight bits": (lambda: X.to(torch.float8_e4m3fn), 0, "30 points"),
+    "two": (lambda: {1: X, 2: X}, 2, "the file holds 1, 2; choose one with --array"),
+    "a number": (lambda: 5, 2, "holds a int, no tensor"),
+    "words": (lambda: "x", 2, "holds a str, no tensor"),
+    "nothing": (lambda: None, 2, "holds a NoneType, no tensor"),
+    "an empty list": (lambda: [], 2, "holds a list, no tensor"),
+    "ragged": (lambda: [X, X[:3]], 2, "a list of tensors of one shape"),
+    "nested": (lambda: torch.nested.nested_tensor([X, X[:3]]), 2, "is nested"),
+    "nested in a list": (lambda: [torch.nested.nested_tensor([X, X[:3]])], 2, "no tensor"),
+    "quantized": (lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), 2, "pass x.dequantize()"),
+    "sparse": (lambda: X.to_sparse(), 2, "pass x.to_dense()"),
+    "more than fits": (lambda: torch.zeros(1, 1).expand(10**6, 10**6), 1, "the memory does not suffice"),
+}
+
+
+@pytest.mark.parametrize("what", SAVED)
+@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:.*nested tensors", "ignore:.*TypedStorage")
+def test_whatever_a_file_of_torch_holds(what):
+    content, code, word = SAVED[what]
+    torch.save(content(), "x.pt")
+    ends(code, "score", "x.pt", words=[word])
+
+
+def test_foreign_members_of_an_archive_are_no_arrays():
+    np.savez("x.npz", a=np.random.default_rng(0).normal(size=(30, 6)))
+    with zipfile.ZipFile("x.npz", "a") as archive:
+        archive.writestr("readme.txt", "about")
+    ends(0, "score", "x.npz", words=["30 points"])
+    with zipfile.ZipFile("y.npz", "w") as archive:
+        archive.writestr("readme.txt", "about")
+    ends(2, "score", "y.npz", words=["holds no array"])
+
+
+def test_ranges_are_capped_together_and_exclusions_read_once(monkeypatch):
+    Path("g.yaml").write_text(f"axes: {{seed: [{', '.join(['0..99998'] * 300)}]}}")
+    ends(2, "sweep", "g.yaml", "--dry-run", words=["too long at 0..99998; 100000 values at most"])
+    Path("g.yaml").write_text(
+        "axes: {seed: 0..9, penalty_settings: [{a: 1}, {a: 2}]}\nfixed: {regularizer: none}\n"
+        "exclude: [{seed: 0..99999, task: mrpc}, {seed: [1, 2.0]}]"
+    )
+    seen, values = [], isoreg.grid._values
+    monkeypatch.setattr(isoreg.grid, "_values", lambda x, what: seen.append(what) or values(x, what))
+    invoke("sweep", "g.yaml", "--dry-run")
+    assert 0 < len([w for w in seen if "exclude" in w]) <= 3
+
+
+@pytest.mark.parametrize("name", ["batch_size", "seed", "max_train", "epochs", "length_groups"])
+def test_a_whole_number_beyond_any_use(name):
+    with pytest.raises(ValueError, match=f"{name}: 99999999999999999999 is out of range; need less than 4294967296"):
+        RunConfig(**{name: 99999999999999999999})
+
+
+def test_a_long_name_of_a_model_makes_no_folder_that_cannot_be(monkeypatch):
+    key = RunConfig(model="a" * 300).key
+    assert len(key) < 230 and key != RunConfig(model="a" * 301).key
+    assert len(os.fsencode(RunConfig(model="é" * 300).key)) < 230
+    for model in ("a" * 300, "sentence-transformers/" + "a" * 300):
+        Path("t.txt").write_text("the cat\n" * 10)
+        ends(2, "score", "t.txt", "--model", model, words=["model: 'a" if model[0] == "a" else "model:"])
+
+
+def test_a_page_that_cannot_be_written_is_named():
+    np.save("x.npy", X.numpy())
+    Path("d").mkdir()
+    for page in ("d", "/proc/x.html", LONG + ".html"):
+        ends(2, "score", "x.npy", "--html", page, words=[f"html: {'Is a' if page == 'd' else ''}", page[:100]])
+
+
+def test_a_page_of_a_file_whose_name_is_not_utf8():
+    name = os.fsdecode(b"bad\xff.npy")
+    np.save(name, X.numpy())
+    ends(0, "score", name, "--html", "page.html")
+    assert r"bad\udcff.npy" in Path("page.html").read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["tasks"], ["tasks", "--json"], ["run", "--help"]])
+def test_what_cannot_be_printed(arguments):
+    command = [sys.executable, "-c", "import isoreg; isoreg._command()", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1 and b"Traceback" not in done.stderr and b"the disk is full" in done.stderr
+
+
+def test_an_interrupt_while_the_command_is_loaded_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "isoreg.cli", None)
+    monkeypatch.setattr("builtins.__import__", raises(KeyboardInterrupt()))
+    with pytest.raises(SystemExit) as ending:
+        isoreg._command()
+    monkeypatch.undo()
+    assert ending.value.code == 130 and capsys.readouterr().err == "error: stopped\n"
