@@ -1,5 +1,5 @@
-"""Measure how far a small run of each kind moves where threads, precision or versions are others, and put it into the
-record of trust: python .ci/arithmetic.py [NAME=PYTHON ...], each an environment to compare with."""
+"""Measure how far a small run of each kind moves where processor, threads, precision or versions are others, and put it
+into the record of trust: python .ci/arithmetic.py [NAME=PYTHON ...], each an environment to compare with."""
 
 import json
 import os
@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "nbs" / "results" / "trust.json"
 
 
-def numbers(python: str, *arguments: str) -> dict:
-    "Return what tests/all_kinds.py prints in an environment."
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": arguments[0], "PYTHONWARNINGS": "ignore"}
+def numbers(python: str, *arguments: str, **flags: str) -> dict:
+    "Return what tests/all_kinds.py prints in an environment, with these environment variables."
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": arguments[0], "PYTHONWARNINGS": "ignore"} | flags
     with tempfile.TemporaryDirectory() as folder:
         command = [python, str(ROOT / "tests" / "all_kinds.py"), f"{folder}/runs", *arguments]
         done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
@@ -33,37 +33,39 @@ def versions(python: str) -> str:
     return "Python {}, torch {}, transformers {}".format(*(s.partition("+")[0] for s in said))
 
 
+# What a processor without the newer instructions computes: PyTorch, oneDNN and MKL each have their own say.
+OLDER = {
+    "as without AVX-512": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AVX2"},
+    "as without AVX": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
+}
+
+
 def main(environments: dict[str, str]) -> None:
     "Measure each variant against this environment, one thread and fp32, and write the record."
-    here = sys.executable
-    usual = numbers(here, "1", "fp32")
-    variants = {"again": (here, "1", "fp32"), "two threads": (here, "2", "fp32"), "bf16": (here, "1", "bf16")}
-    variants |= {name: (python, "1", "fp32") for name, python in environments.items()}
     model = os.environ.get("ISOREG_MODELS") and f"{os.environ['ISOREG_MODELS']}/minilm-l6-mlm"
-    found = {}
-    for name, (python, *arguments) in variants.items():
-        other = numbers(python, *arguments)
-        change = {k: abs(other[k]["number"] / usual[k]["number"] - 1) for k in usual}
-        same = [k for k in usual if other[k]["digest"] == usual[k]["digest"]]
-        found[name] = {"versions": versions(python), "relative_change": change, "same_bits": same}
-        print(name, found[name], flush=True)
-        write(found)
-    if model:
-        one, two = (numbers(here, threads, "fp32", model) for threads in "12")
-        change = {
-            k: abs(two[k]["number"] / one[k]["number"] - 1) for k in ("finetune", "fisher", "landscape", "geometry")
-        }
-        same = [k for k in change if one[k]["digest"] == two[k]["digest"]]
-        found["two threads, MiniLM"] = {"versions": versions(here), "relative_change": change, "same_bits": same}
-        print("two threads, MiniLM", found["two threads, MiniLM"], flush=True)
-        write(found)
+    for which in filter(None, ("toy-bert", model)):
+        label = "" if which == "toy-bert" else ", MiniLM"
+        usual = numbers(sys.executable, "1", "fp32", which)
+        variants = {name: (python, "1", "fp32", {}) for name, python in environments.items() if not label}
+        variants |= {name: (sys.executable, "1", "fp32", flags) for name, flags in OLDER.items()}
+        variants |= {"again": (sys.executable, "1", "fp32", {}), "two threads": (sys.executable, "2", "fp32", {})}
+        variants["bf16"] = sys.executable, "1", "bf16", {}
+        for name, (python, threads, precision, flags) in variants.items():
+            other = numbers(python, threads, precision, which, **flags)
+            kinds = usual if not label else ("finetune", "fisher", "landscape", "geometry")  # those that read a model
+            write(name + label, python, {k: usual[k] for k in kinds}, other)
 
 
-def write(found: dict) -> None:
-    "Put what was measured so far into the record."
+def write(name: str, python: str, usual: dict, other: dict) -> None:
+    "Put a variant into the record, beside those that are there."
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"kind": "trust"}
-    record["arithmetic"] = {"date": datetime.now(UTC).date().isoformat(), "variants": found}
+    change = {k: abs(other[k]["number"] / usual[k]["number"] - 1) for k in usual}
+    same = [k for k in usual if other[k]["digest"] == usual[k]["digest"]]
+    found = {"versions": versions(python), "relative_change": change, "same_bits": same}
+    found["date"] = datetime.now(UTC).date().isoformat()
+    record.setdefault("arithmetic", {"variants": {}})["variants"][name] = found
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    print(name, found, flush=True)
 
 
 if __name__ == "__main__":
