@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import inspect
 import json
+import os
 import platform
 import re
 import shlex
@@ -36,11 +37,13 @@ from .config import RunConfig, about, groups, help_text, kinds, parse_set
 class _Commands(TyperGroup):
     "The commands, inside one boundary: whatever goes wrong in one ends in a line and an exit code."
 
-    def main(self, *args, **options):
+    def main(self, args=None, **options):
         for stream in (sys.stdout, sys.stderr):  # a letter that the terminal does not know is no reason to stop
             if hasattr(stream, "reconfigure"): stream.reconfigure(errors="backslashreplace")
-        try: return super().main(*args, **options)
-        except OSError as error: message, code = _ending(error, sys.argv[1:])  # help that cannot be written
+        message, code = "the working folder is gone; go to one that is there", 2
+        try:
+            if _working_folder(): return super().main(args, **options)
+        except OSError as error: message, code = _ending(error, sys.argv[1:] if args is None else args)  # of the help
         _errors.print(Text("error:", "red"), message)
         sys.exit(code)
 
@@ -51,6 +54,12 @@ class _Commands(TyperGroup):
             if hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError)): raise  # typer's own
             ending = _ending(error, words)
         _fail(*ending)
+
+
+def _working_folder() -> str:
+    "Return the folder in which the command was called; an empty string where somebody has removed it."
+    with contextlib.suppress(OSError): return os.getcwd()
+    return ""
 
 
 app = typer.Typer(name="isoreg", no_args_is_help=True, rich_markup_mode="rich", cls=_Commands,
@@ -573,6 +582,7 @@ def score_command(
             if array is not None: raise ValueError("array: belongs to vectors; leave --array out, or --model")
             measured, drawn = _score_models(given, model, pairs, columns, pooling, layer, normalize, max_lines, seed)
         else: measured, drawn = _score_files(files, texts, pairs, pooling, layer, normalize, array, seed), None
+        measured = _told_apart(measured)
         differences = [(m.name, measured[0].name, compare(m, measured[0])) for m in measured[1:]]
         if html: write_atomically(html, report_page(measured, differences, _about(drawn, pooling, normalize)))
     if as_json: return print(json.dumps(_scores_json(measured, differences, drawn), indent=1))
@@ -580,6 +590,13 @@ def score_command(
     if html: _console.print(str(html))
 
 # %% ../nbs/31_cli.ipynb #a71d602c
+def _told_apart(measured: list) -> list:
+    "Return what was measured, the second of a name with its number: one file may be given twice."
+    names = [m.name for m in measured]
+    again = [names[:k].count(name) for k, name in enumerate(names)]
+    return [m._replace(name=f"{m.name} ({n + 1})") if n else m for m, n in zip(measured, again)]
+
+
 def _score_files(files, texts, pairs, pooling, layer, normalize, array, seed) -> list:
     "Return what was measured of the vectors in files; `ValueError` for options that need a model."
     from isoreg.embeddings import measure_points, read_points
@@ -740,7 +757,7 @@ def _show_summary(summary):
     from isoreg.report import readable
     shown = readable(summary).map(str)
     left_out = ("median", "worst", "one class only", "IsoScore before", "its layers, mean")
-    table = Table(box=None, pad_edge=False)
+    table = _Table(box=None, pad_edge=False)
     for c in shown.columns.difference(left_out, sort=False): table.add_column(c, overflow="fold")
     for _, row in shown.iterrows(): table.add_row(*(v for c, v in row.items() if c not in left_out))
     _console.print(table)
@@ -761,13 +778,27 @@ def tasks_command(
     _console.print(table)
 
 # %% ../nbs/31_cli.ipynb #be305037
-_console, _errors = (Console(stderr=stderr, soft_wrap=True, highlight=False, markup=False, emoji=False,
-                             force_jupyter=False) for stderr in (False, True))
+def _printable(x):
+    "Return a text with its control characters written out: what a file holds is no command to the terminal."
+    if not isinstance(x, str): return x
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", x)
+
+
+class _Console(Console):
+    def print(self, *objects, **options): super().print(*map(_printable, objects), **options)
+
+
+class _Table(Table):
+    def add_row(self, *cells, **options): super().add_row(*map(_printable, cells), **options)
+
+
+_console, _errors = (_Console(stderr=stderr, soft_wrap=True, highlight=False, markup=False, emoji=False,
+                              force_jupyter=False) for stderr in (False, True))
 
 
 def _table(title: str, left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
     "Return an empty table with these columns; without any it gets no heads."
-    table = Table(title=title, title_justify="left", show_header=bool(left or right))
+    table = _Table(title=_printable(title), title_justify="left", show_header=bool(left or right))
     for name in left: table.add_column(name, overflow="fold")
     for name in right: table.add_column(name, justify="right")
     return table
@@ -786,22 +817,23 @@ _PATHS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, e
 def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
     "Return what a command says of the error that ends it, and its exit code; the words are its arguments."
     from isoreg.sweep import is_disk_full
-    text = str(error)
+    text, command = str(error), words[0] if words else ""
     if isinstance(error, KeyboardInterrupt): return "stopped", 130
     if isinstance(error, UnicodeError):
         around = error.object[max(0, error.start - 40) : error.end + 40]
-        return f"{words[0]}: {around!r} is not {error.encoding}; give another name, or convert the file", 2
+        return f"{command}: {around!r} is not {error.encoding}; give another name, or convert the file", 2
     head, colon, _ = text.partition(": ")  # as the library has it: the argument first
     named = bool(colon and head.strip()) and "\n" not in head and len(head.split()) <= 4
-    if isinstance(error, ValueError) and named: return text + _hint(text, words[0]), 2
+    if isinstance(error, ValueError) and named: return text + _hint(text, command), 2
     if is_disk_full(error):
         why = getattr(error, "strerror", None) or text
         return f"the disk is full: {why}; make room and give the same command again", 1
-    if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", text): return "the memory does not suffice; give less at a time", 1
+    if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", text):
+        return "the memory does not suffice; give less at a time", 1
     if isinstance(error, OSError) and error.errno in _PATHS:
         name = str(error.filename)
         return f"{_argument(name, words)}: {error.strerror}: {name[:200]!r}; give another path", 2
-    if isinstance(error, OSError): return text + _hint(text, words[0]), 1
+    if isinstance(error, OSError): return text + _hint(text, command), 1
     return f"this is a mistake of isoreg, not of yours ({type(error).__name__}); {_report_bug(error, words)}", 1
 
 # %% ../nbs/31_cli.ipynb #7475f55d
@@ -816,7 +848,9 @@ def _argument(path: str, words: Sequence[str]) -> str:
 
 def _hint(message: str, command: str) -> str:
     "Return what to do without a network, if that is what a message speaks of."
-    found = re.search(r"connect|offline|reach|resol|Max retries|timed out|\b50[0234]\b", message, re.IGNORECASE)
+    said = ("n.t connect to|n.t reach|check your connection|offline mode|outgoing traffic|name resolution|"
+            r"connection (error|refused)|max retries|timed out|\b50[0234] (server|client)")
+    found = re.search(said, message, re.IGNORECASE)
     remedy = "--model as a folder, --texts as a file" if command == "score" else "--data-dir, and --model as a folder"
     return f"\nNo network? Give {remedy}." if found else ""
 

@@ -98,7 +98,7 @@ class Settings(BaseModel):
         values = {k: _as_meant(v, fields[k]) if k in fields else v for k, v in values.items()}
         for k, v in values.items():
             if k in fields and int in kinds(fields[k]) and isinstance(v, int) and abs(v) >= 2**32:
-                raise ValueError(f"{k}: {v} is out of range; need less than {2**32}")
+                raise ValueError(f"{k}: {v} is out of range; need {'less than ' if v > 0 else 'more than -'}{2**32}")
         try: super().__init__(**values)
         except ValidationError as error: raise ValueError(in_words(error.errors()[0], fields)) from None
 

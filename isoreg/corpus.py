@@ -401,7 +401,8 @@ def _check_labels(batch: dict, loss: str) -> None:
     labels, ids = batch["labels"], batch.get("input_ids")
     if isinstance(labels, Tensor) and labels.ndim == 2:
         if loss == "seq2seq" or not isinstance(ids, Tensor) or ids.shape == labels.shape: return
-        raise ValueError(f"batch: has labels {tuple(labels.shape)} for input_ids {tuple(ids.shape)}; give each token one")
+        raise ValueError(f"batch: has labels {tuple(labels.shape)} for input_ids {tuple(ids.shape)}; need "
+                         "one for each token")
     form = f"of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
     raise ValueError(f"batch: its labels are {form}; need a tensor (samples, length), as TextBatches or a DataLoader "
                      "with a collator gives")

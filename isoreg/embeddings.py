@@ -58,7 +58,7 @@ def _from_arrays(path: Path, array: str | None):
         names = _names_of_arrays(held)
         if not names: raise ValueError(f"file: {path.name} holds no array")
         name = _pick(list(names), array)
-        with _reading(path): return held[names[name]]
+        with _reading(path): return _array(held[names[name]])
     if not isinstance(held, (Tensor, np.ndarray)): held = _stacked(held, path)
     if array is None: return held
     raise ValueError(f"array: {array!r} is asked for, but {path.name} holds a single array without a name; "
@@ -72,6 +72,12 @@ def _load(path: Path):
         return load_file(path)
     if path.suffix not in (".pt", ".pth"): return np.load(path, allow_pickle=False)
     return torch.load(path, map_location="cpu", weights_only=True)  # tensors in lists and dicts, and no other object
+
+
+def _array(x):
+    "Return an array or a tensor. `TypeError` for the bytes that NumPy gives for a member that is none."
+    if isinstance(x, (Tensor, np.ndarray)): return x
+    raise TypeError(f"it holds {type(x).__name__}, no array")
 
 
 def _names_of_arrays(held: Mapping) -> dict:
@@ -92,6 +98,7 @@ def _stacked(held, path: Path) -> Tensor:
 def _reading(path: Path):
     "Context in which whatever a library raises becomes a `ValueError` that names the file."
     try: yield
+    except MemoryError: raise
     except Exception as error:
         with path.open("rb") as file: first = file.read(2)  # NumPy speaks of pickles at any file of nonsense
         pickled = first in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -296,11 +303,15 @@ def _check_runs(model: str, encoder: torch.nn.Module, batch: dict):
     "Raise a `ValueError` unless the encoder takes the row of the largest token id and gives its hidden states."
     row = batch["input_ids"].amax(1).argmax()[None]
     try:
-        with torch.no_grad(): states_of(encoder(**_rows(batch, row), output_hidden_states=True))
+        inputs = _rows(batch, row)
+        with torch.no_grad(): states = states_of(encoder(**inputs, output_hidden_states=True))
+        if not states: raise ValueError("it has no layer")
+        if any(h.shape[:2] != inputs["input_ids"].shape for h in states): raise ValueError("no state for each token")
+    except MemoryError: raise
     except Exception as error:  # of any of its parts
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        raise ValueError(f"model: {model!r} does not run on these texts ({why}); give a checkpoint whose config.json "
-                         "and tokenizer belong to its weights") from None
+        raise ValueError(f"model: {model!r} does not run on these texts ({why}); give a model that reads text alone, "
+                         "with the config.json and the tokenizer of its weights") from None
 
 # %% ../nbs/36_embeddings.ipynb #95368d0c
 def _tokens(tokenizer, lines: list[str], max_length: int) -> dict:
@@ -398,7 +409,6 @@ def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     folder = expanded(model)
     here = os.path.isdir(folder)
     _check_modules(folder / "modules.json") if here else limit_hub()
-    how = {"convert_to_tensor": True, "normalize_embeddings": normalize, "show_progress_bar": False}
     try: from sentence_transformers import SentenceTransformer
     except ImportError:
         raise ValueError(f"model: {model!r} is a SentenceTransformers model; pip install 'isoreg[integrations]', or "
@@ -406,7 +416,9 @@ def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     from isoreg.cli import _quiet
     try:
         with _quiet(): loaded = SentenceTransformer(str(folder) if here else model, trust_remote_code=False)
-        return loaded.encode(texts, **how).cpu()
+        return loaded.encode(
+            texts, convert_to_tensor=True, normalize_embeddings=normalize, show_progress_bar=False).cpu()
+    except MemoryError: raise
     except Exception as error:  # its readers raise whatever they do
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
         raise ValueError(f"model: {model!r} cannot be read as a SentenceTransformers model ({why}); give another, or a "

@@ -71,7 +71,7 @@ def remove_abandoned(*folders: str | Path) -> list[Path]:
     removed = []
     for path in (p for folder in folders for p in Path(folder).glob("*.tmp")):
         with contextlib.suppress(OSError):
-            if not re.search(r"[a-z0-9_]{8}\.tmp$", path.name) or not _is_old(path) or path.is_symlink(): continue
+            if not re.search(r"\.\w+[a-z0-9_]{8}\.tmp$", path.name) or not _is_old(path) or path.is_symlink(): continue
             with path.open("rb") as file: _claim(file)
             path.unlink()
             removed.append(path)
@@ -170,7 +170,7 @@ def _ask_once(send: Callable, out_of_reach: tuple[type[Exception], ...], request
     "Return the answer to a request; a question, unlike a download, that does not get through is asked once."
     try: return send(request, **options)
     except out_of_reach as error:
-        if request.method != "HEAD" and "/api/" not in request.url.path: raise
+        if request.method != "HEAD" and not request.url.path.startswith("/api/"): raise
         from huggingface_hub.errors import OfflineModeIsEnabled  # the error after which it looks at its cache
         raise OfflineModeIsEnabled(f"cannot reach {request.url.host} ({error or type(error).__name__})") from error
 
@@ -218,11 +218,16 @@ def _merging_little(loader: type) -> type:
     class Loader(loader):
         merged = 0
 
+        def construct_yaml_timestamp(self, node):
+            try: return super().construct_yaml_timestamp(node)
+            except ValueError as error: raise ValueError(f"{node.value}: {error}; put it in quotes") from None
+
         def flatten_mapping(self, node):
             before = len(node.value)
             super().flatten_mapping(node)
             self.merged += max(0, len(node.value) - before)
             if self.merged > LARGEST: raise ValueError(f"its merge keys (<<) write out more than {LARGEST} values")
+    Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_timestamp)
     return Loader
 
 
@@ -253,6 +258,8 @@ def unpack(
 ):  # array of class numbers or of real numbers, or list of dicts
     "Return what `pack` was given."
     import numpy as np
-    content = zlib.decompress(base64.b64decode(packed["data"]))
+    unzip = zlib.decompressobj()
+    content = unzip.decompress(base64.b64decode(packed["data"]), 2**28)
+    if unzip.unconsumed_tail: raise ValueError("predictions: hold more than 256 MB; give another record")
     if packed["kind"] == "json": return json.loads(content)
     return np.frombuffer(content, dtype=np.dtype(packed["kind"]).newbyteorder("<"))

@@ -738,7 +738,8 @@ def _check_batches(batches):
 def _to(batch, device, number: int) -> dict:
     "Return a batch on the device of the model."
     if isinstance(batch, Mapping):
-        for k, v in batch.items(): isinstance(v, Tensor) and check_readable(v, f"batches: {k} of batch {number}")
+        for k, v in batch.items():
+            if isinstance(v, Tensor): check_readable(v, f"batches: {k} of batch {number}")
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     raise ValueError(f"batches: batch {number} is a {type(batch).__name__}; give TextBatches or an iterable of dicts "
                      "of tensors, samples first")

@@ -135,9 +135,12 @@ def pretrained(
     model with a weight that is NaN or infinite, which would be read without a word."""
     source = model_source(model)
     try:
-        if hasattr(kind, "from_config"): _check_depth(AutoConfig.from_pretrained(source, trust_remote_code=False))
+        if not os.path.isdir(source) or os.path.isfile(f"{source}/config.json"):
+            _check_sizes(PretrainedConfig.get_config_dict(source)[0], model)
         found = kind.from_pretrained(source, trust_remote_code=False, **options)
+    except MemoryError: raise
     except Exception as error:
+        if str(error).startswith("model: "): raise  # of the line above
         if "trust_remote_code" in str(error):
             raise ValueError(f"model: {model!r} brings code of its own, which is never run; give a checkpoint of an "
                              "architecture that transformers has") from None
@@ -153,10 +156,16 @@ def pretrained(
     return found
 
 
-def _check_depth(config: PretrainedConfig):
-    "Raise a `ValueError` where a configuration has no layer, or so many that none would ever be made."
-    for part in (config, *(c for c in vars(config).values() if isinstance(c, PretrainedConfig))):
-        in_range("num_hidden_layers", getattr(part, "num_hidden_layers", None), 1, 10_000, whole=True, optional=True)
+_COUNTS = re.compile("(layers?|blocks?|depth|groups|experts|heads|labels)$")
+
+
+def _check_sizes(config: dict, model: str):
+    "Raise a `ValueError` where a config.json asks for more layers or labels than any model has: that would not end."
+    for name, value in config.items():
+        if isinstance(value, dict): _check_sizes(value, model)
+        elif _COUNTS.search(str(name)) and isinstance(value, int):
+            in_range(f"model: {name} of {model!r}", value, high=10**6 if name == "num_labels" else 2000,
+                     hint="mend its config.json")
 
 # %% ../nbs/21_models.ipynb #3dc6a592
 def resolve_precision(precision: str) -> str:

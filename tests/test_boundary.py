@@ -1,5 +1,6 @@
 """Whatever is given to a command, it ends in a line and an exit code, and touches nothing but its folder."""
 
+import base64
 import fcntl
 import itertools
 import json
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForMaskedLM, AutoTokenizer, CanineConfig, CanineModel, ViTConfig, ViTModel
 from typer.testing import CliRunner
 
 import isoreg
@@ -35,6 +37,7 @@ from isoreg.files import (
     own_folder,
     remove_abandoned,
     remove_abandoned_folders,
+    unpack,
 )
 from isoreg.fisher import empirical_fisher
 from isoreg.grid import expand, load_grid
@@ -227,10 +230,12 @@ def _modules(content):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (_config(is_encoder_decoder=True), ["does not run on these texts", "belong to its weights"]),
+        (_config(is_encoder_decoder=True), ["does not run on these texts", "give a model that reads text alone"]),
         (_further_ids, ["does not run on these texts (IndexError"]),
-        (_config(num_hidden_layers=10**9), ["num_hidden_layers: 1000000000 is out of range"]),
-        (_config(num_hidden_layers=0), ["num_hidden_layers: 0 is out of range"]),
+        (_config(num_hidden_layers=10**9), ["num_hidden_layers of 'model': 1000000000 is out", "mend its config.json"]),
+        (_config(num_labels=10**10), ["num_labels of 'model': 10000000000 is out of range"]),
+        (_config(text_config={"decoder_layers": 10**9}), ["decoder_layers of 'model'"]),
+        (_config(num_hidden_layers=0), ["does not run on these texts (ValueError: it has no layer)"]),
         (_tokenizer(model_max_length=-5), ["model_max_length in the tokenizer of 'model': -5 is out of range"]),
         (_tokenizer(model_max_length="x"), ["'x' is not a number"]),
         (_tokenizer(pad_token=None, eos_token=None), ["no padding token and no end token"]),
@@ -405,22 +410,16 @@ def _command(*arguments, **environment):
     return done
 
 
-def test_a_terminal_that_knows_ascii_alone():
-    np.save("x.npy", np.random.default_rng(0).normal(size=(30, 6)))
-    done = _command("score", "x.npy", PYTHONIOENCODING="ascii")
-    assert done.returncode == 0 and b"\\xb1" in done.stdout
-
-
-def test_a_file_name_that_is_not_utf8():
+def test_a_file_name_that_is_not_utf8_on_a_terminal_that_knows_ascii_alone():
     name = os.fsdecode(b"bad\xff.npy")
     np.save(name, np.random.default_rng(0).normal(size=(30, 6)))
-    assert _command("score", os.fsencode(name)).returncode == 0
-    assert _command("score", b"no\xff.npy").returncode == 2
+    done = _command("score", os.fsencode(name), PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and b"\\xb1" in done.stdout
+    ends(2, "score", os.fsdecode(b"no\xff.npy"), words=["file: no file"])
     Path(os.fsdecode(b"runs\xff")).mkdir()
     (Path(os.fsdecode(b"runs\xff")) / "record.json").write_text(json.dumps(RECORD))
     assert _command("status", b"runs\xff").returncode == 0
-    said = _command("report", b"runs\xff", "--out", "r")
-    assert said.returncode == 2 and b"is not utf-8; give another name" in said.stderr
+    ends(2, "report", os.fsdecode(b"runs\xff"), "--out", "r", words=["is not utf-8; give another name"])
 
 
 def test_an_output_path_with_braces(monkeypatch):
@@ -716,7 +715,8 @@ def test_a_damaged_configuration_and_weights_that_diverged_are_said(tmp_path):
 # What an outsider found
 
 
-def test_files_of_others_are_not_cleaned_away():
+def test_files_of_others_are_not_cleaned_away(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # not what other programs have left
     Path("analysis").mkdir()
     mine = [Path(p) for p in ("analysis/notebook.ipynb", "analysis/progress.json", "experiment.tmp", "a/database.tmp")]
     for path in mine:
@@ -791,15 +791,15 @@ def ask(event, values):
     if event == "socket.getaddrinfo" or (event == "socket.connect" and isinstance(values[1], tuple)): os._exit(7)
 sys.addaudithook(ask)
 from isoreg.cli import app
-app(sys.argv[1:])
+for name in sys.argv[1:]:
+    app(["score", "--model", "toy-bert", "--texts", name], standalone_mode=False)
 """
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
-def test_a_file_asks_no_network(name):
+def test_a_file_asks_no_network():
     Path("t.csv").write_text("text\n" + "a b\n" * 9)
     Path("t.jsonl").write_text('{"text": "a b"}\n' * 9)
-    command = [sys.executable, "-c", SEEN, "score", "--model", "toy-bert", "--texts", name]
+    command = [sys.executable, "-c", SEEN, "t.csv", "t.jsonl"]
     assert subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "0"}, capture_output=True).returncode == 0
 
 
@@ -840,9 +840,10 @@ def test_foreign_members_of_an_archive_are_no_arrays():
     with zipfile.ZipFile("x.npz", "a") as archive:
         archive.writestr("readme.txt", "about")
     ends(0, "score", "x.npz", words=["30 points"])
-    with zipfile.ZipFile("y.npz", "w") as archive:
-        archive.writestr("readme.txt", "about")
-    ends(2, "score", "y.npz", words=["holds no array"])
+    for member, said in ("readme.txt", "holds no array"), ("a.npy", "it holds bytes, no array"):
+        with zipfile.ZipFile("y.npz", "w") as archive:
+            archive.writestr(member, "about")
+        ends(2, "score", "y.npz", words=[said])
 
 
 def test_ranges_are_capped_together_and_exclusions_read_once(monkeypatch):
@@ -887,7 +888,7 @@ def test_a_page_of_a_file_whose_name_is_not_utf8():
     assert r"bad\udcff.npy" in Path("page.html").read_text()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["tasks"], ["tasks", "--json"], ["run", "--help"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["tasks"], ["tasks", "--json"], ["run", "--help"]])
 def test_what_cannot_be_printed(arguments):
     command = [sys.executable, "-c", "import isoreg; isoreg._command()", *arguments]
     with open("/dev/full", "w") as full:
@@ -896,9 +897,77 @@ def test_what_cannot_be_printed(arguments):
 
 
 def test_an_interrupt_while_the_command_is_loaded_is_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "isoreg.cli", None)
-    monkeypatch.setattr("builtins.__import__", raises(KeyboardInterrupt()))
+    class Loading(type(isoreg)):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "isoreg.cli", Loading("isoreg.cli"))
     with pytest.raises(SystemExit) as ending:
         isoreg._command()
-    monkeypatch.undo()
     assert ending.value.code == 130 and capsys.readouterr().err == "error: stopped\n"
+
+
+def test_a_working_folder_that_is_gone(tmp_path):
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    Path(tmp_path / "gone").rmdir()
+    try:
+        said = invoke("tasks")
+    finally:
+        os.chdir(tmp_path)
+    assert said.exit_code == 2 and "error: the working folder is gone; go to one that is there" in said.stderr
+
+
+def test_what_a_file_holds_is_no_command_to_the_terminal():
+    np.savez("x.npz", **{"a\x1b[2J\x1b]0;x\x07": X.numpy(), "b": X.numpy()})
+    ends(2, "score", "x.npz", words=[r"a\x1b[2J\x1b]0;x\x07, b"])
+    Path("r.jsonl").write_text(json.dumps(RECORD | {"config": RUN.config | {"task": "t\x1b[2Jx"}}) + "\n")
+    assert "\x1b" not in ends(0, "report", "r.jsonl", "--out", "report").output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["score", "connect.npy"],
+        ["score", "x.npy", "--array", "reach"],
+        ["report", "offline_runs"],
+        ["run", "--task", "resolution"],
+    ],
+)
+def test_a_name_is_no_word_of_a_network(command):
+    np.save("connect.npy", X[0].numpy())
+    np.save("x.npy", X.numpy())
+    assert "No network?" not in ends(2, *command).output
+
+
+def test_a_file_that_is_given_twice_has_two_scores():
+    np.save("x.npy", X.numpy())
+    found = json.loads(ends(0, "score", "x.npy", "./x.npy", "--json").stdout)
+    assert list(found["scores"]) == ["x.npy", "x.npy (2)"] and found["differences"][0]["difference"] == 0
+
+
+def test_a_day_that_is_none_is_named():
+    Path("g.yaml").write_text("axes: {seed: [0, 1]}\nfixed: {a: 2020-13-45}")
+    ends(2, "sweep", "g.yaml", "--dry-run", words=["g.yaml: 2020-13-45: month must be in 1..12; put it in quotes"])
+
+
+def test_a_model_that_lacks_memory_is_not_called_damaged(monkeypatch):
+    Path("t.txt").write_text("the cat\n" * 10)
+    monkeypatch.setattr("transformers.AutoModel.from_pretrained", raises(MemoryError()))
+    ends(1, "score", "t.txt", "--model", "toy-bert", words=["the memory does not suffice"])
+
+
+def test_predictions_that_unpack_to_too_much():
+    packed = {"kind": "json", "rows": 1, "data": base64.b64encode(zlib.compress(bytes(2**28 + 9), 9)).decode()}
+    with pytest.raises(ValueError, match="predictions: hold more than 256 MB"):
+        unpack(packed)
+
+
+def test_models_of_other_than_text_are_called_so():
+    Path("t.txt").write_text("the cat\n" * 10)
+    shutil.copytree(toy_model_path(), "model")
+    size = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    CanineModel(CanineConfig(**size, num_hash_buckets=32, local_transformer_stride=8)).save_pretrained("model")
+    ends(2, "score", "t.txt", "--model", "model", words=["no state for each token", "reads text alone"])
+    ViTModel(ViTConfig(**size, image_size=8, patch_size=4)).save_pretrained("model")
+    ends(2, "score", "t.txt", "--model", "model", words=["does not run on these texts", "reads text alone"])

@@ -110,7 +110,7 @@ def test_every_setting_says_what_it_is(kind):
         ({"lr": 2}, "lr: 2 is out of range; need more than 0, less than 1; 1e-5"),
         ({"zeta": 1.5}, "zeta: 1.5 is out of range; need 0 to 1"),
         ({"seed": True}, "seed: True is not int; give a whole number"),
-        ({"seed": 2**32}, "seed: 4294967296 is out of range; need 0 or more"),
+        ({"seed": 2**32}, "seed: 4294967296 is out of range; need less than 4294967296"),
         ({"seed": 1.0}, "seed: 1.0 is not int"),
         ({"schedule": "cosine"}, "schedule: 'cosine' is unknown; use one of linear, constant"),
         ({"dropout": "guide"}, "dropout: 'guide' is unknown; use standard, constant"),

@@ -328,10 +328,10 @@ def test_an_installed_plug_in_runs_from_the_command_and_a_grid(site, tmp_path):
     assert record.config["penalty_settings"] == {"target": 2.0} and record.versions["isoreg-example"] == "0.1"
     assert "length" in record.loss[0] and record.dropout["how"] == "rising"
     fixed = "fixed: {max_train: 48, max_eval: 40, epochs: 1}\n"
-    method = "axes: {method: [{regularizer: none}, {regularizer: length, target: [1, 2], dropout: rising}]}\n"
+    method = "axes: {method: [{regularizer: length, target: [1, 2], dropout: rising}]}\n"
     (tmp_path / "g.yaml").write_text(fixed + method)
     out = command_line(site, tmp_path, "sweep", "g.yaml", "--jobs", "1")
-    assert "3 of 3 runs are done (2 by this sweep" in out  # one of them is the run above
+    assert "2 of 2 runs are done (1 by this sweep" in out  # one of them is the run above
     shown = command_line(site, tmp_path, "report", "runs")
     summary = (tmp_path / "report" / "summary.md").read_text()
     for label in ("length λ=0.1 + rising", "length λ=0.1, target 2.0 + rising"):

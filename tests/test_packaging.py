@@ -112,14 +112,11 @@ def test_one_version_everywhere():
 def test_entry_points_lead_somewhere(group, name):
     target = PROJECT["scripts"]["isoreg"] if group == "scripts" else PROJECT["entry-points"]["nbdev"]["isoreg"]
     module, attribute = target.split(":")
-    tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
-    assert attribute in {
-        leaf.id
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for leaf in node.targets
-        if isinstance(leaf, ast.Name)
-    }
+    place = ROOT / module.replace(".", "/")
+    tree = ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
+    named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    named |= {leaf.id for node in tree.body if isinstance(node, ast.Assign) for leaf in node.targets}
+    assert attribute in named
 
 
 def test_no_path_of_a_machine():
