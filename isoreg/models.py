@@ -163,7 +163,7 @@ def _check_sizes(config: dict, model: str):
     "Raise a `ValueError` where a config.json asks for more layers or labels than any model has: that would not end."
     for name, value in config.items():
         if isinstance(value, dict): _check_sizes(value, model)
-        elif _COUNTS.search(str(name)) and isinstance(value, int):
+        elif _COUNTS.search(str(name)) and type(value) is int:
             in_range(f"model: {name} of {model!r}", value, high=10**6 if name == "num_labels" else 2000,
                      hint="mend its config.json")
 
