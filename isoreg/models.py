@@ -94,7 +94,7 @@ def read_body(model: str) -> nn.Module:
 def has_decoder(model: nn.Module) -> bool:
     "Return whether a model is an encoder and a decoder. Its saved encoder may say that it is none, and loads as both."
     parts = (getattr(model, "encoder", None), getattr(model, "decoder", None))
-    return bool(model.config.is_encoder_decoder) or None not in parts
+    return bool(model.config.is_encoder_decoder and hasattr(model, "get_encoder")) or None not in parts
 
 # %% ../nbs/21_models.ipynb #e10eb9d1
 def model_source(model: str) -> str:
