@@ -151,7 +151,7 @@ def limit_hub() -> None:
         return made
     _http.set_client_factory(client)
 
-
+# %% ../nbs/08_files.ipynb #01101732
 def load_rows(*names, **options):
     """Return what `datasets.load_dataset` gives; code that a data set brings along is never run, nor anybody asked to.
 
@@ -165,7 +165,7 @@ def load_rows(*names, **options):
         why = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise ValueError(f"{why:.300}") from None
 
-
+# %% ../nbs/08_files.ipynb #583b41ee
 def _ask_once(send: Callable, out_of_reach: tuple[type[Exception], ...], request, **options):
     "Return the answer to a request; a question, unlike a download, that does not get through is asked once."
     try: return send(request, **options)
@@ -212,7 +212,7 @@ def from_yaml(text: str, loader: type = yaml.SafeLoader):
         raise ValueError(f"holds more than {LARGEST} values once its aliases are written out, or holds itself")
     return found
 
-
+# %% ../nbs/08_files.ipynb #b4a14ae0
 def _merging_little(loader: type) -> type:
     "Return a loader that refuses, with a `ValueError`, merge keys (<<) that write out too much."
     class Loader(loader):

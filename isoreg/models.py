@@ -155,7 +155,7 @@ def pretrained(
                          "give a checkpoint whose training did not diverge")
     return found
 
-
+# %% ../nbs/21_models.ipynb #f4441c07
 _COUNTS = re.compile("(layers?|blocks?|depth|groups|experts|heads|labels)$")
 
 
