@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "nbs" / "results" / "compatibility.json"
 PACKAGES = "torch transformers accelerate datasets tokenizers safetensors numpy scipy pandas pydantic papermill".split()
-# What meets other packages: tensors and autocast, hooks, the Trainer, ranks, dropout, settings, a run from end to end.
+# What meets other packages: tensors and autocast, hooks, the Trainer, ranks, dropout, settings, and the command: a run
+# from end to end in a kernel, scores of files and models, a grid, and what it says of bad input.
 SELECTION = {
     "tests/test_isoscore.py": "",
     "tests/test_sites.py": "",
@@ -22,6 +23,9 @@ SELECTION = {
     "tests/test_fisher.py": "autocast or sum_over_two_ranks or killed",
     "tests/test_istar.py": "two_ranks and ustat or accumulation or mixed_precision or resumes or encoder_and_decoder",
     "tests/test_finetune.py": "key or same_seed or other_kinds or lacks_weights or takes_any_penalty",
+    "tests/test_boundary.py": "",
+    "tests/test_cli.py": "run_writes or not_repeated or bad_input or score or tasks_and_version or report or ctrl_c",
+    "tests/test_sweep.py": "toy_grid or interrupt_ends or truncated",
 }
 
 

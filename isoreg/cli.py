@@ -10,6 +10,7 @@ import errno
 import functools
 import importlib.metadata
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -49,11 +50,22 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx):
         words = [*ctx._protected_args, *ctx.args]
-        try: return super().invoke(ctx)
+        try:
+            _refuse_empty(words)
+            return super().invoke(ctx)
         except (Exception, KeyboardInterrupt) as error:
             if hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError)): raise  # typer's own
             ending = _ending(error, words)
         _fail(*ending)
+
+
+def _refuse_empty(words: Sequence[str]):
+    "Raise `ValueError` for an empty argument: as a path it would be the working folder."
+    for before, word in itertools.pairwise(words):
+        if word and not re.fullmatch("--[a-z-]+=", word): continue
+        name = next((w for w in (word, before) if w.startswith("--")), before).strip("-=")
+        raise ValueError(f"{name}: it is empty, perhaps a variable of the shell without a value; give one, or leave "
+                         "it out")
 
 
 def _working_folder() -> str:

@@ -160,10 +160,13 @@ def load_rows(*names, **options):
     if int(datasets.__version__.split(".")[0]) < 4: options["trust_remote_code"] = False  # later ones run no code
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # of a file, too, a server would be told
     limit_hub()
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what its readers log of a damaged file is in the error
     try: return datasets.load_dataset(*names, **options)
     except Exception as error:
         why = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise ValueError(f"{why:.300}") from None
+    finally: datasets.logging.set_verbosity(verbosity)
 
 # %% ../nbs/08_files.ipynb #583b41ee
 def _ask_once(send: Callable, out_of_reach: tuple[type[Exception], ...], request, **options):

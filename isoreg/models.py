@@ -146,7 +146,8 @@ def pretrained(
                              "architecture that transformers has") from None
         if not os.path.isfile(f"{source}/config.json"): raise not_found(model, error) from None
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        if "ignore_mismatched_sizes" in str(error): why = "its config.json and its weights differ in their shapes"
+        if "ignore_mismatched_sizes" in str(error) or "size mismatch" in str(error):  # transformers 5 and 4
+            why = "its config.json and its weights differ in their shapes"
         raise ValueError(f"model: {what}{model!r} cannot be read ({why}); give a complete checkpoint") from None
     loaded = found[0] if isinstance(found, tuple) else found
     weights = loaded.named_parameters() if isinstance(loaded, nn.Module) else ()

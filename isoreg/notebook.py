@@ -104,6 +104,7 @@ def _kernel_manager(folder: str, log, env: dict, files: Sequence[int], on_start:
 
 # %% ../nbs/28_notebook.ipynb #05aa87b1
 def _run_papermill(path: Path, output: Path, parameters: dict, env: dict, files: Sequence[int], on_start: Callable):
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # ipykernel 6 and its debugger warn of frozen modules
     import papermill
     from nbclient.exceptions import DeadKernelError
     for name in ("papermill", "asyncio"):  # what fails is in the notebook, and is raised

