@@ -323,8 +323,9 @@ def _stored(what: str, records: Path) -> dict:
     from isoreg.record import read_lines
     path = Path(what) / "record.json" if Path(what).is_dir() else Path(what)
     if path.is_file():
-        try: return _comparable(from_json(read_text(path)), what)
+        try: found = from_json(read_text(path))
         except (ValueError, OSError) as error: raise ValueError(f"record: {what!r} cannot be read ({error})") from None
+        return _comparable(found, what)
     files = sorted(records.glob("*.jsonl")) if records.is_dir() else [records]
     found = next((r for file in files for r in read_lines(file) if r.get("key") == what), None)
     if found: return _comparable(found, what)
@@ -336,8 +337,12 @@ def _comparable(record, what: str) -> dict:
     "Return the record if a repetition can be compared with it. `ValueError` for what is none, before anything runs."
     from isoreg.files import unpack
     try:
-        unpack(record["predictions"]), record["isoscore"]["after"]["union"], record["value"], record["git_commit"]
-        if all(isinstance(record[name], dict) for name in ("config", "versions", "hardware")): return record
+        answers = unpack(record["predictions"])
+        plain = all(isinstance(a, dict) for a in answers) if isinstance(answers, list) else answers.dtype.kind in "biuf"
+        named = all(isinstance(record[name], dict) for name in ("config", "versions", "hardware"))
+        numbers = (record["value"], record["isoscore"]["after"]["union"])
+        numeric = all(x is None or isinstance(x, (int, float)) for x in numbers)
+        if plain and named and numeric and isinstance(record["key"], str) and "git_commit" in record: return record
     except Exception: pass  # of base64, zlib, NumPy, or a part of another type
     raise ValueError(f"record: {what!r} is no record of a run with its predictions; give another")
 

@@ -732,8 +732,8 @@ def _left_over(folder: Folder, key: str, unfinished: bool) -> list[Path]:
     "Return what a run that nobody computes has left: its part, a notebook without an end."
     final, part = folder.out / key, folder.part(key)
     done, ended = (final / "record.json").is_file(), (final / "failed.json").is_file()
-    found = [part] if part.is_dir() and (unfinished or done) else []
-    if done or ended or not unfinished: return found
+    found = [part] if part.is_dir() and not part.is_symlink() and (unfinished or done) else []
+    if done or ended or not unfinished or final.is_symlink(): return found  # what a link leads to is somebody's
     return found + [p for p in (final / "notebook.ipynb", final / "progress.json") if p.is_file()]
 
 # %% ../nbs/30_sweep.ipynb #201f717c

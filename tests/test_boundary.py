@@ -950,6 +950,41 @@ def test_a_name_is_no_word_of_a_network(command):
     assert "No network?" not in ends(2, *command).output
 
 
+def _packed(kind, content):
+    return {"kind": kind, "rows": 1, "data": base64.b64encode(zlib.compress(content)).decode()}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"key": ["a"]},
+        {"isoscore": {"after": {"union": {"a": 1}}}},
+        *({"predictions": _packed("json", text)} for text in (b"5", b"null", b"[[1, 2]]")),
+        *({"predictions": _packed(kind, bytes(160))} for kind in ("i2,i2", "U2", "O", "datetime64[s]")),
+    ],
+)
+def test_a_record_that_cannot_be_compared_is_not_repeated(monkeypatch, odd):
+    monkeypatch.setattr(isoreg.finetune, "run", lambda config: pytest.fail("it was run"))
+    whole = {"predictions": _packed("int16", bytes(20)), "isoscore": {"after": {"union": 0.5}}, "git_commit": "x"}
+    whole |= {"versions": {}, "hardware": {}}
+    Path("record.json").write_text(json.dumps(RECORD | whole | odd))
+    ends(2, "rerun", "record.json", words=["record:", "give another"])
+
+
+@pytest.mark.parametrize("link", ["the run", "its part"])
+def test_cleaning_follows_no_link(link, tmp_path):
+    folder, elsewhere = Folder("runs"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "notebook.ipynb").write_text("somebody's")
+    (folder.home / "part").mkdir(parents=True)
+    final, part = folder.out / RUN.key, folder.part(RUN.key)
+    for place in (final, part):
+        place.symlink_to(elsewhere) if (place == final) == (link == "the run") else place.mkdir()
+    clean("runs")
+    assert (elsewhere / "notebook.ipynb").exists()
+    assert part.is_symlink() == (link == "its part")  # what is no link goes
+
+
 @pytest.mark.parametrize("words", [["score", ""], ["status", "--clean", ""], ["report", "runs", "--out="]])
 def test_an_empty_argument_is_not_the_working_folder(words):
     Path("runs").mkdir()
