@@ -85,6 +85,17 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
         print(isoreg.__version__)
         raise typer.Exit()
 
+# %% ../nbs/31_cli.ipynb #keepread
+def _refuse_to_replace(
+    name: str,  # of the option
+    out: Path | None,  # file that the command will write
+    read: Iterable[str | Path | None],  # what it reads
+):
+    "Raise `ValueError` where a command would write over what it reads, also through a link."
+    if out is None or not os.path.exists(out): return
+    if any(path and os.path.exists(path) and os.path.samefile(path, out) for path in read):
+        raise ValueError(f"{name}: {str(out)!r} is a file that is read here; give another one to write")
+
 # %% ../nbs/31_cli.ipynb #1d49b12f
 def _option(text: str, *names: str):
     "Return an option with this help, whose default is said there if at all."
@@ -493,6 +504,7 @@ def select_command(
     "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
     from isoreg.files import write_atomically
     from isoreg.grid import choose, expand, final_grid, load_grid
+    _refuse_to_replace("out", out, [grid, *records])
     plan = expand(load_grid(grid))
     choices = choose(plan, _records(records))
     text = final_grid(choices, seeds, plan.name)
@@ -592,6 +604,7 @@ def score_command(
     "IsoScore with its error, the spectrum, and what else is asked of embeddings; files or models compared by row."
     from isoreg.embeddings import compare, report_page
     from isoreg.files import write_atomically
+    _refuse_to_replace("html", html, [*(files or []), texts, pairs])
     with _warnings_shown():
         if model:
             given = [f for f in [*(files or []), texts] if f is not None]

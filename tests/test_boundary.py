@@ -971,6 +971,24 @@ def test_a_record_that_cannot_be_compared_is_not_repeated(monkeypatch, odd):
     ends(2, "rerun", "record.json", words=["record:", "give another"])
 
 
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_what_is_read_is_not_written_over(through_a_link):
+    np.save("x.npy", np.random.default_rng(0).normal(size=(30, 6)))
+    Path("search.yaml").write_text("axes: {seed: [100], lr: [1e-3, 2e-3]}\n")
+    Path("runs").mkdir()
+    for file, command in (
+        ("x.npy", ["score", "x.npy", "--html"]),
+        ("search.yaml", ["select", "search.yaml", "runs", "--out"]),
+    ):
+        before = Path(file).read_bytes()
+        if through_a_link:
+            Path("link").unlink(missing_ok=True)
+            Path("link").symlink_to(file)
+        out = "link" if through_a_link else file
+        ends(2, *command, out, words=[f"{command[-1][2:]}: '{out}' is a file that is read here; give another"])
+        assert Path(file).read_bytes() == before
+
+
 @pytest.mark.parametrize("link", ["the run", "its part"])
 def test_cleaning_follows_no_link(link, tmp_path):
     folder, elsewhere = Folder("runs"), tmp_path / "elsewhere"
