@@ -63,9 +63,9 @@ def _refuse_empty(words: Sequence[str]):
     "Raise `ValueError` for an empty argument: as a path it would be the working folder."
     for before, word in itertools.pairwise(words):
         if word and not re.fullmatch("--[a-z-]+=", word): continue
-        name = next((w for w in (word, before) if w.startswith("--")), before).strip("-=")
-        raise ValueError(f"{name}: it is empty, perhaps a variable of the shell without a value; give one, or leave "
-                         "it out")
+        place = f"{word!r}" if word else f"the one after {before!r}"
+        raise ValueError(f"argument: {place} is empty, perhaps a variable of the shell without a value; give one, or "
+                         "leave it out")
 
 
 def _working_folder() -> str:
@@ -849,7 +849,7 @@ def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
     from isoreg.sweep import is_disk_full
     text, command = str(error), words[0] if words else ""
     if isinstance(error, KeyboardInterrupt): return "stopped", 130
-    if isinstance(error, UnicodeError):
+    if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)):
         around = error.object[max(0, error.start - 40) : error.end + 40]
         return f"{command}: {around!r} is not {error.encoding}; give another name, or convert the file", 2
     head, colon, _ = text.partition(": ")  # as the library has it: the argument first

@@ -151,6 +151,12 @@ def limit_hub() -> None:
         return made
     _http.set_client_factory(client)
 
+# %% ../nbs/08_files.ipynb #lacksroo
+def lacks_room(error: BaseException) -> bool:
+    "Return whether memory or disk was short, by an error or by the one from which it was raised."
+    both = error, error.__cause__
+    return any(isinstance(e, MemoryError) or getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in both)
+
 # %% ../nbs/08_files.ipynb #01101732
 def load_rows(*names, **options):
     """Return what `datasets.load_dataset` gives; code that a data set brings along is never run, nor anybody asked to.
@@ -164,6 +170,7 @@ def load_rows(*names, **options):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what its readers log of a damaged file is in the error
     try: return datasets.load_dataset(*names, **options)
     except Exception as error:
+        if lacks_room(error): raise
         why = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise ValueError(f"{why:.300}") from None
     finally: datasets.logging.set_verbosity(verbosity)

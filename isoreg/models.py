@@ -21,7 +21,7 @@ from transformers import (
 
 from .checks import in_range
 from .config import RunConfig
-from .files import expanded, limit_hub
+from .files import expanded, lacks_room, limit_hub
 from .tasks import Task, get_task
 from .toy import toy_model_path
 
@@ -138,9 +138,8 @@ def pretrained(
         if not os.path.isdir(source) or os.path.isfile(f"{source}/config.json"):
             _check_sizes(PretrainedConfig.get_config_dict(source)[0], model)
         found = kind.from_pretrained(source, trust_remote_code=False, **options)
-    except MemoryError: raise
     except Exception as error:
-        if str(error).startswith("model: "): raise  # of the line above
+        if lacks_room(error) or str(error).startswith("model: "): raise  # that of the sizes
         if "trust_remote_code" in str(error):
             raise ValueError(f"model: {model!r} brings code of its own, which is never run; give a checkpoint of an "
                              "architecture that transformers has") from None

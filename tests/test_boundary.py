@@ -989,6 +989,24 @@ def test_what_is_read_is_not_written_over(through_a_link):
         assert Path(file).read_bytes() == before
 
 
+@pytest.mark.parametrize("error, word", [(OSError(28, "No space left"), "disk is full"), (MemoryError(), "memory")])
+@pytest.mark.parametrize(
+    "command", [["--model", "toy-bert", "--texts", "t.jsonl"], ["--model", "m", "--texts", "t.txt"]]
+)
+def test_a_lack_of_room_while_reading_is_no_bad_input(monkeypatch, model, texts, error, word):
+    def fail(*names, **options):
+        raise error
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    if model == "m":
+        shutil.copytree(toy_model_path(), "m")
+        monkeypatch.setattr(transformers.AutoModel, "from_pretrained", fail)
+        monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
+    for name in ("t.jsonl", "t.txt"):
+        Path(name).write_text("the cat\n" * 9)
+    ends(1, "score", "--model", model, "--texts", texts, words=[word])
+
+
 @pytest.mark.parametrize("link", ["the run", "its part"])
 def test_cleaning_follows_no_link(link, tmp_path):
     folder, elsewhere = Folder("runs"), tmp_path / "elsewhere"
@@ -1003,10 +1021,18 @@ def test_cleaning_follows_no_link(link, tmp_path):
     assert part.is_symlink() == (link == "its part")  # what is no link goes
 
 
-@pytest.mark.parametrize("words", [["score", ""], ["status", "--clean", ""], ["report", "runs", "--out="]])
-def test_an_empty_argument_is_not_the_working_folder(words):
+@pytest.mark.parametrize(
+    "words, place",
+    [
+        (["score", "--", ""], "the one after '--'"),
+        (["status", "--clean", ""], "the one after '--clean'"),
+        (["report", "runs", "--out="], "'--out='"),
+        (["demo", "", ""], "the one after 'demo'"),
+    ],
+)
+def test_an_empty_argument_is_not_the_working_folder(words, place):
     Path("runs").mkdir()
-    ends(2, *words, words=[f"{words[-1].strip('-=') or words[-2].strip('-')}: it is empty"])
+    ends(2, *words, words=[f"argument: {place} is empty"])
     assert [p.name for p in Path().iterdir()] == ["runs"]
 
 
