@@ -714,8 +714,10 @@ def clean(
 ) -> list[Path]:  # what was removed
     "Remove what killed runs left in a folder, and their temporary folders; nothing whose owner lives, or of others."
     folder, removed = Folder(out), []
-    claims = {p.name.removesuffix(".owner").rpartition(".")[0] for p in (folder.home / "locks").glob("*")}
-    keys = {p.name for p in (folder.home / "part").glob("*")} | {k for k in claims if (folder.out / k).is_dir()}
+    names = (re.fullmatch(r"(.+)\.(claim|node)(\.owner)?", p.name) for p in (folder.home / "locks").glob("*"))
+    claims = {m[1] for m in names if m and m[1] not in (".", "..")}  # not the folder itself, nor the one above
+    parts = [] if (folder.home / "part").is_symlink() else (folder.home / "part").glob("*")
+    keys = {p.name for p in parts} | {k for k in claims if (folder.out / k).is_dir()}
     for key in sorted(keys):
         with contextlib.suppress(OSError):  # filelock's Timeout among them: another process has the run
             if folder.is_held(key, "node") or not _left_over(folder, key, unfinished): continue

@@ -990,9 +990,7 @@ def test_what_is_read_is_not_written_over(through_a_link):
 
 
 @pytest.mark.parametrize("error, word", [(OSError(28, "No space left"), "disk is full"), (MemoryError(), "memory")])
-@pytest.mark.parametrize(
-    "command", [["--model", "toy-bert", "--texts", "t.jsonl"], ["--model", "m", "--texts", "t.txt"]]
-)
+@pytest.mark.parametrize("model, texts", [("toy-bert", "t.jsonl"), ("m", "t.txt")])
 def test_a_lack_of_room_while_reading_is_no_bad_input(monkeypatch, model, texts, error, word):
     def fail(*names, **options):
         raise error
@@ -1005,6 +1003,27 @@ def test_a_lack_of_room_while_reading_is_no_bad_input(monkeypatch, model, texts,
     for name in ("t.jsonl", "t.txt"):
         Path(name).write_text("the cat\n" * 9)
     ends(1, "score", "--model", model, "--texts", texts, words=[word])
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "README", "..claim", "...claim", ".claim", "a.txt"])
+def test_a_stray_file_among_the_locks_names_no_run(name, tmp_path):
+    folder = Folder("above/runs")
+    for place in (folder.home / "locks", folder.home / "part" / RUN.key):
+        place.mkdir(parents=True)
+    (folder.home / "locks" / name).touch()
+    mine = [Path("above/notebook.ipynb"), folder.out / "notebook.ipynb", folder.out / "progress.json"]
+    for file in mine:
+        file.write_text("somebody's")
+    removed = clean(folder.out)
+    assert all(file.exists() for file in mine) and removed == [folder.part(RUN.key)]
+
+
+def test_cleaning_follows_no_link_in_place_of_the_parts(tmp_path):
+    folder, elsewhere = Folder("runs"), tmp_path / "elsewhere/photos"
+    elsewhere.mkdir(parents=True)
+    folder.home.mkdir(parents=True)
+    (folder.home / "part").symlink_to(elsewhere.parent)
+    assert clean("runs") == [] and elsewhere.exists()
 
 
 @pytest.mark.parametrize("link", ["the run", "its part"])
