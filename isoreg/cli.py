@@ -59,6 +59,18 @@ class _Commands(TyperGroup):
         _fail(*ending)
 
 
+app = typer.Typer(name="isoreg", no_args_is_help=True, rich_markup_mode="rich", cls=_Commands,
+                  pretty_exceptions_enable=False,
+                  help="Isotropy and dropout regularisers for fine-tuning language models.")
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False):
+    if version:
+        print(isoreg.__version__)
+        raise typer.Exit()
+
+# %% ../nbs/31_cli.ipynb #refusemp
 def _refuse_empty(words: Sequence[str]):
     "Raise `ValueError` for an empty argument: as a path it would be the working folder."
     for before, word in itertools.pairwise(words):
@@ -72,18 +84,6 @@ def _working_folder() -> str:
     "Return the folder in which the command was called; an empty string where somebody has removed it."
     with contextlib.suppress(OSError): return os.getcwd()
     return ""
-
-
-app = typer.Typer(name="isoreg", no_args_is_help=True, rich_markup_mode="rich", cls=_Commands,
-                  pretty_exceptions_enable=False,
-                  help="Isotropy and dropout regularisers for fine-tuning language models.")
-
-
-@app.callback(invoke_without_command=True)
-def _main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False):
-    if version:
-        print(isoreg.__version__)
-        raise typer.Exit()
 
 # %% ../nbs/31_cli.ipynb #keepread
 def _refuse_to_replace(
