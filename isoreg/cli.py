@@ -198,7 +198,7 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
     run, folder = Run(config.key, "finetune", config.to_dict()), out / config.key
     record = None if force else _finished(run, out)
     if record is None:
-        _execute(run, out, save_model)
+        _execute(run, out, save_model, force)
         record = RunRecord.load(folder)
     elif save_model and not (folder / "model").is_dir():
         _fail(f"save-model: {folder} has the record of this run, but not its model; --force runs it again", 2)
@@ -215,13 +215,17 @@ def _finished(run, out: Path):
     with contextlib.suppress(ValueError): return RunRecord.load(out / run.key)
 
 # %% ../nbs/31_cli.ipynb #1b55a03e
-def _execute(run, out: Path, save_model: bool):
+def _execute(run, out: Path, save_model: bool, force: bool):
     "Execute the notebook of a run in its folder; end the command if it fails, or if another process does it."
     from filelock import Timeout
-    from isoreg.sweep import Folder
+    from isoreg.sweep import Folder, set_aside
     (out / run.key).mkdir(parents=True, exist_ok=True)
     try:
-        with Folder(out).lock(run.key) as claim: failure = _attempt(run, out, save_model, claim)
+        with Folder(out).lock(run.key) as claim:
+            if not force and _finished(run, out) is not None: return  # meanwhile, by another process
+            if aside := set_aside(Folder(out), run, unreadable=not force):
+                _errors.print(f"note: record.json was no record of this run; it is now {aside.name}")
+            failure = _attempt(run, out, save_model, claim)
     except Timeout: _fail(f"another process does this run already; see isoreg status {out}", 1)
     if failure: _fail(*failure)
 
@@ -502,11 +506,11 @@ def select_command(
     seeds: Annotated[str, _option("Seeds of the final runs (default 0..5).")] = "0..5",
 ):
     "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
-    from isoreg.files import write_atomically
-    from isoreg.grid import choose, expand, final_grid, load_grid
-    _refuse_to_replace("out", out, [grid, *records])
+    from isoreg.files import record_files, write_atomically
+    from isoreg.grid import choose, expand, final_grid, grid_path, load_grid
+    _refuse_to_replace("out", out, [grid_path(grid), *(f for p in records for f in [p, *record_files(p)])])
     plan = expand(load_grid(grid))
-    choices = choose(plan, _records(records))
+    choices = choose(plan, _of_plan(_records(records), plan))
     text = final_grid(choices, seeds, plan.name)
     _show_choices(choices, plan.name)
     if out is None: return
@@ -524,6 +528,19 @@ def _records(paths: Iterable[Path]) -> list[dict]:
             found += [from_json(text) for text in texts if text.strip()]
         except ValueError as error: raise ValueError(f"records: {str(path)!r} cannot be read ({error})") from None
     return [r for r in found if isinstance(r, dict)]
+
+# %% ../nbs/31_cli.ipynb #ofplanrc
+def _of_plan(records: Iterable[dict], plan) -> list[dict]:
+    "Return the records of a plan's runs. `ValueError` for one that is not of its run, and for two that differ."
+    from isoreg.sweep import is_record_of
+    runs, found = {run.key: run for run in plan.runs}, {}
+    for r in (r for r in records if isinstance(r.get("key"), str) and r["key"] in runs):
+        key, value = r["key"], r.get("value")
+        if not is_record_of(r, runs[key]) or isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+            raise ValueError(f"records: that of {key} is no record of this run; do it again, or give others")
+        if found.setdefault(key, r)["value"] != value:
+            raise ValueError(f"records: {key} is there with the values {found[key]['value']} and {value}; give one")
+    return list(found.values())
 
 # %% ../nbs/31_cli.ipynb #63e43a91
 def _show_choices(choices: list, name: str):
@@ -604,7 +621,8 @@ def score_command(
     "IsoScore with its error, the spectrum, and what else is asked of embeddings; files or models compared by row."
     from isoreg.embeddings import compare, report_page
     from isoreg.files import write_atomically
-    _refuse_to_replace("html", html, [*(files or []), texts, pairs])
+    folders = [Path(m).iterdir() for m in model or [] if os.path.isdir(m)]
+    _refuse_to_replace("html", html, [*(files or []), texts, pairs, *itertools.chain(*folders)])
     with _warnings_shown():
         if model:
             given = [f for f in [*(files or []), texts] if f is not None]
@@ -852,17 +870,20 @@ def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
     if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)):
         around = error.object[max(0, error.start - 40) : error.end + 40]
         return f"{command}: {around!r} is not {error.encoding}; give another name, or convert the file", 2
-    head, colon, _ = text.partition(": ")  # as the library has it: the argument first
-    named = bool(colon and head.strip()) and "\n" not in head and len(head.split()) <= 4
+    head, colon, rest = text.partition(": ")  # as the library has it: the argument first
+    if head == "Key backend": return f"MPLBACKEND: {rest}", 2  # matplotlib, of the environment
+    named = bool(colon) and re.fullmatch(r"\S+|[a-z]\S*( \S+){1,3}", head)
     if isinstance(error, ValueError) and named: return text + _hint(text, command), 2
     if is_disk_full(error):
         why = getattr(error, "strerror", None) or text
         return f"the disk is full: {why}; make room and give the same command again", 1
-    if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", text):
+    no_memory = "can't allocate memory|cannot allocate|out of memory|failed to map segment"
+    if isinstance(error, MemoryError) or re.search(no_memory, text):
         return "the memory does not suffice; give less at a time", 1
     if isinstance(error, OSError) and error.errno in _PATHS:
         name = str(error.filename)
-        return f"{_argument(name, words)}: {error.strerror}: {name[:200]!r}; give another path", 2
+        option = _argument(name, [*words, *_usual_folders(command)])
+        return f"{option}: {error.strerror}: {name[:200]!r}; give another path", 2
     if isinstance(error, OSError): return text + _hint(text, command), 1
     return f"this is a mistake of isoreg, not of yours ({type(error).__name__}); {_report_bug(error, words)}", 1
 
@@ -874,6 +895,13 @@ def _argument(path: str, words: Sequence[str]) -> str:
         given, found = Path(value).absolute(), Path(path).absolute()
         if value and name.startswith("--") and given in (found, *found.parents): return name[2:]
     return "path"
+
+
+def _usual_folders(command: str) -> list[str]:
+    "Return the folders that a command uses unless told otherwise, as options."
+    called = next((c.callback for c in app.registered_commands if c.name == command), lambda: None)
+    usual = {p.name: p.default for p in inspect.signature(called).parameters.values()}
+    return [f"--{name}={path}" for name, path in usual.items() if isinstance(path, Path)]
 
 
 def _hint(message: str, command: str) -> str:

@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -37,12 +36,14 @@ def write_atomically(
     to is written. `ValueError` for what is no plain file, such as a device.
     """
     path = Path(path)
-    if path.is_symlink(): path = path.resolve()
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
+        if path.is_symlink(): raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"path: {str(path)!r} is no plain file and is not replaced; give the name of a file")
     if path.is_dir(): raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    try: handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name[:200], suffix=".tmp")
+    try: handle, name = tempfile.mkstemp(dir=path.parent, prefix="isoreg-", suffix=".tmp")
     except OSError as error:
         error.filename = str(path)  # what was asked for
         raise
@@ -69,9 +70,9 @@ def _claim(file) -> None:
 def remove_abandoned(*folders: str | Path) -> list[Path]:
     "Remove the temporary files of `write_atomically` whose writer was killed, in these folders alone; return them."
     removed = []
-    for path in (p for folder in folders for p in Path(folder).glob("*.tmp")):
+    for path in (p for folder in folders for p in Path(folder).glob("isoreg-????????.tmp")):
         with contextlib.suppress(OSError):
-            if not re.search(r"\.\w+[a-z0-9_]{8}\.tmp$", path.name) or not _is_old(path) or path.is_symlink(): continue
+            if not _is_old(path) or path.is_symlink(): continue
             with path.open("rb") as file: _claim(file)
             path.unlink()
             removed.append(path)
@@ -91,10 +92,11 @@ def own_folder(place: str | Path | None = None) -> Iterator[tuple[str, FileLock]
 def remove_abandoned_folders(*places: str | Path) -> list[Path]:
     "Remove the folders of `own_folder` in these places whose owner was killed; return them."
     removed = []
-    for path in (p for place in places for p in Path(place).glob("isoreg-*")):
+    for path in (p for place in places for p in Path(place).glob("isoreg-????????")):
         with contextlib.suppress(OSError):  # of others; or held, which filelock's Timeout says
             mine = not hasattr(os, "getuid") or path.lstat().st_uid == os.getuid()
-            if not mine or not _is_old(path) or path.is_symlink() or not (path / "owner").is_file(): continue
+            locked = (path / "owner").is_file() and not (path / "owner").stat().st_size  # a lock is an empty file
+            if not (mine and locked and _is_old(path)) or path.is_symlink(): continue
             if (path / "old").exists(): continue  # a model whose successor was not in its place yet
             with FileLock(path / "owner", timeout=0): shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
@@ -107,13 +109,16 @@ LARGEST = 100_000  # folders, values of a file, runs of a grid
 def record_files(folder: str | Path, *names: str) -> list[Path]:
     """Return, sorted, the files of these names (none: record.json) below a folder, without those of a sweep's `.sweep`.
 
-    `ValueError` for a folder that holds far more than runs do, such as the root of a file system."""
-    found, names = [], names or ("record.json",)
-    for count, (place, folders, files) in enumerate(os.walk(folder)):
-        if count > LARGEST:
+    A folder behind links is looked into once. `ValueError` for a folder that holds far more than runs do, such as the
+    root of a file system."""
+    found, seen, names = [], set(), names or ("record.json",)
+    for place, folders, files in os.walk(folder, followlinks=True):
+        if len(seen) > LARGEST:
             raise ValueError(f"folder: {str(folder)!r} holds more than {LARGEST} folders; give the one of the runs")
-        if ".sweep" in folders: folders.remove(".sweep")
-        found += [Path(place, name) for name in names if name in files]
+        real = os.path.realpath(place)
+        folders[:] = [] if real in seen else sorted(name for name in folders if name != ".sweep")
+        if real not in seen: found += [Path(place, name) for name in names if name in files]
+        seen.add(real)
     return sorted(f for f in found if f.is_file())
 
 # %% ../nbs/08_files.ipynb #306168e8
@@ -152,10 +157,13 @@ def limit_hub() -> None:
     _http.set_client_factory(client)
 
 # %% ../nbs/08_files.ipynb #lacksroo
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # a full disk, or a limit on what may be written
+
+
 def lacks_room(error: BaseException) -> bool:
     "Return whether memory or disk was short, by an error or by the one from which it was raised."
     both = error, error.__cause__
-    return any(isinstance(e, MemoryError) or getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in both)
+    return any(isinstance(e, MemoryError) or getattr(e, "errno", None) in NO_ROOM for e in both)
 
 # %% ../nbs/08_files.ipynb #01101732
 def load_rows(*names, **options):

@@ -33,7 +33,7 @@ from filelock import Timeout
 from pydantic import TypeAdapter
 
 from .files import (
-    from_json, own_folder, read_text, remove_abandoned, remove_abandoned_folders, write_atomically)
+    NO_ROOM, from_json, own_folder, read_text, remove_abandoned, remove_abandoned_folders, write_atomically)
 from .config import CONFIGS
 from .grid import Plan, Run, config_class, notebook_path
 from .notebook import error_words, execute, read_progress
@@ -82,9 +82,13 @@ class Claim:
 def _flock(handle: int) -> bool:
     "Lock an open file. False if another has it; True, too, where the file system has no such locks."
     if fcntl is None: return True
-    try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error: return error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
-    return True
+    for _ in range(2):  # another process may have it for a moment, to see whether it is held
+        try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES): return True
+            time.sleep(0.01)
+        else: return True
+    return False
 
 
 def _take(owner: Path) -> bool:
@@ -107,17 +111,18 @@ def _touch(owner: Path, released: threading.Event):
 
 
 def _read(path: Path) -> str | None:
-    "Return what a file says; None if it is not there."
-    try: return path.read_text()
-    except OSError: return None
+    "Return what a file says; None if it is not there, or no text."
+    try: return read_text(path)
+    except (OSError, ValueError): return None
 
 # %% ../nbs/30_sweep.ipynb #03900fd5
 def _lives(owner: Path) -> bool:
     "Return whether the owner that a file names may be alive."
     with tempfile.TemporaryFile(dir=owner.parent) as file: now = os.fstat(file.fileno()).st_mtime  # of its own clock
-    try: said, touched = owner.read_text().split(), owner.stat().st_mtime
+    try: touched = owner.stat().st_mtime
     except FileNotFoundError: return False
-    if len(said) == 3 and said[0] == _machine() and _began(int(said[1])) not in (said[2], "?"): return False
+    said = (_read(owner) or "").split()
+    if len(said) == 3 and said[0] == _machine() and _began(said[1]) not in (said[2], "?"): return False
     return now - touched < LEASE
 
 
@@ -139,10 +144,10 @@ def _machine() -> str:
     except OSError: return socket.gethostname()
 
 
-def _began(pid: int) -> str | None:
+def _began(pid: int | str) -> str | None:
     "Return when a process of this machine began, in its own measure; None if it is gone, \"?\" where nobody knows."
-    try: said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError: return None if Path("/proc/self/stat").exists() else "?"
+    try: said = read_text(f"/proc/{pid}/stat", errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError): return None if Path("/proc/self/stat").exists() else "?"
     return None if said[0] == "Z" else said[19]
 
 
@@ -168,11 +173,14 @@ class Folder:
 
     def is_held(self, key: str, kind: str = "claim") -> bool:
         "Return whether somebody holds the lock."
-        if not (self.home / "locks" / f"{key}.{kind}").is_file(): return False
+        path = self.home / "locks" / f"{key}.{kind}"
+        if not path.is_file(): return False
         try:
-            with self.lock(key, kind): return False
-        except Timeout: return True
+            if _lives(path.with_name(f"{path.name}.owner")): return True
+            handle = os.open(path, os.O_RDWR)
         except OSError: return False  # a folder that cannot be written: nobody works there
+        try: return not _flock(handle)
+        finally: os.close(handle)
 
     def failure(self, key: str) -> dict | None:
         "Return what `failed.json` says of a run."
@@ -235,10 +243,10 @@ def _sync(folder: Path):
     finally: os.close(handle)
 
 # %% ../nbs/30_sweep.ipynb #264852a6
-def set_aside(folder: Folder, run: Run) -> Path | None:
-    "Rename a record that is not the run's, so that the run can be done; return its new name, None if there was none."
+def set_aside(folder: Folder, run: Run, unreadable: bool = False) -> Path | None:
+    "Rename a record that is not the run's, or is unreadable; return its new name, None if there was none."
     path = folder.out / run.key / "record.json"
-    if not path.exists() or folder.record(run) is not None: return None
+    if not path.exists() or (not unreadable and folder.record(run) is not None): return None
     names = (path.with_name(f"record.aside-{i}.json") for i in itertools.count(1))
     return path.replace(next(p for p in names if not p.exists()))
 
@@ -249,7 +257,9 @@ def restore(
     out: str | Path,  # folder of the runs
     dry_run: bool = False,  # only count
 ) -> set[str]:  # keys of the plan's runs that are done by this, or would be
-    "Put stored records where a sweep looks for them; what is there stays. `ValueError` for a file that cannot be read."
+    """Put stored records where a sweep looks for them; what is there stays, other records under a new name.
+
+    `ValueError` for a file that cannot be read."""
     try: stored = [from_json(line) for line in read_text(path).splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"records: {str(path)!r} cannot be read as JSON lines ({error})") from None
@@ -258,7 +268,9 @@ def restore(
         run = wanted.get(str(record.get("key"))) if isinstance(record, dict) else None
         if run is None or run.key in found or not is_record_of(record, run) or folder.record(run) is not None: continue
         found.add(run.key)
-        if not dry_run: write_atomically(folder.out / run.key / "record.json", json.dumps(record, indent=1) + "\n")
+        if dry_run: continue
+        set_aside(folder, run)
+        write_atomically(folder.out / run.key / "record.json", json.dumps(record, indent=1) + "\n")
     return found
 
 # %% ../nbs/30_sweep.ipynb #53ccd60c
@@ -274,13 +286,13 @@ class Outcome:
     files: dict | None = None  # what a node wrote that does not see the folder
 
 # %% ../nbs/30_sweep.ipynb #ac9da0c5
-_FULL = "No space left on device", "Disk quota exceeded"
+_FULL = "No space left on device", "Disk quota exceeded", "File too large"
 
 
 def is_disk_full(error: BaseException | None) -> bool:
     "Return whether a full disk is behind an error, or behind one from which it was raised, here or in a notebook."
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT): return True
+        if isinstance(error, OSError) and error.errno in NO_ROOM: return True
         if any(words in str(getattr(error, "evalue", error)) for words in _FULL): return True
         error = error.__cause__ or error.__context__
     return False
@@ -418,8 +430,7 @@ def _kill(kernel: subprocess.Popen):
 def _on_node(run: Run, out: str, token: str, cwd: str, env: dict) -> Outcome:
     "Compute a run on a node; with its files where the node does not see the folder."
     if Path(cwd).is_dir(): os.chdir(cwd)
-    try: sees = (Path(out) / ".sweep" / "token").read_text() == token
-    except OSError: sees = False
+    sees = _read(Path(out) / ".sweep" / "token") == token
     with contextlib.nullcontext((out, None)) if sees else own_folder() as (place, _):
         folder, part = Folder(place), Folder(place).part(run.key)
         try:
@@ -670,7 +681,7 @@ def sweep(
     written; `DiskFull` where there is no room to begin.
     """
     folder = Folder(out)
-    _check_writable(folder)
+    _check_writable(folder, plan)
     removed = clean(folder.out, unfinished=False)
     s = _look(plan, folder, executor or Local(), retry_failed, log)
     if s.waiting: _work(s, on_progress)
@@ -697,11 +708,14 @@ def _work(s: _State, on_progress: Callable[[dict], None]):
             for job in s.running.values(): job.claim.release()
 
 # %% ../nbs/30_sweep.ipynb #e520a8f6
-def _check_writable(folder: Folder):
+def _check_writable(folder: Folder, plan: Plan):
     try:
         folder.home.mkdir(parents=True, exist_ok=True)
         check_room(folder.out)
         with tempfile.TemporaryFile(dir=folder.home): pass  # a folder that is there may still be read-only
+        for run in plan.runs:
+            if (folder.out / run.key).exists() and not (folder.out / run.key).is_dir():
+                raise OSError(errno.EEXIST, f"{run.key} is a file where the folder of a run belongs")
     except OSError as error:
         if is_disk_full(error): raise DiskFull(*error.args) from None
         raise ValueError(f"out: cannot write to {str(folder.out)!r} ({error.strerror}); "

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 import zlib
@@ -38,19 +39,21 @@ from isoreg.files import (
     from_yaml,
     load_rows,
     own_folder,
+    record_files,
     remove_abandoned,
     remove_abandoned_folders,
     unpack,
+    write_atomically,
 )
 from isoreg.fisher import empirical_fisher
-from isoreg.grid import expand, load_grid
+from isoreg.grid import expand, grid_path, load_grid
 from isoreg.isoscore import isoscore, isoscore_from_cov
 from isoreg.istar import CosReg, IStar, measure_isotropy
 from isoreg.models import load_tokenizer, read_body, read_config
 from isoreg.report import load, summarise, to_markdown, write_report
 from isoreg.schedules import site_scores
 from isoreg.sites import dropout_sites
-from isoreg.sweep import Folder, clean, status
+from isoreg.sweep import Folder, clean, restore, status
 from isoreg.toy import toy_model_path
 
 LONG = "a" * 300
@@ -494,16 +497,16 @@ def _old(path):
 
 
 def test_temporary_files_of_the_living_stay():
-    file = Path("record.jsonab12cd34.tmp")
+    file = Path("isoreg-ab12cd34.tmp")
     file.write_text("half")
     assert remove_abandoned(".") == []  # it is new
     _old(file)
     with file.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert remove_abandoned(".") == []
-    Path("mine.tmp").touch()
-    _old("mine.tmp")
-    assert remove_abandoned(".") == [file] and Path("mine.tmp").exists()
+    Path("notes.temperature.tmp").touch()
+    _old("notes.temperature.tmp")
+    assert remove_abandoned(".") == [file] and Path("notes.temperature.tmp").exists()
 
 
 def test_folders_of_the_living_stay(tmp_path):
@@ -525,8 +528,10 @@ def test_folders_of_the_living_stay(tmp_path):
     while not remove_abandoned_folders(tmp_path) and time.monotonic() < until:
         time.sleep(0.05)
     assert not Path(said[0]).exists()
-    (tmp_path / "isoreg-notes").mkdir()
-    _old(tmp_path / "isoreg-notes")
+    for name, owner in ("isoreg-notes", ""), ("isoreg-study123", "the owner of this study"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "owner").write_text(owner)
+        _old(tmp_path / name)
     assert remove_abandoned_folders(tmp_path) == []  # none of ours
 
 
@@ -1086,3 +1091,163 @@ def test_models_of_other_than_text_are_called_so():
     ends(2, "score", "t.txt", "--model", "model", words=["no state for each token", "reads text alone"])
     ViTModel(ViTConfig(**size, image_size=8, patch_size=4)).save_pretrained("model")
     ends(2, "score", "t.txt", "--model", "model", words=["does not run on these texts", "reads text alone"])
+
+
+def _folder_with(record, out="runs"):
+    folder = Path(out) / RUN.key
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "record.json").write_text(json.dumps(record))
+    return folder
+
+
+OTHER = RECORD | {"config": RUN.config | {"lam": 0.123}}
+
+
+def test_stored_records_replace_no_other_record():
+    folder = _folder_with(OTHER)
+    Path("r.jsonl").write_text(json.dumps(RECORD))
+    plan = expand(load_grid("demo"))
+    assert restore("r.jsonl", plan, "runs", dry_run=True) == {RUN.key} and len(list(folder.iterdir())) == 1
+    assert restore("r.jsonl", plan, "runs") == {RUN.key}
+    assert json.loads((folder / "record.aside-1.json").read_text()) == OTHER
+    assert Folder("runs").record(RUN) == RECORD and restore("r.jsonl", plan, "runs") == set()
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("record", [OTHER, RECORD | {"of": "a later version"}], ids=["another's", "a later one"])
+def test_a_run_replaces_no_other_record(monkeypatch, record, force):
+    folder = _folder_with(record)
+    settings = [w for n in ("task", "seed", "regularizer", "lam") for w in ("--" + n, RUN.config[n])]
+    monkeypatch.setattr(isoreg.notebook, "execute", raises(RuntimeError("the kernel died")))
+    monkeypatch.setattr(isoreg.config.RunConfig, "key", RUN.key)
+    monkeypatch.setattr(isoreg.config.RunConfig, "to_dict", lambda self: RUN.config)
+    ends(1, "run", *settings, *["--force"] * force)
+    kept = "record.json" if force and record != OTHER else "record.aside-1.json"  # --force is somebody's wish
+    assert json.loads((folder / kept).read_text()) == record
+
+
+def test_too_few_open_files_are_said_and_not_waited_for(monkeypatch):
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    asked = []
+    monkeypatch.setattr("papermill.execute_notebook", lambda *a, **k: asked.append(a))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard))
+    try:
+        ends(1, "run", "--out", "r", words=["open files", "ulimit -n"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not asked
+
+
+@pytest.mark.parametrize("said", ["fifo", b"\xff\xfe\x00", b"host 12x 3", b"host " + b"9" * 5000 + b" 3", b""])
+def test_an_owner_that_is_none_hangs_nothing(said):
+    folder = Folder("runs")
+    (folder.home / "locks").mkdir(parents=True)
+    (folder.home / "part" / RUN.key).mkdir(parents=True)
+    (folder.home / "locks" / f"{RUN.key}.claim").touch()
+    owner = folder.home / "locks" / f"{RUN.key}.claim.owner"
+    progress = folder.home / "part" / RUN.key / "progress.json"
+    os.mkfifo(progress)
+    if said == "fifo":
+        os.mkfifo(owner)
+    else:
+        owner.write_bytes(said.replace(b"host", isoreg.sweep._machine().encode()))
+    ends(0, "status", "runs")  # whether it lives is seen from its age
+    _old(owner)
+    assert json.loads(ends(0, "status", "runs", "--json").stdout)["running"] == []
+    with folder.lock(RUN.key):
+        assert folder.is_held(RUN.key)
+
+
+def test_who_looks_whether_a_run_is_held_does_not_hold_it(tmp_path):
+    folder, found = Folder(tmp_path), []
+    with folder.lock("run"):
+        pass
+    stop = threading.Event()
+
+    def look():
+        while not stop.is_set():
+            found.append(folder.is_held("run"))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(200):
+            with folder.lock("run"):
+                pass
+    finally:
+        stop.set()
+        thread.join()
+    assert len(found) > 20
+
+
+def test_a_search_of_which_a_record_is_none_of_its_run():
+    Path("s.yaml").write_text("axes: {seed: [100], lr: [1e-3, 2e-3]}\nfixed: {task: toy-cola}\n")
+    runs = expand(load_grid("s.yaml")).runs
+    whole = [RECORD | {"key": r.key, "config": r.config, "value": v} for r, v in zip(runs, (0.5, 0.7))]
+
+    def select(*more):
+        Path("r.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (*whole, *more)))
+        return "select", "s.yaml", "r.jsonl"
+
+    ends(0, *select(), words=["0.7"])
+    ends(0, *select(whole[0], OTHER))  # twice the same; a run of another grid
+    for odd in ({"value": True}, {"value": "0.9"}, {"status": "failed"}, {"config": runs[1].config}):
+        ends(2, *select(whole[0] | odd), words=[f"that of {runs[0].key} is no record of this run"])
+    ends(2, *select(whole[0] | {"value": 0.4}), words=["with the values 0.5 and 0.4; give one"])
+    for value in (1e308, 10**400, None):
+        whole[1]["value"] = value
+        assert "0.5" in ends(0, *select()).output
+
+
+@pytest.mark.parametrize("command", [["score", "x.npy", "--html"], ["select", "demo", "runs", "--out"]])
+def test_an_output_that_is_a_circle_of_links(command):
+    np.save("x.npy", X.numpy())
+    _folder_with(RECORD)
+    Path("a").symlink_to("b")
+    Path("b").symlink_to("a")
+    if command[0] == "score":
+        ends(2, *command, "a", words=["html: Too many levels of symbolic links"])
+    with pytest.raises(OSError, match="symbolic links"):
+        write_atomically("a", "x")
+
+
+def test_linked_runs_count_everywhere_and_once():
+    elsewhere = _folder_with(RECORD, "elsewhere")
+    Path("runs").mkdir()
+    (Path("runs") / RUN.key).symlink_to(elsewhere.absolute())
+    (elsewhere / "up").symlink_to(Path("runs").absolute())
+    assert [f.parent.name for f in record_files("runs")] == [RUN.key] and status("runs")["done"] == [RUN.key]
+    ends(0, "report", "runs")
+
+
+def test_a_file_in_place_of_a_run_is_said_before_anything_runs():
+    Path("runs").mkdir()
+    (Path("runs") / RUN.key).write_text("notes")
+    said = ends(2, "sweep", "demo", "--out", "runs").output
+    assert f"{RUN.key} is a file where the folder of a run belongs" in said
+
+
+@pytest.mark.parametrize(
+    "error, code, words",
+    [
+        (ImportError("libtorch.so: failed to map segment from shared object"), 1, "the memory does not suffice"),
+        (OSError(27, "File too large"), 1, "File too large"),
+        (ValueError("Key backend: 'x' is not a valid value for backend"), 2, "MPLBACKEND: 'x'"),
+        (ValueError("Invalid isoformat string: 'x'"), 1, "this is a mistake of isoreg"),
+        (PermissionError(13, "Permission denied", "report/summary.md"), 2, "out: Permission denied"),
+    ],
+)
+def test_how_a_command_ends(monkeypatch, error, code, words):
+    monkeypatch.setattr("isoreg.report.load", raises(error))
+    ends(code, "report", "runs", words=[words], report="mistake" in words)
+
+
+def test_what_lies_in_a_folder_that_is_read_is_not_written_over():
+    shutil.copytree(toy_model_path(), "m")
+    Path("t.txt").write_text("the cat\n" * 9)
+    ends(2, "score", "t.txt", "--model", "m", "--html", "m/config.json", words=["html:", "is read here"])
+    record = _folder_with(RECORD) / "record.json"
+    ends(2, "select", "demo", "runs", "--out", record, words=["out:", "is read here"])
+    ends(2, "select", "demo", "runs", "--out", grid_path("demo"), words=["out:", "is read here"])
