@@ -709,7 +709,7 @@ def test_an_interrupt_by_the_kernel_leaves_an_earlier_record(tmp_path, monkeypat
     monkeypatch.setattr("isoreg.notebook.execute", interrupted)
     result = invoke("run", "--force", "--out", tmp_path)
     assert result.exit_code == 130 and result.stderr.count("\n") <= 3 and "Traceback" not in result.stderr
-    assert [p.name for p in (tmp_path / RunConfig().key).iterdir()] == ["record.json"]
+    assert [p.name for p in (tmp_path / RunConfig().key).iterdir()] == ["record.aside-1.json"]  # it was of no run
 
 
 def test_an_interrupt_after_the_record_leaves_it_and_says_so(tmp_path, monkeypatch):

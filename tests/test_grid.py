@@ -264,9 +264,9 @@ def test_selection_refuses_what_would_flatter(tmp_path):
 
 def test_select_writes_the_grid_of_the_final_runs(tmp_path):
     plan = _search(tmp_path)
-    (tmp_path / "all.jsonl").write_text(
-        "".join(json.dumps({"key": r.key, "value": r.config["lr"]}) + "\n" for r in plan.runs)
-    )
+    done = {"status": "done", "metric": "accuracy"}
+    records = [done | {"key": r.key, "config": r.config, "value": r.config["lr"]} for r in plan.runs]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     command = [
         str(tmp_path / "search.yaml"),
         str(tmp_path / "all.jsonl"),
