@@ -48,6 +48,12 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", ".ci/fuzz.py", env=QUIET)
 
 
+@nox.session(python=False)
+def long(session: nox.Session) -> None:
+    "Run the tests that take minutes, and enter what came of them in the record of trust."
+    session.run("python", ".ci/long.py", env=QUIET)
+
+
 @nox.session
 def audit(session: nox.Session) -> None:
     "Look up the pinned packages among known vulnerabilities. Needs a network that reaches the package index."

@@ -35,7 +35,8 @@ def measure(workers: int) -> dict[str, dict]:
         ]
         for verb, *rest in (["run", *pytest], ["combine", "-q"], ["json", "-q", "-o", f"{folder}/out"]):
             command = [sys.executable, "-m", "coverage", verb, f"--rcfile={settings}", *rest]
-            subprocess.run(command, env=env, cwd=ROOT)
+            if subprocess.run(command, env=env, cwd=ROOT).returncode:
+                sys.exit(f"{verb} did not end well; nothing is written")
         return json.loads(Path(f"{folder}/out").read_text())["files"]
 
 

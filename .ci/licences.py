@@ -6,7 +6,7 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, requires
 
-FREE = r"Apache|MIT|BSD|PSF|Python Software Foundation|ISC|MPL|Mozilla|HPND|Zlib|Unlicense|CC0|Public Domain|0BSD|LGPL"
+FREE = r"Apache|MIT|0?BSD|PSF|Python Software Foundation|ISC|MPL|Mozilla|HPND|Zlib|Unlicense|CC0|LGPL(v\d)?"
 OWN = "Proprietary|NVIDIA"  # of CUDA builds of torch; isoreg neither holds nor hands on any of it
 
 
@@ -37,7 +37,7 @@ def licence(name: str) -> str:
 
 if __name__ == "__main__":
     found = dict(sorted(needed("isoreg", {}).items()))
-    odd = [n for n, words in found.items() if not re.search(f"{FREE}|{OWN}", words, re.IGNORECASE)]
+    odd = [n for n, words in found.items() if not re.search(rf"\b({FREE}|{OWN})\b", words, re.IGNORECASE)]
     print(json.dumps(found, indent=1) if "--json" in sys.argv else "\n".join(f"{n}: {w}" for n, w in found.items()))
     if odd:
         sys.exit(f"to be looked at: {', '.join(f'{n} ({found[n]!r})' for n in odd)}")

@@ -119,6 +119,18 @@ def test_finished_run_is_not_repeated_and_a_damaged_record_is_with_its_model_and
     assert isoreg(*again, "--save-model", cwd=folder).returncode == 0
 
 
+def test_a_run_is_repeated_and_compared(done, tmp_path):
+    folder, _ = done
+    path = folder / "runs" / RunConfig(**TINY, lam=0.5, seed=3).key / "record.json"
+    assert "equal: score and all predictions" in invoke("rerun", path).output
+    record = json.loads(path.read_text())
+    changed = record | {"value": record["value"] + 0.1, "versions": record["versions"] | {"torch": "1.0"}}
+    (tmp_path / "record.json").write_text(json.dumps(changed))
+    result = invoke("rerun", tmp_path)
+    assert result.exit_code == 1 and "not equal: 0 predictions differ" in result.output
+    assert re.search(r"torch +│ 1.0 ", result.output), "the version that differs is shown"
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [

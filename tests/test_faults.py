@@ -455,7 +455,12 @@ def test_a_sweep_whose_head_is_gone_ends_and_the_next_one_goes_on(tmp_path, monk
         first.kill()
     kept = records(out)
     assert first.returncode != 0 and kept, said
-    assert finish(path, out, jobs=1, retry_failed=True)[0] == 0
+    cluster, _ = cluster_of(ray, monkeypatch, 1)  # the head is started again
+    try:
+        again = subprocess.run([*command[:-1], cluster.address], capture_output=True, text=True, timeout=300)
+    finally:
+        cluster.shutdown()
+    assert again.returncode == 0, again.stdout + again.stderr
     assert len(records(out)) == 3 and all(records(out)[k] == r for k, r in kept.items())
     assert all(Counter(logged(tmp_path, "start"))[k] == 1 for k in kept)
 
@@ -472,6 +477,6 @@ from isoreg.sweep import OnRay, sweep
 grid, out, address = sys.argv[1:]
 sweep_stub.enter(Path(grid).parent)
 plan = for_nodes(expand(load_grid(grid)), Path(grid).parent)
-report = sweep(plan, out, OnRay(address), log=lambda line: print(line, flush=True))
+report = sweep(plan, out, OnRay(address), retry_failed=True, log=lambda line: print(line, flush=True))
 sys.exit(report.code)
 """
