@@ -10,7 +10,7 @@ from pathlib import Path
 
 from isoreg.files import write_atomically
 from isoreg.config import CONFIGS, Settings, setting
-from isoreg.grid import PATHS, expand, load_grid
+from isoreg.grid import PATHS, Run, expand, load_grid
 from isoreg.sweep import DiskFull, Local, sweep
 
 CELLS = """
@@ -107,6 +107,18 @@ def enter(folder):
         notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
         write_atomically(path, json.dumps(notebook))
     CONFIGS["stub"], PATHS["stub"] = StubConfig, path
+
+
+class Travelling(Run):
+    "A run that enters its notebook in the process that receives it."
+
+    def __reduce__(self):
+        return received, (str(Path(self.config["log"]).parent), vars(self))
+
+
+def received(folder, fields):
+    enter(folder)
+    return Travelling(**fields)
 
 
 if __name__ == "__main__":

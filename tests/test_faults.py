@@ -12,6 +12,7 @@ import time
 from collections import Counter
 
 import pytest
+import sweep_stub
 import torch
 from filelock import Timeout
 from test_sweep import finish, importable, logged, records, start, stub, wait_for
@@ -390,10 +391,9 @@ def cluster_of(ray, monkeypatch, nodes):
     return cluster, [cluster.add_node(num_cpus=1) for _ in range(nodes)]
 
 
-def for_nodes(plan, folder):
-    "The plan with the stub by its path: a node knows no notebook that a test has entered here."
-    name = str(folder / "stub")
-    return dataclasses.replace(plan, runs=tuple(dataclasses.replace(r, notebook=name) for r in plan.runs))
+def for_nodes(plan):
+    "The plan with runs that bring their notebook along: a node knows none that a test has entered here."
+    return dataclasses.replace(plan, runs=tuple(sweep_stub.Travelling(**vars(r)) for r in plan.runs))
 
 
 def kernels_below(node) -> list:
@@ -410,7 +410,7 @@ def kernels_below(node) -> list:
 def test_a_sweep_outlives_what_a_cluster_loses(tmp_path, monkeypatch, loss):
     ray = pytest.importorskip("ray", reason="ray is not installed")
     path, out = stub(tmp_path, wait=5, tasks="[a]", seeds="[0, 1]"), tmp_path / "out"
-    plan, took = for_nodes(expand(load_grid(path)), tmp_path), []
+    plan, took = for_nodes(expand(load_grid(path))), []
     cluster, nodes = cluster_of(ray, monkeypatch, 2)
 
     def take():
@@ -476,7 +476,7 @@ from isoreg.sweep import OnRay, sweep
 
 grid, out, address = sys.argv[1:]
 sweep_stub.enter(Path(grid).parent)
-plan = for_nodes(expand(load_grid(grid)), Path(grid).parent)
+plan = for_nodes(expand(load_grid(grid)))
 report = sweep(plan, out, OnRay(address), retry_failed=True, log=lambda line: print(line, flush=True))
 sys.exit(report.code)
 """
