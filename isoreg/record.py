@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from torch import nn
 
 import isoreg
 from .config import RunConfig, bare, config_schema
@@ -154,6 +152,7 @@ def _cpu() -> dict[str, str]:
 
 def hardware() -> dict:
     "Return processor, its flags for wide and bf16 arithmetic, threads, GPU and system."
+    import torch  # here and below: the command line reads records without it
     one = _cpu()
     name = one.get("model name", platform.processor() or platform.machine())
     parts = [name, *(f"{k} {one[k]}" for k in ("cpu family", "model", "stepping") if k in one)]
@@ -176,6 +175,7 @@ def git_commit() -> str | None:
 
 def peak_memory_mib() -> float:
     "Return the largest memory so far: of the GPU, or else of the process; NaN where the system does not say."
+    import torch
     if torch.cuda.is_available(): return torch.cuda.max_memory_allocated() / 2**20
     try: import resource
     except ImportError: return math.nan
@@ -183,7 +183,9 @@ def peak_memory_mib() -> float:
     return peak / 2**20 if platform.system() == "Darwin" else peak / 2**10
 
 # %% ../nbs/20_record.ipynb #64c27c1c
-def weights_sha256(model: nn.Module) -> str:
+def weights_sha256(
+    model,  # a torch module
+) -> str:
     "Return the sha256 over names and values of the encoder's weights; head and pooler are left out."
     digest = hashlib.sha256()
     for name, p in sorted(getattr(model, "base_model", model).state_dict().items()):
