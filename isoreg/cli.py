@@ -96,6 +96,16 @@ def _refuse_to_replace(
     if any(path and os.path.exists(path) and os.path.samefile(path, out) for path in read):
         raise ValueError(f"{name}: {str(out)!r} is a file that is read here; give another one to write")
 
+# %% ../nbs/31_cli.ipynb #checkpag
+def _check_page(html: Path, read: Iterable[str | Path | None], models: Iterable[str]):
+    "Raise, before anything is scored, what keeps a page from being written; `ValueError` in the folder of a model."
+    from isoreg.files import check_writable, expanded
+    _refuse_to_replace("html", html, read)
+    for folder in (expanded(m) for m in models if os.path.isdir(expanded(m))):
+        if Path(os.path.realpath(html)).is_relative_to(os.path.realpath(folder)):
+            raise ValueError(f"html: {str(html)!r} lies in the folder of a model that is read here; give another place")
+    check_writable(html)
+
 # %% ../nbs/31_cli.ipynb #1d49b12f
 def _option(text: str, *names: str):
     "Return an option with this help, whose default is said there if at all."
@@ -208,11 +218,14 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
 
 # %% ../nbs/31_cli.ipynb #c629f806
 def _finished(run, out: Path):
-    "Return the record of a run if it is done and this version can read it, else None."
+    "Return the record of a run if it is done, else None. `ValueError` if this version cannot read it."
     from isoreg.record import RunRecord
     from isoreg.sweep import Folder
     if Folder(out).record(run) is None: return None
-    with contextlib.suppress(ValueError): return RunRecord.load(out / run.key)
+    try: return RunRecord.load(out / run.key)
+    except ValueError:
+        raise ValueError(f"record: that of this run in {str(out / run.key)!r} cannot be read by this version; --force "
+                         "runs it again and replaces it, --out DIR puts another elsewhere") from None
 
 # %% ../nbs/31_cli.ipynb #1b55a03e
 def _execute(run, out: Path, save_model: bool, force: bool):
@@ -223,8 +236,8 @@ def _execute(run, out: Path, save_model: bool, force: bool):
     try:
         with Folder(out).lock(run.key) as claim:
             if not force and _finished(run, out) is not None: return  # meanwhile, by another process
-            if aside := set_aside(Folder(out), run, unreadable=not force):
-                _errors.print(f"note: record.json was no record of this run; it is now {aside.name}")
+            if aside := set_aside(Folder(out), run):
+                _errors.print(f"note: record.json was not a record of this run; it is now {aside.name}")
             failure = _attempt(run, out, save_model, claim)
     except Timeout: _fail(f"another process does this run already; see isoreg status {out}", 1)
     if failure: _fail(*failure)
@@ -288,7 +301,8 @@ def _failure(run, out: Path, error: BaseException) -> tuple[str, int]:
     said_no = getattr(error, "ename", "") in ("ValueError", "OSError", "PermissionError")  # a cell, of the input
     refused = said_no and not trained and not is_disk_full(error)
     hint = _hint(message, "run") if refused else ""
-    return f"{message}{hint}\nnotebook: {folder / 'notebook.ipynb'}", 2 if refused else 1
+    where = f"\nnotebook: {folder / 'notebook.ipynb'}" * (folder / "notebook.ipynb").is_file()
+    return f"{message}{hint}{where}", 2 if refused else 1
 
 # %% ../nbs/31_cli.ipynb #b5c10cdd
 def _show_record(record, folder: Path):
@@ -410,7 +424,7 @@ def sweep_command(
     from isoreg.grid import expand, load_grid
     from isoreg.sweep import restore
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
-    stored = restore(records, plan, out, dry_run) if records else set()
+    with _warnings_shown(): stored = restore(records, plan, out, dry_run) if records else set()
     if records: _console.print(f"{len(stored)} runs are taken from {records}")
     _show_plan(plan, out, stored, keys=dry_run)
     if dry_run: return
@@ -538,8 +552,8 @@ def _of_plan(records: Iterable[dict], plan) -> list[dict]:
         key, value = r["key"], r.get("value")
         if not is_record_of(r, runs[key]) or isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
             raise ValueError(f"records: that of {key} is no record of this run; do it again, or give others")
-        if found.setdefault(key, r)["value"] != value:
-            raise ValueError(f"records: {key} is there with the values {found[key]['value']} and {value}; give one")
+        if found.setdefault(key, r) is not r and (other := found[key].get("value")) != value:
+            raise ValueError(f"records: {key} is there with the values {other} and {value}; give one")
     return list(found.values())
 
 # %% ../nbs/31_cli.ipynb #63e43a91
@@ -621,8 +635,7 @@ def score_command(
     "IsoScore with its error, the spectrum, and what else is asked of embeddings; files or models compared by row."
     from isoreg.embeddings import compare, report_page
     from isoreg.files import write_atomically
-    folders = [Path(m).iterdir() for m in model or [] if os.path.isdir(m)]
-    _refuse_to_replace("html", html, [*(files or []), texts, pairs, *itertools.chain(*folders)])
+    if html is not None: _check_page(html, [*(files or []), texts, pairs], model or [])
     with _warnings_shown():
         if model:
             given = [f for f in [*(files or []), texts] if f is not None]
@@ -872,28 +885,32 @@ def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
         return f"{command}: {around!r} is not {error.encoding}; give another name, or convert the file", 2
     head, colon, rest = text.partition(": ")  # as the library has it: the argument first
     if head == "Key backend": return f"MPLBACKEND: {rest}", 2  # matplotlib, of the environment
-    named = bool(colon) and re.fullmatch(r"\S+|[a-z]\S*( \S+){1,3}", head)
+    named = bool(colon and head.strip()) and "\n" not in head and len(head.split()) <= 4
     if isinstance(error, ValueError) and named: return text + _hint(text, command), 2
     if is_disk_full(error):
         why = getattr(error, "strerror", None) or text
-        return f"the disk is full: {why}; make room and give the same command again", 1
-    no_memory = "can't allocate memory|cannot allocate|out of memory|failed to map segment"
+        full = "a file would be too large" if getattr(error, "errno", 0) == errno.EFBIG else "the disk is full"
+        return f"{full}: {why}; make room, or raise the limit, and give the same command again", 1
+    no_memory = "can't allocate memory|out of memory|failed to map segment from shared object$"
     if isinstance(error, MemoryError) or re.search(no_memory, text):
         return "the memory does not suffice; give less at a time", 1
     if isinstance(error, OSError) and error.errno in _PATHS:
         name = str(error.filename)
-        option = _argument(name, [*words, *_usual_folders(command)])
-        return f"{option}: {error.strerror}: {name[:200]!r}; give another path", 2
+        return f"{_argument(name, words)}: {error.strerror}: {name[:200]!r}; give another path", 2
     if isinstance(error, OSError): return text + _hint(text, command), 1
     return f"this is a mistake of isoreg, not of yours ({type(error).__name__}); {_report_bug(error, words)}", 1
 
 # %% ../nbs/31_cli.ipynb #7475f55d
 def _argument(path: str, words: Sequence[str]) -> str:
     "Return the name of the option under which a path, or a folder above it, was given; else \"path\"."
+    found = Path(path).absolute()
+    is_above = lambda value: bool(value) and Path(value).absolute() in (found, *found.parents)
     for before, word in zip(["", *words], words):
         name, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
-        given, found = Path(value).absolute(), Path(path).absolute()
-        if value and name.startswith("--") and given in (found, *found.parents): return name[2:]
+        if name.startswith("--") and is_above(value): return name[2:]
+    if not any(is_above(word) for word in words[1:]):
+        for option in _usual_folders(words[0] if words else ""):
+            if is_above(option.partition("=")[2]): return option[2:].partition("=")[0]
     return "path"
 
 

@@ -389,9 +389,9 @@ def _best(place: dict, method: tuple, settings: dict, found: dict) -> Choice:
 
 # %% ../nbs/29_grid.ipynb #c343ff6d
 def _score(record: dict) -> float:
-    "Return the value of a record; minus infinity for a run that diverged and has none, or none that a metric can have."
+    "Return the value of a record; minus infinity for a run that diverged and has none, or one beyond any metric."
     value = record.get("value")
-    return value if isinstance(value, (int, float)) and abs(value) <= 100 else -math.inf
+    return value if isinstance(value, (int, float)) and abs(value) < 1e9 else -math.inf
 
 # %% ../nbs/29_grid.ipynb #b00e4305
 def final_grid(

@@ -36,7 +36,7 @@ from .files import (
     NO_ROOM, from_json, own_folder, read_text, remove_abandoned, remove_abandoned_folders, write_atomically)
 from .config import CONFIGS
 from .grid import Plan, Run, config_class, notebook_path
-from .notebook import error_words, execute, read_progress
+from .notebook import check_open_files, error_words, execute, read_progress
 
 # %% ../nbs/30_sweep.ipynb #0550fa98
 try: import fcntl
@@ -98,7 +98,7 @@ def _take(owner: Path) -> bool:
             with owner.open("x") as file: file.write(_name())
             return True
         except FileExistsError:
-            if _lives(owner): return False
+            if owner.exists() and not _is_dead(owner): return False
             _remove_dead(owner)
     return False
 
@@ -116,14 +116,15 @@ def _read(path: Path) -> str | None:
     except (OSError, ValueError): return None
 
 # %% ../nbs/30_sweep.ipynb #03900fd5
-def _lives(owner: Path) -> bool:
-    "Return whether the owner that a file names may be alive."
-    with tempfile.TemporaryFile(dir=owner.parent) as file: now = os.fstat(file.fileno()).st_mtime  # of its own clock
-    try: touched = owner.stat().st_mtime
+def _is_dead(owner: Path) -> bool:
+    "Return whether the owner that a file names is dead, or silent for too long; False where there is no file."
+    try: handle = os.open(owner, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # waits for nobody, should it be a pipe
     except FileNotFoundError: return False
-    said = (_read(owner) or "").split()
-    if len(said) == 3 and said[0] == _machine() and _began(said[1]) not in (said[2], "?"): return False
-    return now - touched < LEASE
+    try: said, touched = os.read(handle, 1000).decode(errors="replace").split(), os.fstat(handle).st_mtime
+    finally: os.close(handle)
+    if len(said) == 3 and said[0] == _machine() and _began(said[1]) not in (said[2], "?"): return True
+    with tempfile.TemporaryFile(dir=owner.parent) as file: now = os.fstat(file.fileno()).st_mtime  # of its own clock
+    return now - touched >= LEASE
 
 
 def _remove_dead(owner: Path):
@@ -131,10 +132,10 @@ def _remove_dead(owner: Path):
     mark = owner.with_suffix(".removing")
     try: mark.open("x").close()
     except FileExistsError:
-        if not _lives(mark): mark.unlink(missing_ok=True)
+        if _is_dead(mark): mark.unlink(missing_ok=True)
         return
     try:
-        if not _lives(owner): owner.unlink(missing_ok=True)
+        if _is_dead(owner): owner.unlink(missing_ok=True)
     finally: mark.unlink(missing_ok=True)
 
 # %% ../nbs/30_sweep.ipynb #75a10947
@@ -176,7 +177,8 @@ class Folder:
         path = self.home / "locks" / f"{key}.{kind}"
         if not path.is_file(): return False
         try:
-            if _lives(path.with_name(f"{path.name}.owner")): return True
+            owner = path.with_name(f"{path.name}.owner")
+            if owner.exists() and not _is_dead(owner): return True
             handle = os.open(path, os.O_RDWR)
         except OSError: return False  # a folder that cannot be written: nobody works there
         try: return not _flock(handle)
@@ -243,10 +245,10 @@ def _sync(folder: Path):
     finally: os.close(handle)
 
 # %% ../nbs/30_sweep.ipynb #264852a6
-def set_aside(folder: Folder, run: Run, unreadable: bool = False) -> Path | None:
-    "Rename a record that is not the run's, or is unreadable; return its new name, None if there was none."
+def set_aside(folder: Folder, run: Run) -> Path | None:
+    "Rename a record that is not the run's, so that the run can be done; return its new name, None if there was none."
     path = folder.out / run.key / "record.json"
-    if not path.exists() or (not unreadable and folder.record(run) is not None): return None
+    if not path.exists() or folder.record(run) is not None: return None
     names = (path.with_name(f"record.aside-{i}.json") for i in itertools.count(1))
     return path.replace(next(p for p in names if not p.exists()))
 
@@ -269,7 +271,8 @@ def restore(
         if run is None or run.key in found or not is_record_of(record, run) or folder.record(run) is not None: continue
         found.add(run.key)
         if dry_run: continue
-        set_aside(folder, run)
+        if aside := set_aside(folder, run):
+            warnings.warn(f"{run.key}: record.json was not a record of this run; it is now {aside.name}")
         write_atomically(folder.out / run.key / "record.json", json.dumps(record, indent=1) + "\n")
     return found
 
@@ -286,7 +289,7 @@ class Outcome:
     files: dict | None = None  # what a node wrote that does not see the folder
 
 # %% ../nbs/30_sweep.ipynb #ac9da0c5
-_FULL = "No space left on device", "Disk quota exceeded", "File too large"
+_FULL = "No space left on device", "Disk quota exceeded", f"[Errno {errno.EFBIG}]"
 
 
 def is_disk_full(error: BaseException | None) -> bool:
@@ -394,6 +397,7 @@ class Local:
     def start(self, folder: Folder, runs: int) -> str:
         cores, names, ram = machine()
         jobs, threads = plan_jobs(cores, len(names), ram, self.asked)
+        check_open_files(max(1, min(jobs, runs)))
         self.folder, self.jobs, self.env = folder, max(1, min(jobs, runs)), _environment(threads)
         self.pool, self.gpus, self.kernels, self.stopped = ThreadPoolExecutor(self.jobs), queue.SimpleQueue(), [], False
         for i in range(self.jobs): self.gpus.put({"CUDA_VISIBLE_DEVICES": names[i % len(names)]} if names else {})
@@ -714,8 +718,8 @@ def _check_writable(folder: Folder, plan: Plan):
         check_room(folder.out)
         with tempfile.TemporaryFile(dir=folder.home): pass  # a folder that is there may still be read-only
         for run in plan.runs:
-            if (folder.out / run.key).exists() and not (folder.out / run.key).is_dir():
-                raise OSError(errno.EEXIST, f"{run.key} is a file where the folder of a run belongs")
+            if os.path.lexists(folder.out / run.key) and not (folder.out / run.key).is_dir():
+                raise OSError(errno.EEXIST, f"{run.key} is no folder, but stands in the place of a run's")
     except OSError as error:
         if is_disk_full(error): raise DiskFull(*error.args) from None
         raise ValueError(f"out: cannot write to {str(folder.out)!r} ({error.strerror}); "
@@ -728,6 +732,7 @@ def clean(
 ) -> list[Path]:  # what was removed
     "Remove what killed runs left in a folder, and their temporary folders; nothing whose owner lives, or of others."
     folder, removed = Folder(out), []
+    if folder.home.is_symlink(): return []  # what a link leads to is somebody's
     names = (re.fullmatch(r"(.+)\.(claim|node)(\.owner)?", p.name) for p in (folder.home / "locks").glob("*"))
     claims = {m[1] for m in names if m and m[1] not in (".", "..")}  # not the folder itself, nor the one above
     parts = [] if (folder.home / "part").is_symlink() else (folder.home / "part").glob("*")
@@ -740,7 +745,7 @@ def clean(
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                     removed.append(path)
             if not any((folder.out / key).iterdir()): (folder.out / key).rmdir()
-    places = [folder.home, *(folder.out / key for key in keys)]
+    places = [folder.home, *(folder.out / key for key in keys if not (folder.out / key).is_symlink())]
     return removed + remove_abandoned(*places) + remove_abandoned_folders(tempfile.gettempdir(), *places)
 
 # %% ../nbs/30_sweep.ipynb #144b78e9

@@ -498,16 +498,19 @@ def _old(path):
 
 
 def test_temporary_files_of_the_living_stay():
-    file = Path("isoreg-ab12cd34.tmp")
+    file = Path(".isoreg-writing-ab12cd34.tmp")
     file.write_text("half")
     assert remove_abandoned(".") == []  # it is new
     _old(file)
     with file.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert remove_abandoned(".") == []
-    Path("notes.temperature.tmp").touch()
-    _old("notes.temperature.tmp")
-    assert remove_abandoned(".") == [file] and Path("notes.temperature.tmp").exists()
+    others = [Path(n) for n in ("notes.temperature.tmp", "isoreg-analysis.tmp")]
+    for other in others:
+        _old(other.write_text("mine") and other)
+    os.mkfifo(".isoreg-writing-pipe.tmp")
+    _old(".isoreg-writing-pipe.tmp")
+    assert remove_abandoned(".") == [file] and all(other.exists() for other in others)
 
 
 def test_folders_of_the_living_stay(tmp_path):
@@ -1119,9 +1122,10 @@ def test_stored_records_replace_no_other_record():
 def test_a_run_replaces_no_other_record(monkeypatch, record, force):
     folder = _folder_with(record)
     monkeypatch.setattr(isoreg.notebook, "execute", raises(RuntimeError("the kernel died")))
-    with pytest.raises(typer.Exit):
+    refused = record != OTHER and not force
+    with pytest.raises(ValueError if refused else typer.Exit, match="--force" if refused else None):
         isoreg.cli._run(RUN.config, Path("runs"), force)
-    kept = "record.json" if force and record != OTHER else "record.aside-1.json"  # --force is somebody's wish
+    kept = "record.aside-1.json" if record == OTHER else "record.json"
     assert json.loads((folder / kept).read_text()) == record
 
 
@@ -1133,10 +1137,11 @@ def test_too_few_open_files_are_said_and_not_waited_for(monkeypatch):
     monkeypatch.setattr("papermill.execute_notebook", lambda *a, **k: asked.append(a))
     resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard))
     try:
-        ends(1, "run", "--out", "r", words=["open files", "ulimit -n"])
+        assert "notebook:" not in ends(1, "run", "--out", "r", words=["open files", "ulimit -n"]).output
+        ends(1, "sweep", "demo", "--out", "s", words=["open files", "ulimit -n"])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert not asked
+    assert not asked and not list(Path("s").rglob("failed.json"))
 
 
 @pytest.mark.parametrize("said", ["fifo", b"\xff\xfe\x00", b"host 12x 3", b"host " + b"9" * 5000 + b" 3", b""])
@@ -1195,9 +1200,21 @@ def test_a_search_of_which_a_record_is_none_of_its_run():
     for odd in ({"value": True}, {"value": "0.9"}, {"status": "failed"}, {"config": runs[1].config}):
         ends(2, *select(whole[0] | odd), words=[f"that of {runs[0].key} is no record of this run"])
     ends(2, *select(whole[0] | {"value": 0.4}), words=["with the values 0.5 and 0.4; give one"])
-    for value in (1e308, 10**400, None):
+    for value in (1e308, 10**400, None, float("nan"), float("inf")):
         whole[1]["value"] = value
         assert "0.5" in ends(0, *select()).output
+
+
+def test_a_search_of_another_kind_of_run_is_refused_in_words():
+    Path("s.yaml").write_text("notebook: landscape\naxes: {seed: [1]}\n")
+    (run,) = expand(load_grid("s.yaml")).runs
+    Path("r.jsonl").write_text(json.dumps({"key": run.key, "status": "done", "config": run.config}))
+    ends(2, "select", "s.yaml", "r.jsonl", words=["seed: "])
+
+
+def test_a_name_of_several_words_is_named():
+    Path("My search.yaml").write_text("fixed: {lr: 1e-3}\naxes: {lr: [1e-3, 2e-3]}\n")
+    ends(2, "sweep", "My search.yaml", "--dry-run", words=["My search: lr stands under fixed and under axes"])
 
 
 @pytest.mark.parametrize("command", [["score", "x.npy", "--html"], ["select", "demo", "runs", "--out"]])
@@ -1221,20 +1238,25 @@ def test_linked_runs_count_everywhere_and_once():
     ends(0, "report", "runs")
 
 
-def test_a_file_in_place_of_a_run_is_said_before_anything_runs():
+@pytest.mark.parametrize("what", ["a file", "a link to nothing"])
+def test_a_file_in_place_of_a_run_is_said_before_anything_runs(what):
     Path("runs").mkdir()
-    (Path("runs") / RUN.key).write_text("notes")
+    place = Path("runs") / RUN.key
+    place.write_text("notes") if what == "a file" else place.symlink_to("nowhere")
     said = ends(2, "sweep", "demo", "--out", "runs").output
-    assert f"{RUN.key} is a file where the folder of a run belongs" in said
+    assert f"{RUN.key} is no folder, but stands in the place of a run's" in said and "worker" not in said
 
 
 @pytest.mark.parametrize(
     "error, code, words",
     [
         (ImportError("libtorch.so: failed to map segment from shared object"), 1, "the memory does not suffice"),
-        (OSError(27, "File too large"), 1, "File too large"),
+        (ImportError("x.so: failed to map segment from shared object: Operation not permitted"), 1, "mistake"),
+        (ImportError("libgomp.so.1: cannot allocate memory in static TLS block"), 1, "mistake"),
+        (OSError(27, "File too large"), 1, "a file would be too large"),
+        (RuntimeError("413 Client Error: File too large for url"), 1, "mistake"),
         (ValueError("Key backend: 'x' is not a valid value for backend"), 2, "MPLBACKEND: 'x'"),
-        (ValueError("Invalid isoformat string: 'x'"), 1, "this is a mistake of isoreg"),
+        (ValueError("this has no head"), 1, "mistake"),
         (PermissionError(13, "Permission denied", "report/summary.md"), 2, "out: Permission denied"),
     ],
 )
@@ -1243,10 +1265,41 @@ def test_how_a_command_ends(monkeypatch, error, code, words):
     ends(code, "report", "runs", words=[words], report="mistake" in words)
 
 
-def test_what_lies_in_a_folder_that_is_read_is_not_written_over():
+def test_the_source_is_not_called_the_place_of_the_report(monkeypatch):
+    monkeypatch.setattr("isoreg.report.load", raises(PermissionError(13, "Permission denied", "report/a/record.json")))
+    ends(2, "report", "report/a", words=["path: Permission denied"])
+
+
+def test_cleaning_follows_no_link_in_place_of_the_sweep_or_of_a_run():
+    (Path("elsewhere/sweep/part") / RUN.key).mkdir(parents=True)
+    half = Path("elsewhere/K/.isoreg-writing-ab12cd34.tmp")
+    half.parent.mkdir()
+    _old(half.write_text("half") and half)
+    for name, target in (("a/.sweep", "sweep"), ("b/K", "K")):
+        Path(name).parent.mkdir()
+        Path(name).symlink_to(Path("elsewhere", target).absolute())
+    (Path("b/.sweep/part") / "K").mkdir(parents=True)
+    assert clean("a") == [] and not Path("elsewhere/sweep/locks").exists()
+    clean("b")
+    assert half.exists() and (Path("elsewhere/sweep/part") / RUN.key).exists()
+
+
+def test_a_page_that_cannot_be_written_is_said_before_anything_is_scored(monkeypatch):
+    np.save("x.npy", X.numpy())
+    monkeypatch.setattr("isoreg.embeddings.measure_points", lambda *a, **k: pytest.fail("it was scored"))
+    Path("a").symlink_to("a")
+    ends(2, "score", "x.npy", "--html", "a", words=["html: Too many levels of symbolic links"])
+    ends(2, "score", "x.npy", "--html", "x.npy/page.html", words=["html: "])
+
+
+def test_what_lies_in_a_folder_that_is_read_is_not_written_over(monkeypatch):
+    monkeypatch.setenv("HOME", str(Path().absolute()))
     shutil.copytree(toy_model_path(), "m")
+    (Path("m") / "1_Pooling").mkdir()
+    (Path("m") / "1_Pooling" / "config.json").write_text("{}")
     Path("t.txt").write_text("the cat\n" * 9)
-    ends(2, "score", "t.txt", "--model", "m", "--html", "m/config.json", words=["html:", "is read here"])
+    for model, html in (("m", "m/config.json"), ("~/m", "m/config.json"), ("m", "m/1_Pooling/config.json")):
+        ends(2, "score", "t.txt", "--model", model, "--html", html, words=["html:", "the folder of a model"])
     record = _folder_with(RECORD) / "record.json"
     ends(2, "select", "demo", "runs", "--out", record, words=["out:", "is read here"])
     ends(2, "select", "demo", "runs", "--out", grid_path("demo"), words=["out:", "is read here"])

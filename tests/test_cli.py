@@ -94,9 +94,12 @@ def test_record_of_no_configuration_is_not_taken_for_the_run(tmp_path):
     run = _as_run(RunConfig())
     record = {"key": run.key, "status": "done", "config": run.config, "metric": "m", "value": 1.0}
     (tmp_path / run.key).mkdir()
-    for wrong in ({"config": 2}, {"key": "x"}, {"status": "running"}, {"value": []}):
+    for wrong in ({"config": 2}, {"key": "x"}, {"status": "running"}):
         (tmp_path / run.key / "record.json").write_text(json.dumps(record | wrong))
         assert _finished(run, tmp_path) is None, wrong
+    (tmp_path / run.key / "record.json").write_text(json.dumps(record | {"value": []}))
+    with pytest.raises(ValueError, match="record: .* cannot be read by this version; --force"):
+        _finished(run, tmp_path)
     (tmp_path / run.key / "record.json").write_text(json.dumps(record))
     assert _finished(run, tmp_path).value == 1.0
 

@@ -4,6 +4,7 @@ a device without memory, a cluster that loses what it has."""
 import dataclasses
 import errno
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -300,6 +301,45 @@ def test_of_many_who_find_a_dead_owner_one_has_the_run(tmp_path, no_flock):
             t.join()
         assert len(had) == 1
         had.pop().release()
+
+
+def take_in_turn(folder, end, dead, told):
+    "Take a run and let go of it, or die, again and again; tell how often, and how often somebody else had it, too."
+    isoreg.sweep._flock = lambda handle: True  # of everybody
+    claims = twice = 0
+    while time.time() < end:
+        claim = Folder(folder).lock("run")
+        try:
+            claim.acquire()
+        except (Timeout, OSError):
+            continue
+        claims += 1
+        try:
+            os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            twice += 1
+        else:
+            os.unlink(folder / "inside")
+        if claims % 2:
+            claim.owner.write_text(dead)  # as one leaves it who is killed
+            os.close(claim.handle)
+            claim.handle = claim.released.set()
+        else:
+            claim.release()
+    told.put((claims, twice))
+
+
+@LONG
+def test_a_run_whose_owners_die_all_the_time_is_never_taken_twice(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    context = multiprocessing.get_context("fork")
+    told, dead = context.Queue(), f"{isoreg.sweep._machine()} {gone.pid} 1"
+    takers = [context.Process(target=take_in_turn, args=(tmp_path, time.time() + 25, dead, told)) for _ in range(6)]
+    for taker in takers:
+        taker.start()
+    claims, twice = map(sum, zip(*(told.get(timeout=60) for _ in takers)))
+    assert claims > 500 and twice == 0, (claims, twice)
 
 
 def test_the_mark_of_one_who_died_removing_an_owner_does_not_stay(tmp_path, no_flock):
