@@ -70,7 +70,7 @@ def folder(tmp_path, monkeypatch):
     home.mkdir()
     (tmp_path / "beside").write_text("stays")
     monkeypatch.chdir(home)
-    monkeypatch.setattr(isoreg.cli, "_execute", lambda run, out, save: (_ for _ in ()).throw(OSError("no run here")))
+    monkeypatch.setattr(isoreg.cli, "_execute", lambda *a: (_ for _ in ()).throw(OSError("no run here")))
     monkeypatch.setattr(isoreg.finetune, "run", lambda *a, **k: (_ for _ in ()).throw(ValueError("run: not here")))
     monkeypatch.setattr(isoreg.sweep, "_work", lambda s, on_progress: None)
     yield home
