@@ -526,8 +526,9 @@ def _gathered(values: dict, fields: Iterable[str]) -> dict:
             if values.get(field) is None: raise
             continue
         own = reads(maker, of)[1]
-        given = {n: values.pop(n) for n in own if n in values}
-        values[field] = _own_settings(of, maker, (values.get(field) or {}) | given)
+        given, table = {n: values.pop(n) for n in own if n in values}, values.get(field) or {}
+        if not isinstance(table, dict): raise ValueError(f"{field}: {table!r} is no table; give names and values")
+        values[field] = _own_settings(of, maker, table | given)
         known += own
     for n in values:
         if n not in known: raise ValueError(f"{n}: unknown parameter; {near(n, known)}")

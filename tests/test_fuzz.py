@@ -1,9 +1,10 @@
-"""Random command lines, grids, vectors, records, numbers and damaged checkpoints: always an exit code, and nothing
-outside of the folder.
+"""Random command lines, grids, parameters, vectors, records, numbers and damaged checkpoints: always an exit code, and
+nothing outside of the folder.
 
 500 inputs; 10,000 with `pytest -m fuzz tests/test_fuzz.py`.
 """
 
+import ast
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from papermill.translators import translate_parameters
 from safetensors.torch import save
 from typer.testing import CliRunner
 
@@ -22,9 +24,9 @@ import isoreg.cli
 import isoreg.finetune
 import isoreg.sweep
 from isoreg.cli import app
-from isoreg.config import RunConfig, parse_set
+from isoreg.config import PENALTIES, RunConfig, parse_set
 from isoreg.files import from_yaml
-from isoreg.grid import expand, load_grid
+from isoreg.grid import Run, expand, load_grid
 from isoreg.isoscore import isoscore
 from isoreg.notebook import read_progress
 from isoreg.toy import toy_model_path
@@ -33,12 +35,13 @@ RUN = expand(load_grid("demo")).runs[0]
 RECORD = {"key": RUN.key, "status": "done", "config": RUN.config, "metric": "m", "value": 0.5}
 COMMANDS = "demo run rerun sweep select status score report tasks".split()
 SIZES = {
-    "command_lines": 100,
-    "grids": 100,
+    "command_lines": 80,
+    "grids": 80,
+    "parameters": 80,
     "vectors": 60,
-    "files": 50,
-    "records": 50,
-    "numbers": 100,
+    "files": 40,
+    "records": 40,
+    "numbers": 80,
     "checkpoints": 40,
 }
 
@@ -197,6 +200,40 @@ def _grids(text):
         assert _plain(from_yaml(text))
     except ValueError:
         pass
+
+
+CODE = [
+    "'); import os; os._exit(1) #",
+    '"""\nimport os\nos._exit(1)\n"""',
+    *("\\", "\\'", "%run x", "!touch x", "{0}", "\r\n", "\u2028"),
+]
+hostile = st.text(max_size=12) | st.sampled_from(CODE)
+values = st.one_of(scalars, hostile, st.lists(scalars | hostile, max_size=3))
+odd_settings = st.dictionaries(st.sampled_from([*RunConfig.model_fields, *CODE, "__class__"]), values, max_size=2)
+free = {name: hostile for name in ("model", "train_split", "eval_split")}  # whatever they say is looked up by the run
+free |= {"seed": st.integers(0, 2**31), "regularizer": st.just("fuzzed"), "lam": st.floats(-9, 9)}
+free["penalty_settings"] = st.dictionaries(st.sampled_from(["one", "two"]), values, max_size=2)
+
+
+class Fuzzed:
+    def __init__(self, lam=0.1, one=None, two=None): ...
+
+
+@both("parameters")(dict(given=st.fixed_dictionaries({}, optional=free), odd=odd_settings | st.just({})))
+def _parameters(given, odd):
+    "What a run is given is refused, or comes out of the cell that papermill makes of it, which holds values alone."
+    PENALTIES["fuzzed"] = Fuzzed
+    given |= odd
+    try:
+        config = RunConfig.from_dict(given)
+    except (ValueError, OSError):  # a path that cannot be
+        return
+    parameters = Run(config.key, "finetune", config.to_dict()).parameters
+    cell = translate_parameters("python3", "python", parameters, "Parameters")
+    assigned = ast.parse(cell).body
+    assert all(isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Name) for s in assigned), cell
+    found = {s.targets[0].id: ast.literal_eval(s.value) for s in assigned}
+    assert RunConfig.from_dict(found).key == config.key, cell
 
 
 def _plain(x):
