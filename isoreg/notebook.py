@@ -104,7 +104,7 @@ def _kernel_manager(folder: str, log, env: dict, files: Sequence[int], on_start:
     return Manager
 
 # %% ../nbs/28_notebook.ipynb #openfile
-FEWEST_FILES = 60  # that a kernel and its channels open
+FEWEST_FILES = 60  # that a kernel and its channels open: with 56 it died, with 64 it ran
 
 
 def check_open_files(kernels: int = 1) -> None:

@@ -98,7 +98,7 @@ def _take(owner: Path) -> bool:
             with owner.open("x") as file: file.write(_name())
             return True
         except FileExistsError:
-            if owner.exists() and not _is_dead(owner): return False
+            if _lives(owner): return False
             _remove_dead(owner)
     return False
 
@@ -125,6 +125,9 @@ def _is_dead(owner: Path) -> bool:
     if len(said) == 3 and said[0] == _machine() and _began(said[1]) not in (said[2], "?"): return True
     with tempfile.TemporaryFile(dir=owner.parent) as file: now = os.fstat(file.fileno()).st_mtime  # of its own clock
     return now - touched >= LEASE
+
+
+def _lives(owner: Path) -> bool: return owner.exists() and not _is_dead(owner)
 
 
 def _remove_dead(owner: Path):
@@ -177,8 +180,7 @@ class Folder:
         path = self.home / "locks" / f"{key}.{kind}"
         if not path.is_file(): return False
         try:
-            owner = path.with_name(f"{path.name}.owner")
-            if owner.exists() and not _is_dead(owner): return True
+            if _lives(path.with_name(f"{path.name}.owner")): return True
             handle = os.open(path, os.O_RDWR)
         except OSError: return False  # a folder that cannot be written: nobody works there
         try: return not _flock(handle)
