@@ -1,4 +1,4 @@
-"""Checks that need environments of their own: `nox -s compat`, `coverage`, `mutation`, `audit`, `licences`.
+"""Checks that need environments of their own: `nox -s compat`, `coverage`, `mutation`, `times`, `audit`, `licences`.
 
 `pip install nox`, and `nox -l` lists them. Each set of `.ci/pins` is a whole environment, every package pinned; its
 first line names the Python that it is for. How the sets were made:
@@ -46,6 +46,12 @@ def mutation(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     "Try 10,000 random inputs and enter the counts in the record of trust."
     session.run("python", ".ci/fuzz.py", env=QUIET)
+
+
+@nox.session(python=False)
+def times(session: nox.Session) -> None:
+    "Measure the processor time of the tests and of the pages' filter, for the page of speed, on a quiet machine."
+    session.run("python", ".ci/times.py", *session.posargs, env=QUIET)
 
 
 @nox.session(python=False)

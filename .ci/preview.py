@@ -8,6 +8,7 @@ notebooks, the captions, the cross-references, styles.css, _records.html, _inter
 (pandoc, MathML)."""
 
 import argparse
+import functools
 import html
 import os
 import re
@@ -145,10 +146,19 @@ def body(cells: list[dict], fold: bool = False) -> str:
         if "text/markdown" in o.get("data", {})
     ]
     made = dict(zip(texts, pandoc(texts)))
-    exporter = HTMLExporter(template_name="basic")
-    exporter.register_filter("markdown2html", lambda context, text=None: made[context if text is None else text])
-    exporter.filters["strip_files_prefix"] = lambda text: text
-    return exporter.from_notebook_node(notebook)[0]
+    return exporter(made).from_notebook_node(notebook)[0]
+
+
+@functools.cache
+def _exporter() -> HTMLExporter:
+    return HTMLExporter(template_name="basic")
+
+
+def exporter(made: dict[str, str]) -> HTMLExporter:
+    "The exporter, which is slow to make, with the HTML of each text."
+    _exporter().register_filter("markdown2html", lambda context, text=None: made[context if text is None else text])
+    _exporter().filters["strip_files_prefix"] = lambda text: text
+    return _exporter()
 
 
 def links(text: str, pages: dict[str, str], folder: str) -> str:

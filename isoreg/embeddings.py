@@ -8,8 +8,10 @@ __all__ = ['MEASURES', 'read_points', 'draw_texts', 'draw_pairs', 'spectrum', 's
 # %% ../nbs/36_embeddings.ipynb #a46f1be8
 import base64
 import contextlib
+import functools
 import html
 import io
+import math
 import os
 import random
 import warnings
@@ -27,9 +29,11 @@ from .checks import in_range, one_of
 from .corpus import read_lines
 from .files import expanded, from_json, limit_hub
 from .geometry import Cloud, average_cosine, effective_rank, outlier_dimensions, rankme, two_nn
-from .isoscore import isoscore, isoscore_from_cov, isoscore_with_error
+from .isoscore import (
+    Invariants, centre, check_evenness, closed_form, estimate_traces, invariants_of_moments, isoscore,
+    isoscore_from_cov, isoscore_with_error, wide_dtype)
 from .measure import layer_points
-from .moments import check_readable
+from .moments import Moments, check_readable, floating, merge, moments
 from .models import check_vocabulary, has_decoder, load_tokenizer, read_body
 from .sequences import SequenceStream, draw_groups
 from .states import states_of
@@ -566,10 +570,18 @@ class _Scores(NamedTuple):
 
 def _cloud_scores(points, groups: int = 50) -> _Scores:
     "Return the score of a cloud and those without each group of its rows."
-    x = torch.as_tensor(points)
-    all_, group = isoscore_with_error(x), draw_groups(len(x), groups)
-    left = [float(isoscore(x[group != g], correction="ustat")) for g in range(int(group.max()) + 1)]
-    return _Scores(all_.score, all_.stderr, np.array(left), len(x))
+    x = floating(points, "points")
+    best, group = isoscore_with_error(x), draw_groups(len(x), groups)
+    return _Scores(best.score, best.stderr, _scores_without_group(x, group), len(x))
+
+
+def _scores_without_group(x: Tensor, group: Tensor) -> np.ndarray:
+    "Return the corrected score of x (n, d) without each group of its rows, (groups,)."
+    (n, d), scale = x.shape, 2.0 ** -math.frexp(float(torch.linalg.vector_norm(x, math.inf)))[1]  # fourth powers fit
+    inv = (_left_by_gram if n <= max(d, 1000) else _left_by_moments)(x, group.to(x.device), scale)
+    t2, f = estimate_traces(inv, "ustat")
+    check_evenness(inv, f, d, x.dtype)
+    return closed_form(t2, f, d).cpu().numpy()
 
 
 def _difference(a: _Scores, b: _Scores, level: float = 0.95) -> Difference:
@@ -580,6 +592,28 @@ def _difference(a: _Scores, b: _Scores, level: float = 0.95) -> Difference:
     stderr = ((k - 1) / k * ((δ - δ.mean()) ** 2).sum()) ** 0.5 if paired else (a.stderr**2 + b.stderr**2) ** 0.5
     half = stderr * (stats.t.ppf((1 + level) / 2, k - 1) if paired else stats.norm.ppf((1 + level) / 2))
     return Difference(difference, float(stderr), float(difference - half), float(difference + half), paired)
+
+# %% ../nbs/36_embeddings.ipynb #leftout2
+def _left_by_moments(x: Tensor, group: Tensor, scale: float) -> Invariants:
+    "Return the invariants (groups,) of x (n, d) without each group, for the price of two products."
+    part = lambda g: moments(x[group == g].to(wide_dtype(x)) * scale, order=4)
+    k = int(group.max()) + 1
+    whole = functools.reduce(lambda a, b: merge([a, b]), map(part, range(k)))
+    removed = lambda m: Moments(-m.count, m.mean, -m.m2, -m.m3, -m.m4)
+    left = [invariants_of_moments(merge([whole, removed(part(g))])) for g in range(k)]
+    return Invariants(*map(torch.stack, zip(*left)))
+
+
+def _left_by_gram(x: Tensor, group: Tensor, scale: float) -> Invariants:
+    "Return the same from the products of the rows with each other, K (n, n): for few rows."
+    X, _ = centre(x.to(wide_dtype(x)) * scale, None)
+    K, W = X @ X.T, (group != torch.arange(int(group.max()) + 1, device=x.device)[:, None]).to(X.dtype)  # (k, n)
+    m = W.sum(1)
+    r = W @ K / m[:, None]  # of each row with the mean of the kept ones
+    q = (W * r).sum(1) / m
+    square = (W @ K.square() * W).sum(1) - 2 * m * (W * r.square()).sum(1) + (m * q).square()
+    lengths = K.diagonal() - 2 * r + q[:, None]
+    return Invariants(m.long(), (W * lengths).sum(1), square, (W * lengths.square()).sum(1))
 
 # %% ../nbs/36_embeddings.ipynb #faa6b6f8
 class Measured(NamedTuple):

@@ -15,6 +15,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner
 
+from isoreg import embeddings
 from isoreg.cli import app
 from isoreg.embeddings import (
     MEASURES,
@@ -239,6 +240,13 @@ def test_a_difference_is_the_jackknife_by_hand():
     apart = compare_points(x, y[:-1])
     errors = [isoscore_with_error(a).stderr for a in (x, y[:-1])]
     assert not apart.paired and apart.stderr == pytest.approx(np.hypot(*errors)) and apart.stderr > found.stderr
+
+
+@pytest.mark.parametrize("n, d, scale", [(60, 5, 1), (30, 80, 1), (1100, 6, 1), (60, 5, 1e40), (1100, 6, 1e-40)])
+def test_scores_without_a_group_are_those_of_the_other_rows(n, d, scale):
+    x, group = torch.from_numpy(scale * (10 + cloud(n, d))), draw_groups(n, 20)
+    loop = [float(isoscore(x[group != g], correction="ustat")) for g in range(20)]
+    np.testing.assert_allclose(embeddings._scores_without_group(x, group), loop, rtol=1e-9)
 
 
 def test_models_are_compared_by_the_same_groups_of_texts(texts):

@@ -32,8 +32,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor"
 
 
 def eigenvalue_form(points):
-    "The published steps, in float64."
-    d, lam = points.shape[-1], torch.linalg.eigvalsh(torch.cov(points.double().T)).clamp(min=0)
+    "The published steps, in float64; few points have few eigenvalues that are not zero, their singular values squared."
+    (n, d), X = points.shape, points.double()
+    if n >= d:
+        lam = torch.linalg.eigvalsh(torch.cov(X.T)).clamp(min=0)
+    else:
+        lam = torch.cat([torch.linalg.svdvals(X - X.mean(0)) ** 2 / (n - 1), X.new_zeros(d - n)])
     normal = math.sqrt(d) * lam / lam.norm()
     defect2 = (normal - 1).square().sum() / (2 * (d - math.sqrt(d)))
     phi = (d - defect2 * (d - math.sqrt(d))) ** 2 / d**2
@@ -79,8 +83,9 @@ def test_rank_one_and_4096_dimensions():
     x = torch.randn(60, 4096, dtype=torch.float64)
     torch.testing.assert_close(isoscore(x), eigenvalue_form(x), rtol=1e-10, atol=0)
     wide = torch.randn(5000, 4096)
-    assert abs(1 / participation_ratio(torch.cov(wide.T)) - (1 / 4096 + 1 / 4999)) < 2e-6
-    torch.testing.assert_close(isoscore(wide), isoscore_from_cov(torch.cov(wide.T)), rtol=1e-5, atol=0)
+    cov = torch.cov(wide.T)
+    assert abs(1 / participation_ratio(cov) - (1 / 4096 + 1 / 4999)) < 2e-6
+    torch.testing.assert_close(isoscore(wide), isoscore_from_cov(cov), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("zeta", [0.0, 0.2, 0.7, 1.0])
