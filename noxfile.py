@@ -1,4 +1,4 @@
-"""Checks that need environments of their own: `nox -s compat`, `coverage`, `mutation`, `times`, `audit`, `licences`.
+"""Checks that need environments of their own: `nox -s compat`, `coverage`, `times` and others.
 
 `pip install nox`, and `nox -l` lists them. Each set of `.ci/pins` is a whole environment, every package pinned; its
 first line names the Python that it is for. How the sets were made:
@@ -50,7 +50,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def times(session: nox.Session) -> None:
-    "Measure the processor time of the tests and of the pages' filter, for the page of speed, on a quiet machine."
+    "Measure the processor time of the tests and of the filter of pages, for *How fast is it?*, on a quiet machine."
     session.run("python", ".ci/times.py", *session.posargs, env=QUIET)
 
 

@@ -150,15 +150,17 @@ def body(cells: list[dict], fold: bool = False) -> str:
 
 
 @functools.cache
-def _exporter() -> HTMLExporter:
+def bare_exporter() -> HTMLExporter:
+    "Return the exporter, which is slow to make."
     return HTMLExporter(template_name="basic")
 
 
 def exporter(made: dict[str, str]) -> HTMLExporter:
-    "The exporter, which is slow to make, with the HTML of each text."
-    _exporter().register_filter("markdown2html", lambda context, text=None: made[context if text is None else text])
-    _exporter().filters["strip_files_prefix"] = lambda text: text
-    return _exporter()
+    "Return the exporter with the HTML of each text."
+    found = bare_exporter()
+    found.register_filter("markdown2html", lambda context, text=None: made[context if text is None else text])
+    found.filters["strip_files_prefix"] = lambda text: text
+    return found
 
 
 def links(text: str, pages: dict[str, str], folder: str) -> str:

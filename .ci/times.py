@@ -1,6 +1,7 @@
 """Measure the processor time of the tests, file by file, and of the pages' filter, and enter both in the record of
 checks, nbs/results/checks.json: python .ci/times.py [WORKERS]. On a machine that does nothing else."""
 
+import ctypes
 import json
 import os
 import resource
@@ -17,6 +18,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "nbs" / "results" / "checks.json"
+QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER of Linux: who outlives its parent is waited for here
 
 
 def children() -> float:
@@ -27,7 +30,7 @@ def children() -> float:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
-    "As a plug-in of pytest: note what a test used, in this process and in those that it started."
+    "Note what a test used, in this process and in those that it started; a hook of pytest."
     own, others = time.process_time(), children()
     yield
     line = [item.path.name, time.process_time() - own, children() - others]
@@ -35,33 +38,42 @@ def pytest_runtest_protocol(item):
         file.write(json.dumps(line) + "\n")
 
 
-def timed(*command: str, **environment: str) -> tuple[int, dict]:
-    "Run a command at the top of the project; return its exit code and its seconds, of the clock and of processors."
+def timed(*command: str, **environment: str) -> dict:
+    "Return the seconds of a command at the top of the project, of the clock and of processors; end where it fails."
     clock, used = time.perf_counter(), children()
-    code = subprocess.run(command, cwd=ROOT, env=os.environ | environment).returncode
-    return code, {"seconds": round(time.perf_counter() - clock), "processor": round(children() - used)}
+    code = subprocess.run(command, cwd=ROOT, env=os.environ | QUIET | environment).returncode
+    if code:
+        sys.exit(f"{' '.join(command[:3])} did not end well; nothing is written")
+    clock = time.perf_counter() - clock
+    try:
+        while True:
+            os.waitpid(-1, 0)
+    except ChildProcessError:  # no process is left
+        return {"seconds": round(clock), "processor": round(children() - used)}
 
 
-def main(workers: str = "2") -> int:
+def main(workers: str = "2"):
+    "Measure, and write the record."
     from isoreg.record import git_commit, hardware
 
+    ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
+    imports = timed(sys.executable, "-c", "import isoreg.finetune")
     with tempfile.TemporaryDirectory() as folder:
-        pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "times", "-n", workers, "--dist", "loadfile"]
+        options = ["-q", "-p", "times", "-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
         path = os.pathsep.join([str(ROOT / ".ci"), os.environ.get("PYTHONPATH", "")])
-        code, tests = timed(*pytest_command, "--no-loadscope-reorder", PYTHONPATH=path, ISOREG_TIMES=folder)
+        tests = timed(sys.executable, "-m", "pytest", *options, PYTHONPATH=path, ISOREG_TIMES=folder)
         files = defaultdict(lambda: [0, 0.0, 0.0])
         for line in (line for part in Path(folder).iterdir() for line in part.read_text().splitlines()):
             name, *used = json.loads(line)
             files[name] = [a + b for a, b in zip(files[name], (1, *used))]
     shutil.rmtree(ROOT / "_filtered", ignore_errors=True)
-    _, pages = timed(str(Path(sys.executable).with_name("isoreg-pages")), "--all")
-    tests |= {"workers": int(workers), "files": {n: [round(x, 1) for x in f] for n, f in sorted(files.items())}}
+    pages = timed(str(Path(sys.executable).with_name("isoreg-pages")), "--all")
     pages["count"] = len(list((ROOT / "_filtered").iterdir()))
-    date = datetime.now(UTC).date().isoformat()
-    record = {"date": date, "commit": git_commit(), "hardware": hardware(), "tests": tests, "pages": pages}
+    tests |= {"workers": int(workers), "files": {n: [round(x, 1) for x in f] for n, f in sorted(files.items())}}
+    record = {"date": datetime.now(UTC).date().isoformat(), "commit": git_commit(), "hardware": hardware()}
+    record |= {"tests": tests, "pages": pages, "imports": imports}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -339,9 +339,10 @@ def rerun_command(
 ):
     "Repeat a stored run and say whether score and predictions are equal; exits 1 if they are not."
     from isoreg.finetune import rerun
+    from isoreg.models import quiet_loading
     where = {name: place for name, place in (("data_dir", data_dir), ("model", model), ("scores", scores)) if place}
     record = _stored(what, records)
-    with _quiet(): found = rerun(record, **where)
+    with quiet_loading(): found = rerun(record, **where)
     _show_comparison(record["key"], found)
     if not found["equal"]: raise typer.Exit(1)
 
@@ -706,19 +707,6 @@ def _scores_json(measured: Sequence, differences: Sequence, drawn: dict | None):
         found[m.name] = rows if drawn else rows[0]
     if len(measured) == 1: return found[measured[0].name]
     return {"scores": found, "differences": [{"of": a, "less": b} | d._asdict() for a, b, d in differences]}
-
-# %% ../nbs/31_cli.ipynb #ba9a46c9
-@contextlib.contextmanager
-def _quiet():
-    "Context in which transformers neither shows a bar nor reports on the weights it loads."
-    from transformers.utils import logging
-    bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try: yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar: logging.enable_progress_bar()
 
 # %% ../nbs/31_cli.ipynb #2e7f58ab
 def _show_scores(measured: Sequence, differences: Sequence, drawn: dict | None):

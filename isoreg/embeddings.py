@@ -30,11 +30,11 @@ from .corpus import read_lines
 from .files import expanded, from_json, limit_hub
 from .geometry import Cloud, average_cosine, effective_rank, outlier_dimensions, rankme, two_nn
 from .isoscore import (
-    Invariants, centre, check_evenness, closed_form, estimate_traces, invariants_of_moments, isoscore,
-    isoscore_from_cov, isoscore_with_error, wide_dtype)
+    Invariants, centre, closed_form, estimate_traces, invariants_of_moments, isoscore, isoscore_from_cov,
+    isoscore_with_error, too_even, wide_dtype)
 from .measure import layer_points
-from .moments import Moments, check_readable, floating, merge, moments
-from .models import check_vocabulary, has_decoder, load_tokenizer, read_body
+from .moments import Moments, check_readable, floating, full_precision, merge, moments
+from .models import check_vocabulary, has_decoder, load_tokenizer, quiet_loading, read_body
 from .sequences import SequenceStream, draw_groups
 from .states import states_of
 from .vectors import alignment, alpha_req, dimensions_in_use, hubness, transformed, uniformity
@@ -292,8 +292,7 @@ def score_model(
 # %% ../nbs/36_embeddings.ipynb #929e08dd
 def _encoder_and_tokens(model: str, lines: list[str], max_length: int) -> tuple[torch.nn.Module, dict]:
     "Return the encoder of a model, checked against the lines, and its input."
-    from isoreg.cli import _quiet
-    with _quiet(): body = read_body(model).eval()  # first, for its message is the better one of a damaged checkpoint
+    with quiet_loading(): body = read_body(model).eval()  # its word on a damaged checkpoint says more
     tokenizer = load_tokenizer(model)
     check_vocabulary(tokenizer, body, lines)
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
@@ -417,9 +416,8 @@ def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     except ImportError:
         raise ValueError(f"model: {model!r} is a SentenceTransformers model; pip install 'isoreg[integrations]', or "
                          "give a pooling, which reads its encoder alone") from None
-    from isoreg.cli import _quiet
     try:
-        with _quiet(): loaded = SentenceTransformer(str(folder) if here else model, trust_remote_code=False)
+        with quiet_loading(): loaded = SentenceTransformer(str(folder) if here else model, trust_remote_code=False)
         return loaded.encode(
             texts, convert_to_tensor=True, normalize_embeddings=normalize, show_progress_bar=False).cpu()
     except MemoryError: raise
@@ -570,18 +568,22 @@ class _Scores(NamedTuple):
 
 def _cloud_scores(points, groups: int = 50) -> _Scores:
     "Return the score of a cloud and those without each group of its rows."
-    x = floating(points, "points")
-    best, group = isoscore_with_error(x), draw_groups(len(x), groups)
-    return _Scores(best.score, best.stderr, _scores_without_group(x, group), len(x))
+    x = floating(points, "points").detach()
+    whole, group = isoscore_with_error(x), draw_groups(len(x), groups)
+    return _Scores(whole.score, whole.stderr, _scores_without_group(x, group), len(x))
 
 
 def _scores_without_group(x: Tensor, group: Tensor) -> np.ndarray:
     "Return the corrected score of x (n, d) without each group of its rows, (groups,)."
     (n, d), scale = x.shape, 2.0 ** -math.frexp(float(torch.linalg.vector_norm(x, math.inf)))[1]  # fourth powers fit
-    inv = (_left_by_gram if n <= max(d, 1000) else _left_by_moments)(x, group.to(x.device), scale)
+    with full_precision(x):
+        inv = (_left_by_gram if n <= max(d, 2000) else _left_by_moments)(x, group.to(x.device), scale)
     t2, f = estimate_traces(inv, "ustat")
-    check_evenness(inv, f, d, x.dtype)
-    return closed_form(t2, f, d).cpu().numpy()
+    scores = closed_form(t2, f, d)
+    doubtful = (inv.trace < 1e-6 * inv.trace.max()) | ~torch.isfinite(scores) | (inv.count < 4)
+    doubtful |= too_even(inv, f, d, x.dtype)
+    for g in doubtful.nonzero()[:, 0].tolist(): scores[g] = isoscore(x[group != g], correction="ustat")
+    return scores.cpu().numpy()
 
 
 def _difference(a: _Scores, b: _Scores, level: float = 0.95) -> Difference:
@@ -595,7 +597,7 @@ def _difference(a: _Scores, b: _Scores, level: float = 0.95) -> Difference:
 
 # %% ../nbs/36_embeddings.ipynb #leftout2
 def _left_by_moments(x: Tensor, group: Tensor, scale: float) -> Invariants:
-    "Return the invariants (groups,) of x (n, d) without each group, for the price of two products."
+    "Return the invariants (groups,) of x (n, d) without each group: for many rows."
     part = lambda g: moments(x[group == g].to(wide_dtype(x)) * scale, order=4)
     k = int(group.max()) + 1
     whole = functools.reduce(lambda a, b: merge([a, b]), map(part, range(k)))
@@ -605,11 +607,11 @@ def _left_by_moments(x: Tensor, group: Tensor, scale: float) -> Invariants:
 
 
 def _left_by_gram(x: Tensor, group: Tensor, scale: float) -> Invariants:
-    "Return the same from the products of the rows with each other, K (n, n): for few rows."
+    "Return the invariants (groups,) of x (n, d) without each group, from the products of rows, K (n, n): for few rows."
     X, _ = centre(x.to(wide_dtype(x)) * scale, None)
     K, W = X @ X.T, (group != torch.arange(int(group.max()) + 1, device=x.device)[:, None]).to(X.dtype)  # (k, n)
     m = W.sum(1)
-    r = W @ K / m[:, None]  # of each row with the mean of the kept ones
+    r = W @ K / m[:, None]  # product of each row with the mean of the kept rows
     q = (W * r).sum(1) / m
     square = (W @ K.square() * W).sum(1) - 2 * m * (W * r.square()).sum(1) + (m * q).square()
     lengths = K.diagonal() - 2 * r + q[:, None]

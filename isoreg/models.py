@@ -18,6 +18,7 @@ from torch import nn
 from transformers import (
     AutoConfig, AutoModel, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
     PretrainedConfig, PreTrainedTokenizerBase, set_seed)
+from transformers.utils import logging
 
 from .checks import in_range
 from .config import RunConfig
@@ -95,6 +96,18 @@ def has_decoder(model: nn.Module) -> bool:
     "Return whether a model is an encoder and a decoder. Its saved encoder may say that it is none, and loads as both."
     parts = (getattr(model, "encoder", None), getattr(model, "decoder", None))
     return bool(model.config.is_encoder_decoder and hasattr(model, "get_encoder")) or None not in parts
+
+# %% ../nbs/21_models.ipynb #quietc01
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[None]:
+    "Give a context in which transformers neither shows a bar nor reports on the weights it loads."
+    bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try: yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar: logging.enable_progress_bar()
 
 # %% ../nbs/21_models.ipynb #e10eb9d1
 def model_source(model: str) -> str:

@@ -242,11 +242,39 @@ def test_a_difference_is_the_jackknife_by_hand():
     assert not apart.paired and apart.stderr == pytest.approx(np.hypot(*errors)) and apart.stderr > found.stderr
 
 
-@pytest.mark.parametrize("n, d, scale", [(60, 5, 1), (30, 80, 1), (1100, 6, 1), (60, 5, 1e40), (1100, 6, 1e-40)])
+def without_each(x, group):
+    return [float(isoscore(x[group != g], correction="ustat")) for g in range(int(group.max()) + 1)]
+
+
+@pytest.mark.parametrize("n, d, scale", [(60, 5, 1), (30, 80, 1), (2100, 6, 1), (60, 5, 1e40), (2100, 6, 1e-40)])
 def test_scores_without_a_group_are_those_of_the_other_rows(n, d, scale):
     x, group = torch.from_numpy(scale * (10 + cloud(n, d))), draw_groups(n, 20)
-    loop = [float(isoscore(x[group != g], correction="ustat")) for g in range(20)]
-    np.testing.assert_allclose(embeddings._scores_without_group(x, group), loop, rtol=1e-9)
+    np.testing.assert_allclose(embeddings._scores_without_group(x, group), without_each(x, group), rtol=1e-9)
+
+
+@pytest.mark.parametrize("n", [60, 2100])
+@pytest.mark.parametrize("kind", ["outlier", "float16", "bfloat16", "parameter"])
+def test_scores_without_a_group_of_odd_clouds(n, kind):
+    x, group = torch.from_numpy(cloud(n, 6)).float(), draw_groups(n, 20)
+    if kind == "outlier":
+        x[7] *= 1e7  # it is most of every sum but those without its group
+    elif kind == "parameter":
+        x = torch.nn.Parameter(x)
+    else:
+        x = x.to(getattr(torch, kind))
+    scores = embeddings._cloud_scores(x, 20)
+    np.testing.assert_allclose(scores.left, without_each(x.detach(), group), rtol=1e-3 if kind == "outlier" else 1e-4)
+
+
+@pytest.mark.parametrize("n", [60, 2100])
+def test_groups_that_leave_no_cloud_are_told(n):
+    with pytest.raises(ValueError, match="only 2 rows count"):
+        compare_points(cloud(5, 3), cloud(5, 3, 1), groups=2)
+    constant = np.ones((n, 3))
+    constant[draw_groups(n, 50).numpy() == 3] = cloud(n, 3)[draw_groups(n, 50).numpy() == 3]
+    if n > 60:  # with one row that differs the whole has no score
+        with pytest.raises(ValueError, match="all rows of a cloud are equal"):
+            compare_points(constant, cloud(n, 3))
 
 
 def test_models_are_compared_by_the_same_groups_of_texts(texts):
