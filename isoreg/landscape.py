@@ -303,17 +303,19 @@ def displaced(
     that do not fit, are zero or not finite; `RuntimeError` on leaving if the code inside changed a parameter."""
     moved, parts = _check_moves(model, directions)
     kept = {t: t.detach().clone() for t in (*moved.values(), *model.buffers())}
-    before = _versions(model)
+    before, start = _versions(model), dict[str, Any]()  # of a row: the weights moved along all directions but the last
 
     @torch.no_grad()
     def place(*at: float) -> None:
         if len(at) != len(parts): raise ValueError(f"at: {len(at)} coordinates for {len(parts)} directions")
         torch.clear_autocast_cache()  # an autocast copy of the weights of the last place would be stale
+        *first, last = at
+        if start.get("at") != first:
+            start.update(at=first, weights={n: _moved(kept[p], n, first, parts) for n, p in moved.items()})
         for n, p in moved.items():
-            weight, out = kept[p], p.data if p.dtype in (torch.float32, torch.float64) else None
-            for a, d in zip(at, parts):  # in place, unless each sum would be rounded to half precision
-                if n in d and a: weight = torch.add(weight, d[n], alpha=a, out=out)
-            if weight is not out: p.data.copy_(weight)
+            weight, out = start["weights"][n], p.data if p.dtype in (torch.float32, torch.float64) else None
+            if n in parts[-1] and last: weight = torch.add(weight, parts[-1][n], alpha=last, out=out)
+            if weight is not out: p.data.copy_(weight)  # unless each sum would be rounded to half precision
 
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()): yield place
@@ -327,6 +329,13 @@ def displaced(
                            "evaluate the model without changing it")
 
 # %% ../nbs/12_landscape.ipynb #5c0b9dac
+def _moved(weight: Tensor, name: str, at: Sequence[float], directions: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    "Return a weight moved along directions; itself where it does not move."
+    for a, d in zip(at, directions):
+        if name in d and a: weight = torch.add(weight, d[name], alpha=a)
+    return weight
+
+
 def _restore(kept: dict[Tensor, Tensor]) -> None:
     "Put the copies back, past the count of writes: a graph built before the walk can still be differentiated."
     for t, copy in kept.items(): t.data.copy_(copy)
