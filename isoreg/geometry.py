@@ -270,9 +270,14 @@ def _keep_best(found: tuple[Tensor, Tensor], value: Tensor, index: Tensor, rows:
 # %% ../nbs/05_geometry.ipynb #cedf2ef9
 def _distances(x: Tensor, rows: Tensor, index: Tensor, scale: float) -> Tensor:
     "Return distances / scale (m, k) from points `rows` (m,) to points `index` (m, k), ascending, from differences."
-    pairs = zip(rows.split(64), index.split(64))
-    parts = [x[j].double().sub_(x[i, None]).div_(scale).square_().sum(-1) for i, j in pairs]
-    return torch.cat(parts).sqrt().sort(1).values
+    before, after = (scale, 1.0) if x.dtype == torch.float64 else (1.0, scale)  # squares fit a double
+
+    def squares(i, j):
+        y = x[j].double().sub_(x[i, None])
+        return (y.div_(before) if before != 1 else y).square_().sum(-1)
+
+    parts = [squares(i, j) for i, j in zip(rows.split(64), index.split(64))]
+    return torch.cat(parts).sqrt().div_(after).sort(1).values
 
 # %% ../nbs/05_geometry.ipynb #a1b00045
 def _shifted(x: Tensor, mean: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
