@@ -1,6 +1,7 @@
 """Measure the processor time of the tests, file by file, and of the pages' filter, and enter both in the record of
 checks, nbs/results/checks.json: python .ci/times.py [WORKERS]. On a machine that does nothing else."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -41,15 +42,17 @@ def pytest_runtest_protocol(item):
 def timed(*command: str, **environment: str) -> dict:
     "Return the seconds of a command at the top of the project, of the clock and of processors; end where it fails."
     clock, used = time.perf_counter(), children()
-    code = subprocess.run(command, cwd=ROOT, env=os.environ | QUIET | environment).returncode
-    if code:
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | QUIET | environment)
+    ended = status = 0
+    while ended != process.pid:  # orphans are waited for as they end, as the first process of a machine does
+        ended, status = os.waitpid(-1, 0)
+    if status:
         sys.exit(f"{' '.join(command[:3])} did not end well; nothing is written")
     clock = time.perf_counter() - clock
-    try:
+    with contextlib.suppress(ChildProcessError):  # until none is left
         while True:
             os.waitpid(-1, 0)
-    except ChildProcessError:  # no process is left
-        return {"seconds": round(clock), "processor": round(children() - used)}
+    return {"seconds": round(clock), "processor": round(children() - used)}
 
 
 def main(workers: str = "2"):
