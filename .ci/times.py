@@ -1,8 +1,6 @@
 """Measure the processor time of the tests, file by file, and of the pages' filter, and enter both in the record of
 checks, nbs/results/checks.json: python .ci/times.py [WORKERS]. On a machine that does nothing else."""
 
-import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -20,7 +18,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "nbs" / "results" / "checks.json"
 QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER of Linux: who outlives its parent is waited for here
 
 
 def children() -> float:
@@ -42,24 +39,16 @@ def pytest_runtest_protocol(item):
 def timed(*command: str, **environment: str) -> dict:
     "Return the seconds of a command at the top of the project, of the clock and of processors; end where it fails."
     clock, used = time.perf_counter(), children()
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | QUIET | environment)
-    ended = status = 0
-    while ended != process.pid:  # orphans are waited for as they end, as the first process of a machine does
-        ended, status = os.waitpid(-1, 0)
-    if status:
+    code = subprocess.run(command, cwd=ROOT, env=os.environ | QUIET | environment).returncode
+    if code:
         sys.exit(f"{' '.join(command[:3])} did not end well; nothing is written")
-    clock = time.perf_counter() - clock
-    with contextlib.suppress(ChildProcessError):  # until none is left
-        while True:
-            os.waitpid(-1, 0)
-    return {"seconds": round(clock), "processor": round(children() - used)}
+    return {"seconds": round(time.perf_counter() - clock), "processor": round(children() - used)}
 
 
 def main(workers: str = "2"):
     "Measure, and write the record."
     from isoreg.record import git_commit, hardware
 
-    ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
     imports = timed(sys.executable, "-c", "import isoreg.finetune")
     with tempfile.TemporaryDirectory() as folder:
         options = ["-q", "-p", "times", "-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
@@ -72,6 +61,7 @@ def main(workers: str = "2"):
     shutil.rmtree(ROOT / "_filtered", ignore_errors=True)
     pages = timed(str(Path(sys.executable).with_name("isoreg-pages")), "--all")
     pages["count"] = len(list((ROOT / "_filtered").iterdir()))
+    tests["processor"] = round(sum(own + others for _, own, others in files.values()))
     tests |= {"workers": int(workers), "files": {n: [round(x, 1) for x in f] for n, f in sorted(files.items())}}
     record = {"date": datetime.now(UTC).date().isoformat(), "commit": git_commit(), "hardware": hardware()}
     record |= {"tests": tests, "pages": pages, "imports": imports}
