@@ -85,6 +85,18 @@ class KernelDied(RuntimeError):
 # %% ../nbs/28_notebook.ipynb #6a1c0f53
 _KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**28)}
 
+# %% ../nbs/28_notebook.ipynb #6a1c0f57
+_ENDS_WITH_ITS_PARENT = """
+import os, runpy, threading, time
+
+def watch(parent=int(os.environ["JPY_PARENT_PID"])):
+    while os.getppid() == parent: time.sleep(1)
+    os._exit(1)
+
+threading.Thread(target=watch, daemon=True).start()
+runpy.run_module("ipykernel_launcher", run_name="__main__")
+"""
+
 # %% ../nbs/28_notebook.ipynb #7301fb1b
 def _kernel_manager(folder: str, log, env: dict, files: Sequence[int], on_start: Callable[[Popen], None]) -> type:
     "Return a class of kernel managers whose kernels get an environment, inherit open files and write to a log."
@@ -98,7 +110,9 @@ def _kernel_manager(folder: str, log, env: dict, files: Sequence[int], on_start:
             super().__init__(connection_file=f"{folder}/kernel.json", **wire, **options)
 
         async def start_kernel(self, **options):
-            if posix: options["pass_fds"] = list(files)
+            if posix:
+                options["pass_fds"] = list(files)
+                self.kernel_spec.argv = [sys.executable, "-c", _ENDS_WITH_ITS_PARENT, "-f", "{connection_file}"]
             await super().start_kernel(env=_KEEPS_MEMORY | os.environ | env, stdout=log, stderr=log, **options)
             on_start(self.provisioner.process)
     return Manager

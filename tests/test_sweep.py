@@ -159,6 +159,41 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(tmp_path):
     )  # once here, once in the uninterrupted folder
 
 
+ADOPTER = """
+import ctypes, os, signal, subprocess, sys
+
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what is left alone below belongs to this process
+signal.alarm(60)
+starter = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdout=subprocess.PIPE)
+kernel = int(starter.stdout.readline())
+starter.wait()
+print(os.waitstatus_to_exitcode(os.waitpid(kernel, 0)[1]))
+"""
+STARTER = """
+import os, sys, time
+from pathlib import Path
+from isoreg.notebook import execute
+
+def die(kernel):
+    print(kernel.pid, flush=True)
+    time.sleep(float(sys.argv[3]))
+    os.kill(os.getpid(), 9)
+
+execute(Path(sys.argv[1]), sys.argv[2], {}, on_start=die)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process that adopts others is Linux's")
+@pytest.mark.parametrize("seconds", [0, 4])  # before and after the kernel has its imports
+def test_a_kernel_ends_with_its_parent_whoever_adopts_it(tmp_path, seconds):
+    cell = {"cell_type": "code", "execution_count": None, "id": "a", "metadata": {}, "outputs": []}
+    python = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}
+    notebook = {"cells": [cell | {"source": "import time; time.sleep(99)"}], "metadata": python}
+    (tmp_path / "a.ipynb").write_text(json.dumps(notebook | {"nbformat": 4, "nbformat_minor": 5}))
+    argv = [sys.executable, "-c", ADOPTER, STARTER, str(tmp_path / "a.ipynb"), str(tmp_path / "b.ipynb"), str(seconds)]
+    assert subprocess.run(argv, capture_output=True, text=True).stdout == "1\n"
+
+
 def test_two_sweeps_share_a_folder(tmp_path):
     path = stub(tmp_path, wait=0.3, seeds="0..3", extra="include: [{task: bad, fail: die}]\n")
     bad = expand(load_grid(path)).runs[-1].key
