@@ -208,6 +208,7 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
     run, folder = Run(config.key, "finetune", config.to_dict()), out / config.key
     record = None if force else _finished(run, out)
     if record is None:
+        _say_slow([run])
         _execute(run, out, save_model, force)
         record = RunRecord.load(folder)
     elif save_model and not (folder / "model").is_dir():
@@ -456,9 +457,20 @@ def _show_plan(plan, out: Path, stored: set[str], keys: bool):
     if plan.excluded: more += f"; {plan.excluded} excluded"
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
     for note in plan.notes: _console.print(f"note: {note}")
+    _say_slow([run for run in plan.runs if run.key not in done])
     if not keys: return
     for run in plan.runs[:100]: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run.key}")
     if len(plan.runs) > 100: _console.print(f"  and {len(plan.runs) - 100} more")
+
+# %% ../nbs/31_cli.ipynb #slowbf16
+def _say_slow(runs: list):
+    "Print a note where runs are to train in bf16 on a processor that is slow in it."
+    from isoreg.record import slow_in_bf16
+    from isoreg.sweep import find_gpus
+    if not any(run.parameters.get("precision") == "bf16" for run in runs): return
+    if slow_in_bf16() and not find_gpus():
+        _errors.print("note: this processor has no AVX-512: a step of training in bf16 takes up to ten times as long "
+                      "as one in fp32; --set precision=fp32 makes runs of their own, with other keys")
 
 # %% ../nbs/31_cli.ipynb #02fdd546
 @contextlib.contextmanager

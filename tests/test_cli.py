@@ -77,6 +77,25 @@ def test_options_that_play_no_part_are_named(done):
     assert re.findall(r"note: (.+) plays no part", result.stderr) == ["data_dir .", "p_max 0.2"]
 
 
+@pytest.mark.parametrize(
+    "flags, precision, gpus, told",
+    [
+        ("sse avx2", "bf16", [], True),
+        ("sse avx2", "fp32", [], False),
+        ("sse avx2", "bf16", ["0"], False),
+        ("avx2 avx512f avx512bw", "bf16", [], False),
+        ("", "bf16", [], False),  # another system, or another kind of processor
+    ],
+)
+def test_a_plan_says_where_bf16_is_slow(tmp_path, monkeypatch, flags, precision, gpus, told):
+    monkeypatch.setattr("isoreg.record._cpu", lambda: {"flags": flags})
+    monkeypatch.setattr("isoreg.sweep.find_gpus", lambda: gpus)
+    plan = tmp_path / "grid.yaml"
+    plan.write_text(f"fixed: {{task: toy-rte, precision: {precision}}}\naxes: {{seed: [0, 1]}}\n")
+    said = CliRunner().invoke(app, ["sweep", str(plan), "--out", str(tmp_path), "--dry-run"])
+    assert said.exit_code == 0 and ("no AVX-512" in said.stderr) == told
+
+
 def test_finished_run_is_found_under_another_recipe_with_its_settings(done):
     folder, _ = done
     record = RunRecord.load(folder / "runs" / RunConfig(**TINY, lam=0.5, seed=3).key)
