@@ -62,7 +62,7 @@ def cell_text(cell: dict) -> str:
     silent = re.search(r"^#\|\s*echo:\s*false", source, flags=re.MULTILINE)
     code = "" if silent else re.sub(r"^#\|.*\n?", "", source, flags=re.MULTILINE).strip()
     shown = [
-        f'<img src="nbs/images/{name}" alt="{option(cell, "fig-alt")}">\n\n*{option(cell, "fig-cap")}*'
+        f'<img src="nbs/images/{name}" alt="{option(cell, "fig-alt")}"><br>\n*{option(cell, "fig-cap")}*'
         for name in pictures([cell])
     ]
     return "\n\n".join(

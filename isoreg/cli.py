@@ -142,7 +142,9 @@ def _show_demo(records: Sequence, picture: Path):
     _console.print(table)
     plot_layers(load(list(records))).savefig(picture, dpi=150)
     _console.print(f"isotropy by layer: {picture}")
-    _console.print("next: isoreg score FILE (your vectors), isoreg run --help (your task), isoreg sweep --help (grids)")
+    _console.print("next: isoreg score FILE      your vectors\n"
+                   "      isoreg run --help      your task\n"
+                   "      isoreg sweep --help    grids")
 
 # %% ../nbs/31_cli.ipynb #05e63257
 def _options(
