@@ -326,6 +326,7 @@ def two_nn(
     """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(mu)) on log(mu) (Facco et al. 2017).
 
     mu is the second over the first neighbour's distance; points with a duplicate have none and are left out.
+    Leave out equal texts first: rounding can set their vectors apart, which then count as nearest neighbours.
     `ValueError` for fewer than 3 points or too few different ones.
     """
     in_range("discard", discard, 0, 1, ends="[)")
