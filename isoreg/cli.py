@@ -136,7 +136,7 @@ def _show_demo(records: Sequence, picture: Path):
     from isoreg.figures import plot_layers
     from isoreg.report import load
     names = [method_label(r.config).replace("base", "plain fine-tuning") for r in records]
-    table = _table("Fine-tuning on toy-cola", ("method",), (records[0].metric, "IsoScore* before", "after"))
+    table = _table("Fine-tuning on toy-cola", ("method",), (records[0].metric, "IsoScore before", "after"))
     for name, r in zip(names, records):
         table.add_row(name, _number(r.value), *(_number(r.isoscore[w]["union"]) for w in ("before", "after")))
     _console.print(table)
@@ -205,7 +205,8 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
     from isoreg.record import RunRecord
     config = RunConfig.from_dict(given)
     for name, value in given.items():
-        if name not in ("eval_split", "task") and getattr(config, name, value) != value:
+        kept = getattr(config, name, value)  # of layers a number, where the option is a text
+        if name not in ("eval_split", "task") and kept != value and str(kept) != str(value):
             _errors.print(f"note: {name} {value} plays no part in this run")
     run, folder = Run(config.key, "finetune", config.to_dict()), out / config.key
     record = None if force else _finished(run, out)
@@ -577,7 +578,7 @@ def _show_choices(choices: list, name: str):
     table = _table(name, ("task", "method", "chosen", "score", "next", "of", "seeds"))
     for one in choices:
         chosen = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in one.settings.items())
-        scores = f"{one.score:.4f}", f"{one.runner_up:.4f}", str(one.candidates)
+        scores = f"{one.score:.4f}", f"{one.runner_up:.4f}" if one.candidates > 1 else "-", str(one.candidates)
         table.add_row(str(one.config["task"]), " ".join(one.method), chosen, *scores, ", ".join(map(str, one.seeds)))
     _console.print(table)
     if len({one.candidates for one in choices}) > 1:
@@ -626,7 +627,7 @@ _TEXTS = _option("Texts: a file, one a line, or a table, or a data set on the hu
 _PAIRS = _option("Vectors or texts, row i of which belongs to row i of the others: adds their alignment.")
 _POOLING = _option("tokens, or one vector a text: mean, cls, last (default: what a SentenceTransformers model says "
                    "itself, else tokens).")
-_LAYER = _option("Looked at in detail: 0 the embeddings, -1 the last (default).")
+_LAYER = _option("Layer shown in detail: 0 is the embeddings, -1 the last (default).")
 _HTML = _option("File for a page with everything: measures and their sources, pictures, comparisons.")
 
 # %% ../nbs/31_cli.ipynb #831a25cd

@@ -253,7 +253,7 @@ class TaskSettings(Settings):
     group = "Task"
     task: str = option("toy-cola", "a task, see isoreg tasks, or a file that defines one (.yaml)")
     definition: dict | None = setting(
-        None, "a task of one's own, as its file says it; filled in from that", family="definition")
+        None, "a task of your own, as the file given as task defines it; filled in from there", family="definition")
     model: str = option("toy-bert", "the embedded toy-bert, a folder, or a name on the hub")
     data_dir: str | None = option(None, "folder with glue/, sst5/ and squad/; without it: the hub")
     seed: int = option(0, "of head, order, dropout and masks", ge=0, lt=2**32)
@@ -302,7 +302,7 @@ class DropoutSettings(Settings):
     "Which units are left out, and how often."
     group = "Dropout"
     dropout: Dropout | str = option(
-        "standard", "which units are left out how often; also a file (.json), or that of a plug-in", before="standard",
+        "standard", "scheme of dropout: one of these, a file (.json), or the name of a plug-in", before="standard",
         family="dropout", file=True)
     scores: str | None = option(
         None, "guided: scores of runs/fisher, or corpus: and a text; without it: the task's texts",
@@ -363,7 +363,7 @@ class RecipeSettings(Settings):
         None, "released: whole batches until there are more than reference_points, in float32", before="exact",
         family="reference")
     pad_to_max: bool | None = setting(None, "pad every example to max_length", before=False, family="pad_to_max")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "auto: bf16 on a GPU that has it, else fp32")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "auto: on a GPU bf16 or else fp16, else fp32")
     length_groups: int = option(
         1, "groups of similar length in which the encoder reads a batch; 4 is faster on a CPU", ge=1,
         before=1, family="length_groups")
@@ -883,7 +883,7 @@ class PretrainConfig(Settings):
     warmup: float = setting(0.1, "share of the steps", ge=0, le=1)
     weight_decay: float = setting(0.01, "of AdamW", ge=0)
     seed: int = option(0, "of what is drawn: head, order, masks, dropout", ge=0, lt=2**32)
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "auto: bf16 on a GPU that has it, else fp32")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "auto: on a GPU bf16 or else fp16, else fp32")
 
     @model_validator(mode="after")
     def _whole(self): return _complete(self)

@@ -437,7 +437,7 @@ def read_lines(source: str, column: str) -> Iterable[str]:
         return Path(source).read_text(encoding="utf-8-sig", errors="replace").split("\n")
     data = _from_table(kind, source) if kind else _from_hub(source)
     if column in data.column_names: return data[column]
-    raise ValueError(f"column: {source!r} has no column {column!r}; it has {', '.join(data.column_names)}")
+    raise ValueError(f"column: {source!r} has no column {column!r}; choose one of {', '.join(data.column_names)}")
 
 # %% ../nbs/10_corpus.ipynb #da9339b8
 def _from_table(kind: str, source: str):

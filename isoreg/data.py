@@ -296,7 +296,7 @@ def _check(split_protocol: str, train_fraction: float, max_train, max_eval, data
         in_range(name, value, 1, whole=True, optional=True)
     if data_dir is not None and not Path(data_dir).is_dir():
         raise ValueError(f"data_dir: no folder {str(data_dir)!r}; "
-                         "give the one that holds glue/, sst5/ and squad/, or None")
+                         "give the one that holds glue/, sst5/ and squad/, or leave it out to read the hub")
 
 # %% ../nbs/18_data.ipynb #74964564
 def load_evaluation(

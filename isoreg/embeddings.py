@@ -243,7 +243,10 @@ def _drawn(texts, limit: int, seed: int) -> tuple[list, int]:
 def spectrum(
     points,  # (n, d) array or tensor
 ) -> dict:  # share: of the first 10 axes; axes_for: "50%", "90%" and "99%" of the variance
-    "Return the share of the variance on the first principal axes, and how many axes hold 50, 90 and 99 per cent."
+    """Return the share of the variance on the first principal axes, and how many axes hold 50, 90 and 99 per cent.
+
+    `ValueError` where all points are equal.
+    """
     x = torch.as_tensor(points).double()  # before the mean, which half precision rounds
     x = x - x.mean(0)
     return _spectrum(x @ x.T if len(x) < x.shape[1] else x.T @ x, len(x))
@@ -252,6 +255,7 @@ def spectrum(
 def _spectrum(products, n: int) -> dict:
     "Return the spectrum of n points from their matrix of products, (d, d) or (n, n)."
     variance = torch.linalg.eigvalsh(products).flip(0).clamp(min=0)[:n]
+    if not variance.sum() > 0: raise ValueError("points: all are equal, no axis has a variance; give different ones")
     share = variance / variance.sum()
     needed = {f"{int(100 * p)}%": int((share.cumsum(0) < p - 1e-12).sum()) + 1 for p in (0.5, 0.9, 0.99)}
     return {"share": share[:10].tolist(), "axes_for": needed}

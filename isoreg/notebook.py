@@ -172,7 +172,8 @@ def execute(
     """Run a notebook with papermill in a fresh kernel of this Python environment.
 
     Raises `papermill.PapermillExecutionError` if a cell fails, and the output notebook then shows where; `KernelDied`
-    if the kernel is gone.
+    if the kernel is gone, `RuntimeError` if it was not up within 300 seconds, `OSError` if too few files may be open,
+    `ValueError` for a name that no notebook has.
     """
     path = notebook if isinstance(notebook, Path) else run_notebook_path(notebook)
     Path(output).parent.mkdir(parents=True, exist_ok=True)

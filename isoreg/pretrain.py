@@ -384,7 +384,10 @@ def training_arguments(
 def freeze_encoder(
     model: nn.Module,
 ) -> list[str]:  # names of the parameters that will be trained
-    "Leave only the head to be trained. An output matrix that is the encoder's embedding stays as it is."
+    """Leave only the head to be trained. An output matrix that is the encoder's embedding stays as it is.
+
+    `ValueError` for a head without weights of its own.
+    """
     encoder = {id(p) for p in model.base_model.parameters()}
     for p in model.parameters(): p.requires_grad_(id(p) not in encoder)
     names = [n for n, p in model.named_parameters() if p.requires_grad]

@@ -190,7 +190,7 @@ def _command(name: str, command) -> str:
 # %% ../nbs/32_reference.ipynb #7ef00020
 def _placeholder(argument) -> str:
     "Return an argument as usage shows it."
-    return (argument.metavar or argument.name.upper()) + "..." * (argument.nargs == -1)
+    return argument.metavar or argument.name.upper() + "..." * (argument.nargs == -1)
 
 
 def _option(p) -> str:

@@ -374,7 +374,7 @@ def clears_majority(
     for names, g in in_order(plain.groupby([*by, "method"], dropna=False, sort=False)):
         x, few, majority = g.value.dropna(), g.evaluation_rows.min(), g[g.status == "done"].majority.mean()
         metric = _metric(plain, g, "value")
-        correlation = metric in ("matthews_correlation", "pearson", "spearmanr")
+        correlation = metric in ("matthews_correlation", "pearson", "spearman")
         error = score_error(x, few, correlation) if len(x) else math.nan
         rows.append({**dict(zip(by, names)), "metric": metric, "n": len(x), "mean": x.mean(), "majority": majority,
                      "rows": few, "error": error, "clears": len(x) > 0 and not x.mean() - majority <= 2 * error})

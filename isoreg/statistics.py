@@ -137,8 +137,9 @@ def equivalence(
     found: dict,  # of two_errors
     margin: float,  # differences within ± this do not matter
 ) -> float:
-    "Return p of two one-sided tests: small where the difference is shown to lie within the margin."
+    "Return p of two one-sided tests: small where the difference is shown to lie within the margin; NaN without spread."
     in_range("margin", margin, 0, ends="()")
+    if not found["error"]: return math.nan
     return float(stats.t.sf((margin - abs(found["difference"])) / found["error"], found["freedom"]))
 
 # %% ../nbs/26_statistics.ipynb #4b690a57

@@ -256,7 +256,7 @@ def set_aside(folder: Folder, run: Run) -> Path | None:
 
 # %% ../nbs/30_sweep.ipynb #4844caac
 def restore(
-    path: str | Path,  # JSON lines of records, as isoreg.finetune.collect writes them
+    path: str | Path,  # JSON lines of records, as isoreg.record.collect writes them
     plan: Plan,
     out: str | Path,  # folder of the runs
     dry_run: bool = False,  # only count

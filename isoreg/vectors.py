@@ -39,13 +39,13 @@ def alpha_req(
     """
     in_range("first", first, 1, whole=True)
     in_range("last", last, first + 2, whole=True, hint="a slope needs three ranks")
-    λ = as_cloud(points, mask).centred
-    λ = λ[λ > 0][:last]
-    if len(λ) < first + 2:
-        raise ValueError(f"points: {len(λ)} eigenvalues are not zero, a slope from rank {first} on needs {first + 2}; "
+    v = as_cloud(points, mask).centred
+    v = v[v > 0][:last]
+    if len(v) < first + 2:
+        raise ValueError(f"points: {len(v)} eigenvalues are not zero, a slope from rank {first} on needs {first + 2}; "
                          "add points or lower first")
-    k = torch.arange(first, len(λ) + 1, dtype=λ.dtype, device=λ.device)
-    t, y, w = k.log(), λ[first - 1:].log(), 1 / k / (1 / k).sum()
+    k = torch.arange(first, len(v) + 1, dtype=v.dtype, device=v.device)
+    t, y, w = k.log(), v[first - 1:].log(), 1 / k / (1 / k).sum()
     t = t - (w * t).sum()
     return -float((w * t * y).sum() / (w * t * t).sum())
 

@@ -77,6 +77,14 @@ def test_options_that_play_no_part_are_named(done):
     assert re.findall(r"note: (.+) plays no part", result.stderr) == ["data_dir .", "p_max 0.2"]
 
 
+def test_a_layer_given_by_its_number_plays_its_part(done, monkeypatch):
+    record = RunRecord.load(next((done[0] / "runs").glob("*/record.json")))
+    monkeypatch.setattr("isoreg.cli._finished", lambda *a: record)
+    for layer in ("2", "mean"):
+        assert "plays no part" not in invoke("run", "--layers", layer).stderr
+    assert "layers 2 plays no part" in invoke("run", "--regularizer", "none", "--layers", "2").stderr
+
+
 @pytest.mark.parametrize(
     "flags, precision, gpus, told",
     [
@@ -484,6 +492,8 @@ def test_spectrum_against_the_singular_values():
     found = score_points(torch.tensor(x))  # in even use: by the corrected score, not the plain one
     assert found["dimensions_in_use"] == pytest.approx(1 + 59 * found["corrected"])
     assert found["corrected"] > found["isoscore"]
+    with pytest.raises(ValueError, match="points: all are equal"):
+        spectrum(np.ones((4, 3)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -221,7 +221,7 @@ def test_texts_from_files(tmp_path):
     assert load_texts(tmp_path / "a.txt") == ["one", "two-fold 1,000"]
     assert load_texts([tmp_path / "a.txt", tmp_path / "a.txt"], limit=3) == ["one", "two-fold 1,000", "one"]
     assert load_texts(tmp_path / "b.jsonl", "line") == ["three"]
-    with pytest.raises(ValueError, match="column: .* has no column 'text'; it has line"):
+    with pytest.raises(ValueError, match="column: .* has no column 'text'; choose one of line"):
         load_texts(tmp_path / "b.jsonl")
     with pytest.raises(ValueError, match="source: no file"):
         load_texts(tmp_path / "c.parquet")

@@ -1074,6 +1074,7 @@ def plain(values, task="rte", rows=277, metric="accuracy", majority=0.527):
     "metric, of",
     [
         ("pearson", lambda x, y: np.corrcoef(x, y)[0, 1]),
+        ("spearman", lambda x, y: stats.spearmanr(x, y).statistic),
         ("matthews_correlation", lambda x, y: np.corrcoef(x > 0.5, y > 0)[0, 1]),
     ],
 )

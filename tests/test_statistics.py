@@ -246,6 +246,7 @@ def test_equivalence_is_the_90_percent_interval_within_the_margin(seed, margin):
     found = two_errors([rng.normal(0, 0.02, 6), rng.normal(0.01, 0.01, 4)], [0.004, 0.0], level=0.90)
     within = -margin <= found["low"] and found["high"] <= margin
     assert within == (equivalence(found, margin) <= 0.05)
+    assert math.isnan(equivalence(two_errors([[0.01, 0.01]]), margin)), "nothing is known without a spread"
     assert equivalence(found | {"difference": -found["difference"]}, margin) == equivalence(found, margin)
     with pytest.raises(ValueError, match="margin: "):
         equivalence(found, 0)
