@@ -89,6 +89,35 @@ def test_no_cell_without_its_seeds_and_interval(path):
                     )
 
 
+OPENINGS = {  # page: what its numbers have to say, for its first paragraph to be true
+    "first": [
+        r"I-STAR λ=5 \([^)]*\) scored lower than the base; Gaussian dropout \([^)]*\), constant p = mean of guided "
+        r"\([^)]*\), guided by type only \([^)]*\), guided dropout \([^)]*\) scored higher than the base",
+        "Task by task no difference has a p of 0.05 or less",
+    ],
+    "guided_main": [
+        r"scored higher than base \([^)]*\), higher than Gaussian dropout \([^)]*\), "
+        r"higher than guided reversed \([^)]*\)\. \*\*As little dropout everywhere has \d+ % \[[5-9]\d,"
+    ],
+    "guided_paucity": [r"In numbers\.\*\* The base does not clear a constant answer with 10 % of cola \(\d+ steps\):"],
+    "guided_restarts": [r"failed: none of \d+ on cola, none of \d+ on mrpc, none of \d+ on rte, at batch 32\."],
+    "istar_dimension": [
+        r"negative λ below zero on mrpc \(-5, -1\), rte \(-5, -1\), above zero on cola \(-5, -1\); with a positive λ "
+        r"below zero on no task, above zero on cola \([^)]*\), mrpc \([^)]*\), rte \([^)]*\), stsb",
+        "the last layer moves on mrpc;.*the union of layers rises on cola, mrpc, stsb",
+    ],
+    "istar_main": ["None of .* rows of I-STAR has an interval above zero", "I-STAR λ=5 scored lower than the base"],
+    "istar_shrinkage": ["it is neither confirmed nor excluded"],
+}
+
+
+@pytest.mark.parametrize("page", OPENINGS)
+def test_the_numbers_of_a_page_say_what_its_first_paragraph_says(page):
+    text = " ".join(" ".join(shown(nbformat.read(NBS / "tables" / f"{page}.ipynb", 4).cells)).split())
+    missing = [pattern for pattern in OPENINGS[page] if not re.search(pattern, text)]
+    assert not missing, f"write the first paragraph of {page} anew; its numbers do not say: {missing}"
+
+
 def test_every_record_is_whole_and_clean():
     for r in RECORDS + SECOND:
         assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), (
