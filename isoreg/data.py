@@ -80,9 +80,9 @@ def load_task(
 def _task_data(task: Task, train: Dataset, evaluation: Dataset, sources: dict, notes: list[str]) -> TaskData:
     "Return the rows with their fingerprint and the score of the best constant answer."
     columns, majority = tuple(c for c in task.columns if c != "id"), 0.0
-    if task.kind == "classification" and task.metric != "matthews_correlation":
+    if task.kind == "classification" and task.metric in ("accuracy", "f1"):
         labels = np.asarray(evaluation.with_format("numpy")["label"])
-        majority = float(np.bincount(labels).max() / len(labels))
+        majority = max(_SCORES[task.metric](np.full_like(labels, c), labels) for c in {*labels.tolist(), 1})
     fingerprint = rows_fingerprint(train, evaluation, columns=columns)
     return TaskData(task, train, evaluation, sources, fingerprint, notes, majority)
 
@@ -172,9 +172,14 @@ def _table_of(path: Path, texts: Sequence[str]) -> pa.Table:
     kind = path.suffix.lower()
     if kind == ".parquet": return pq.read_table(path)
     if kind in (".json", ".jsonl"): return pa.json.read_json(path)
-    return pa.csv.read_csv(
+    table = pa.csv.read_csv(
         path, parse_options=pa.csv.ParseOptions(delimiter="\t" if kind == ".tsv" else ",", newlines_in_values=True),
         convert_options=pa.csv.ConvertOptions(column_types={c: pa.string() for c in texts}))
+    if kind == ".tsv" and any(re.search(r"[\n\t]", t or "") for c in texts if c in table.column_names
+                              for t in table[c].to_pylist()):
+        raise ValueError(f"files: a quotation mark in {str(path)!r} joins lines or columns to one text; write a mark "
+                         "of the text twice and the text in marks, or give the rows as .jsonl or .parquet")
+    return table
 
 # %% ../nbs/18_data.ipynb #70d07329
 class MissingSplit(FileNotFoundError, ValueError):
@@ -242,12 +247,17 @@ def _label_numbers(values: Iterable, task: Task) -> list:
 
 
 def _numbered(table: pa.Table, task: Task) -> pa.Table:
-    "Return the table with integers for the names of labels; where all are names, numbers among them, by their names."
+    """Return the table with integers for the names of labels; where all are names, numbers among them, by their names.
+
+    Names that are numbers, but not 0, 1, 2 and so on, are never taken for positions: an index would be another label.
+    """
     if task.kind != "classification": return table
-    found = table["label"].to_pylist()
-    if {str(v) for v in set(found) - {None}} <= set(task.label_names):
+    found, names = table["label"].to_pylist(), task.label_names
+    numbers = all(re.fullmatch(r"-?\d+", n) for n in names) and names != tuple(map(str, range(len(names))))
+    integers = pa.types.is_integer(table["label"].type)
+    if {str(v) for v in set(found) - {None}} <= set(names) or (numbers and integers):
         found = [v if v is None else str(v) for v in found]
-    elif pa.types.is_integer(table["label"].type): return table
+    elif integers: return table
     return table.set_column(len(task.text_columns), "label", pa.array(_label_numbers(found, task)))
 
 

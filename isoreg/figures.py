@@ -179,7 +179,7 @@ def plot_layers(
     Mean over seeds with a band from the lowest to the highest, before training in grey; in brackets the seeds, by panel
     where they differ. A layer where the measure is not defined counts for no seed. `ValueError` if no record has it."""
     one_of("what", what, ("isoscore", "intrinsic_dimension"))
-    done = df[df.status == "done"]
+    done = df[df.status == "done"].reset_index(drop=True)  # a row's number is its name below
     lines = {when: {r.Index: v for r in done.itertuples() if (v := _by_layer(r, what, when, tokens)) is not None}
              for when in ("before", "after")}
     if not any(lines.values()):

@@ -81,7 +81,7 @@ def _compare_draws(config, model, corpus, loss, full, sites, partial: Path, on_p
         write_atomically(partial, json.dumps(plain(draws)))
         order = draws[-1]["tensor_order"]
         on_progress(f"{share:g} %, draw {draw + 1} of {config.draws}: order of the tensors {order:.4f}")
-    return draws
+    return [d for d in draws if d["share"] in config.percentages and d["draw"] < config.draws]  # the file may hold more
 
 # %% ../nbs/25_measure.ipynb #934863f4
 def _compare(part: FisherEstimate, full: FisherEstimate, scores: dict, model: nn.Module, sites: dict) -> dict:

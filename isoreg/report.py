@@ -28,6 +28,7 @@ from .files import from_json, read_text, record_files, unpack, write_atomically
 from isoreg.statistics import (
     ROUNDING, holm, missing_bounds, ratio_interval, score_error, seeds_needed, sign_flip, smallest_p, t_interval,
     two_errors)
+from .tasks import TASKS
 
 # %% ../nbs/27_report.ipynb #faf62b0c
 def load(
@@ -163,7 +164,13 @@ def _hardware(h: dict) -> str:
 
 # %% ../nbs/27_report.ipynb #6f93f29d
 def _others(record: dict) -> Iterator[dict]:
-    "Return the further tasks that a run was evaluated on, each as a record with the task behind the run's key."
+    """Return the further tasks that a run was evaluated on, each as a record with the task behind the run's key.
+
+    A run that failed has failed on the tasks that it would have been evaluated on, too.
+    """
+    config, known = record["config"], TASKS.get(record["config"]["task"])
+    if record.get("error") and known and config.get("eval_split") is None:
+        for task in known.also: yield record | {"key": f"{record.get('key')}-{task}", "config": config | {"task": task}}
     for task, found in _get(record, "others").items():
         if not isinstance(found, dict): continue
         data = {n: found.get(n) for n in ("fingerprint", "evaluation_rows", "majority", "sources")}
@@ -205,12 +212,13 @@ def provenance(
 ) -> str:
     "Return one paragraph on where the numbers come from: model, data, protocol, seeds, hardware, commit, failed runs."
     commits = [c[:8] + "+" * c.endswith("+") for c in df.commit if isinstance(c, str)]
-    failed = int((df.status == "failed").sum())
+    trained = df.status.groupby([key.removesuffix(f"-{task}") for key, task in zip(df.key, df.task)]).first()
+    failed = int((trained == "failed").sum())
     lines = ["Model " + "; ".join(_model_text(g) for _, g in df.groupby("model_name", sort=False)),
              "Data " + "; ".join(_data_text(g) for _, g in df.groupby("task", sort=False)),
              "Protocol " + _protocol_text(df), "Seeds " + _span(df.seed),
              "Hardware " + known_texts(df.hardware[df.hardware != "unknown"]),
-             "Commit " + known_texts(commits), f"{len(df)} runs, {failed or 'none'} failed"]
+             "Commit " + known_texts(commits), f"{len(trained)} runs, {failed or 'none'} failed"]
     return ". ".join(lines) + "." + _notes_text(df)
 
 # %% ../nbs/27_report.ipynb #f16a52e2
@@ -545,9 +553,12 @@ def _together(g: pd.DataFrame, level: float) -> dict:
     have = g[g.n > 0]
     each = [np.array(d) for d in have.differences]
     spread = all(math.isfinite(t_interval(d)[0]) for d in each)
-    low, high = (two_errors(each, level=level)[k] for k in ("low", "high")) if spread else (math.nan, math.nan)
     flat = np.concatenate([d / len(d) for d in each]) / len(each)  # sums to the mean of the means
+    trained = [key.removesuffix(f"-{r.task}") for r in have.itertuples() for *_, key in r.records]
+    low, high = _interval_over(each, trained, level) if spread else (math.nan, math.nan)
     p_seeds = sign_flip(pd.Series(flat).groupby([seed for pairs in have.records for seed, *_ in pairs]).sum())[0]
+    # The tasks that one training was evaluated on are no pairs of their own: the training is the unit.
+    flat = pd.Series(flat).groupby(trained, sort=False).sum().to_numpy()
     (p, test), difference = sign_flip(flat), float(flat.sum())
     least, most = g[["least", "most"]].T.fillna(g.difference).T.mean() if g.failed.any() else (math.nan, math.nan)
     agree = sum(abs(d.mean()) > ROUNDING and d.mean() * difference > 0 for d in each)
@@ -562,17 +573,35 @@ def _together(g: pd.DataFrame, level: float) -> dict:
             "row_error": float(np.linalg.norm(row_errors)) / len(each), "records": have.records.sum(),
             "records_baseline": have.records_baseline.sum()}
 
+# %% ../nbs/27_report.ipynb #7e36e117
+def _interval_over(each: list[np.ndarray], trained: list[str], level: float) -> tuple[float, float]:
+    "Return the interval of a mean over tasks; those that the same trainings were evaluated on count as one."
+    names, groups = iter(trained), []
+    for d in each:
+        sums = {next(names): x / len(d) for x in d}
+        for g in [g for g in groups if g.keys() & sums.keys()]:
+            groups.remove(g)
+            sums = {n: sums.get(n, 0.0) + g.get(n, 0.0) for n in [*g, *(n for n in sums if n not in g)]}
+        groups.append(sums)
+    parts = [np.array([*g.values()]) * len(g) * len(groups) / len(each) for g in groups]
+    found = two_errors(parts, level=level)
+    return found["low"], found["high"]
+
 # %% ../nbs/27_report.ipynb #88cc5c3b
 def gain_share(
     table: pd.DataFrame,  # of compare, both methods against one baseline
     method: str,  # whose gain is the numerator
     of: str,  # whose gain is the denominator
 ) -> tuple[float, float, float, int]:  # share, low, high, pairs; NaN and no pair where no task has two seeds of both
-    "Return the share of one method's gain that another has, tasks weighted equally, with Fieller's interval."
+    """Return the share of one method's gain that another has, tasks weighted equally, with Fieller's interval.
+
+    `ValueError` where a task has several settings of a method.
+    """
     pairs = []
     for _, g in table.groupby("task"):
-        gains = [dict(zip((seed for seed, *_ in r.records), r.differences)) for m in (method, of)
-                 for r in g[g.method == m].itertuples()]
+        rows = [g[g.method == m] for m in (method, of)]
+        if max(map(len, rows)) > 1: raise ValueError(f"table: {g.task.iloc[0]} has a method in two settings; pass one")
+        gains = [dict(zip((seed for seed, *_ in r.records), r.differences)) for part in rows for r in part.itertuples()]
         if len(gains) == 2: pairs.append([(gains[0][s], gains[1][s]) for s in gains[0] if s in gains[1]])
     pairs = [p for p in pairs if len(p) > 1]
     return (*(ratio_interval(pairs) if pairs else (math.nan,) * 3), sum(map(len, pairs)))
@@ -688,6 +717,8 @@ def _read_comparison(r: dict, digits: int, interval: str) -> dict:
             "baseline's mean": _Cell(_pm(r["mean_baseline"], math.nan, digits), r["records_baseline"])}
     row["difference"] = _Cell(signed(r["difference"]), (*r["records"], *r["records_baseline"])) if r["n"] else ""
     row[interval] = _between(r["low"], r["high"], r["n"], digits, signed=True)
+    alone = "agree" in r and r["low"] != r["low"] and np.ptp(r["differences"]) > ROUNDING  # a task of one pair
+    if alone: row[interval] = "none"
     if "p_seeds" in r: row["p by seed"] = p_text(r["p_seeds"])
     row |= {"p": p_text(r["p"]), "p, Holm": p_text(r["p_holm"]), "verdict": r["verdict"].split(":")[0]}
     row["if failed runs count"] = f"{signed(r['least'])} to {signed(r['most'])}" if r["failed"] else ""

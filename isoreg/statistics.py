@@ -153,6 +153,7 @@ def ratio_interval(
     each = np.array([np.cov(task.T) / len(task) for task in x]) / len(x) ** 2  # (T, 2, 2)
     V, w = each.sum(0), np.array([1, -a / b])
     parts = np.einsum("i,tij,j->t", w, each, w)  # error of a - θb, by task
+    if b and parts.sum() <= (ROUNDING * b) ** 2: return (float(a / b),) * 3  # all pairs have this ratio
     freedom = parts.sum() ** 2 / sum(v**2 / (len(task) - 1) for v, task in zip(parts, x))
     t2 = stats.t.ppf((1 + level) / 2, freedom) ** 2
     A, B, C = b * b - t2 * V[1, 1], a * b - t2 * V[0, 1], a * a - t2 * V[0, 0]

@@ -4,6 +4,7 @@
 __all__ = ['dimensions_in_use', 'alpha_req', 'uniformity', 'alignment', 'Hubness', 'hubness', 'transformed']
 
 # %% ../nbs/35_vectors.ipynb #71a03920
+import math
 from typing import NamedTuple
 
 import torch
@@ -62,9 +63,11 @@ def uniformity(
     in_range("t", t, 0, ends="()")
     c = as_cloud(points, mask)
     u, total = _unit(c.x), []
-    for rows in u.split(ROWS): total.append((2 * t * (rows @ u.T - 1)).logsumexp((0, 1)))
-    pairs = torch.stack(total).logsumexp(0).exp() - c.n  # without those of a point with itself
-    return float((pairs.clamp(min=0) / (c.n * (c.n - 1))).log())
+    for at in torch.arange(c.n, device=u.device).split(ROWS):
+        kernel = 2 * t * (u[at] @ u.T - 1)  # its logarithm
+        kernel[torch.arange(len(at), device=u.device), at] = -math.inf  # no point with itself
+        total.append(kernel.logsumexp((0, 1)))
+    return float(torch.stack(total).logsumexp(0)) - math.log(c.n * (c.n - 1))
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -132,14 +135,17 @@ def transformed(
     """
     in_range("strength", strength, 0, 1)
     fitted_on = points if fitted_on is None else fitted_on
-    x, y = cloud_rows(points, None, 1).double(), cloud_rows(fitted_on, None, 2).double()
+    x, y = cloud_rows(points, None, 1), cloud_rows(fitted_on, None, 2)
+    exact = y.dtype in (torch.float64, torch.int64, torch.int32)
+    rounding = torch.finfo(torch.float64 if exact else torch.float32).eps  # of the numbers as they were given
+    x, y = x.double(), y.double()
     for step in steps:
-        apply = _fitted(y, step, strength)
+        apply = _fitted(y, step, strength, rounding)
         x, y = apply(x), apply(y)
     return as_given(x, points)
 
 # %% ../nbs/35_vectors.ipynb #873a9a32
-def _fitted(y: Tensor, step: str | int, strength: float):
+def _fitted(y: Tensor, step: str | int, strength: float, rounding: float):
     "Return a step as a function of rows, fitted on rows y (m, d)."
     if step == "normalise": return _unit
     mean = y.mean(0)
@@ -149,6 +155,6 @@ def _fitted(y: Tensor, step: str | int, strength: float):
     if not top: one_of("steps", step, ("centre", "normalise", "whiten"), also)
     σ, V = torch.linalg.svd(y - mean, full_matrices=False)[1:]
     if top: return lambda x: (x - mean) - (x - mean) @ V[:step].T @ V[:step]
-    kept = σ > max(y.shape) * torch.finfo(σ.dtype).eps * σ[0]
+    kept = σ > max(y.shape) * rounding * σ[0]
     scale = (σ[kept] / (len(y) - 1) ** 0.5) ** -strength
     return lambda x: (x - mean) @ V[kept].T * scale

@@ -17,7 +17,7 @@ import isoreg
 
 from isoreg.card import model_card
 from isoreg.config import DROPOUTS, PENALTIES, RunConfig, command, made, method_label, name_of, packages
-from isoreg.data import load_task
+from isoreg.data import load_metric, load_task
 from isoreg.finetune import rerun, run
 from isoreg.grid import expand, load_grid
 from isoreg.istar import CosReg, IStar
@@ -108,6 +108,40 @@ def test_every_kind_of_file_has_the_same_rows(kind, tmp_path):
     assert data.task.label_names == ("1", "3", "5") and data.task.num_labels == 3
     names = load_task(Task("g", label_names=["5", "3", "1"], label="grade", files=dict(task.files)))
     assert names.train["label"] == [0, 2, 0, 1]
+
+
+def test_labels_that_are_numbers_are_never_taken_for_positions(tmp_path):
+    "Split by split: a split that lacks a label, or has one that is unknown, must not shift the others."
+    files = {}
+    for split, labels in (("train", [1, 2, 3]), ("validation", [0, 1, 2])):
+        pq.write_table(pa.table({"text": ["a", "b", "c"], "label": labels}), tmp_path / f"{split}.parquet")
+        files[split] = str(tmp_path / f"{split}.parquet")
+    for names in ((), ("1", "2", "3")):
+        with pytest.raises(ValueError, match="0"):
+            load_task(Task("own", label_names=names, files=files))
+    assert load_task(Task("own", label_names=("0", "1", "2", "3"), files=files)).evaluation["label"] == [0, 1, 2]
+
+
+def test_a_mark_that_joins_lines_of_a_tsv_is_refused(tmp_path):
+    (tmp_path / "t.tsv").write_text('text\tlabel\n"Hello he said\t0\nthe x\t1\nb y" z\t0\nfour\t1\n')
+    with pytest.raises(ValueError, match="quotation mark .* joins lines"):
+        load_task(
+            Task(
+                "own", label_names=("no", "yes"), files=dict.fromkeys(("train", "validation"), str(tmp_path / "t.tsv"))
+            )
+        )
+
+
+@pytest.mark.parametrize("positive", [0.2, 0.8])
+@pytest.mark.parametrize("metric", ["accuracy", "f1", "matthews_correlation"])
+def test_the_majority_is_the_best_constant_answer_by_the_metric(tmp_path, positive, metric):
+    labels = [int(i < 10 * positive) for i in range(10)]
+    pq.write_table(pa.table({"text": list("abcdefghij"), "label": labels}), tmp_path / "t.parquet")
+    files = dict.fromkeys(("train", "validation"), str(tmp_path / "t.parquet"))
+    task = Task("own", label_names=("no", "yes"), metric=metric, metrics=(metric,), files=files)
+    score = load_metric(task)
+    best = max(score.compute(predictions=[c] * 10, references=labels)[metric] for c in (0, 1))
+    assert load_task(task).majority == pytest.approx(best)
 
 
 def test_a_correlation_makes_a_regression_of_pairs(tmp_path):

@@ -45,7 +45,7 @@ from isoreg.report import (
     to_markdown,
     write_report,
 )
-from isoreg.statistics import ratio_interval, t_interval
+from isoreg.statistics import ratio_interval, sign_flip, t_interval
 
 NBS = Path(__file__).parents[1] / "nbs"
 FIRST = NBS / "results" / "istar_first.jsonl"
@@ -1694,3 +1694,72 @@ def test_comparison_knows_the_error_of_the_rows_and_mixed_commits():
     per_row = np.mean([(a[0] == truth) * 1.0 - (b[0] == truth) for a, b in zip(arms[0.1], arms[0.0])], 0)
     assert row.row_error == pytest.approx(per_row.std() / 300**0.5, rel=0.1)
     assert "commit" in row.differ
+
+
+# ---- one training, evaluated on two tasks
+
+
+def matched(method, seed, value, other, **more):
+    "A run on MNLI with its score on the mismatched rows."
+    return record(method, seed, value, task="mnli", others={"mnli-mm": {"value": other, "metric": "accuracy"}}, **more)
+
+
+def test_tasks_of_one_training_are_no_pairs_of_their_own():
+    rng = np.random.default_rng(0)
+    gains = rng.normal(0.01, 0.01, 5)
+    runs = [matched(NONE, s, 0.6, 0.6) for s in range(5)]
+    runs += [matched(MINUS, s, 0.6 + g, 0.6 + g) for s, g in enumerate(gains)]
+    both = over_tasks(compare(load(runs))).iloc[0]
+    low, high = t_interval(gains)
+    assert (both.tasks, both.n) == (2, 5) and both.difference == pytest.approx(gains.mean())
+    assert (both.low, both.high) == pytest.approx((low, high)) and both.p == pytest.approx(sign_flip(gains)[0])
+
+
+def test_other_tasks_keep_their_weight_beside_tasks_of_one_training():
+    rng = np.random.default_rng(1)
+    a, b, c = rng.normal(0.01, 0.01, (3, 5))
+    runs = [matched(NONE, s, 0.6, 0.6) for s in range(5)] + [record(NONE, s, 0.6) for s in range(5)]
+    runs += [matched(MINUS, s, 0.6 + a[s], 0.6 + b[s]) for s in range(5)]
+    runs += [record(MINUS, s, 0.6 + c[s]) for s in range(5)]
+    row = over_tasks(compare(load(runs))).iloc[0]
+    assert row.n == 10 and row.difference == pytest.approx(np.mean([a.mean(), b.mean(), c.mean()]))
+    pair = (a + b) / 2
+    error = math.sqrt((2 / 3) ** 2 * pair.var(ddof=1) / 5 + (1 / 3) ** 2 * c.var(ddof=1) / 5)
+    assert (row.high - row.low) / 2 > stats.norm.ppf(0.975) * error
+    assert row.p == pytest.approx(sign_flip([*(2 * pair), *c])[0])
+
+
+def test_a_training_that_failed_has_failed_on_all_its_tasks():
+    runs = [matched(m, s, 0.6, 0.6) for m in (NONE, MINUS) for s in range(3)]
+    runs += [matched(NONE, 3, 0.6, 0.6), failed(MINUS, 3, task="mnli")]
+    df = load(runs)
+    table = compare(df).set_index("task")
+    assert table.failed.to_dict() == {"mnli": 1, "mnli-mm": 1}
+    assert "8 runs, 1 failed" in provenance(df)
+
+
+def test_a_share_of_a_gain_is_of_two_methods():
+    settings = [{"train_fraction": f} for f in (0.1, 1.0)]
+    runs = [
+        record(m, s, 0.6 + 0.01 * s * (m is MINUS), settings=x)
+        for m in (NONE, MINUS)
+        for s in range(5)
+        for x in settings
+    ]
+    table = compare(load(runs))
+    with pytest.raises(ValueError, match="table: rte has a method in two settings"):
+        gain_share(table, table.method.iloc[0], "no such method")
+
+
+def test_no_interval_is_not_called_equal():
+    runs = [record(m, s, 0.6 + 0.01 * s * (m is MINUS)) for m in (NONE, MINUS) for s in range(5)]
+    runs += [record(m, 0, 0.6 + 0.02 * (m is MINUS), task="mrpc") for m in (NONE, MINUS)]
+    assert "all equal" not in to_markdown(over_tasks(compare(load(runs))))
+
+
+def test_layers_of_tables_that_were_joined():
+    layers = lambda m, x: record(m, 0, 0.6, isoscore={w: {"union": x, "layers": [x, x]} for w in ("before", "after")})
+    parts = [load([layers(m, x)]) for m, x in ((NONE, 0.1), (MINUS, 0.9))]
+    lines = {line.get_label(): line.get_ydata() for line in plot_layers(pd.concat(parts)).axes[0].lines}
+    base = next(y for name, y in lines.items() if name.startswith("base"))
+    assert list(base[1:]) == pytest.approx([0.1, 0.1])  # layer 0 has none here

@@ -313,3 +313,7 @@ def test_the_p_of_a_mean_rank_correlation_is_that_of_all_shuffles():
     exact = np.mean(abs(every) >= sum(found["each"]) - 1e-9)
     assert len(found["each"]) == 2  # three settings are enough
     assert found["p"] == pytest.approx(exact, abs=4 * (exact / 9_999) ** 0.5)
+
+
+def test_a_ratio_that_all_pairs_have_is_exact():
+    assert ratio_interval([np.array([[2, 1], [2.2, 1.1], [1.8, 0.9]])]) == pytest.approx((2, 2, 2))

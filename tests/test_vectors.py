@@ -1,5 +1,7 @@
 """Measures of sentence and image vectors against NumPy, loops over pairs and scikit-learn."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -95,3 +97,16 @@ def test_linear_steps_against_scikit_learn():
 def test_what_these_measures_refuse(call, message):
     with pytest.raises(ValueError, match=message):
         call(cloud())
+
+
+@pytest.mark.parametrize("t", [0.5, 2.0, 30.0])
+def test_uniformity_of_a_narrow_kernel(t):
+    u = torch.nn.functional.normalize(torch.randn(150, 40, dtype=torch.float64), dim=1)
+    expected = (-t * torch.pdist(u) ** 2).logsumexp(0) - math.log(150 * 149 / 2)
+    assert uniformity(u, t=t) == pytest.approx(float(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_is_not_whitened(dtype):
+    x = torch.randn(400, 10, dtype=torch.float64) @ torch.randn(10, 25, dtype=torch.float64)
+    assert transformed(x.to(dtype), "whiten").shape == (400, 10)
