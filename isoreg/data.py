@@ -82,7 +82,8 @@ def _task_data(task: Task, train: Dataset, evaluation: Dataset, sources: dict, n
     columns, majority = tuple(c for c in task.columns if c != "id"), 0.0
     if task.kind == "classification" and task.metric in ("accuracy", "f1"):
         labels = np.asarray(evaluation.with_format("numpy")["label"])
-        majority = max(_SCORES[task.metric](np.full_like(labels, c), labels) for c in {*labels.tolist(), 1})
+        share = np.bincount(labels, minlength=2) / len(labels)
+        majority = float(share.max() if task.metric == "accuracy" else 2 * share[1] / (1 + share[1]))  # F1 of "yes"
     fingerprint = rows_fingerprint(train, evaluation, columns=columns)
     return TaskData(task, train, evaluation, sources, fingerprint, notes, majority)
 
