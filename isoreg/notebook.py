@@ -86,16 +86,13 @@ class KernelDied(RuntimeError):
 _KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**28)}
 
 # %% ../nbs/28_notebook.ipynb #6a1c0f57
-_ENDS_WITH_ITS_PARENT = """
-import os, runpy, threading, time
-
-def watch(parent=int(os.environ["JPY_PARENT_PID"])):
-    while os.getppid() == parent: time.sleep(1)
-    os._exit(1)
-
-threading.Thread(target=watch, daemon=True).start()
-runpy.run_module("ipykernel_launcher", run_name="__main__")
-"""
+_ENDS_WITH_ITS_PARENT = "\n".join([  # the program of a kernel's process
+    'import os, runpy, threading, time',
+    'def watch(parent=int(os.environ["JPY_PARENT_PID"])):',
+    '    while os.getppid() == parent: time.sleep(1)',
+    '    os._exit(1)',
+    'threading.Thread(target=watch, daemon=True).start()',
+    'runpy.run_module("ipykernel_launcher", run_name="__main__")'])
 
 # %% ../nbs/28_notebook.ipynb #7301fb1b
 def _kernel_manager(folder: str, log, env: dict, files: Sequence[int], on_start: Callable[[Popen], None]) -> type:
