@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from torch import nn
 
-from .config import RunConfig, command, method_label, scores_texts
+from .config import RunConfig, command, earlier, method_label, scores_texts
 from .files import file_kind, own_folder
 from .record import RunRecord
 from .tasks import get_task
@@ -42,7 +42,7 @@ def model_card(
 
     It claims no licence, and of a path it shows the last part.
     """
-    c = RunConfig.from_record(record.config)
+    c = RunConfig.model_construct(**earlier(RunConfig) | record.config)  # what the run read may be gone: no checks
     settings = [f"{k}: {v}" for k, v in record.config.items() if v is not None]
     notes = record.data["notes"] + record.model["notes"] + record.dropout.get("notes", []) + record.warnings
     made = [f"{record.hardware.get('gpu') or record.hardware.get('cpu')}, {record.hardware.get('precision')}",
@@ -123,10 +123,16 @@ def _front_matter(record: RunRecord, c: RunConfig) -> str:
     return "---\n" + yaml.safe_dump(front, sort_keys=False, allow_unicode=True) + "---\n"
 
 
+def _is_file(source: str) -> bool:
+    "Return whether the text of a corpus is a file, which need not be there any longer."
+    try: return file_kind(source) is not None
+    except ValueError: return True
+
+
 def _without_paths(text: str, record: RunRecord, c: RunConfig) -> str:
     "Return the text with the last part of each local path in its place."
     texts = scores_texts(c.scores)
-    paths = [c.data_dir, c.dropout, *([s for s in texts if file_kind(s)] if texts else [c.scores])]
+    paths = [c.data_dir, c.dropout, *([s for s in texts if _is_file(s)] if texts else [c.scores])]
     if record.model.get("source") != "hub": paths.append(c.model)
     for path in sorted(filter(None, paths), key=len, reverse=True):
         last = re.split(r"[/\\]", path.rstrip("/\\"))[-1]

@@ -302,7 +302,8 @@ def _failure(run, out: Path, error: BaseException) -> tuple[str, int]:
     if not is_disk_full(error):
         with contextlib.suppress(OSError): write_failure(Folder(out), Outcome(run, "failed", message, trace))
     trained = read_progress(folder / "progress.json").get("stage") in ("training", "done")
-    said_no = getattr(error, "ename", "") in ("ValueError", "OSError", "PermissionError")  # a cell, of the input
+    names = "ValueError", "MissingSplit", "OSError", "PermissionError"
+    said_no = getattr(error, "ename", "") in names  # a cell, of the input
     refused = said_no and not trained and not is_disk_full(error)
     hint = _hint(message, "run") if refused else ""
     where = f"\nnotebook: {folder / 'notebook.ipynb'}" * (folder / "notebook.ipynb").is_file()
@@ -534,12 +535,14 @@ def select_command(
     records: Annotated[list[Path], typer.Argument(exists=True, help="Folders of runs, or files of records (.jsonl).")],
     out: Annotated[Path | None, _option("File for the grid of the final runs.")] = None,
     seeds: Annotated[str, _option("Seeds of the final runs (default 0..5).")] = "0..5",
+    only: Annotated[list[str] | None, _ONLY] = None,
+    set_: Annotated[list[str] | None, _IN_ALL] = None,
 ):
     "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
     from isoreg.files import record_files, write_atomically
     from isoreg.grid import choose, expand, final_grid, grid_path, load_grid
     _refuse_to_replace("out", out, [grid_path(grid), *(f for p in records for f in [p, *record_files(p)])])
-    plan = expand(load_grid(grid))
+    plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
     choices = choose(plan, _of_plan(_records(records), plan))
     text = final_grid(choices, seeds, plan.name)
     _show_choices(choices, plan.name)

@@ -991,7 +991,8 @@ def parse_set(pairs: Iterable[str]) -> dict:
 
 
 def _number_or_text(x):
-    "Return 1e-5, which YAML takes for text, as a number; in lists too."
+    "Return 1e-5, which YAML takes for text, as a number; in lists and tables too."
+    if isinstance(x, dict): return {k: _number_or_text(v) for k, v in x.items()}
     if isinstance(x, list): return [_number_or_text(v) for v in x]
     return float(x) if isinstance(x, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", x) else x
 
@@ -1007,7 +1008,7 @@ def command(
     for name, value in config.to_dict().items():
         asked = name in given or (name == "recipe" and value != _default_recipe(config))
         if value is None or (not asked and value == usual[name]): continue
-        text = json.dumps(value) if isinstance(value, (bool, dict)) else str(value)
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, (bool, dict)) else str(value)
         flag = about(RunConfig.model_fields[name]).flag
         option = f"--{name.replace('_', '-')} {shlex.quote(text)}"
         words.append(option if flag else f"--set {shlex.quote(f'{name}={text}')}")

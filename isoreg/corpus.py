@@ -60,7 +60,7 @@ class TextBatches:
         "Return a random part of the corpus, `share` in (0, 1], at least one sample. The samples keep their masks."
         in_range("share", share, 0, 1, ends="(]")
         drawn = np.random.default_rng([seed, 1]).permutation(self.numbers)
-        return _part(self, drawn[: max(1, round(share * len(drawn)))], drawn=[share, seed])
+        return _part(self, drawn[: max(1, round(share * len(drawn)))], drawn=[share, int(seed)])
     def shard(self, rank: int, parts: int) -> "TextBatches":
         "Return one of several disjoint parts that together are the whole, `rank` from 0."
         return _shard(self, rank, parts)
@@ -217,7 +217,7 @@ def _shard(corpus: TextBatches, rank: int, parts: int) -> TextBatches:
     n = len(corpus.numbers)
     if not 0 <= rank < parts <= n:
         raise ValueError(f"rank, parts: {rank}, {parts}; need 0 <= rank < parts <= {n} samples")
-    return _part(corpus, corpus.numbers[rank::parts], part=[rank, parts])
+    return _part(corpus, corpus.numbers[rank::parts], part=[int(rank), int(parts)])
 
 # %% ../nbs/10_corpus.ipynb #090d92e4
 _SETTINGS = "name loss batch_size max_length probability span seed epoch packed drawn part".split()
@@ -240,7 +240,7 @@ def _checked(corpus: TextBatches, texts) -> list[str]:
         raise ValueError(f"tokenizer: is a {type(corpus.tokenizer).__name__}; the texts come first, then a tokenizer, "
                          "such as AutoTokenizer.from_pretrained(name)")
     for name, low in (("batch_size", 1), ("max_length", 4), ("seed", 0)):
-        in_range(name, getattr(corpus, name), low, whole=True)
+        setattr(corpus, name, int(in_range(name, getattr(corpus, name), low, whole=True)))  # one of NumPy is no JSON
     in_range("probability", corpus.probability, 0, 1, ends="()")
     in_range("span", corpus.span, 1)
     return _check_texts(texts)
@@ -424,7 +424,8 @@ def load_texts(
     "Return the texts of one or several sources, no blank lines and headings. `ValueError` for a missing one or column."
     in_range("limit", limit, 1, whole=True, optional=True)
     if not isinstance(source, (str, Path)): return [t for s in source for t in load_texts(s, column)][:limit]
-    lines = (re.sub(r" @(\W)@ ", r"\1", t.strip()) for t in read_lines(str(source), column) if t)
+    found = (str(t).strip() for t in read_lines(str(source), column) if t is not None)
+    lines = (re.sub(r" @(\W)@ ", r"\1", t) for t in found)
     texts = [t for t in lines if t and not re.fullmatch(r"=.*=", t)][:limit]
     if not texts: raise ValueError(f"source: {str(source)!r} holds no text; blank lines and headings are left out")
     return texts

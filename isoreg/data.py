@@ -165,6 +165,8 @@ def _read_own(task: Task, split: str, argument: str) -> tuple[Dataset, str]:
         why = " ".join(str(error).split())
         raise ValueError(f"files: {split}: {file!r} cannot be read ({why}); CSV and TSV need a head line, JSON an "
                          "object a line, all of them UTF-8") from None
+    twice = [c for c in table.column_names if table.column_names.count(c) > 1]
+    if twice: raise ValueError(f"files: {split}: {file!r} has several columns {twice[0]!r}; rename all but one")
     return Dataset(table), Path(file).name
 
 # %% ../nbs/18_data.ipynb #cf3ebdf6
@@ -212,8 +214,9 @@ def _rows(task: Task, data_dir: str | Path | None, split: str, argument: str) ->
     table = rows.data.table.select(stored).rename_columns(task.columns)
     _refuse_gaps(table, [c for c in task.columns if c != "label"], source)
     try: rows = Dataset(_numbered(table, task).cast(_features(task).arrow_schema))  # no copy on disk, no progress bar
-    except (pa.ArrowException, TypeError) as error:
-        how = f"; labels are the integers 0 to {task.num_labels - 1} or the names {task.label_names}"
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        integers = "" if _by_name(task) else f"the integers 0 to {task.num_labels - 1} or "
+        how = f"; labels are {integers}the names {task.label_names}"
         raise ValueError(f"{source}: {error}{how if task.kind == 'classification' else ''}") from error
     if len(rows) == 0: raise ValueError(f"{source} has no rows")
     if task.kind != "qa": _check_labels(rows, task, source)
@@ -240,26 +243,54 @@ def _refuse_gaps(rows: pa.Table | dict, columns: Iterable[str], source: str) -> 
         n = rows[c].null_count if isinstance(rows, pa.Table) else rows[c].count(None)
         if n: raise ValueError(f"{source}: {n} rows of column {c} are None; drop or fill them")
 
-# %% ../nbs/18_data.ipynb #953d0f9a
+# %% ../nbs/18_data.ipynb #953d0f9b
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+def _plain(label):
+    "Return a label as it is, but a whole float as an integer, and what is empty or NaN as None."
+    if isinstance(label, float): return None if math.isnan(label) else int(label) if label.is_integer() else label
+    return None if isinstance(label, str) and not label.strip() else label
+
+
+def _by_name(task: Task) -> bool:
+    "Return whether the names are numbers, but not 0, 1, 2 and so on: an index would be another label."
+    numbers = [float(n) for n in task.label_names if _NUMBER.fullmatch(n)]
+    return len(numbers) == len(task.label_names) and numbers != list(range(len(numbers)))
+
+# %% ../nbs/18_data.ipynb #953d0f9c
 def _label_numbers(values: Iterable, task: Task) -> list:
-    "Return labels that are names of `label_names` as their integers, others as they are."
-    numbers = {name: i for i, name in enumerate(task.label_names)}
-    return [numbers.get(v, v) for v in values]
+    """Return labels that are names of `label_names` as their integers, others as they are.
 
-
-def _numbered(table: pa.Table, task: Task) -> pa.Table:
-    """Return the table with integers for the names of labels; where all are names, numbers among them, by their names.
-
-    Names that are numbers, but not 0, 1, 2 and so on, are never taken for positions: an index would be another label.
+    A number or a boolean goes by the name that is read as it, such as "02" and "true". `ValueError` for one that has no
+    such name where names are numbers other than 0, 1, 2 and so on, or "true" or "false".
     """
+    if not task.label_names: return list(values)
+    as_read = [str(_plain(float(n))) if _NUMBER.fullmatch(n) else n.title() if n.lower() in ("true", "false") else n
+               for n in task.label_names]
+    numbers = {n: i for names in (as_read, task.label_names) for i, n in enumerate(names)}
+    found = [_plain(v) for v in values]
+    strange = [v for v in found if v is not None and str(v) not in numbers]
+    if not strange: return [v if v is None else numbers[str(v)] for v in found]
+    if _by_name(task) or (isinstance(strange[0], bool) and {"True", "False"} & set(numbers)):
+        raise ValueError(f"{len(strange)} labels have no name, such as {strange[0]!r}")
+    return [numbers.get(v, v) if isinstance(v, str) else v for v in found]
+
+
+def _encoded_labels(labels: Iterable, task: Task) -> list:
+    "Return integers as they are, all else as `_label_numbers`. `ValueError` for an integer that is too large."
+    labels, n = list(labels), task.num_labels
+    integers = [v for v in labels if isinstance(v, (int, np.integer)) and not isinstance(v, bool)]
+    if not task.label_names or len(integers) < len(labels): return _label_numbers(labels, task)
+    if max(integers, default=0) < n: return labels
+    raise ValueError(f"dataset: label {max(integers)} of {n} labels, from 0; give rows of load_task, or names")
+
+# %% ../nbs/18_data.ipynb #953d0f9a
+def _numbered(table: pa.Table, task: Task) -> pa.Table:
+    "Return the table with integers for the names of labels."
     if task.kind != "classification": return table
-    found, names = table["label"].to_pylist(), task.label_names
-    numbers = all(re.fullmatch(r"-?\d+", n) for n in names) and names != tuple(map(str, range(len(names))))
-    integers = pa.types.is_integer(table["label"].type)
-    if {str(v) for v in set(found) - {None}} <= set(names) or (numbers and integers):
-        found = [v if v is None else str(v) for v in found]
-    elif integers: return table
-    return table.set_column(len(task.text_columns), "label", pa.array(_label_numbers(found, task)))
+    numbers = pa.array(_label_numbers(table["label"].to_pylist(), task))
+    return table.set_column(len(task.text_columns), "label", numbers)
 
 
 def _with_labels(task: Task, data_dir: str | Path | None, split: str) -> Task:
@@ -268,7 +299,7 @@ def _with_labels(task: Task, data_dir: str | Path | None, split: str) -> Task:
     rows, _ = _read(task, data_dir, split, "train_split")
     source = f"train_split={split!r} of {task.name}"
     _require(rows, [task.label], source)
-    found = set(rows.data.table[task.label].to_pylist()) - {None}
+    found = {_plain(v) for v in rows.data.table[task.label].to_pylist()} - {None}
     if len(found) < 2:
         raise ValueError(f"{source}: column {task.label} has the labels {sorted(found)}; need two or more")
     order = sorted(found, key=str if any(isinstance(v, str) for v in found) else None)
@@ -283,8 +314,8 @@ def _check_labels(rows: Dataset, task: Task, source: str) -> None:
     bad = ~np.isfinite(labels) | (labels < low) | (labels >= top)
     if not bad.any(): return
     example = rows[int(bad.argmax())]["label"]
-    raise ValueError(f"{source}: {bad.sum()} of {len(labels)} rows have no valid label, such as {example}; "
-                     "unlabelled splits (GLUE's test) can be neither trained nor evaluated on")
+    raise ValueError(f"{source}: column {task.label}: {bad.sum()} of {len(labels)} rows have no valid label, such as "
+                     f"{example}; unlabelled rows (GLUE's test) can be neither trained nor evaluated on")
 
 # %% ../nbs/18_data.ipynb #672f2625
 def rows_fingerprint(*parts: Dataset, columns: tuple[str, ...]) -> str:
@@ -450,14 +481,14 @@ def resample(
 
 # %% ../nbs/18_data.ipynb #05c34669
 def encode(
-    dataset: Dataset,  # rows of the task, with or without labels
+    dataset: Dataset,  # rows of the task, with or without labels: integers as of `load_task`, or names
     task: str | Task,  # the task or its name; classification or regression
     tokenizer: PreTrainedTokenizerBase,
     max_length: int = 128,  # tokens a row at most; the tokenizer's own limit counts too
 ) -> Dataset:  # the tokenizer's columns, labels if the rows have them, length
     """Return the rows as token ids, truncated, not padded; `length` is the number of tokens.
 
-    `ValueError` for qa, a missing column or text, and what is no tokenizer.
+    `ValueError` for qa, a missing column or text, a label out of range, and what is no tokenizer.
     """
     task = get_task(task)
     if task.kind == "qa":
@@ -470,7 +501,7 @@ def encode(
         _refuse_gaps(rows, task.text_columns, f"dataset from row {start}")
         batch = tokenizer(*[rows[c] for c in task.text_columns], truncation=True, max_length=limit)
         for key, values in batch.items(): out[key] += values
-        if "label" in rows: out["labels"] += _label_numbers(rows["label"], task)
+        if "label" in rows: out["labels"] += _encoded_labels(rows["label"], task)
     out["length"] = [len(ids) for ids in out["input_ids"]]
     return Dataset.from_dict(dict(out))
 

@@ -8,6 +8,7 @@ __all__ = ['MEASURES', 'read_points', 'draw_texts', 'draw_pairs', 'spectrum', 's
 # %% ../nbs/36_embeddings.ipynb #a46f1be8
 import base64
 import contextlib
+import csv
 import functools
 import html
 import io
@@ -169,7 +170,7 @@ def _table_of(path: Path):
 
 def _has_heads(path: Path, mark: str) -> bool:
     "Return whether the first line of a table names its columns: words, or the 0, 1, 2, ... of pandas."
-    with path.open(encoding="utf-8-sig") as file: first = file.readline().strip().split(mark)
+    with path.open(encoding="utf-8-sig", newline="") as file: first = next(csv.reader(file, delimiter=mark), [])
     try: [float(word) for word in first]
     except ValueError: return True
     return first == [str(i) for i in range(len(first))]
@@ -294,14 +295,15 @@ def score_model(
     return [{"layer": layer} | _scores(stream) for layer, stream in enumerate(streams)]
 
 # %% ../nbs/36_embeddings.ipynb #929e08dd
-def _encoder_and_tokens(model: str, lines: list[str], max_length: int) -> tuple[torch.nn.Module, dict]:
-    "Return the encoder of a model, checked against the lines, and its input."
+def _encoder_and_tokens(model: str, lines: list[str], max_length: int, each=False) -> tuple[torch.nn.Module, dict]:
+    "Return the encoder of a model, checked against the lines, and its input, as `_tokens`."
     with quiet_loading(): body = read_body(model).eval()  # its word on a damaged checkpoint says more
     tokenizer = load_tokenizer(model)
+    tokenizer.padding_side = "right"  # on the left it would move the positions of the tokens
     check_vocabulary(tokenizer, body, lines)
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
     if has_decoder(body): body, tokenizer.model_input_names = body.get_encoder(), ["input_ids", "attention_mask"]
-    batch = _tokens(tokenizer, lines, max_length)
+    batch = _tokens(tokenizer, lines, max_length, each)
     _check_runs(model, body, batch)
     return body, batch
 
@@ -321,12 +323,18 @@ def _check_runs(model: str, encoder: torch.nn.Module, batch: dict):
                          "with the config.json and the tokenizer of its weights") from None
 
 # %% ../nbs/36_embeddings.ipynb #95368d0c
-def _tokens(tokenizer, lines: list[str], max_length: int) -> dict:
-    "Return the input of the lines that have tokens. `ValueError` for fewer than 6, too few for an error by sequence."
+def _tokens(tokenizer, lines: list[str], max_length: int, each: bool = False) -> dict:
+    """Return the input of the lines that have tokens. `ValueError` for fewer than 6, too few for an error by sequence.
+
+    With `each` a line without is refused: the vectors of those behind it would be taken for others'.
+    """
     length = min(max_length, tokenizer.model_max_length)
     how = {"truncation": True, "padding": True, "return_tensors": "pt", "return_attention_mask": True}
     batch = tokenizer(lines, max_length=length, **how) if lines else {}
     some = batch["attention_mask"].any(-1) if lines else torch.zeros(0)
+    if each and not some.all():
+        raise ValueError(f"texts: number {int(some.int().argmin())} (from 0) has no token; leave it out, and its "
+                         "partner")
     if some.sum() < 6:
         raise ValueError(f"file: {int(some.sum())} lines with text, but a standard error by sequence needs at least 6; "
                          "add lines or raise --max-lines")
@@ -379,9 +387,11 @@ def embed_layers(
     limit: int | None = None,  # vectors drawn at random, the same of all layers; None: all
     seed: int = 0,  # of the draw
 ) -> tuple[list[int], Tensor]:  # numbers of the layers; (layers, n, d) float32
-    "Return the vectors of texts in several layers. `ValueError` for an unknown pooling or layer, and as `score_model`."
+    """Return the vectors of texts in several layers.
+
+    `ValueError` for an unknown pooling or layer, as `score_model`, and for a text without tokens to be pooled."""
     one_of("pooling", pooling, POOLINGS)
-    encoder, batch = _encoder_and_tokens(model, texts, max_length)
+    encoder, batch = _encoder_and_tokens(model, texts, max_length, each=pooling != "tokens")
     long = batch["attention_mask"].sum(1)
     order = torch.arange(len(long)) if pooling == "tokens" or limit else long.argsort()  # long ones with long ones
     batches = [_rows(batch, rows) for rows in order.split(32)]
@@ -398,8 +408,12 @@ def embed(
     layer: int = -1,  # 0 the embeddings, -1 the last; not of a SentenceTransformers model as it is
     **how,  # as of embed_layers
 ) -> Tensor:  # (n, d) float32
-    "Return the vectors of texts. `ValueError` as `embed_layers`, and where the library of the model is missing."
+    """Return the vectors of texts.
+
+    `ValueError` as `embed_layers`, where the library of the model is missing, and for what the model does not read."""
     if pooling is None and is_sentence_transformer(model):
+        if unread := ", ".join(sorted(set(how) - {"normalize"})):
+            raise ValueError(f"{unread}: not for a SentenceTransformers model as it is; leave out, or give a pooling")
         return _own_vectors(model, texts, how.get("normalize", False))
     return embed_layers(model, texts, pooling or "mean", [layer], **how)[1][0]
 
@@ -407,7 +421,11 @@ def embed(
 def is_sentence_transformer(
     model: str,  # a folder or a name on the hub
 ) -> bool:
-    "Return whether a folder, or a name on the hub, is that of a SentenceTransformers model."
+    """Return whether a folder, or a name on the hub, is that of a SentenceTransformers model.
+
+    A name is known by its beginning alone, `sentence-transformers/`; of any other, download the model and give its
+    folder.
+    """
     return os.path.isfile(expanded(model) / "modules.json") or model.startswith("sentence-transformers/")
 
 # %% ../nbs/36_embeddings.ipynb #5a0fd889

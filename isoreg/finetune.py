@@ -46,7 +46,7 @@ from .models import check_vocabulary, load_model, model_source, process_kept, re
 from .schedules import site_scores
 from .sites import dropout_sites
 from .record import RunRecord, git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256
-from .states import eval_mode
+from .states import eval_mode, hidden_states
 from .tasks import Task, get_task
 from .toy import toy_corpus
 from .trainer import PenaltyTrainer, ReferenceRefresh, split_by_length
@@ -98,6 +98,10 @@ def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
     values |= {n: getattr(penalty, n) for n in common if n != "seed" and hasattr(penalty, n)}
     settings = {n: _kept(getattr(penalty, n)) for n, p in own.items() if hasattr(penalty, n)}
     settings = {n: v for n, v in settings.items() if v != own[n].default}
+    lost = [n for n in settings if not hasattr(config, f"{name}_{n}") and (n != "reference_cov" or penalty.given)]
+    if name in BUILT_IN and lost:
+        raise ValueError(f"penalty: {lost[0]} of {kind.__name__} is no setting of a run, whose record lacks it; "
+                         "leave it out, or give a subclass of another name")
     if name in BUILT_IN: values |= {f"{name}_{n}": v for n, v in settings.items() if hasattr(config, f"{name}_{n}")}
     else: values["penalty_settings"] = settings
     return RunConfig(**config.to_dict() | {"penalty_settings": None} | values | {"regularizer": name})
@@ -244,7 +248,8 @@ def _make_trainer(
     pad: dict[str, Any] = dict(padding="max_length", max_length=config.max_length) if config.pad_to_max else {}
     callbacks: list = [progress]
     if getattr(penalty, "needs_reference", False):
-        callbacks.append(ReferenceRefresh(penalty, config.reference_points, released=config.reference == "released"))
+        callbacks.append(ReferenceRefresh(penalty, config.reference_points, not getattr(penalty, "given", False),
+                                          released=config.reference == "released"))
     steps = config.epochs * math.ceil(math.ceil(len(train) / config.batch_size) / config.accumulation)
     trainer = _InOrder(
         model, training_arguments(config, folder, steps, data.task.kind), train_dataset=train, eval_dataset=rows,
@@ -452,14 +457,13 @@ def sentence_vectors(
     Padding is left out on either side: the first token is the first that the mask counts.
     """
     cls, mean, total, tokens = [], [], 0, 0
-    device, body = next(model.parameters()).device, getattr(model, "base_model", model)
     with eval_mode(model):
         for batch in batches:
-            mask = batch["attention_mask"].to(device).unsqueeze(-1)  # (b, s, 1)
-            states = body(**{k: v.to(device) for k, v in batch.items()}, output_hidden_states=True).hidden_states
-            first, row = mask[..., 0].int().argmax(1), torch.arange(len(mask), device=device)
-            cls.append(torch.stack([h[row, first] for h in states]).float().cpu())
-            mean.append(torch.stack([(h * mask).sum(1) / mask.sum(1) for h in states]).float().cpu())
+            states, mask = hidden_states(model, batch)
+            states, mask = [h.float() for h in states], mask.unsqueeze(-1)  # (b, s, d), (b, s, 1)
+            first, row = mask[..., 0].int().argmax(1), torch.arange(len(mask), device=mask.device)
+            cls.append(torch.stack([h[row, first] for h in states]).cpu())
+            mean.append(torch.stack([(h * mask).sum(1) / mask.sum(1) for h in states]).cpu())
             total, tokens = total + (states[-1] * mask).sum((0, 1)).double().cpu(), tokens + int(mask.sum())
     return {"cls": torch.cat(cls, 1), "mean": torch.cat(mean, 1), "mean_activation": (total / tokens).float()}
 
@@ -488,7 +492,8 @@ def rerun(
         raise ValueError(f"record: {record.get('key')} keeps no predictions to compare with")
     now = run(RunConfig.from_record(record["config"] | where)).to_dict()
     old, new = (unpack(r["predictions"]) for r in (record, now))
-    rows = sum(bool(a != b) for a, b in zip(old, new)) + abs(len(old) - len(new))
+    nan = lambda a, b: a != a and b != b  # both diverged
+    rows = sum(bool(a != b and not nan(a, b)) for a, b in zip(old, new)) + abs(len(old) - len(new))
     pair = lambda read: (read(record), read(now))
     other = {k: (record["versions"].get(k), v) for k, v in now["versions"].items() if record["versions"].get(k) != v}
     return {"equal": rows == 0 and record["value"] == now["value"], "value": pair(lambda r: r["value"]), "rows": rows,

@@ -4,9 +4,11 @@
 __all__ = ['empirical_fisher', 'FisherEstimate', 'model_fingerprint', 'sum_over_ranks', 'agreement', 'load_scores']
 
 # %% ../nbs/11_fisher.ipynb #06e53394
+import functools
 import hashlib
 import json
 import os
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -28,7 +30,7 @@ from .checks import in_range, one_of
 from .corpus import (
     LOSSES, TextBatches, check_head, decoder_inputs, head_input, model_losses, predicted_positions,
     sample_losses)
-from .files import from_json, read_text, write_atomically
+from .files import check_writable, from_json, read_text, write_atomically
 from .moments import check_readable
 from .states import eval_mode
 
@@ -41,7 +43,7 @@ def empirical_fisher(
     reduction: str = "mean",  # over the predicted tokens of a sample, as released; "sum" is its log-likelihood
     sample: str = "sequence",  # "position": every predicted token is a sample of its own
     precision: str = "fp32",  # "bf16" for autocast; sums stay in float32 or wider
-    checkpoint: str | Path | None = None,  # folder that is written every so often and resumed from
+    checkpoint: str | Path | None = None,  # folder, written every so often and resumed from; knows a function by name
     every: int = 200,  # batches between checkpoints
     corpus: dict | None = None,  # description of other batches than TextBatches, for the record
     progress: Callable[[int], None] | None = None,  # called with the number of batches done
@@ -56,8 +58,8 @@ def empirical_fisher(
     _check_batches(batches)
     loss = _loss_for(model, batches, loss)
     _check(level, reduction, sample, precision, loss, every)
-    about = batches.describe() if isinstance(batches, TextBatches) else corpus or {}
-    if checkpoint is not None and not about: _no_corpus()
+    about = _described(batches, corpus)
+    if checkpoint is not None: _check_checkpoint(checkpoint, about, loss)
     with eval_mode(model):
         squares = _Squares(model, loss, level, reduction, precision)
         try:
@@ -430,7 +432,7 @@ def _backward(losses: Callable[[dict], Tensor], batch: dict, n: int) -> None:
     "Run the one backward pass. `ValueError` unless there is a loss for each sample."
     with torch.enable_grad():
         values = losses(batch)
-        if values.shape == (n,): return values.sum().backward()
+        if values.shape == (n,): return values.sum().backward() if values.requires_grad else None
     raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
 
 # %% ../nbs/11_fisher.ipynb #51bfdb0b
@@ -484,11 +486,12 @@ def _trial(ways: _Ways, batch: dict) -> None:
     two = _pick(batch, _two_rows(batch))
     coarse = any(p.dtype in (torch.bfloat16, torch.float16) for p in ways.parameters.values())
     _check_alone(ways, two, coarse)
-    ours, right = ways.taped(two), ways.functional(ways.parameters.keys(), two)
+    try: ours = ways.taped(two)
+    except RuntimeError: ours = {}  # of a model whose parts do not have the samples first
+    right = ways.functional(ways.parameters.keys(), two)
     size = {n: 1 if ways.level == "diagonal" else p.numel() for n, p in ways.parameters.items()}
     floor = 1e-9 * max(float(r.mean()) / size[n] for n, r in right.items())
     for n, r in right.items():
-        if n not in ours and not r.any(): continue   # seen by no hook, and the loss does not depend on it
         scale = float(r.abs().max()) + floor * size[n]
         near = n in ours and float((ours[n].to(r) - r).abs().max()) <= (0.1 if coarse else 2e-3) * scale
         if not near: ways.by_function.add(n)
@@ -562,6 +565,9 @@ def _unit(e: FisherEstimate) -> str:
             "(nats squared per squared weight)")
 
 # %% ../nbs/11_fisher.ipynb #6bc1356e
+_OWN = re.compile(r"fisher-\d+-\d+-[0-9a-f]{8}\.safetensors")  # what _save writes
+
+
 def _save(estimate: FisherEstimate, folder: Path) -> Path:
     "Write the tensors under a new name, then the description that names them, then remove the old ones."
     folder.mkdir(parents=True, exist_ok=True)
@@ -571,7 +577,7 @@ def _save(estimate: FisherEstimate, folder: Path) -> Path:
     about |= {"unit": estimate.unit, "tensors": name, "schema": 1}
     write_atomically(folder / "fisher.json", json.dumps(about, indent=1) + "\n")
     for old in folder.glob("fisher-*.safetensors"):
-        if old.name != name: old.unlink(missing_ok=True)
+        if old.name != name and _OWN.fullmatch(old.name): old.unlink(missing_ok=True)
     return folder / "fisher.json"
 
 # %% ../nbs/11_fisher.ipynb #73f0cde0
@@ -656,7 +662,7 @@ def _begin(model, level, loss, reduction, sample, precision, corpus, checkpoint)
                          [corpus], precision)
     if checkpoint is None or not (Path(checkpoint) / "fisher.json").is_file(): return new
     old = FisherEstimate.load(checkpoint)
-    for key in ("level", "loss", "reduction", "sample", "fingerprint", "corpora", "precision"):
+    for key in ("level", "loss", "reduction", "sample", "numel", "fingerprint", "corpora", "precision"):
         if getattr(old, key) == getattr(new, key): continue
         raise ValueError(f"checkpoint: {str(checkpoint)!r} holds an estimate with another {key}; "
                          "give another folder, or remove it")
@@ -753,10 +759,28 @@ def _check_finite(estimate: FisherEstimate):
                      "weights or losses hold NaN or infinity, or precision is too low")
 
 # %% ../nbs/11_fisher.ipynb #cdb050ff
-def _no_corpus():
-    "Raise the `ValueError` for a checkpoint of batches that nothing describes."
-    raise ValueError("corpus: a checkpoint of batches that do not describe themselves needs corpus={...}, "
-                     "to be told from others")
+def _described(batches, corpus: dict | None) -> dict:
+    "Return the description of the batches, as JSON has it. `ValueError` for one that JSON does not know."
+    about = batches.describe() if isinstance(batches, TextBatches) else corpus or {}
+    try: return json.loads(json.dumps(about))
+    except TypeError as error:
+        raise ValueError(f"corpus: cannot be written as JSON ({error}); give texts and numbers") from None
+
+
+def _check_checkpoint(checkpoint: str | Path, about: dict, loss: str | Callable):
+    "Raise a `ValueError` for a checkpoint that could not be told from others, and what its folder raises."
+    if not about:
+        raise ValueError("corpus: a checkpoint of batches that do not describe themselves needs corpus={...}, "
+                         "to be told from others")
+    check_named(loss, "checkpoint")
+    check_writable(Path(checkpoint) / "fisher.json")
+
+
+def check_named(loss: str | Callable, what: str):
+    "Raise a `ValueError` for a function that no name tells from another one."
+    if isinstance(loss, functools.partial) or getattr(loss, "__name__", "") == "<lambda>":
+        raise ValueError(f"loss: {loss!r:.60} has no name that tells it from another one in {what}; define it by "
+                         f"def, and give another {what} whenever it changes")
 
 # %% ../nbs/11_fisher.ipynb #8cab9906
 def agreement(
@@ -789,19 +813,19 @@ def _summary(top: float, found: list[dict]) -> dict:
 # %% ../nbs/11_fisher.ipynb #177f968e
 def _agreement(a: Tensor, b: Tensor, top: Sequence[float]) -> dict:
     "Return the measures of one tensor, for each share with at least two entries."
-    limit = round(top[0] / 100 * len(b))
+    limit = min(round(top[0] / 100 * len(b)), int((b > 0).sum()))  # entries that are 0 have no order
     if limit < 2 or not float(b.max()) > 0 or not float(a.max()) > 0: return {}
     (values, at), chosen = b.topk(limit), a.topk(limit).indices
-    at, chosen, rows = at.numpy(), chosen.numpy(), {}
+    at, chosen, rows, some = at.numpy(), chosen.numpy(), {}, (a > 0).numpy()
     x, y = (a[at] / a.max()).double().numpy(), (values / values[0]).double().numpy()
     for t in top:
-        k = round(t / 100 * len(b))
+        k = min(round(t / 100 * len(b)), limit)
         if k < 2: continue
         varies = np.ptp(x[:k]) > 0 and np.ptp(y[:k]) > 0
         rows[t] = {"entries": k, "pearson": stats.pearsonr(x[:k], y[:k]).statistic if varies else np.nan,
                    "spearman": stats.spearmanr(x[:k], y[:k]).statistic if varies else np.nan,
                    "difference": float(np.abs(x[:k] - y[:k]).mean()),
-                   "overlap": len(np.intersect1d(at[:k], chosen[:k], assume_unique=True)) / k}
+                   "overlap": len(np.intersect1d(at[:k], chosen[:k][some[chosen[:k]]], assume_unique=True)) / k}
     return rows
 
 # %% ../nbs/11_fisher.ipynb #f311c195
@@ -826,5 +850,6 @@ def load_scores(
     if isinstance(content, dict) and {"tensors", "numel"} <= content.keys(): return FisherEstimate.load(file).scores()
     scores = content.get("tensor_scores", content) if isinstance(content, dict) else None
     number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-    if scores and all(map(number, scores.values())): return {n: float(v) for n, v in scores.items()}
+    if isinstance(scores, dict) and scores and all(map(number, scores.values())):
+        return {n: float(v) for n, v in scores.items()}
     raise ValueError(f"scores: {str(path)!r} holds no tensor scores; {source}")

@@ -398,8 +398,8 @@ def mean_activation(
 def _isoscore(c: Cloud) -> float:
     "Return the IsoScore of a cloud; `ValueError` in one dimension."
     if c.d < 2: raise ValueError("points: have one dimension, which has no isotropy; need (n, d) with d >= 2")
-    λ = c.centred
-    return float((λ.sum() ** 2 / λ.square().sum() - 1) / (c.d - 1))
+    eigenvalues = c.centred
+    return float((eigenvalues.sum() ** 2 / eigenvalues.square().sum() - 1) / (c.d - 1))
 
 # %% ../nbs/05_geometry.ipynb #a1b00048
 _MEASURES = {

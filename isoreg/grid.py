@@ -201,7 +201,8 @@ class Run:
     @property
     def parameters(self) -> dict:
         "What the notebook gets."
-        return {k: v for k, v in self.config.items() if v is not None}
+        usual = config_class(self.notebook).model_fields
+        return {k: v for k, v in self.config.items() if v is not None or usual[k].default is not None}
 
 # %% ../nbs/29_grid.ipynb #038b5d56
 @dataclass(frozen=True)
@@ -240,7 +241,8 @@ def _choices(axis: str, values: list) -> list[tuple[dict, dict]]:
 # %% ../nbs/29_grid.ipynb #cbf79161
 def _combinations(block: Block) -> Iterator[tuple[dict, dict]]:
     "Yield parameters and labels of each combination; what is excluded is left in."
-    for picks in _product([_choices(n, v) for n, v in block.axes.items()], f"{block.name}: axes"):
+    axes = [_choices(n, v) for n, v in block.axes.items()]
+    for picks in _product(axes, f"{block.name}: axes") if axes or not block.include else ():
         parameters, labels = {}, {}
         for given, label in picks:
             both = set(parameters) & set(given)
@@ -274,21 +276,24 @@ def _among(value, single: set, others: list) -> bool:
 # %% ../nbs/29_grid.ipynb #9fc6b930
 def _configs(block: Block, overrides: list[dict], names: set[str]) -> tuple[list, int, list[str]]:
     "Return (parameters, configuration or error) of each combination, how many were excluded, and notes."
-    kind, hits, found = config_class(block.notebook), defaultdict(int), []
+    kind, useful, excluded, found = config_class(block.notebook), set(), 0, []
     known = sorted(names | set(kind.model_fields))
     for n in (n for entry in block.exclude for n in entry):
         if n not in known: raise ValueError(f"{block.name}: exclude: {n!r} is unknown; {near(n, known)}")
     combinations, entries = list(_combinations(block)), _entries(block)
     given = {n for parameters, _ in combinations for n in parameters}
     for parameters, labels in combinations:
-        if (entry := _excluded_by(entries, parameters, labels)) is not None: hits[entry] += 1; continue
+        useful.add(_excluded_by(entries, parameters, labels))
         for chosen in overrides:
             mine = parameters | {n: v for n, v in chosen.items() if n in parameters or n not in given}
+            if _excluded_by(entries, mine, {n: mine.get(n, v) for n, v in labels.items()}) is not None:
+                excluded += 1
+                continue
             try: config = _checked(kind.from_dict(mine))
             except ValueError as error: config = error
             found.append((mine, config))
-    notes = [f"{block.name}: exclude: {e} takes nothing away" for i, e in enumerate(block.exclude) if not hits[i]]
-    return found, sum(hits.values()), notes
+    notes = [f"{block.name}: exclude: {e} takes nothing away" for i, e in enumerate(block.exclude) if i not in useful]
+    return found, excluded, notes
 
 # %% ../nbs/29_grid.ipynb #5591aef2
 def _checked(config):
@@ -358,13 +363,15 @@ def choose(
     records: Iterable[dict],  # of its runs; others are left out
 ) -> list[Choice]:
     "Return the best setting of each task and method. `ValueError` for a seed below 100, and for runs without a record."
+    other = [r.notebook for r in plan.runs if r.notebook != "finetune"]
+    if other: raise ValueError(f"grid: {plan.name} has runs of {other[0]}; only settings of finetune have a score")
     found, groups = {r["key"]: r for r in records if isinstance(r.get("key"), str)}, {}
     low = sorted({r.config["seed"] for r in plan.runs if r.config.get("seed", 0) < SEARCH_SEEDS})
     if low: raise ValueError(f"seed: {low[0]} is for final runs; search on seeds of {SEARCH_SEEDS} and above")
     lost = [r.key for r in plan.runs if r.key not in found]
     if lost:
         raise ValueError(f"records: {len(lost)} of {len(plan.runs)} runs of {plan.name} have none, such as {lost[0]}; "
-                         "finish the search first")
+                         "finish the search first, and give the --set and --only that it was swept with")
     varied = [n for n in plan.runs[0].config if len({str(r.config.get(n)) for r in plan.runs}) > 1 and n != "seed"]
     for run in plan.runs:
         place = {n: run.config[n] for n in PLACE if n in varied}

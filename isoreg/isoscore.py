@@ -450,8 +450,8 @@ def isoscore_star(
 ):
     """Return the `IsoScore*` of each cloud, (...); differentiable in `points` (Rudman and Eickhoff 2024, Algorithm 1).
 
-    Raises `ValueError` for zeta outside [0, 1], a reference of the wrong size or not symmetric, too few points, NaN,
-    and zero variance where the reference has no weight.
+    Raises `ValueError` for zeta outside [0, 1], a reference of the wrong size, not symmetric or of zero variance, too
+    few points, NaN, and zero variance where the reference has no weight.
     """
     check_zeta(zeta)
     one_of("convention", convention, CONVENTIONS)
@@ -493,10 +493,20 @@ def check_zeta(
     "Raise a `ValueError` unless zeta is a number in [0, 1]."
     in_range(name, zeta, 0, 1, hint="0 is the sample alone (released convention), the paper uses 0.2 to 0.8")
 
+# %% ../nbs/02_isoscore.ipynb #a1b00019
+def check_reference_cov(
+    reference_cov,  # (..., d, d) tensor or array
+    dims: int | None = None,  # the d that is wanted, any if None
+) -> Tensor:
+    "Return a reference as a tensor, detached; `ValueError` as `check_cov` has it, and for one of zero variance."
+    R = check_cov(reference_cov, "reference_cov", dims).detach()
+    if bool((R.diagonal(dim1=-2, dim2=-1).sum(-1) > 0).all()): return R
+    raise ValueError("reference_cov: has zero variance; rebuild it from more tokens")
+
 # %% ../nbs/02_isoscore.ipynb #9fbc27d1
 def _check_reference(reference_cov, X: Tensor) -> Tensor:
     "Return the reference on the device of X; `ValueError` unless there is one, or one for each cloud."
-    R, lead = check_cov(reference_cov, "reference_cov", X.shape[-1]).detach().to(X.device), X.shape[:-2]
+    R, lead = check_reference_cov(reference_cov, X.shape[-1]).to(X.device), X.shape[:-2]
     if R.ndim == 2 or R.shape[:-2] == lead: return R
     raise ValueError(f"reference_cov: {tuple(R.shape[:-2])} references for clouds {tuple(lead)}; "
                      "pass one (d, d), or one for each cloud")

@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 
 from .checks import in_range, one_of
 from .isoscore import (
-    CONVENTIONS, CORRECTIONS, MIN_ROWS, check_cov, check_zeta, closed_form, estimate_traces, invariants_of_moments,
-    mix, reference_weight, score_from_cov, too_even)
+    CONVENTIONS, CORRECTIONS, MIN_ROWS, check_reference_cov, check_zeta, closed_form, estimate_traces,
+    invariants_of_moments, mix, reference_weight, score_from_cov, too_even)
 from .moments import Moments, all_reduce, full_precision, merge, moments, pool, sum_over_ranks, world_size
 from .states import (
     check_alike, check_layer, check_mask, check_states, encoder_of, eval_mode, hidden_states, zeros_and_ones)
@@ -56,7 +56,7 @@ class IStar(nn.Module):
 
     def set_reference(self, reference_cov: Tensor) -> None:
         "Take a new reference covariance, (d, d) or (L, d, d); it is detached."
-        self.reference_cov = check_cov(reference_cov, "reference_cov").detach()
+        self.reference_cov = check_reference_cov(reference_cov)
 
     explain = lambda self, *seen: _explain(self, *seen)
     needs_reference = property(lambda self: _needs_reference(self))
@@ -417,10 +417,12 @@ def _cosine(X: Tensor, mask: Tensor | None) -> Tensor:
     X = X.to(torch.promote_types(X.dtype, torch.float32))
     keep = X.new_ones(len(X)) if mask is None else (mask != 0).to(X.dtype)  # (N,)
     X = X.masked_fill(keep[:, None] == 0, 0)
-    weight = keep / torch.linalg.vector_norm(X, dim=-1).clamp(min=1e-12)  # (N,), so that u = weight * x
-    Σ_u, N = weight @ X, keep.sum()  # (d,), ()
-    if world_size() > 1: Σ_u, N = sum_over_ranks(Σ_u), sum_over_ranks(N)
-    return (Σ_u / N).square().sum() - 1 / N
+    length = torch.linalg.vector_norm(X, dim=-1)  # (N,)
+    weight = keep / length.clamp(min=1e-12)  # (N,), so that u = weight * x
+    Σ_u, counts = weight @ X, torch.stack([keep.sum(), (keep * (length >= 1e-12)).sum()])  # (d,), (2,)
+    if world_size() > 1: Σ_u, counts = sum_over_ranks(Σ_u), sum_over_ranks(counts)
+    N, directed = counts  # rows that count, and those of them that have a direction
+    return (Σ_u / N).square().sum() - directed / N / N
 
 # %% ../nbs/07_istar.ipynb #f852c172
 PENALTY_CLASSES: dict[str, type[nn.Module]] = {"istar": IStar, "cosreg": CosReg}

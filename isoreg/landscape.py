@@ -23,8 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from .checks import in_range, one_of
-from .corpus import LOSSES, sample_losses
-from .files import write_atomically
+from .corpus import LOSSES, predicted_positions, sample_losses
+from .files import check_writable, write_atomically
+from .fisher import check_named
 from .states import eval_mode, same_draws
 
 # %% ../nbs/12_landscape.ipynb #6d5ae0cf
@@ -77,8 +78,12 @@ def _walk(model, batches, directions, axes, loss, path, progress, precision, red
             "reduction": reduction, "precision": precision, "model": _name(model)}
     rows: list = [None] * len(alphas)
     if path is not None:
+        check_named(loss, "path")
+        check_writable(path)
         made_of = {"weights": _parameters(model), "directions": directions,
                    "batches": [_fingerprint(b) for b in mean_loss.batches]}
+        buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point()}  # such as running means
+        if buffers: made_of["buffers"] = buffers
         info["fingerprints"] = {k: _fingerprint(v) for k, v in made_of.items()}
         rows = _resume(path, alphas, betas, info)
         if None not in rows: return Surface.load(path)
@@ -338,7 +343,8 @@ def _moved(weight: Tensor, name: str, at: Sequence[float], directions: Sequence[
 
 def _restore(kept: dict[Tensor, Tensor]) -> None:
     "Put the copies back, past the count of writes: a graph built before the walk can still be differentiated."
-    for t, copy in kept.items(): t.data.copy_(copy)
+    for t, copy in kept.items():
+        if t.is_contiguous() or not torch.equal(t, copy): t.data.copy_(copy)  # one made by expand cannot be written
     torch.clear_autocast_cache()
 
 # %% ../nbs/12_landscape.ipynb #6a621eba
@@ -380,12 +386,15 @@ class _MeanLoss:
         _check_batches(batches, loss, precision, reduction)
         self.model, self.loss, self.precision, self.reduction = model, loss, precision, REDUCTIONS[reduction]
         self.device, self.samples, self.batches = next(iter(_parameters(model).values())).device, 0, []
+        one_each = reduction == "sample" and not callable(loss)
         with same_draws(self.device):
             _seed(0)
             for batch in batches:
                 self.batches.append(_copied(batch))
                 _seed(len(self.batches))
-        if not self.batches: raise ValueError("batches: no batch came; pass batches that can be read")
+        self.rows = [_rows_asked(b, loss) if one_each else None for b in self.batches]
+        if all(r is not None and not len(r) for r in self.rows):
+            raise ValueError("batches: no batch came with something to predict; pass batches that can be read")
 
     @contextmanager
     def evaluating(self):
@@ -395,10 +404,13 @@ class _MeanLoss:
 
     def losses(self) -> Iterator[Tensor]:
         "Yield the losses of the samples of each batch, (batch,)."
-        for number, batch in enumerate(self.batches):
+        for number, (batch, rows) in enumerate(zip(self.batches, self.rows)):
+            if rows is not None and not len(rows): continue
             _seed(number)
             values = sample_losses(self.model, _copied(batch, self.device), self.loss, self.reduction)
-            if isinstance(values, Tensor) and values.ndim == 1: yield values; continue
+            if isinstance(values, Tensor) and values.ndim == 1:
+                yield values if rows is None else values[rows.to(self.device)]
+                continue
             shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(f"loss: returned {shape}; need one loss for each sample, shape (batch,)")
 
@@ -438,6 +450,14 @@ def _copied(x: Any, device: torch.device | None = None) -> Any:
     return x
 
 # %% ../nbs/12_landscape.ipynb #5aa3b257
+def _rows_asked(batch: dict, loss: str) -> Tensor | None:
+    "Return the rows that have something to predict; None if all have, or if the loss will say what is wrong."
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor): return None
+    rows = predicted_positions(batch, loss)[0].unique()
+    return rows if len(rows) < len(labels) else None
+
+
 def _seed(number: int):
     "Seed as torch.manual_seed, which takes long where CUDA is not in use, and the generators of Python and NumPy."
     torch.default_generator.manual_seed(number); random.seed(number); np.random.seed(number)
@@ -473,9 +493,12 @@ class Surface:
     def origin(self) -> float: return float(self.losses[self.alphas == 0][0, self.betas == 0][0])
     @property
     def radii(self) -> np.ndarray: return np.hypot(self.alphas[:, None], self.betas[None]).round(9)
-    def radius_profile(self, edges: Sequence[float] = RINGS) -> pd.DataFrame:
-        "Return the mean loss of each ring edges[i] <= r < edges[i + 1]: columns from, to, points (finite ones), loss."
-        return _rings(self.radii, self.losses, edges)
+    def radius_profile(self, edges: Sequence[float] | None = None) -> pd.DataFrame:
+        """Return the mean loss of each ring edges[i] <= r < edges[i + 1]: columns from, to, points (finite ones), loss.
+
+        Without edges they are `RINGS`, the last as far as the surface goes."""
+        last = max(RINGS[-1], np.nextafter(self.radii.max(), np.inf))
+        return _rings(self.radii, self.losses, (*RINGS[:-1], last) if edges is None else edges)
 
     def curvature(self, radius: float = 0.35) -> "Curvature":
         "Return the least-squares quadratic of the finite points nearer than `radius`. `ValueError` if too few."

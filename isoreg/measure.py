@@ -55,9 +55,9 @@ def measure_fisher(
     seconds, scores = time.perf_counter() - begun, full.scores()
     sites = _schedule(model, scores)
     draws = _compare_draws(config, model, corpus, loss, full, sites, folder / "partial.json", on_progress)
+    total, over = _summed_loss(model, corpus, loss)
     found = {
-        "loss": loss, "mean_loss": mean_loss(model, corpus, loss),
-        "mean_loss_over": min(len(corpus.numbers), 50 * config.batch_size), "unit": full.unit,
+        "loss": loss, "mean_loss": total / over, "mean_loss_over": over, "unit": full.unit,
         "samples": full.n_samples, "corpus": full.corpora[0], "fingerprint": full.fingerprint,
         "by_function": full.by_function, "parameters": sum(full.numel.values()), "numel": full.numel,
         "tensor_scores": scores, "sites": sites, "draws": draws,
@@ -119,13 +119,20 @@ def mean_loss(
     loss: str,  # "mlm", "clm" or "seq2seq"
     limit: int = 50,  # batches
 ) -> float:
-    "Return the mean loss of the samples in nats, over the first batches."
+    "Return the mean loss of the samples in nats, over the first batches, in eval mode. `ValueError` without a batch."
+    total, n = _summed_loss(model, batches, loss, limit)
+    return total / n
+
+
+def _summed_loss(model: nn.Module, batches: Iterable[dict], loss: str, limit: int = 50) -> tuple[float, int]:
+    "Return the sum of the losses of the first batches' samples, and how many samples these are."
     device, total, n = next(model.parameters()).device, 0.0, 0
-    with torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         for _, batch in zip(range(limit), batches):
             losses = sample_losses(model, {k: v.to(device) for k, v in batch.items()}, loss)
             total, n = total + float(losses.sum()), n + len(losses)
-    return total / n
+    if not n: raise ValueError("batches: no batch came; pass a text")
+    return total, n
 
 # %% ../nbs/25_measure.ipynb #bc29ba17
 def measure_landscape(

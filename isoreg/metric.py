@@ -4,6 +4,7 @@
 __all__ = ['IsoScore']
 
 # %% ../nbs/04_metric.ipynb #431cddc4
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -12,12 +13,32 @@ from torch import Tensor
 
 from .checks import in_range, one_of
 from .isoscore import (
-    CONVENTIONS, CORRECTIONS, MIN_ROWS, check_cov, check_evenness, check_zeta, closed_form, estimate_traces,
+    CONVENTIONS, CORRECTIONS, MIN_ROWS, check_evenness, check_reference_cov, check_zeta, closed_form, estimate_traces,
     gaussian_stderr, invariants_of_moments, mix, power_of_two, reference_weight, score_from_cov)
 from .moments import Moments, check_points, merge, moments
 
+# %% ../nbs/04_metric.ipynb #3adfe94d
+class _Steady(torchmetrics.Metric):
+    "A metric that an error leaves as it was."
+
+    def forward(self, *args, **kwargs):
+        "Add a batch and return its own value; a batch that has none is left out."
+        before = dict(vars(self))
+        try: return super().forward(*args, **kwargs)
+        except BaseException:
+            vars(self).update(before)
+            raise
+
+    @contextlib.contextmanager
+    def sync_context(self, dist_sync_fn=None, process_group=None, should_sync=True, should_unsync=True,
+                     distributed_available=None):
+        "Give a context in which the states are those of all ranks; after it, and after an error in it, its own."
+        self.sync(dist_sync_fn, process_group, should_sync, distributed_available)
+        try: yield
+        finally: self.unsync(self._is_synced and should_unsync)
+
 # %% ../nbs/04_metric.ipynb #3adfe94e
-class MomentsMetric(torchmetrics.Metric):
+class MomentsMetric(_Steady):
     "Moments of all points that `update` has seen, over all batches and ranks, in float64."
 
     higher_is_better, is_differentiable, full_state_update = None, False, True
@@ -77,7 +98,7 @@ class IsoScore(MomentsMetric):
         super().__init__(num_dims, 4 if correction == "ustat" else 2, **kwargs)
         _check_settings(correction, reference_cov, zeta, convention)
         self.correction, self.zeta, self.convention = correction, zeta, convention
-        R = None if reference_cov is None else check_cov(reference_cov, "reference_cov", num_dims).detach().double()
+        R = None if reference_cov is None else check_reference_cov(reference_cov, num_dims).double()
         self.reference_cov: Tensor | None
         self.register_buffer("reference_cov", R)
 
@@ -99,6 +120,8 @@ class IsoScore(MomentsMetric):
 # %% ../nbs/04_metric.ipynb #e5b37beb
 def _score(m: Moments, correction: str | None) -> Tensor:
     "Return the score of moments in float64, a 0-d tensor; `ValueError` where they are as even as so few rows can be."
+    scale = power_of_two(m.m2.trace(), m.count)  # so that float64 holds the squares of the variances
+    m = m._replace(m2=m.m2 * scale**2, m4=None if m.m4 is None else m.m4 * scale**2 * scale**2)
     inv, d = invariants_of_moments(m), len(m.mean)
     t2, f = estimate_traces(inv, correction)
     if correction and bool(torch.isfinite(f)): check_evenness(inv, f, d, torch.float32)
@@ -150,6 +173,9 @@ def _see(x: Tensor, keep: Tensor | None, order: int) -> _Seen:
     if scale != 1:  # out of the range of float32: the sums of the rows times a power of two, divided by that in float64
         m = moments(x.to(torch.promote_types(x.dtype, torch.float32)) * scale.to(x.device), keep, order)
         m = Moments(m.count, *(None if f is None else f.double() / scale**k for k, f in enumerate(m[1:], 1)))
+        if order == 4 and not torch.finfo(m.m4.dtype).tiny <= m.m4 < torch.inf:
+            raise ValueError("points: too large or too small for float64 to hold their fourth powers; rescale them "
+                             "(none of this batch was added)")
     first = x[0] if keep is None else x[keep.int().argmax()]
     differs = (x != first).any(-1)
     varies = (differs if keep is None else differs & keep).any()

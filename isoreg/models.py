@@ -37,7 +37,9 @@ def load_model(
     `load_tokenizer`.
     """
     tokenizer, notes = load_tokenizer(config.model), []
-    model, missing = _with_head(config, task or get_task(config.task, config.definition))
+    model, missing, body = _with_head(config, task or get_task(config.task, config.definition))
+    old = _redraw_head(model, body, missing, config.seed)
+    if old: notes.append(f"{', '.join(old)} of the checkpoint not used: drawn with the seed")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         notes.append(f"padding token set to {tokenizer.eos_token}")
@@ -48,20 +50,38 @@ def load_model(
     return model, tokenizer, notes
 
 # %% ../nbs/21_models.ipynb #62c57685
-def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str]]:
-    "Return the model and the keys that the checkpoint lacks. `ValueError` where the encoder's are among them."
-    kind, options = AutoModelForQuestionAnswering, dict[str, Any]()
+def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.Module]:
+    "Return the model, the keys that the checkpoint lacks, and the part below the head. `ValueError` if that lacks any."
+    kind, options = AutoModelForQuestionAnswering, dict[str, Any](ignore_mismatched_sizes=True)
     if task.kind != "qa":
         problem = "regression" if task.kind == "regression" else "single_label_classification"
-        kind, options = AutoModelForSequenceClassification, {"num_labels": task.num_labels, "problem_type": problem}
+        kind = AutoModelForSequenceClassification
+        options |= {"num_labels": task.num_labels, "problem_type": problem}
     set_seed(config.seed)
     model, info = pretrained(kind, config.model, dtype=torch.float32, output_loading_info=True, **options)
     body = getattr(model, "base_model", model)
     if body is model: body = nn.ModuleList([model.get_encoder(), model.get_decoder()])  # as T5 for questions has it
+    other = [key for key, *_ in info["mismatched_keys"]]  # such as a head of other labels
+    if misfits := missing_weights(model, body, other):
+        raise ValueError(f"model: {config.model!r} cannot be read (its config.json and its weights differ in their "
+                         f"shapes: {misfits[0]}); give a complete checkpoint")
     if lost := missing_weights(model, body, info["missing_keys"]):
         raise ValueError(f"model: {config.model!r} lacks {len(lost)} weights of its encoder ({', '.join(lost[:3])}), "
                          "which would be random; give a complete checkpoint")
-    return model, info["missing_keys"]
+    return model, set(info["missing_keys"]), body
+
+
+def _redraw_head(model: nn.Module, body: nn.Module, missing: set[str], seed: int) -> list[str]:
+    "Draw anew what a checkpoint has beside its body, the head of an earlier task, and return the names of its modules."
+    own, old = {id(p) for p in body.parameters()}, []
+    for name, module in model.named_modules():
+        weights = {f"{name}.{n}": p for n, p in module.named_parameters(recurse=False) if id(p) not in own}
+        if not weights or weights.keys() <= missing: continue
+        if not old: set_seed(seed)
+        for p in weights.values(): p._is_hf_initialized = False  # transformers 5 passes over weights that were read
+        model._init_weights(module)
+        old.append(name)
+    return old
 
 # %% ../nbs/21_models.ipynb #19f58853
 def missing_weights(model: nn.Module, body: nn.Module, missing: Iterable[str]) -> list[str]:

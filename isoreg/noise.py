@@ -444,11 +444,14 @@ class DropoutSchedule(TrainerCallback):
         if self.applied is not None: self.applied.undo()  # a training that was interrupted never came to its end
         self.sites = dropout_sites(model, batch=self.batch)
         self.applied = set_dropout(model, {s.name: s.p for s in self.sites}, batch=self.batch)  # changes nothing
-        set_dropout(model, self.rates(0.0), partial=True, batch=self.batch)
+        self._set(model, 0.0, batch=self.batch)
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        rates = self.rates(state.global_step / max(1, state.max_steps))
-        set_dropout(model, rates, partial=True, verify=False, sites=self.sites)
+        self._set(model, state.global_step / max(1, state.max_steps), verify=False, sites=self.sites)
+
+    def _set(self, model, progress: float, **options):
+        rates = self.rates(progress)
+        if rates != {}: set_dropout(model, rates, partial=True, **options)  # none: all keep theirs
 
     def on_train_end(self, args, state, control, **kwargs): self.applied.undo()
 

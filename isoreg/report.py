@@ -119,7 +119,8 @@ def _row(record: dict, file: str, line: int) -> dict:
         "fingerprint": data.get("fingerprint"),
         **{name: _count(data.get(name)) for name in ("train_rows", "evaluation_rows")},
         "notes": [n for found in notes.values() for n in found], "seconds": record.get("total_seconds"),
-        "train_seconds": record.get("train_seconds"), "memory_mib": record.get("peak_memory_mib"),
+        **{name: record.get(name) for name in ("train_seconds", "device_seconds")},
+        "memory_mib": record.get("peak_memory_mib"),
         "hardware": _hardware(_get(record, "hardware")), "commit": record.get("git_commit"),
         "started": _get(record, "started", str), "attempts": _float(record.get("attempts")), "file": file, "line": line}
 
@@ -177,7 +178,8 @@ def _others(record: dict) -> Iterator[dict]:
         data["notes"] = [*dict.fromkeys(_get(record, "data.notes", list) + _get(found, "notes", list))]
         yield record | found | {
             "key": f"{record.get('key')}-{task}", "config": record["config"] | {"task": task}, "isoscore": {},
-            "geometry": {}, "data": _get(record, "data") | data, "total_seconds": None, "train_seconds": None}
+            "geometry": {}, "data": _get(record, "data") | data,
+            **dict.fromkeys(("total_seconds", "train_seconds", "device_seconds"))}
 
 # %% ../nbs/27_report.ipynb #c671766f
 def _methods(df: pd.DataFrame) -> list[str]:
@@ -283,11 +285,13 @@ def summarise(
 
     Columns: task, the varying settings, method, metric, n (finished), failed, collapsed, mean, sd, low, high, median,
     worst (the lowest), majority, isoscore_before, isoscore_after and their layers' mean (with _sd and _n, the runs that
-    have one: none where a layer is undefined), seeds, keys, records. `ValueError` for an unknown column or value."""
-    df = df.reset_index(drop=True)  # of tables put together with pandas.concat, too
+    have one: none where a layer is undefined), seeds, keys, records. `ValueError` for an unknown column or value and,
+    unless `by` says what tells rows apart, for two finished runs of a group that share a seed."""
+    df, given = df.reset_index(drop=True), by is not None  # of tables put together with pandas.concat, too
     by, values, rows = [*columns_apart(df, by), "method"], outcomes(df, value), []
     for names, g in in_order(df.groupby(by, dropna=False, sort=False)):
         done, x = g[g.status == "done"], values[g.index].dropna()
+        if not given: _check_pairs(done)
         low, high = t_interval(x, level)
         rows.append({**dict(zip(by, names)), "metric": _metric(df, g, value), "n": len(x),
                      "failed": len(g) - len(done), "collapsed": int(done.collapsed.sum()), "mean": x.mean(),
@@ -563,10 +567,10 @@ def _together(g: pd.DataFrame, level: float) -> dict:
     (p, test), difference = sign_flip(flat), float(flat.sum())
     least, most = g[["least", "most"]].T.fillna(g.difference).T.mean() if g.failed.any() else (math.nan, math.nan)
     agree = sum(abs(d.mean()) > ROUNDING and d.mean() * difference > 0 for d in each)
-    sums, row_errors = g[["unequal", "failed", "collapsed", "collapsed_baseline"]].sum(), have.row_error.to_numpy()
+    sums, row_errors = g[["failed", "collapsed", "collapsed_baseline"]].sum(), have.row_error.to_numpy()
     return {"metric": known_texts(g.metric, "mean of the tasks' metrics"), "n": len(flat), "mean": have["mean"].mean(),
             "mean_baseline": have.mean_baseline.mean(), "difference": difference, "sd": math.nan, "low": low,
-            "high": high, "p": p, "test": test, "p_seeds": p_seeds, "unequal": int(sums.unequal),
+            "high": high, "p": p, "test": test, "p_seeds": p_seeds, "unequal": int((abs(flat) > ROUNDING).sum()),
             "incomplete": [f"{r.task}, {x}" for r in g.itertuples() for x in r.incomplete], "failed": int(sums.failed),
             "least": least, "most": most, "collapsed": int(sums.collapsed),
             "collapsed_baseline": int(sums.collapsed_baseline), "differ": list(dict.fromkeys(g.differ.sum())),

@@ -139,14 +139,21 @@ def _of_cached(wrapper: PenaltyLoss, terms: dict[str, Tensor], seen: _Reading) -
 
 # %% ../nbs/37_sentence_transformers.ipynb #24ae8cdf
 def _replay(model: nn.Module, parts: list[tuple[Tensor, ...]], scale: Tensor):
-    "Let the calls of the encoders that come next add the gradients of the parts, in their order, times the scale."
-    left = list(parts)
+    """Let the calls of the encoders that come next add the gradients of the parts, in their order, times the scale.
+
+    Calls after this backward pass, which an error may end early, are left as they are."""
+    left, task = list(parts), torch._C._current_graph_task_id()
     def join(tokens: tuple[Tensor, ...], output):
+        if torch._C._current_graph_task_id() != task:
+            left.clear()
+            if mine == [e.forward for e in _encoders(model)]: undo.close()  # not beneath a later one
+            return output
         part = left.pop(0)
         if not left: undo.close()
         output.last_hidden_state = _Join.apply(output.last_hidden_state, [g[0] * scale for g in part], *tokens)
         return output
     undo = _watch(model, join)
+    mine = [e.forward for e in _encoders(model)]
 
 # %% ../nbs/37_sentence_transformers.ipynb #2c84ed81
 class _Join(torch.autograd.Function):

@@ -22,8 +22,9 @@ def isoscore_by_sequence(
 ):
     """Return the IsoScore of each set of sequences, (...), corrected for the dependence of tokens; differentiable.
 
-    The sequences are independent, the tokens of one need not be. Raises `ValueError` for a wrong shape, fewer than 4
-    sequences with tokens, NaN or zero variance, and where the two estimates are not both positive.
+    The sequences are independent, the tokens of one need not be; a few long ones that hold most tokens bias it.
+    Raises `ValueError` for a wrong shape, fewer than 4 sequences with tokens, NaN or zero variance, and where the two
+    estimates are not both positive.
     """
     X, keep = _check_points(points, mask)
     with full_precision(X):

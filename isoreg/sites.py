@@ -225,7 +225,8 @@ def trial(model: nn.Module):
         finally:
             for m, k, v in off: setattr(m, k, v)
             for m, training in modes: m.training = training
-            for b, value in buffers: b.copy_(value)
+            for b, value in buffers:
+                if b.is_contiguous() or not torch.equal(b, value): b.copy_(value)
             random.setstate(states[0]); np.random.set_state(states[1])
 
 def _gpus(model: nn.Module) -> list[int]: return sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
@@ -464,6 +465,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         raise ValueError(f"model: {model!r:.80} is a {type(model).__name__}, no torch module; load it first, "
                          "for example with AutoModel.from_pretrained")
     inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+    if "module" in model._modules and len(model._modules) > 1: inner = None  # a part of it that has this name
     if inner is None and hasattr(model, "get_base_model"): inner = model.get_base_model()  # adapters stay in it
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
 

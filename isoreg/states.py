@@ -47,7 +47,8 @@ def encoder_of(
     "Return the model without wrapper, head and, if it has an encoder, decoder; `ValueError` for what is no module."
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {model!r} is no torch module; load it, as AutoModel.from_pretrained does")
-    body = getattr(model, "module", model)
+    own = "module" in model._modules and len(model._modules) > 1  # a part of this name, no wrapper
+    body = model if own else getattr(model, "module", model)
     if hasattr(body, "get_base_model"): body = body.get_base_model()  # of PEFT; its adapters stay in
     body = getattr(body, "base_model", body)
     both = getattr(getattr(body, "config", None), "is_encoder_decoder", False) and hasattr(body, "get_encoder")

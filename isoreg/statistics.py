@@ -171,8 +171,11 @@ def mean_rank_correlation(
 ) -> dict:  # kind, mean, low, high, p, each (one a seed), seeds, resamples
     """Return the mean over seeds of the rank correlation over settings, its t interval, and p by shuffles within seeds.
 
-    A seed with fewer than three settings, or all equal, has none. `ValueError` if no seed has one."""
+    A seed with fewer than three settings, or all equal, has none. `ValueError` if no seed has one, or a number is not
+    finite."""
     one_of("kind", kind, ("spearman", "kendall"))
+    if not all(np.isfinite(np.asarray(v, dtype=float)).all() for pair in pairs for v in pair):
+        raise ValueError("pairs: not all are finite; leave those settings out")
     rng, each, null = np.random.default_rng(seed), [], np.zeros(resamples)
     for x, y in pairs:
         a, b = _rank_pairs(x, kind), _rank_pairs(y, kind)

@@ -320,7 +320,7 @@ def _compute_run(
                                "was isoreg, or a file of scores, changed while the sweep ran?")
     except Exception as error:
         outcome.error, outcome.traceback = error_words(error)
-        outcome.final = getattr(error, "ename", type(error).__name__) == "ValueError"
+        outcome.final = getattr(error, "ename", type(error).__name__) in ("ValueError", "MissingSplit")
         if is_disk_full(error): outcome.status = "full"
         elif folder.record(run, part=True) is None: outcome.status = "failed"
     outcome.seconds = time.monotonic() - begun
@@ -568,8 +568,10 @@ def _begin(s: _State, run: Run) -> bool:
     try: claim.acquire()
     except Timeout: return False
     if s.folder.is_held(run.key, "node"): claim.release(); return False
-    if (outcome := _settled(s, run)) is None: s.running[s.executor.submit(run, claim)] = _Job(run, claim)
-    else:
+    try:
+        if (outcome := _settled(s, run)) is None: s.running[s.executor.submit(run, claim)] = _Job(run, claim)
+    except BaseException: claim.release(); raise
+    if outcome is not None:
         claim.release()
         _account(s, outcome)
     return True

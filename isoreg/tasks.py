@@ -87,12 +87,15 @@ def _check_columns(task: Task) -> None:
     "Raise a `ValueError` for columns or labels that the kind of task cannot have."
     texts, labels = task.text_columns, task.label_names
     if len(texts) not in (1, 2): raise ValueError(f"text_columns: {texts}; name one column, or two for pairs")
+    if len(set(texts)) < len(texts): raise ValueError(f"text_columns: {texts} are one; name it once, or another column")
     if task.kind != "classification":
         if labels: raise ValueError(f"label_names: {labels}, but {task.kind} has none; pass ()")
     elif len(labels) == 1 or len(set(labels)) < len(labels):
         raise ValueError(f"label_names: {labels}; name two different labels or more, in the order of their integers, "
                          "or none to learn them from the training rows")
     if task.label in texts: raise ValueError(f"label: {task.label!r} is a column of texts too; name that of the labels")
+    if "label" in texts:
+        raise ValueError("text_columns: 'label' is what the labels are called once they are read; rename that column")
 
 
 def _check_metrics(task: Task) -> None:

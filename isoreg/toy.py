@@ -348,7 +348,7 @@ def _monotone_pair(rng: random.Random, label: int) -> tuple[Clause, Clause]:
 
 # %% ../nbs/16_toy.ipynb #f6153ced
 _WEAKER = [pair.split(">") for pair in (  # the first entails the second
-    "every>a each>one one>a this>a the>a all>most all>some most>some many>some two>some three>two these>some "
+    "every>a each>one each>a this>a the>a all>most all>some most>some many>some two>some three>two these>some "
     "the>some").split()]
 
 def _quantifier_pair(rng: random.Random, label: int) -> tuple[Clause, Clause]:

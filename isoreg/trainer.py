@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class PenaltyMixin:
         "Train as the Trainer does; references are read from the checkpoint that it resumes from."
         named = isinstance(resume_from_checkpoint, (str, os.PathLike))
         _place_references(self, folder=None, checkpoint=Path(resume_from_checkpoint) if named else None)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with _one_training(self): return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         "Return the Trainer's loss, in training with the penalties added as training_step will scale them."
@@ -69,6 +69,16 @@ class PenaltyMixin:
     def _save_checkpoint(self, model, trial):
         _place_references(self, folder=Path(self._get_output_dir(trial)))
         return super()._save_checkpoint(model, trial)
+
+# %% ../nbs/09_trainer.ipynb #c6e93094
+@contextlib.contextmanager
+def _one_training(trainer: Trainer):
+    "Begin the means of the log anew; restore, however training ends, the strengths that schedules have set."
+    trainer._means = _Means()
+    try: yield
+    finally:
+        for c in trainer.callback_handler.callbacks:
+            if isinstance(c, LambdaSchedule): c.scheduled.lam = c.lam
 
 # %% ../nbs/09_trainer.ipynb #c6e93095
 def _check_order(cls: type):
@@ -135,21 +145,27 @@ def honours_num_items(
     model: nn.Module,  # a transformers model, or DistributedDataParallel around one
     inputs: dict,  # one batch with labels
     num_items: Tensor | int,  # what the Trainer would pass as num_items_in_batch
-) -> bool:
-    "Return whether the loss really depends on `num_items_in_batch`. Leaves mode and random state as they were."
+) -> bool | None:
+    """Return whether the loss really depends on `num_items_in_batch`; None where it is 0 or NaN, which does not tell.
+
+    Leaves mode and random state as they were."""
     body = getattr(model, "module", model)
     with eval_mode(body): one, two = (body(**inputs, num_items_in_batch=num_items * k) for k in (1, 2))
-    return not torch.equal(*(out["loss"] if isinstance(out, dict) else out[0] for out in (one, two)))
+    one, two = (out["loss"] if isinstance(out, dict) else out[0] for out in (one, two))
+    return not torch.equal(one, two) if bool(torch.isfinite(one).all() & one.any()) else None
 
 # %% ../nbs/09_trainer.ipynb #deae9b40
 def _verify_normalisation(trainer: Trainer, model: nn.Module, inputs: dict, num_items):
-    "Ask the model once, where it matters, whether it normalises; let training_step divide if it does not."
+    "Ask the model, where it matters and until it is known, if it normalises; let training_step divide if it does not."
     other = trainer.compute_loss_func is not None or trainer.label_smoother is not None  # than the model's own loss
     if trainer._verified or num_items is None or other or not trainer.model_accepts_loss_kwargs: return
-    trainer._verified = True
     if trainer.args.gradient_accumulation_steps == 1 and trainer.args.world_size == 1: return
-    with trainer.compute_loss_context_manager():
-        if not honours_num_items(model, inputs, num_items): trainer.model_accepts_loss_kwargs = False
+    with trainer.compute_loss_context_manager(): honours = honours_num_items(model, inputs, num_items)
+    answers = torch.tensor([honours is not None, honours is True], device=trainer.args.device).int()
+    if world_size() > 1: answers = sum_over_ranks(answers)
+    known, yes = answers.bool().tolist()
+    trainer._verified = known
+    if known and not yes: trainer.model_accepts_loss_kwargs = False
 
 # %% ../nbs/09_trainer.ipynb #a1a71cb3
 def _request(trainer: Trainer, body: nn.Module, inputs: dict) -> dict:
@@ -330,7 +346,9 @@ def _reference_file(c: ReferenceRefresh, args, state) -> Path:
 
 # %% ../nbs/09_trainer.ipynb #5a687ad7
 class LambdaSchedule(TrainerCallback):
-    "Set the strength of a penalty in each step, and restore it at the end. `ValueError` for a penalty without `lam`."
+    """Set the strength of a penalty in each step, and restore it at the end. `ValueError` for a penalty without `lam`.
+
+    `PenaltyTrainer` restores it after an error and an interruption, too."""
 
     def __init__(
         self,
@@ -367,7 +385,7 @@ class IsotropyLog(TrainerCallback):
     """Measure isotropy on a fixed sample before training and at each evaluation; `history` holds one dict for each.
 
     On several ranks a list of batches is shared out. A loader has no parts to share: each rank reads all of it, and
-    each token counts once all the same. `ValueError` for a wrong `max_points`.
+    each token counts once all the same. `ValueError` for a wrong `max_points`, and for an iterator.
     """
 
     def __init__(
@@ -377,6 +395,9 @@ class IsotropyLog(TrainerCallback):
         mask_fn: Callable | None = None,  # as in hidden_states
     ):
         check_max_points(max_points)
+        if isinstance(batches, Iterator):
+            raise ValueError(f"batches: a {type(batches).__name__} gives them once, but they are read again and again; "
+                             "pass a list, or a loader")
         self.batches, self.max_points, self.mask_fn, self.history = batches, max_points, mask_fn, []
 
     def _measure(self, args, state, model):
@@ -476,12 +497,13 @@ class _Grouped:
     @property
     def __signature__(self): return inspect.signature(self.whole)
 
-    def __call__(self, input_ids=None, attention_mask=None, **kwargs):
-        masked = input_ids is not None and attention_mask is not None and attention_mask.shape == input_ids.shape
-        if not masked or kwargs.get("past_key_values") is not None:
-            return self.whole(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        return_dict = kwargs.pop("return_dict", None)
-        joined = _in_groups(self, {"input_ids": input_ids, "attention_mask": attention_mask} | kwargs)
+    def __call__(self, *args, **kwargs):
+        inputs = dict(**self.__signature__.bind_partial(*args).arguments, **kwargs)
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        masked = ids is not None and mask is not None and mask.shape == ids.shape
+        if not masked or inputs.get("past_key_values") is not None: return self.whole(*args, **kwargs)
+        return_dict = inputs.pop("return_dict", None)
+        joined = _in_groups(self, inputs)
         if return_dict is None: return_dict = getattr(self.body.config, "return_dict", True)
         return joined if return_dict else joined.to_tuple()
 

@@ -131,11 +131,14 @@ def transformed(
 ):  # (n, d), float64, a tensor or array as given; whitened: (n, r), in the r principal directions with variance
     """Return the points after linear steps: centred, normalised, whitened, or without their top directions.
 
-    `ValueError` for an unknown step, fewer than 2 rows to fit on, and a row of zeros to be normalised.
+    `ValueError` for an unknown step, fewer than 2 rows to fit on, rows of another width, and a row of zeros to be
+    normalised.
     """
     in_range("strength", strength, 0, 1)
     fitted_on = points if fitted_on is None else fitted_on
     x, y = cloud_rows(points, None, 1), cloud_rows(fitted_on, None, 2)
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(f"fitted_on: shape {tuple(y.shape)} beside points {tuple(x.shape)}; give rows of one width")
     exact = y.dtype in (torch.float64, torch.int64, torch.int32)
     rounding = torch.finfo(torch.float64 if exact else torch.float32).eps  # of the numbers as they were given
     x, y = x.double(), y.double()

@@ -227,6 +227,8 @@ def test_texts_from_files(tmp_path):
         load_texts(tmp_path / "c.parquet")
     with pytest.raises(ValueError, match="limit"):
         load_texts(tmp_path / "a.txt", limit=0)
+    (tmp_path / "numbers.csv").write_text("text\n0\n13\n")
+    assert load_texts(tmp_path / "numbers.csv") == ["0", "13"]
     (tmp_path / "d.txt").write_text("\n = x = \n")
     with pytest.raises(ValueError, match="holds no text"):
         load_texts(tmp_path / "d.txt")
@@ -256,7 +258,11 @@ def test_lines_end_at_line_feeds_alone_and_marks_are_no_text(tmp_path):
 def test_bad_sizes_and_seeds_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         TextBatches(TEXTS, tokenizer(), **wrong)
-    assert len(TextBatches(TEXTS, tokenizer(), batch_size=np.int64(30), seed=np.int64(2))) == 2
+    two = np.int64(2)
+    corpus = TextBatches(TEXTS, tokenizer(), batch_size=15 * two, max_length=15 * two, seed=two)
+    assert len(corpus) == 2
+    part = corpus.draw(0.5, two).shard(two, 2 * two)
+    assert json.loads(json.dumps(part.describe())) == part.describe()
 
 
 def test_what_is_no_text_is_named():

@@ -1,5 +1,6 @@
 """Embeddings: files, models and texts against plain loops, comparisons against the jackknife by hand, the page."""
 
+import csv
 import json
 import re
 import sys
@@ -12,7 +13,10 @@ import pytest
 import torch
 from scipy import stats
 from sklearn.metrics.pairwise import cosine_similarity
-from transformers import AutoModel, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModel, AutoTokenizer, GPT2Config, GPT2Model, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from isoreg import embeddings
@@ -61,6 +65,7 @@ def test_every_kind_of_file_gives_the_same_vectors(tmp_path):
     frame = pd.DataFrame(x, columns=[f"c{i}" for i in range(10)])
     frame.to_csv(tmp_path / "heads.csv", index=False)
     frame.to_csv(tmp_path / "bare.csv", index=False, header=False)
+    frame.to_csv(tmp_path / "quoted.csv", index=False, header=False, quoting=csv.QUOTE_ALL)
     frame.to_csv(tmp_path / "tabs.tsv", index=False, sep="\t")
     pd.DataFrame(x).to_csv(tmp_path / "pandas.csv", index=False)
     pd.DataFrame(x).to_csv(tmp_path / "index.csv")
@@ -75,7 +80,16 @@ def test_every_kind_of_file_gives_the_same_vectors(tmp_path):
     torch.save([torch.tensor(row) for row in x], tmp_path / "rows.pt")
     torch.save({"emb": torch.tensor(x), "n": 3}, tmp_path / "dict.pth")
     with pytest.warns(UserWarning, match="10 columns are read as dimensions"):
-        for name in ("heads.csv", "bare.csv", "pandas.csv", "index.csv", "tabs.tsv", "beside.csv", "x.feather"):
+        for name in (
+            "heads.csv",
+            "bare.csv",
+            "quoted.csv",
+            "pandas.csv",
+            "index.csv",
+            "tabs.tsv",
+            "beside.csv",
+            "x.feather",
+        ):
             assert np.allclose(read_points(tmp_path / name), x, atol=1e-14), name
     for name in ("file.arrow", "stream.arrow", "tensor.pt", "rows.pt", "dict.pth"):
         assert np.allclose(read_points(tmp_path / name), x, atol=0), name
@@ -132,6 +146,39 @@ def test_refusals_of_a_model(texts):
         measure_model("toy-bert", texts, texts)
 
 
+def gpt2(folder, tokenizer):
+    "A small model of absolute positions, random but far from zero, beside a tokenizer."
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=2, n_head=2)
+    model = GPT2Model(config)
+    for p in model.parameters():
+        p.data.mul_(20 if p.ndim > 1 else 1)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_padding_on_the_left_moves_no_position(tmp_path, pooling):
+    model = gpt2(tmp_path, AutoTokenizer.from_pretrained(toy_model_path(), padding_side="left"))
+    texts = [*(f"every dog {'sleeps ' * k}." for k in range(9)), "a cat runs in every park ."]
+    assert AutoTokenizer.from_pretrained(model).padding_side == "left"
+    alone = torch.cat([embed(model, [t] * 6, pooling)[:1] for t in texts])
+    torch.testing.assert_close(embed(model, texts, pooling), alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_without_tokens_has_no_vector(tmp_path):
+    words = Tokenizer(WordLevel({w: i for i, w in enumerate(["[PAD]", "[UNK]", *"abcdefgh"])}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    special = dict(pad_token="[PAD]", unk_token="[UNK]", eos_token="[PAD]")
+    model = gpt2(tmp_path, PreTrainedTokenizerFast(tokenizer_object=words, **special))
+    texts = ["a b", "", "c d", "e f", "g h", "a c", "b d", "e g"]
+    for call in (embed, embed_layers):
+        with pytest.raises(ValueError, match=r"texts: number 1 \(from 0\) has no token; leave it out, and its partner"):
+            call(model, texts, "mean")
+    assert embed(model, texts, "tokens").shape == (14, 16) and embed(model, texts[:1] + texts[2:], "mean").shape[0] == 7
+
+
 def test_layers_of_a_model_are_scored_each(texts):
     numbers, points = embed_layers("toy-bert", texts, "mean")
     found = measure_model("toy-bert", texts, pooling="mean", layer=1)
@@ -172,6 +219,8 @@ def test_a_sentence_transformer_is_run_as_it_is(sentence_model, texts):
     found = measure_model(str(folder), texts)
     assert found.rows[0]["layer"] == "output"
     assert found.rows[0]["corrected"] == pytest.approx(float(isoscore(right, correction="ustat")), rel=1e-5)
+    with pytest.raises(ValueError, match="longest, max_length: not for a SentenceTransformers model as it is"):
+        embed(str(folder), texts, max_length=8, longest=8, normalize=True)
     inside = embed(str(folder), texts, "cls")  # a pooling that is named reads the encoder alone
     torch.testing.assert_close(torch.nn.functional.normalize(inside), right, rtol=1e-4, atol=1e-5)
 

@@ -28,6 +28,8 @@ from transformers import (
     T5Model,
     AlbertConfig,
     AlbertModel,
+    BartConfig,
+    BartModel,
     BertConfig,
     BertModel,
     DistilBertConfig,
@@ -43,10 +45,11 @@ from isoreg.card import model_card
 from isoreg.config import PENALTIES, RECIPES, RunConfig
 from isoreg.data import resample
 from isoreg.files import pack, unpack, write_atomically
-from isoreg.finetune import run, training_arguments
+from isoreg.finetune import rerun, run, sentence_vectors, training_arguments
 from isoreg.models import check_vocabulary, load_model, load_tokenizer
 from isoreg.record import RunRecord, collect, record_schema
 from isoreg.isoscore import isoscore, isoscore_star
+from isoreg.istar import IStar
 from isoreg.config import FisherConfig, GeometryConfig
 from isoreg.measure import load_body, measure_geometry
 from isoreg.notebook import check_parameters
@@ -56,6 +59,7 @@ from isoreg.tasks import get_task
 from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
 from isoreg.trainer import PenaltyTrainer, ReferenceRefresh
 
+EYE = torch.eye(96)
 SMALL = dict(max_train=64, max_eval=40, epochs=1)
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 
@@ -900,3 +904,71 @@ def test_unknown_words_are_told_where_a_run_and_a_measurement_show_them(tmp_path
         GeometryConfig(model=model, corpus=str(tmp_path / "texts.txt"), points=50), tmp_path / "out"
     )
     assert any("unknown to the tokenizer" in n for n in record["notes"])
+
+
+def test_the_head_of_an_earlier_task_is_not_used(tmp_path):
+    fresh = load_model(RunConfig(regularizer="none"))[0].classifier.weight
+    for labels in (2, 3):
+        folder = str(tmp_path / str(labels))
+        model = AutoModelForSequenceClassification.from_pretrained(toy_model_path(), num_labels=labels)
+        torch.nn.init.constant_(model.classifier.weight, 0.5)
+        model.save_pretrained(folder), toy_tokenizer().save_pretrained(folder)
+        drawn = [load_model(RunConfig(model=folder, seed=s, regularizer="none")) for s in (0, 1, 0)]
+        one, two, again = (m.classifier.weight for m, *_ in drawn)
+        assert one.shape == fresh.shape and one.std().item() == pytest.approx(0.02, rel=0.2)
+        assert torch.equal(one, again) and not torch.equal(one, two)
+        assert any("classifier of the checkpoint not used" in n for n in drawn[0][2])
+
+
+def test_a_run_of_an_encoder_with_a_decoder_or_with_tuples_ends(tmp_path):
+    sizes = dict(vocab_size=len(toy_tokenizer()), d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16)
+    layers = dict(encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
+    BartModel(BartConfig(**sizes, **layers, eos_token_id=2)).save_pretrained(tmp_path / "bart")
+    tokenizer = toy_tokenizer()
+    tokenizer.eos_token = "[SEP]"
+    tokenizer.save_pretrained(tmp_path / "bart")
+    shutil.copytree(toy_model_path(), tmp_path / "tuples")
+    config = json.loads((tmp_path / "tuples" / "config.json").read_text())
+    (tmp_path / "tuples" / "config.json").write_text(json.dumps(config | {"return_dict": False}))
+    for name in ("bart", "tuples"):
+        record = run(RunConfig(model=str(tmp_path / name), regularizer="none", max_train=16, max_eval=60, epochs=1))
+        assert record.geometry["after"]["texts"] == 60
+
+
+def test_sentence_vectors_of_a_half_precision_model_are_summed_in_single_precision():
+    class Wide(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config, self.weight = BertConfig(), torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
+
+        def forward(self, input_ids, attention_mask=None, output_hidden_states=None, return_dict=None):
+            states = torch.full((*input_ids.shape, 3), 200.0, dtype=torch.float16) + self.weight
+            return {"hidden_states": (states, states)}
+
+    batch = {"input_ids": torch.ones(2, 512, dtype=torch.long), "attention_mask": torch.ones(2, 512, dtype=torch.long)}
+    vectors = sentence_vectors(Wide(), [batch])
+    assert all((v == 200).all() for v in vectors.values())
+
+
+def test_a_penalty_that_a_record_could_not_tell_is_refused_and_a_given_reference_stays():
+    for penalty, name in (
+        (IStar(-0.1, embeddings=True), "embeddings"),
+        (IStar(-0.1, reference_cov=EYE), "reference_cov"),
+    ):
+        with pytest.raises(ValueError, match=f"penalty: {name} of IStar"):
+            run(RunConfig(**SMALL), penalty=penalty)
+
+    class Kept(IStar):
+        def __init__(self, lam: float = 1.0, reference_cov=None):
+            super().__init__(lam, reference_cov=reference_cov)
+
+    penalty = Kept(-0.1, EYE)
+    run(RunConfig(**SMALL, reference_points=1000), penalty=penalty)
+    assert torch.equal(penalty.reference_cov, EYE)
+
+
+def test_two_runs_that_diverged_alike_are_equal(monkeypatch):
+    record = run(RunConfig(task="toy-cola", regularizer="none", **SMALL))
+    record.predictions, record.value = pack(np.array([np.nan, 1.0])), None
+    monkeypatch.setattr("isoreg.finetune.run", lambda config: record)
+    assert rerun(record.to_dict())["equal"]

@@ -745,9 +745,108 @@ def test_agreement_by_default_is_that_of_the_paper_and_does_not_depend_on_the_sc
 
 def test_an_estimate_is_kept_every_so_many_batches_in_a_folder_that_is_made(tmp_path):
     held, folder = [], tmp_path / "new" / "f"
-    look = lambda done: held.append(FisherEstimate.load(folder).batches_done if folder.exists() else 0)
+    look = lambda done: held.append(
+        FisherEstimate.load(folder).batches_done if (folder / "fisher.json").exists() else 0
+    )
     empirical_fisher(toy_model(), corpus_of(), "diagonal", checkpoint=folder, every=3, progress=look)
     assert held == [0, 0, 3, 3, 3, 6, 6, 6, 9, 9]
+
+
+def test_a_checkpoint_of_other_trainable_parameters_is_refused(tmp_path):
+    def stop(done):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        empirical_fisher(toy_model(), corpus_of(), checkpoint=tmp_path, every=1, progress=stop)
+    frozen = toy_model()
+    frozen.bert.embeddings.requires_grad_(False)
+    with pytest.raises(ValueError, match="checkpoint: .* another numel"):
+        empirical_fisher(frozen, corpus_of(), checkpoint=tmp_path)
+
+
+def test_a_checkpoint_that_could_not_be_written_is_refused_before_the_first_batch(tmp_path):
+    begun, batches = [], list(corpus_of(4))
+    estimate = lambda **o: empirical_fisher(toy_model(), batches, progress=begun.append, **o)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        estimate(checkpoint=tmp_path / "file", corpus={"of": "a"})
+    with pytest.raises(ValueError, match="corpus: cannot be written as JSON"):
+        estimate(checkpoint=tmp_path / "new", corpus={"file": tmp_path})
+    with pytest.raises(ValueError, match="loss: .* has no name"):
+        estimate(checkpoint=tmp_path / "new", corpus={"of": "a"}, loss=lambda m, b: m(**b).logits.sum((1, 2)))
+    assert not begun
+    for _ in range(2):  # a tuple comes back from JSON as a list
+        estimate(checkpoint=tmp_path / "new", corpus={"shape": (1, 2)})
+    (tmp_path / "new" / "fisher-mine.safetensors").write_text("")
+    estimate(checkpoint=tmp_path / "new", corpus={"shape": (1, 2)})
+    assert (tmp_path / "new" / "fisher-mine.safetensors").exists()
+
+
+class Experts(nn.Module):
+    "Expert 1 takes the ids 8 and 9: of no sample in the first batch, of as many tokens as samples in the second."
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.experts = nn.Embedding(10, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids):
+        states = self.embed(ids)
+        out = torch.zeros_like(states)
+        for k, expert in enumerate(self.experts):
+            chosen = (ids >= 8) == bool(k)
+            if chosen.any():
+                out[chosen] = expert(states[chosen])
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:.* parameters are left to autograd")
+def test_an_expert_that_the_trial_does_not_use_against_a_loop():
+    torch.manual_seed(0)
+    model, first, second = Experts(), torch.randint(0, 8, (4, 6)), torch.randint(0, 8, (4, 6))
+    second[0, :4] = torch.tensor([8, 9, 9, 8])
+    loss = lambda m, b: m(b["x"]).square().sum((1, 2))
+    ours = empirical_fisher(model, [{"x": first}, {"x": second}], loss=loss)
+    total = {n: 0.0 for n, _ in model.named_parameters()}
+    for row in torch.cat([first, second]):
+        gradients = torch.autograd.grad(loss(model, {"x": row[None]})[0], list(model.parameters()), allow_unused=True)
+        for n, g in zip(total, gradients, strict=True):
+            total[n] += 0.0 if g is None else float(g.square().sum())
+    assert {n: float(s) for n, s in ours.sums.items()} == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.* parameters are left to autograd")
+def test_models_that_the_tape_cannot_follow_are_left_to_autograd():
+    class Repeated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.at, self.out = nn.Embedding(6, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.out(self.at(torch.arange(6)[None]).repeat(len(x), 1, 1) * x[..., None])
+
+    torch.manual_seed(0)
+    model, x = Repeated(), torch.randn(4, 6)
+    loss = lambda m, b: m(b["x"]).square().sum((1, 2))
+    ours = empirical_fisher(model, [{"x": x}], loss=loss).sums["at.weight"]
+    each = [torch.autograd.grad(loss(model, {"x": r[None]})[0], model.at.weight)[0].square().sum() for r in x]
+    assert float(ours) == pytest.approx(float(sum(each)), rel=1e-4)
+    model.requires_grad_(False), model.register_parameter("idle", nn.Parameter(torch.ones(2)))
+    assert float(empirical_fisher(model, [{"x": x}], loss=loss).sums["idle"]) == 0
+
+
+def test_entries_that_are_zero_in_both_do_not_agree():
+    full, part = torch.zeros(10_000), torch.zeros(10_000)
+    full[:200], part[:100] = torch.rand(200) + 1, torch.rand(100) + 1
+    about = dict(n_samples=1, level="diagonal", loss="mlm", numel={"w": 10_000})
+    one, two = (FisherEstimate({"w": x}, **about) for x in (part, full))
+    assert [r["overlap"] for r in agreement(one, two, top=(5, 2))] == [0.5, 0.5]
+
+
+def test_scores_that_are_a_list_are_refused(tmp_path):
+    (tmp_path / "s.json").write_text(json.dumps({"tensor_scores": [1, 2]}))
+    with pytest.raises(ValueError, match="scores: .* holds no tensor scores"):
+        load_scores(tmp_path / "s.json")
 
 
 MEMORY = """

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from isoreg.cli import app
+from isoreg.config import LandscapeConfig
 from isoreg.finetune import RunConfig
 from isoreg.grid import choose, expand, final_grid, grid_path, load_grid
 
@@ -281,3 +282,39 @@ def test_select_writes_the_grid_of_the_final_runs(tmp_path):
     assert (
         CliRunner().invoke(app, ["select", str(tmp_path / "search.yaml"), str(tmp_path / "none.jsonl")]).exit_code == 2
     )
+
+
+def test_what_is_excluded_and_included_is_said_of_the_runs_as_they_are(tmp_path):
+    path = grid(
+        tmp_path / "g.yaml",
+        "axes: {task: [toy-cola, toy-rte], regularizer: [none, istar]}\n"
+        "exclude: [{task: toy-rte, regularizer: istar}]\n",
+    )
+    got = lambda **o: {(r.config["task"], r.config["regularizer"]) for r in expand(load_grid(path), overrides=o).runs}
+    assert len(got()) == 3 and got(task="toy-rte") == {("toy-rte", "none")}
+    assert got(task="toy-cola") == {("toy-cola", "none"), ("toy-cola", "istar")}
+    assert not expand(load_grid(path), overrides={"task": "toy-cola"}).notes
+    only = grid(tmp_path / "i.yaml", "fixed: {regularizer: none}\ninclude: [{task: toy-rte, seed: [0, 1]}]\n")
+    assert [(r.config["task"], r.config["seed"]) for r in expand(load_grid(only)).runs] == [
+        ("toy-rte", 0),
+        ("toy-rte", 1),
+    ]
+
+
+def test_null_reaches_a_notebook_whose_own_value_is_another(tmp_path):
+    path = grid(tmp_path / "g.yaml", "notebook: landscape\nfixed: {limit: null, points: 3}\n")
+    (run,) = expand(load_grid(path)).runs
+    assert LandscapeConfig.from_dict(run.parameters).key == run.key
+
+
+def test_a_search_that_was_swept_with_other_values_is_chosen_from_with_them(tmp_path):
+    _search(tmp_path)
+    swept = expand(load_grid(tmp_path / "search.yaml"), overrides={"seed": [102]})
+    records = [{"key": r.key, "config": r.config, "value": r.config["lr"], "metric": "accuracy"} for r in swept.runs]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(r | {"status": "done"}) + "\n" for r in records))
+    command = ["select", tmp_path / "search.yaml", tmp_path / "all.jsonl"]
+    assert invoke(*command).exit_code == 2 and "--set" in invoke(*command).output
+    assert invoke(*command, "--set", "seed=102").exit_code == 0
+    other = expand(load_grid(grid(tmp_path / "g.yaml", "notebook: geometry\nfixed: {points: 60}\n")))
+    with pytest.raises(ValueError, match="grid: .* has runs of geometry"):
+        choose(other, [{"key": r.key, "value": 0.5} for r in other.runs])

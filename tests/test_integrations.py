@@ -246,6 +246,35 @@ def test_a_cached_loss_scales_both_terms_alike_and_draws_the_same_dropout():
     torch.testing.assert_close(gradients[1], 4 * gradients[0], rtol=1e-3, atol=1e-6)
 
 
+def test_a_cached_loss_that_was_interrupted_adds_nothing_to_the_next_loss():
+    found = losses()
+    from sentence_transformers import SentenceTransformer
+
+    from isoreg.sentence_transformers import PenaltyLoss
+
+    torch.manual_seed(0)
+    model = without_dropout(SentenceTransformer(str(toy_model_path()), device="cpu")).train()
+    features = lambda: [model.preprocess(list(column)) for column in zip(*toy_pairs(12))]
+
+    def gradient():
+        model.zero_grad()
+        found.MultipleNegativesRankingLoss(model)(features(), None).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    expected = gradient()
+    cached = found.CachedMultipleNegativesRankingLoss(model, mini_batch_size=5)
+    loss = sum(PenaltyLoss(model, cached, IStar(-2.0, correction="ustat"))(features(), None).values())
+    handle = model[1].register_forward_hook(stop)  # in the second round
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    handle.remove()
+    torch.testing.assert_close(gradient(), expected)
+    assert "forward" not in vars(model[0].auto_model)
+
+
 def test_a_sentence_loss_in_evaluation_is_what_it_was_and_wrong_penalties_are_refused():
     found = losses()
     from sentence_transformers import SentenceTransformer

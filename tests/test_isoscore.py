@@ -585,6 +585,8 @@ x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0,
         (lambda: isoscore(torch.zeros(0, 5, 4)), ["points", "(0, 5, 4)"]),
         (lambda: isoscore_star(torch.zeros(0, 5, 4), torch.eye(4), 0.2), ["points", "(0, 5, 4)"]),
         (lambda: isoscore_star(torch.randn(16).expand(9, 16), torch.eye(16), 0.0), ["points", "zero variance"]),
+        (lambda: isoscore_star(x53, torch.zeros(3, 3), 1.0), ["reference_cov", "zero variance", "tokens"]),
+        (lambda: IsoScore(3, reference_cov=np.zeros((3, 3)), zeta=0.5), ["reference_cov", "zero variance"]),
         (
             lambda: isoscore_star(torch.randn(16).expand(9, 16), torch.eye(16), 1.0, convention="text"),
             ["points", "zero variance"],
@@ -772,6 +774,16 @@ def test_fourth_powers_that_float32_does_not_hold(scale):
         )
 
 
+@pytest.mark.parametrize("scale", [1e-81, 1e77])
+def test_a_metric_at_the_ends_of_float64(scale):
+    x = torch.randn(500, 16).double() * torch.linspace(0.2, 2, 16)
+    for correction in (None, "gaussian"):
+        want = float(isoscore(x, correction=correction))
+        assert float(seen(scale * x, correction=correction).compute()) == pytest.approx(want, rel=1e-9)
+    with pytest.raises(ValueError, match="fourth powers; rescale"):
+        seen(scale * x, correction="ustat")
+
+
 def test_data_frames_and_numpy_integers():
     x = np.random.default_rng(0).normal(size=(40, 6))
     frame = pd.DataFrame(x)
@@ -815,6 +827,32 @@ def test_a_batch_with_nan_is_left_out_of_the_metric():
     with pytest.raises(ValueError, match="NaN"):
         metric.update(x.masked_fill(torch.eye(60, 16) > 0, torch.nan))
     assert metric.compute() == seen(x).compute()
+
+
+@pytest.mark.parametrize("correction, batch", [(None, torch.ones(50, 16)), ("ustat", torch.randn(2, 16))])
+def test_a_batch_without_a_score_leaves_the_metric_as_it_was(correction, batch):
+    x = torch.randn(110, 16)
+    metric, other = seen(x[:100], correction=correction), seen(x[:100], correction=correction)
+    with pytest.raises(ValueError, match="points"):
+        metric(batch)
+    for m in (metric, other):
+        m.update(x[100:])
+    assert metric.count == 110 and metric.compute() == other.compute()
+    assert metric(x[:60]) == seen(x[:60], correction=correction).compute() and metric.count == 170
+
+
+def test_an_error_over_ranks_leaves_each_its_own_points():
+    x, twice = torch.randn(60, 16), lambda state, group=None: [state, state]  # two ranks that have seen the same
+    over = dict(distributed_available_fn=lambda: True, dist_sync_fn=twice)
+    metric = seen(x[:1], correction="gaussian", **over)
+    for refused in (metric.compute, metric.stderr, lambda: metric(x[:1])):
+        with pytest.raises(ValueError, match="call update with more"):
+            refused()
+        assert metric.count == 1
+    metric.update(x[1:])
+    whole = isoscore_with_error(torch.cat([x, x]).double(), correction="gaussian")
+    assert float(metric.compute()) == pytest.approx(whole.score, rel=1e-5) and metric.count == 60
+    assert metric.stderr() == pytest.approx(whole.stderr, rel=1e-5)
 
 
 def _metric_on_rank(rank, world):

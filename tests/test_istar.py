@@ -25,11 +25,15 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
@@ -230,6 +234,17 @@ def test_cosreg_is_the_n_by_n_form():
         ours = CosReg(1.5, padding=padding)(states, mask) / 1.5
         torch.testing.assert_close(ours, exact)
         torch.testing.assert_close(*(torch.autograd.grad(v, states[-1])[0] for v in (ours, exact)))
+
+
+def test_cosreg_of_tokens_without_a_direction():
+    states, _ = states_and_mask()
+    states[-1][0, :3] = 0
+    h = states[-1].requires_grad_()
+    u = torch.nn.functional.normalize(h.flatten(0, 1), dim=-1)
+    exact = (u @ u.T).fill_diagonal_(0).sum() / len(u) ** 2
+    ours = CosReg(1)(states)
+    torch.testing.assert_close(ours, exact)
+    torch.testing.assert_close(*(torch.autograd.grad(v, h)[0] for v in (ours, exact)))
 
 
 def model_and_batches(n=6):
@@ -515,6 +530,11 @@ def unread(allowed=0):
         (lambda: IStar(1, correction="bias"), ["correction", "bias"]),
         (lambda: IStar(1, convention="code"), ["convention", "code"]),
         (lambda: IStar(1, reference_cov=torch.ones(3, 4)), ["reference_cov", "(3, 4)"]),
+        (lambda: IStar(1, zeta=1.0, reference_cov=torch.zeros(8, 8)), ["reference_cov", "zero variance", "tokens"]),
+        (
+            lambda: IStar(1).set_reference(torch.stack([torch.eye(8), torch.zeros(8, 8)])),
+            ["reference_cov", "zero variance"],
+        ),
         (lambda: IStar(1)(*states_and_mask()), ["reference_cov", "zeta=0.2", "reference_covariance"]),
         (lambda: IStar(1, 0.2, torch.eye(16))(*states_and_mask()), ["reference_cov", "(16, 16)", "(8, 8)"]),
         (lambda: IStar(1, 0.2, torch.eye(8).expand(3, 8, 8))(*states_and_mask()), ["reference_cov", "(3, 8, 8)"]),
@@ -582,6 +602,7 @@ def unread(allowed=0):
         (lambda: token_moments(model_and_batches()[0], [], max_points=1), ["max_points", "1"]),
         (lambda: measure_isotropy(model_and_batches()[0], unread(), max_points="all"), ["max_points", "'all'", "None"]),
         (lambda: IsotropyLog([], "all"), ["max_points", "'all'"]),
+        (lambda: IsotropyLog(unread()), ["batches", "generator", "list", "loader"]),
         (lambda: measure_isotropy("bert-base", unread()), ["model", "'bert-base'", "from_pretrained"]),
         (lambda: measure_isotropy(model_and_batches()[0], model_and_batches()[1][0]), ["batches", "[batch]"]),
         (
@@ -634,9 +655,11 @@ class InOrder(PenaltyTrainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def make_trainer(penalty, data, batch_size=8, accumulation=1, steps=1, dropout=0.0, kind=InOrder, **arguments):
+def make_trainer(
+    penalty, data, batch_size=8, accumulation=1, steps=1, dropout=0.0, kind=InOrder, model=None, **arguments
+):
     torch.manual_seed(0)
-    model = BertForSequenceClassification(
+    model = model or BertForSequenceClassification(
         BertConfig(**CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
     )
     defaults = dict(
@@ -706,6 +729,50 @@ class PlainInOrder(Trainer):
 
     def _get_train_sampler(self, *args):
         return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def small_decoder(kind=GPT2LMHeadModel):
+    torch.manual_seed(0)
+    ends, dropout = dict(bos_token_id=1, eos_token_id=1), dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    return kind(GPT2Config(vocab_size=60, n_positions=16, n_embd=16, n_layer=1, n_head=2, **ends, **dropout))
+
+
+def texts(n, ignored):
+    "Examples for a decoder, some of which have no label."
+    return [
+        e | {"labels": e["input_ids"] * 0 - 100 if i in ignored else e["input_ids"]}
+        for i, e in enumerate(examples(n, 0))
+    ]
+
+
+def test_a_first_text_without_labels_leaves_training_as_it_is():
+    losses = []
+    for kind in (InOrder, PlainInOrder):
+        trainer = make_trainer(None, texts(12, {0, 5}), 1, 4, steps=3, kind=kind, model=small_decoder())
+        trainer.train()
+        losses.append([e["loss"] for e in trainer.state.log_history if "loss" in e])
+    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def _normalises_on_rank(rank, world):
+    trainer = make_trainer(None, texts(8, {0}), 1, 2, model=small_decoder())
+    trainer.train()
+    return trainer.model_accepts_loss_kwargs
+
+
+def test_ranks_agree_on_whether_the_model_normalises():
+    "The first rank's first text has no label; the second's has."
+    assert on_ranks(_normalises_on_rank) == [True, True]
+
+
+def test_the_log_of_a_second_training_begins_anew():
+    penalty = IStar(-1, zeta=0)
+    trainer = make_trainer(penalty, examples(40, 0), steps=5, logging_steps=4)  # the last step is not logged
+    for lam in (-1, -5):
+        penalty.lam = lam
+        trainer.train()
+        entry = next(e for e in trainer.state.log_history if "loss" in e)
+        assert entry["istar"] == pytest.approx(lam * (1 - entry["isoscore"]), rel=1e-4)
 
 
 def test_label_smoothing_is_left_to_the_trainer():
@@ -1428,6 +1495,19 @@ def test_groups_by_length_cut_what_else_belongs_to_the_batch():
         )
 
 
+def test_groups_by_length_take_arguments_by_position():
+    model, batch = grouped_bert()
+    encoder, (ids, mask) = model.bert, batch.values()
+    decoder, tokens = small_decoder(GPT2Model).eval(), mask.bool()
+    read = lambda: (encoder(ids, mask, tokens.long()), decoder(ids, None, attention_mask=mask))
+    want = [out.last_hidden_state[tokens] for out in read()]
+    split_by_length(model, 3), split_by_length(decoder, 3)
+    for out, exact in zip(read(), want):
+        torch.testing.assert_close(out.last_hidden_state[tokens], exact, rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError, match="attention_mask"):
+        encoder(ids, mask, attention_mask=mask)
+
+
 def test_groups_by_length_refuse_an_encoder_with_a_decoder():
     five = T5ForConditionalGeneration(
         T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
@@ -1568,6 +1648,22 @@ def test_a_scheduled_strength_is_what_training_sees(options, shape, accumulation
     assert penalty.reference_cov is not None
     logged = [e["istar"] / (1 - e["isoscore"]) for e in trainer.state.log_history if "istar" in e]
     assert logged == pytest.approx(expected[::accumulation], abs=1e-4)
+
+
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_training_restores_the_strength():
+    penalty = IStar(-1, zeta=0)
+    trainer = make_trainer(penalty, examples(64, 0), steps=8)
+    trainer.add_callback(LambdaSchedule(penalty, 0.9))
+    trainer.add_callback(Interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert penalty.lam == -1
 
 
 @pytest.mark.parametrize(

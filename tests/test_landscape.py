@@ -1,5 +1,6 @@
 """The loss landscape: directions, subsets, a walk that leaves no trace, surfaces, resuming, curvature, plots."""
 
+import functools
 import json
 import os
 import random
@@ -1045,3 +1046,68 @@ def test_parameters_that_share_memory_untied_are_refused():
     net[1].weight.data = net[0].weight.data
     with pytest.raises(ValueError, match="share memory"):
         loss_line(net, [{"x": torch.ones(1, 2)}], direction(net, 0), [0.0], lambda m, b: m(b["x"]).sum(1))
+
+
+def test_sequences_with_nothing_to_predict_are_left_out():
+    batches, model = mlm_batches(), tiny_bert()
+    d = direction(model, 0)
+    whole, hessian = loss_line(model, batches, d, [0.0, 1.0]), plane_hessian(model, batches, d)
+    blank = {k: v[:2].clone() for k, v in batches[0].items()}
+    blank["labels"][:] = -100
+    padded = [{k: torch.cat([b[k], blank[k]]) for k in b} for b in batches] + [blank]
+    more = loss_line(model, padded, d, [0.0, 1.0])
+    np.testing.assert_allclose(more.losses, whole.losses, rtol=1e-5)
+    assert more.info["n_samples"] == whole.info["n_samples"] == 6
+    np.testing.assert_allclose(plane_hessian(model, padded, d), hessian, rtol=1e-4)
+
+
+def test_what_a_path_could_not_tell_or_take_is_refused_before_a_loss(tmp_path):
+    model, calls = Quadratic(), []
+    d = direction(model, 0)
+
+    def counted(model, batch):
+        calls.append(1)
+        return model.loss(batch)
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        loss_line(model, XS, d, [0.0], counted, tmp_path / "file" / "x.json")
+    for loss in (lambda m, b: counted(m, b), functools.partial(counted)):
+        with pytest.raises(ValueError, match="loss: .* has no name"):
+            loss_line(model, XS, d, [0.0], loss, tmp_path / "x.json")
+    assert not calls
+
+
+class Normed(nn.Module):
+    "A model with a running mean, and a buffer whose entries are one number."
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("ones", torch.ones(1).expand(3))
+
+    def forward(self, x):
+        return self.norm(self.w(x)) * self.ones
+
+
+def normed_loss(model, batch):
+    return model(batch["x"]).square().sum(1)
+
+
+def test_other_buffers_are_other_weights_and_one_made_by_expand_is_no_obstacle(tmp_path):
+    torch.manual_seed(0)
+    model, batches = Normed(), [{"x": torch.randn(4, 3)}]
+    d = direction(model, 0)
+    assert np.isfinite(loss_line(model, batches, d, [0.0, 1.0], normed_loss, tmp_path / "x.json").losses).all()
+    model.norm.running_mean += 3
+    with pytest.raises(ValueError, match="other buffers"):
+        loss_line(model, batches, d, [0.0, 1.0], normed_loss, tmp_path / "x.json")
+
+
+def test_rings_reach_as_far_as_the_surface():
+    axis = grid(3, 7)
+    surface = Surface(np.add.outer(axis**2, axis**2), axis, axis)
+    rings = surface.radius_profile()
+    assert rings.points.sum() == 49 and np.average(
+        rings.loss[rings.points > 0], weights=rings.points[rings.points > 0]
+    ) == pytest.approx(surface.losses.mean())

@@ -1,6 +1,7 @@
 """Measurements: settings checked first, nothing computed twice, records that say what they are."""
 
 import ast
+import itertools
 import json
 import shutil
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, T5Config, T5Encode
 
 import isoreg.measure as measure
 from isoreg.config import scores_source
+from isoreg.corpus import sample_losses
 from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
 from isoreg.landscape import direction, subset
 from isoreg.config import FisherConfig, GeometryConfig, LandscapeConfig
@@ -76,6 +78,20 @@ def test_fisher_record(fisher_run):
     )
     for n, v in load_scores(folder / "a" / "full").items():
         assert v == pytest.approx(record["tensor_scores"][n])
+
+
+def test_the_mean_loss_is_that_of_the_samples_it_says_in_eval_mode(tmp_path):
+    config = FisherConfig(limit=101, batch_size=2, shares="5", draws=1)  # 51 batches, a half-empty one in the first 50
+    model, tokenizer, loss, _ = load_language_model(config)
+    corpus, record = load_corpus(config, tokenizer, loss), measure_fisher(config, tmp_path)
+    first = list(itertools.islice(corpus, 50))
+    assert record["mean_loss_over"] == sum(len(b["labels"]) for b in first) == 99
+    losses = torch.cat([sample_losses(model, b, loss) for b in first])
+    assert record["mean_loss"] == pytest.approx(float(losses.detach().mean()), rel=1e-5)
+    assert measure.mean_loss(model.train(), corpus, loss) == pytest.approx(record["mean_loss"], rel=1e-5)
+    assert model.training and all(m.training for m in model.modules())
+    with pytest.raises(ValueError, match="batches: no batch came"):
+        measure.mean_loss(model, [], loss)
 
 
 def test_a_stopped_study_goes_on(tmp_path, monkeypatch, fisher_run):

@@ -355,6 +355,14 @@ def test_every_setting_that_varies_makes_a_row():
         summarise(df, by=["lrr"])
 
 
+def test_runs_of_two_models_of_one_name_are_no_seeds_of_one_method():
+    runs = [record(NONE, s, 0.6, settings={"model": f"/{where}/bert"}) for where in "ab" for s in range(2)]
+    with pytest.raises(ValueError, match="by: 2 runs of base have seed 0; they differ in model: add that to by"):
+        summarise(load(runs))
+    assert list(summarise(load(runs), by=["model"]).n) == [2, 2]
+    assert list(summarise(load([runs[0], runs[3]])).n) == [2]  # a folder that was moved
+
+
 def test_protocols_are_never_mixed():
     df = load([record(NONE, s, 0.6, settings={"recipe": r}) for s in (0, 1) for r in ("istar-released", "istar-paper")])
     assert list(summarise(df).protocol) == ["as released", "corrected"]
@@ -1713,6 +1721,9 @@ def test_tasks_of_one_training_are_no_pairs_of_their_own():
     low, high = t_interval(gains)
     assert (both.tasks, both.n) == (2, 5) and both.difference == pytest.approx(gains.mean())
     assert (both.low, both.high) == pytest.approx((low, high)) and both.p == pytest.approx(sign_flip(gains)[0])
+    assert both.unequal == 5 and both.reachable == 2**-4
+    runs = [matched(m, s, 0.6 + 0.01 * (m is MINUS), 0.6) for m in (NONE, MINUS) for s in range(5)]
+    assert over_tasks(compare(load(runs))).verdict[0].startswith("cannot tell: with 5 pairs p is at least 0.0625")
 
 
 def test_other_tasks_keep_their_weight_beside_tasks_of_one_training():

@@ -192,10 +192,11 @@ def test_the_content_of_a_text_is_in_the_key(tmp_path):
 
 def test_a_card_shows_no_folder_of_a_text(tmp_path):
     (tmp_path / "wiki.txt").write_text("\n".join(["the cat sleeps ."] * 5))
-    card = model_card(
-        run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=f"corpus:{tmp_path}/wiki.txt"))
-    )
+    record = run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=f"corpus:{tmp_path}/wiki.txt"))
+    card = model_card(record)
     assert str(tmp_path) not in card and "corpus:wiki.txt" in card
+    (tmp_path / "wiki.txt").unlink()  # it is read once, at the start
+    assert model_card(record) == card
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch import nn
 from isoreg.noise import gaussian_dropout, set_dropout
 from isoreg.schedules import site_scores
 from isoreg.sites import dropout_sites
+from isoreg.states import encoder_of
 
 
 @pytest.mark.parametrize("name,attention", EVERY)
@@ -261,3 +262,16 @@ def test_a_dropout_inside_an_lstm_is_seen_in_the_output_alone():
     with set_dropout(model, {site.name: 0.0}, batch=torch.randn(5, 1, 8)):
         x = torch.randn(5, 1, 8)
         assert torch.equal(model.train()(x)[0], model(x)[0])
+
+
+def test_a_part_that_is_called_module_is_no_wrapper():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.drop = nn.Linear(4, 4), nn.Dropout(0.3)
+
+        def forward(self, x):
+            return self.drop(self.module(x))
+
+    model = Named()
+    assert [s.name for s in dropout_sites(model, batch=(torch.ones(2, 4),))] == ["drop"] and encoder_of(model) is model

@@ -286,6 +286,8 @@ def test_mean_rank_correlation_is_that_of_scipy(kind, theirs):
     np.testing.assert_allclose([found["low"], found["high"]], np.clip(t_interval(each), -1, 1))
     with pytest.raises(ValueError, match="pairs: no seed"):
         mean_rank_correlation([([1, 2], [1, 2])])
+    with pytest.raises(ValueError, match="pairs: not all are finite"):
+        mean_rank_correlation([*pairs, ([1, 2, np.nan, 4], [1, 2, 3, 4])])
     with pytest.raises(ValueError, match="kind: 'pearson'"):
         mean_rank_correlation(pairs, "pearson")
 

@@ -463,6 +463,24 @@ def test_publish_can_be_cut_anywhere(tmp_path):
     )
 
 
+def test_an_error_before_a_run_begins_leaves_no_claim(tmp_path, monkeypatch):
+    folder, plan = Folder(tmp_path / "out"), expand(load_grid(stub(tmp_path)))
+    part = folder.part(plan.runs[0].key)
+    part.mkdir(parents=True)
+    (part / "record.json").write_text(
+        json.dumps({"key": plan.runs[0].key, "status": "done", "config": plan.runs[0].config})
+    )
+
+    def refused(*args):
+        raise PermissionError("no")
+
+    monkeypatch.setattr("isoreg.sweep.publish", refused)
+    with pytest.raises(PermissionError):
+        sweep(plan, folder.out)
+    with folder.lock(plan.runs[0].key):
+        pass
+
+
 # Failures
 
 

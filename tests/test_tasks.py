@@ -113,6 +113,8 @@ TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
         (dict(eval_splits=()), "eval_splits: are empty"),
         (dict(text_columns=()), r"text_columns: \(\)"),
         (dict(text_columns=(1,)), "text_columns: .*tuple of names"),
+        (dict(text_columns=("text", "text")), r"text_columns: \('text', 'text'\) are one"),
+        (dict(text_columns=("label",), label="gold"), "text_columns: 'label' .* rename that column"),
         (dict(label_names=("a",)), "label_names: .*two different"),
         (dict(label="text"), "label: 'text' is a column of texts too"),
         (dict(label_names=("a", "a", "b")), "label_names: .*two different"),
@@ -389,6 +391,60 @@ def test_rows_without_text_or_label_are_refused(tmp_path, columns, message):
         own(tmp_path, **columns)
 
 
+def of_csv(tmp_path, train, evaluation, names=()):
+    "The labels that the cells of a label column become, of training and evaluation rows."
+    files = {}
+    for split, cells in (("train", train), ("validation", evaluation)):
+        files[split] = str(tmp_path / f"{split}.csv")
+        Path(files[split]).write_text("text,label\n" + "".join(f"a,{c}\n" for c in cells.split()))
+    data = load_task(Task("own", files=files, label_names=names))
+    return data.task.label_names, data.train["label"][:], data.evaluation["label"][:]
+
+
+@pytest.mark.parametrize(
+    "names, train, evaluation, numbers",
+    [
+        ((), "1 2 3", "1.0 2.0", ([0, 1, 2], [0, 1])),
+        ((), "1.0 2.0 3.0", "2 3", ([0, 1, 2], [1, 2])),
+        ((), "0.5 1.0 1.5", "1.0 1.0", ([0, 1, 2], [1, 1])),
+        ((), "1.0 other", "1 1.0", ([0, 1], [0, 0])),
+        (("1.0", "2.0"), "1 2", "2.0 1.0", ([0, 1], [1, 0])),
+        (("2", "1", "0"), "0.0 1.0 2.0", "2 0", ([2, 1, 0], [0, 2])),
+        (("02", "01", "00"), "00 01 02", "01 01", ([2, 1, 0], [1, 1])),
+        (("true", "false"), "true false", "false true", ([0, 1], [1, 0])),
+        (("False", "True"), "true false", "false true", ([1, 0], [0, 1])),
+        (("no", "yes"), "0 1", "1.0 0.0", ([0, 1], [1, 0])),
+    ],
+)
+def test_numbers_and_booleans_go_by_their_names_however_they_are_written(tmp_path, names, train, evaluation, numbers):
+    known, *found = of_csv(tmp_path, train, evaluation, names)
+    assert tuple(found) == numbers and (names or "1.0" not in known or "other" in known)
+
+
+@pytest.mark.parametrize(
+    "names, train",
+    [(("1", "2"), "1.0 3.0"), (("1", "0"), "true false"), (("true", "maybe"), "true false"), (("1", "2"), "1.5 2")],
+)
+def test_a_number_or_boolean_without_a_name_is_no_position(tmp_path, names, train):
+    with pytest.raises(ValueError, match="train_split='train' of own: .*labels have no name, such as .*; labels are"):
+        of_csv(tmp_path, train, "1 1", names)
+
+
+def test_an_empty_label_is_missing_and_an_empty_text_is_a_text(tmp_path):
+    (tmp_path / "t.csv").write_text("text,kind,label\na,1,pos\n,2,neg\nc,3,\n")
+    (tmp_path / "twice.csv").write_text("text,text,label\na,b,1\n")
+    split = dict.fromkeys(("train", "validation"), str(tmp_path / "t.csv"))
+    for names in ((), ("neg", "pos")):
+        with pytest.raises(ValueError, match="of own: column label: 1 of 3 rows have no valid label, such as None"):
+            load_task(Task("own", files=split, label_names=names))
+    assert load_task(Task("own", files=split, label="kind")).train["text"][:] == ["a", "", "c"]
+    write(tmp_path, "nan.parquet", [{"text": "a", "label": x} for x in (0.0, 1.0, math.nan)])
+    with pytest.raises(ValueError, match="1 of 3 rows have no valid label"):
+        load_task(Task("own", files=dict.fromkeys(split, str(tmp_path / "nan.parquet"))))
+    with pytest.raises(ValueError, match="has several columns 'text'; rename"):
+        load_task(Task("own", files=dict.fromkeys(split, str(tmp_path / "twice.csv"))))
+
+
 def test_a_task_of_ones_own_says_where_its_rows_are_wanted(tmp_path, monkeypatch):
     own(tmp_path, text=TEXTS, label=[0, 1] * 3)
     with pytest.raises(ValueError, match="hub=None; give the data_dir that holds polarity/train.parquet"):
@@ -448,6 +504,13 @@ def test_encode_for_prediction_and_what_it_refuses():
         labelled["labels"][:] == [0, 1] * 3
         and labelled.remove_columns("labels").to_dict() == encode(rows, task, tokenizer).to_dict()
     )
+    stars = Task("stars", label_names=("1", "2", "3"), folder="stars")
+    labels = lambda *given: encode(Dataset.from_dict({"text": TEXTS[:2], "label": given}), stars, tokenizer)["labels"][
+        :
+    ]
+    assert labels("1", "3") == [0, 2] == labels(1.0, 3.0) and labels(0, 2) == [0, 2]  # integers: rows of load_task
+    with pytest.raises(ValueError, match="dataset: label 3 of 3 labels, from 0"):
+        labels(1, 3)
     gap = Dataset.from_dict({"text": [None, *TEXTS]})
     assert len(encode(gap.select(range(1, 7)), task, tokenizer)) == 6
     for call, message in (

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from isoreg.toy import (
+    _WEAKER,
     DEFINITE,
     KIND_OF,
     MONOTONE,
@@ -316,3 +317,10 @@ def test_shipped_model_loads_offline_and_knows_agreement():
             bool(logits[tokenizer.convert_tokens_to_ids(right)] > logits[tokenizer.convert_tokens_to_ids(wrong)])
         )
     assert all(prefer)
+
+
+@pytest.mark.parametrize("strong, weak", [pair for pair in _WEAKER if set(pair) <= QUANTIFIERS.keys()])
+def test_a_weaker_determiner_follows_and_is_not_the_same(strong, weak):
+    some = [(a, b) for a in SETS for b in SETS if a]  # there are such things
+    assert all(QUANTIFIERS[weak](*s) for s in some if QUANTIFIERS[strong](*s))
+    assert any(QUANTIFIERS[weak](*s) and not QUANTIFIERS[strong](*s) for s in some)

@@ -91,6 +91,8 @@ def test_linear_steps_against_scikit_learn():
         (lambda x: hubness(x, k=0), "k: 0"),
         (lambda x: transformed(x, "centred"), "steps: 'centred' is unknown; did you mean 'centre'"),
         (lambda x: transformed(x, 12), "number of directions below 12"),
+        (lambda x: transformed(x, "centre", fitted_on=x[:, :1]), r"fitted_on: shape \(300, 1\) beside points"),
+        (lambda x: transformed(x, "whiten", fitted_on=x[:9, :7]), r"fitted_on: shape \(9, 7\) beside points"),
         (lambda x: transformed(x, "whiten", strength=2), "strength: 2"),
     ],
 )
