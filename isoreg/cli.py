@@ -798,6 +798,7 @@ def _show_measures(one):
 
 # %% ../nbs/31_cli.ipynb #0f45d5da
 _BASELINE = typer.Option(help="The method that the others are compared with, as the report calls it.")
+_APART = _option("A setting that tells rows apart, beside task and method; may be given several times.")
 
 
 @app.command("report")
@@ -805,6 +806,7 @@ def report_command(
     source: Annotated[list[Path], typer.Argument(help="Folders of runs, or .jsonl files of records.")],
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
     baseline: Annotated[str, _BASELINE] = "base",
+    by: Annotated[list[str] | None, _APART] = None,
 ):
     """Tables (.md, .html, .tex, .csv) and figures (.png, .pdf) from records: intervals, paired tests, failed and
     collapsed runs."""
@@ -812,10 +814,10 @@ def report_command(
     with _warnings_shown(): runs = load([str(s) for s in source])
     methods = list(runs.method.unique())
     compared = baseline in methods and len(methods) > 1
-    files = write_report(runs, out, baseline if compared else None)
+    files = write_report(runs, out, baseline if compared else None, by)
     if not compared:
         _errors.print(f"no comparisons: no run of {baseline!r} beside others; methods are {', '.join(methods)}")
-    _show_summary(summarise(runs))
+    _show_summary(summarise(runs, by))
     for file in files: _console.print(str(file))
 
 # %% ../nbs/31_cli.ipynb #f67db4df

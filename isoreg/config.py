@@ -1002,8 +1002,8 @@ def command(
 ) -> str:
     "Return the shell command that makes this run: `isoreg run` with every setting that is not the default."
     given = ("task", "model", "data_dir", "regularizer", "seed", "definition", "penalty_settings")
-    made_with = [n for n in (*given, "recipe") if n != "seed"]
-    usual = RunConfig(**{n: getattr(config, n) for n in made_with}).to_dict()
+    made_with = {n: getattr(config, n) for n in (*given, "recipe") if n not in ("seed", "model", "data_dir")}
+    usual = RunConfig(**made_with, model="toy-bert" if config.model == "toy-bert" else "any").to_dict()
     words = ["isoreg run"]
     for name, value in config.to_dict().items():
         asked = name in given or (name == "recipe" and value != _default_recipe(config))

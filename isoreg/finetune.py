@@ -98,11 +98,12 @@ def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
     values |= {n: getattr(penalty, n) for n in common if n != "seed" and hasattr(penalty, n)}
     settings = {n: _kept(getattr(penalty, n)) for n, p in own.items() if hasattr(penalty, n)}
     settings = {n: v for n, v in settings.items() if v != own[n].default}
-    lost = [n for n in settings if not hasattr(config, f"{name}_{n}") and (n != "reference_cov" or penalty.given)]
-    if name in BUILT_IN and lost:
-        raise ValueError(f"penalty: {lost[0]} of {kind.__name__} is no setting of a run, whose record lacks it; "
-                         "leave it out, or give a subclass of another name")
-    if name in BUILT_IN: values |= {f"{name}_{n}": v for n, v in settings.items() if hasattr(config, f"{name}_{n}")}
+    if name in BUILT_IN:
+        lost = [n for n in settings if not hasattr(config, f"{name}_{n}") and (n != "reference_cov" or penalty.given)]
+        if lost:
+            raise ValueError(f"penalty: {lost[0]} of {kind.__name__} is no setting of a run, whose record lacks it; "
+                             "leave it out, or give a subclass of another name")
+        values |= {f"{name}_{n}": v for n, v in settings.items() if hasattr(config, f"{name}_{n}")}
     else: values["penalty_settings"] = settings
     return RunConfig(**config.to_dict() | {"penalty_settings": None} | values | {"regularizer": name})
 

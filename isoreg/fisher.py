@@ -43,7 +43,7 @@ def empirical_fisher(
     reduction: str = "mean",  # over the predicted tokens of a sample, as released; "sum" is its log-likelihood
     sample: str = "sequence",  # "position": every predicted token is a sample of its own
     precision: str = "fp32",  # "bf16" for autocast; sums stay in float32 or wider
-    checkpoint: str | Path | None = None,  # folder, written every so often and resumed from; knows a function by name
+    checkpoint: str | Path | None = None,  # folder, written now and then and resumed from; knows a function by name
     every: int = 200,  # batches between checkpoints
     corpus: dict | None = None,  # description of other batches than TextBatches, for the record
     progress: Callable[[int], None] | None = None,  # called with the number of batches done
@@ -487,8 +487,10 @@ def _trial(ways: _Ways, batch: dict) -> None:
     coarse = any(p.dtype in (torch.bfloat16, torch.float16) for p in ways.parameters.values())
     _check_alone(ways, two, coarse)
     try: ours = ways.taped(two)
+    except torch.OutOfMemoryError: raise
     except RuntimeError: ours = {}  # of a model whose parts do not have the samples first
     right = ways.functional(ways.parameters.keys(), two)
+    if not any(r.any() for r in right.values()): _check_depends(ways, two)
     size = {n: 1 if ways.level == "diagonal" else p.numel() for n, p in ways.parameters.items()}
     floor = 1e-9 * max(float(r.mean()) / size[n] for n, r in right.items())
     for n, r in right.items():
@@ -501,6 +503,14 @@ def _trial(ways: _Ways, batch: dict) -> None:
     if slow: warnings.warn(f"{len(slow)} parameters are left to autograd, sample by sample, which is slow: {some}")
 
 # %% ../nbs/11_fisher.ipynb #fd13202e
+def _check_depends(ways: _Ways, batch: dict) -> None:
+    "Raise a `ValueError` for a loss that is computed without a graph."
+    with torch.enable_grad():
+        if ways.losses(batch).requires_grad: return
+    raise ValueError("loss: depends on no parameter that requires a gradient; compute it without torch.no_grad() and "
+                     "detach(), or call model.requires_grad_(True)")
+
+
 def _two_rows(batch: dict) -> list[int]:
     "Return the rows of the shortest and the longest sequence, or the first and the last."
     mask, n = batch.get("attention_mask"), _size(batch)

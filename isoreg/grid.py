@@ -286,7 +286,9 @@ def _configs(block: Block, overrides: list[dict], names: set[str]) -> tuple[list
         useful.add(_excluded_by(entries, parameters, labels))
         for chosen in overrides:
             mine = parameters | {n: v for n, v in chosen.items() if n in parameters or n not in given}
-            if _excluded_by(entries, mine, {n: mine.get(n, v) for n, v in labels.items()}) is not None:
+            now = {n: mine[n] if n in mine and v == parameters.get(n) else v for n, v in labels.items()}
+            if (entry := _excluded_by(entries, mine, now)) is not None:
+                useful.add(entry)
                 excluded += 1
                 continue
             try: config = _checked(kind.from_dict(mine))

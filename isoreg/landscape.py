@@ -79,7 +79,6 @@ def _walk(model, batches, directions, axes, loss, path, progress, precision, red
     rows: list = [None] * len(alphas)
     if path is not None:
         check_named(loss, "path")
-        check_writable(path)
         made_of = {"weights": _parameters(model), "directions": directions,
                    "batches": [_fingerprint(b) for b in mean_loss.batches]}
         buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point()}  # such as running means
@@ -87,6 +86,7 @@ def _walk(model, batches, directions, axes, loss, path, progress, precision, red
         info["fingerprints"] = {k: _fingerprint(v) for k, v in made_of.items()}
         rows = _resume(path, alphas, betas, info)
         if None not in rows: return Surface.load(path)
+        check_writable(path)
     missing = [i for i, row in enumerate(rows) if row is None]
     bar = tqdm(total=len(alphas) * len(betas), initial=(len(alphas) - len(missing)) * len(betas), unit=" points",
                desc="landscape", disable=not progress)
@@ -593,7 +593,8 @@ def _resume(path: str | Path, alphas: np.ndarray, betas: np.ndarray, info: dict)
     old_alphas, old_betas, rows, old = _from_json(path)
     old = {"reduction": "sample"} | old  # older files do not say so
     new = {"alphas": alphas.tolist(), "betas": betas.tolist()} | info["fingerprints"] | info
-    old = {"alphas": old_alphas.tolist(), "betas": old_betas.tolist()} | old.get("fingerprints", {}) | old
+    prints = {"buffers": info["fingerprints"].get("buffers")} | old.get("fingerprints", {})  # nor of buffers
+    old = {"alphas": old_alphas.tolist(), "betas": old_betas.tolist()} | prints | old
     differ = [k for k in new if k not in ("n_samples", "fingerprints") and new[k] != old.get(k)]
     if not differ: return rows
     raise ValueError(f"path: {path} was made with other {', '.join(differ)}; give another path or delete the file")

@@ -22,7 +22,7 @@ class _Steady(torchmetrics.Metric):
     "A metric that an error leaves as it was."
 
     def forward(self, *args, **kwargs):
-        "Add a batch and return its own value; a batch that has none is left out."
+        "Add a batch and return its own value. A batch whose value cannot be computed raises, and is not added."
         before = dict(vars(self))
         try: return super().forward(*args, **kwargs)
         except BaseException:
@@ -32,7 +32,7 @@ class _Steady(torchmetrics.Metric):
     @contextlib.contextmanager
     def sync_context(self, dist_sync_fn=None, process_group=None, should_sync=True, should_unsync=True,
                      distributed_available=None):
-        "Give a context in which the states are those of all ranks; after it, and after an error in it, its own."
+        "Give a context with the states of all ranks; afterwards this rank's own are back, after an error too."
         self.sync(dist_sync_fn, process_group, should_sync, distributed_available)
         try: yield
         finally: self.unsync(self._is_synced and should_unsync)

@@ -44,7 +44,7 @@ def load_model(
         tokenizer.pad_token = tokenizer.eos_token
         notes.append(f"padding token set to {tokenizer.eos_token}")
     if model.config.pad_token_id is None: model.config.pad_token_id = tokenizer.pad_token_id
-    notes += _redraw_pooler(model, any("pooler" in k for k in missing))
+    notes += [] if any("pooler" in n for n in old) else _redraw_pooler(model, any("pooler" in k for k in missing))
     new = sorted({k.rpartition(".")[0] for k in missing} - {n.split(" ")[0] for n in notes})
     if new: notes.append(f"{', '.join(new)} absent from the checkpoint: drawn with the seed")
     return model, tokenizer, notes
@@ -61,7 +61,7 @@ def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.M
     model, info = pretrained(kind, config.model, dtype=torch.float32, output_loading_info=True, **options)
     body = getattr(model, "base_model", model)
     if body is model: body = nn.ModuleList([model.get_encoder(), model.get_decoder()])  # as T5 for questions has it
-    other = [key for key, *_ in info["mismatched_keys"]]  # such as a head of other labels
+    other = [k if isinstance(k, str) else k[0] for k in info["mismatched_keys"]]  # such as a head of other labels
     if misfits := missing_weights(model, body, other):
         raise ValueError(f"model: {config.model!r} cannot be read (its config.json and its weights differ in their "
                          f"shapes: {misfits[0]}); give a complete checkpoint")
@@ -72,16 +72,15 @@ def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.M
 
 
 def _redraw_head(model: nn.Module, body: nn.Module, missing: set[str], seed: int) -> list[str]:
-    "Draw anew what a checkpoint has beside its body, the head of an earlier task, and return the names of its modules."
-    own, old = {id(p) for p in body.parameters()}, []
-    for name, module in model.named_modules():
-        weights = {f"{name}.{n}": p for n, p in module.named_parameters(recurse=False) if id(p) not in own}
-        if not weights or weights.keys() <= missing: continue
-        if not old: set_seed(seed)
-        for p in weights.values(): p._is_hf_initialized = False  # transformers 5 passes over weights that were read
-        model._init_weights(module)
-        old.append(name)
-    return old
+    "Draw anew the head of an earlier task, where a checkpoint has a whole one, and return the names of its modules."
+    own = {id(p) for p in body.parameters()}
+    head = {n: p for n, p in model.named_parameters() if id(p) not in own}
+    if not head or head.keys() & missing: return []
+    set_seed(seed)
+    fresh = dict(type(model)(model.config).named_parameters())
+    with torch.no_grad():
+        for n, p in head.items(): p.copy_(fresh[n])
+    return sorted({n.rpartition(".")[0] for n in head})
 
 # %% ../nbs/21_models.ipynb #19f58853
 def missing_weights(model: nn.Module, body: nn.Module, missing: Iterable[str]) -> list[str]:

@@ -27,6 +27,7 @@ from torch.random import fork_rng
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import one_of
+from .states import inside_wrapper
 
 # %% ../nbs/13_sites.ipynb #c2cdd011
 def dropout_sites(
@@ -464,8 +465,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {model!r:.80} is a {type(model).__name__}, no torch module; load it first, "
                          "for example with AutoModel.from_pretrained")
-    inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-    if "module" in model._modules and len(model._modules) > 1: inner = None  # a part of it that has this name
+    inner = getattr(model, "_orig_mod", None) or inside_wrapper(model)
+    if inner is model: inner = None
     if inner is None and hasattr(model, "get_base_model"): inner = model.get_base_model()  # adapters stay in it
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
 

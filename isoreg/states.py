@@ -41,14 +41,20 @@ def hidden_states(
     return states, token_mask(body, inputs, states, mask_fn)
 
 # %% ../nbs/06_states.ipynb #8a749eb8
+def inside_wrapper(
+    model: nn.Module,
+) -> nn.Module:
+    "Return the model in DistributedDataParallel or the like; itself where `module` is a part of it among others."
+    return model if "module" in model._modules and len(model._modules) > 1 else getattr(model, "module", model)
+
+
 def encoder_of(
     model: nn.Module,  # any module
 ) -> nn.Module:
     "Return the model without wrapper, head and, if it has an encoder, decoder; `ValueError` for what is no module."
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {model!r} is no torch module; load it, as AutoModel.from_pretrained does")
-    own = "module" in model._modules and len(model._modules) > 1  # a part of this name, no wrapper
-    body = model if own else getattr(model, "module", model)
+    body = inside_wrapper(model)
     if hasattr(body, "get_base_model"): body = body.get_base_model()  # of PEFT; its adapters stay in
     body = getattr(body, "base_model", body)
     both = getattr(getattr(body, "config", None), "is_encoder_decoder", False) and hasattr(body, "get_encoder")

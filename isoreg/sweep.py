@@ -567,8 +567,8 @@ def _begin(s: _State, run: Run) -> bool:
     claim = s.folder.lock(run.key)
     try: claim.acquire()
     except Timeout: return False
-    if s.folder.is_held(run.key, "node"): claim.release(); return False
     try:
+        if s.folder.is_held(run.key, "node"): claim.release(); return False
         if (outcome := _settled(s, run)) is None: s.running[s.executor.submit(run, claim)] = _Job(run, claim)
     except BaseException: claim.release(); raise
     if outcome is not None:

@@ -27,7 +27,8 @@ from .files import write_atomically
 from .istar import (
     check_batches, check_max_points, measure_isotropy, reference_covariance, warn_without_gradient)
 from .moments import full_precision, sum_over_ranks, world_size
-from .states import encoder_of, eval_mode, request_states, same_draws, states_of, token_mask
+from .states import (
+    encoder_of, eval_mode, inside_wrapper, request_states, same_draws, states_of, token_mask)
 
 # %% ../nbs/09_trainer.ipynb #574e6f71
 class PenaltyMixin:
@@ -114,7 +115,7 @@ def _noted_states(body: nn.Module, seen: list):
 # %% ../nbs/09_trainer.ipynb #a6f77e3b
 def _with_penalties(trainer: Trainer, compute: Callable, model, inputs: dict, return_outputs: bool, num_items):
     "Return the Trainer's loss with the penalties of its hidden states, and the outputs where they are asked for."
-    body, seen = getattr(model, "module", model), []
+    body, seen = inside_wrapper(model), []
     whole = return_outputs or not _from_trl(trainer)
     with contextlib.nullcontext() if whole else _noted_states(body, seen):
         loss = compute(model, _request(trainer, body, inputs), whole, num_items)
@@ -149,7 +150,7 @@ def honours_num_items(
     """Return whether the loss really depends on `num_items_in_batch`; None where it is 0 or NaN, which does not tell.
 
     Leaves mode and random state as they were."""
-    body = getattr(model, "module", model)
+    body = inside_wrapper(model)
     with eval_mode(body): one, two = (body(**inputs, num_items_in_batch=num_items * k) for k in (1, 2))
     one, two = (out["loss"] if isinstance(out, dict) else out[0] for out in (one, two))
     return not torch.equal(one, two) if bool(torch.isfinite(one).all() & one.any()) else None
@@ -498,7 +499,7 @@ class _Grouped:
     def __signature__(self): return inspect.signature(self.whole)
 
     def __call__(self, *args, **kwargs):
-        inputs = dict(**self.__signature__.bind_partial(*args).arguments, **kwargs)
+        inputs = dict(**self.__signature__.bind_partial(*args).arguments, **kwargs) if args else dict(kwargs)
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         masked = ids is not None and mask is not None and mask.shape == ids.shape
         if not masked or inputs.get("past_key_values") is not None: return self.whole(*args, **kwargs)

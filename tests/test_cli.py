@@ -726,6 +726,17 @@ def test_report_of_stored_records(tmp_path):
         assert failed.exit_code == 2 and words in failed.output and not (tmp_path / "other").exists()
 
 
+def test_report_of_two_models_whose_folders_have_one_name(tmp_path):
+    stored = (Path(__file__).parents[1] / "nbs" / "results" / "istar_first.jsonl").read_text().splitlines()
+    other = [json.loads(r) for r in stored]
+    other = [r | {"key": r["key"] + "-b", "config": r["config"] | {"model": "b/minilm-l6-h384"}} for r in other]
+    (tmp_path / "r.jsonl").write_text("\n".join([*stored, *map(json.dumps, other)]))
+    command = ["report", str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "report")]
+    failed = CliRunner().invoke(app, command)
+    assert failed.exit_code == 2 and "add that to by" in failed.output
+    assert CliRunner().invoke(app, [*command, "--by", "model"]).exit_code == 0
+
+
 @pytest.mark.parametrize("stage, sent", [("training", "SIGINT"), ("loading data", "SIGINT"), ("training", "SIGTERM")])
 def test_ctrl_c_and_sigterm_end_a_run_with_one_line_and_leave_nothing(tmp_path, stage, sent):
     command = [sys.executable, "-m", "isoreg.cli", "run", "--epochs", "50", "--out", str(tmp_path)]

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -535,10 +534,10 @@ def test_a_folder_of_data_counts_for_a_task_of_ones_own_that_lies_in_one(tmp_pat
 def test_tables_of_a_command_are_read_as_they_were_written():
     table = {"eps": 1e-05, "label": "\N{GRINNING FACE}", "list": [2e-07]}
     assert module.parse_set([f"x={json.dumps(table, ensure_ascii=False)}"]) == {"x": table}
-    names = ("\N{GRINNING FACE}", "no")
-    own = Task(
-        "t", text_columns=("text",), label="label", label_names=names, files={"train": "a.csv", "validation": "a.csv"}
-    )
-    words = shlex.split(module.command(RunConfig(task=own, model="b")))
-    given = [w for w in words if "labels" in w][0]
-    assert "\N{GRINNING FACE}" in given and "\\u" not in given
+
+
+def test_a_command_is_told_of_a_run_whose_files_are_gone():
+    own = {"data_dir": "/gone", "dropout_settings": {"label": "\N{GRINNING FACE}"}}
+    gone = RunConfig(task="cola", model="toy-bert").to_dict() | own
+    command = module.command(RunConfig.model_construct(**gone))
+    assert "--data-dir /gone" in command and "\N{GRINNING FACE}" in command

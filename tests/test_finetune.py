@@ -24,6 +24,8 @@ from transformers import (
     CanineModel,
     DebertaV2Config,
     DebertaV2Model,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     T5Config,
     T5Model,
     AlbertConfig,
@@ -906,18 +908,35 @@ def test_unknown_words_are_told_where_a_run_and_a_measurement_show_them(tmp_path
     assert any("unknown to the tokenizer" in n for n in record["notes"])
 
 
-def test_the_head_of_an_earlier_task_is_not_used(tmp_path):
-    fresh = load_model(RunConfig(regularizer="none"))[0].classifier.weight
-    for labels in (2, 3):
-        folder = str(tmp_path / str(labels))
-        model = AutoModelForSequenceClassification.from_pretrained(toy_model_path(), num_labels=labels)
-        torch.nn.init.constant_(model.classifier.weight, 0.5)
-        model.save_pretrained(folder), toy_tokenizer().save_pretrained(folder)
-        drawn = [load_model(RunConfig(model=folder, seed=s, regularizer="none")) for s in (0, 1, 0)]
-        one, two, again = (m.classifier.weight for m, *_ in drawn)
-        assert one.shape == fresh.shape and one.std().item() == pytest.approx(0.02, rel=0.2)
-        assert torch.equal(one, again) and not torch.equal(one, two)
-        assert any("classifier of the checkpoint not used" in n for n in drawn[0][2])
+HEADS = {
+    "bert": (BertConfig(**SIZES), "classifier.weight", 0.02),
+    "roberta": (RobertaConfig(**SIZES), "classifier.out_proj.weight", 0.02),
+    "modernbert": (ModernBertConfig(**SIZES, pad_token_id=0), "classifier.weight", 16**-0.5),  # drawn by its parent
+}
+
+
+@pytest.mark.parametrize("labels", [2, 3])
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_of_an_earlier_task_is_not_used(tmp_path, name, labels):
+    (config, weight, spread), draws = HEADS[name], []
+    config.num_labels = labels
+    model = AutoModelForSequenceClassification.from_config(config)
+    torch.nn.init.constant_(model.get_parameter(weight), 0.5)
+    model.save_pretrained(tmp_path), toy_tokenizer().save_pretrained(tmp_path)
+    for seed in (0, 1, 0):
+        new, _, notes = load_model(RunConfig(model=str(tmp_path), seed=seed, regularizer="none"))
+        draws.append(new.get_parameter(weight))
+        assert any("of the checkpoint not used" in n for n in notes)
+    assert torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[1])
+    assert draws[0].shape == (2, 16) and draws[0].std().item() == pytest.approx(spread, rel=0.5)
+
+
+def test_a_pretrained_part_of_the_head_is_kept(tmp_path):
+    model = ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0))
+    torch.nn.init.constant_(model.head.dense.weight, 0.5)
+    model.save_pretrained(tmp_path), toy_tokenizer().save_pretrained(tmp_path)
+    loaded, _, notes = load_model(RunConfig(model=str(tmp_path), regularizer="none"))
+    assert (loaded.head.dense.weight == 0.5).all() and any("classifier absent" in n for n in notes)
 
 
 def test_a_run_of_an_encoder_with_a_decoder_or_with_tuples_ends(tmp_path):
@@ -957,6 +976,16 @@ def test_a_penalty_that_a_record_could_not_tell_is_refused_and_a_given_reference
     ):
         with pytest.raises(ValueError, match=f"penalty: {name} of IStar"):
             run(RunConfig(**SMALL), penalty=penalty)
+
+    class Own(torch.nn.Module):
+        def __init__(self, lam: float = 1.0, reference_cov=None):
+            super().__init__()
+            self.lam, self.reference_cov = lam, reference_cov
+
+        def forward(self, hidden_states, attention_mask=None):
+            return self.lam * hidden_states[-1].square().mean()
+
+    assert run(RunConfig(**SMALL), penalty=Own(1.0, EYE)).config["penalty_settings"] == {"reference_cov": "a Tensor"}
 
     class Kept(IStar):
         def __init__(self, lam: float = 1.0, reference_cov=None):

@@ -294,6 +294,14 @@ def test_what_is_excluded_and_included_is_said_of_the_runs_as_they_are(tmp_path)
     assert len(got()) == 3 and got(task="toy-rte") == {("toy-rte", "none")}
     assert got(task="toy-cola") == {("toy-cola", "none"), ("toy-cola", "istar")}
     assert not expand(load_grid(path), overrides={"task": "toy-cola"}).notes
+    named = grid(
+        tmp_path / "n.yaml",
+        "axes:\n  seed: [0, 1]\n  dropout: [{name: five, dropout: constant, dropout_p: 0.05}, {dropout: standard}]\n"
+        "exclude: [{dropout: five, seed: 1}]\n",
+    )
+    assert len(expand(load_grid(named)).runs) == 3
+    plan = expand(load_grid(named), overrides={"seed": [1, 2]})
+    assert len(plan.runs) == 3 and not plan.notes
     only = grid(tmp_path / "i.yaml", "fixed: {regularizer: none}\ninclude: [{task: toy-rte, seed: [0, 1]}]\n")
     assert [(r.config["task"], r.config["seed"]) for r in expand(load_grid(only)).runs] == [
         ("toy-rte", 0),

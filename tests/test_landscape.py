@@ -1061,7 +1061,7 @@ def test_sequences_with_nothing_to_predict_are_left_out():
     np.testing.assert_allclose(plane_hessian(model, padded, d), hessian, rtol=1e-4)
 
 
-def test_what_a_path_could_not_tell_or_take_is_refused_before_a_loss(tmp_path):
+def test_what_a_path_could_not_tell_or_take_is_refused_before_a_loss(tmp_path, monkeypatch):
     model, calls = Quadratic(), []
     d = direction(model, 0)
 
@@ -1076,6 +1076,12 @@ def test_what_a_path_could_not_tell_or_take_is_refused_before_a_loss(tmp_path):
         with pytest.raises(ValueError, match="loss: .* has no name"):
             loss_line(model, XS, d, [0.0], loss, tmp_path / "x.json")
     assert not calls
+    done = tmp_path / "done.json"
+    loss_line(model, XS, d, [0.0], counted, done)
+    monkeypatch.setattr("isoreg.landscape.check_writable", lambda path: (_ for _ in ()).throw(PermissionError))
+    assert loss_line(model, XS, d, [0.0], counted, done).origin  # all rows are there
+    with pytest.raises(PermissionError):
+        loss_line(model, XS, d, [0.0], counted, tmp_path / "new.json")
 
 
 class Normed(nn.Module):
