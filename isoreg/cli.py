@@ -814,10 +814,11 @@ def report_command(
     with _warnings_shown(): runs = load([str(s) for s in source])
     methods = list(runs.method.unique())
     compared = baseline in methods and len(methods) > 1
-    files = write_report(runs, out, baseline if compared else None, by)
+    with _warnings_shown():
+        files, summary = write_report(runs, out, baseline if compared else None, by), summarise(runs, by)
     if not compared:
         _errors.print(f"no comparisons: no run of {baseline!r} beside others; methods are {', '.join(methods)}")
-    _show_summary(summarise(runs, by))
+    _show_summary(summary)
     for file in files: _console.print(str(file))
 
 # %% ../nbs/31_cli.ipynb #f67db4df
@@ -955,11 +956,11 @@ def _report_bug(error: BaseException, words: Sequence[str]) -> str:
 # %% ../nbs/31_cli.ipynb #30731f73
 @contextlib.contextmanager
 def _warnings_shown():
-    "Context whose warnings are printed at its end, as plain lines."
+    "Context whose warnings are printed at its end, as plain lines, each once."
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
-    for warning in caught: _errors.print(str(warning.message))
+    for message in dict.fromkeys(str(w.message) for w in caught): _errors.print(message)
 
 # %% ../nbs/31_cli.ipynb #57f96b62
 def _number(x: float | None) -> str: return "undefined" if x is None else f"{x:.4f}"

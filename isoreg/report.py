@@ -285,13 +285,14 @@ def summarise(
 
     Columns: task, the varying settings, method, metric, n (finished), failed, collapsed, mean, sd, low, high, median,
     worst (the lowest), majority, isoscore_before, isoscore_after and their layers' mean (with _sd and _n, the runs that
-    have one: none where a layer is undefined), seeds, keys, records. `ValueError` for an unknown column or value and,
-    unless `by` says what tells rows apart, for two finished runs of a group that share a seed."""
+    have one: none where a layer is undefined), seeds, keys, records. `ValueError` for an unknown column or value. Warns
+    of finished runs of a group that share a seed, unless `by` says what tells rows apart."""
     df, given = df.reset_index(drop=True), by is not None  # of tables put together with pandas.concat, too
     by, values, rows = [*columns_apart(df, by), "method"], outcomes(df, value), []
     for names, g in in_order(df.groupby(by, dropna=False, sort=False)):
         done, x = g[g.status == "done"], values[g.index].dropna()
-        if not given: _check_pairs(done)
+        try: given or _check_pairs(done)
+        except ValueError as error: warnings.warn(f"{error}; their mean counts a seed more than once")
         low, high = t_interval(x, level)
         rows.append({**dict(zip(by, names)), "metric": _metric(df, g, value), "n": len(x),
                      "failed": len(g) - len(done), "collapsed": int(done.collapsed.sum()), "mean": x.mean(),

@@ -1209,7 +1209,7 @@ def test_a_search_of_another_kind_of_run_is_refused_in_words():
     Path("s.yaml").write_text("notebook: landscape\naxes: {seed: [1]}\n")
     (run,) = expand(load_grid("s.yaml")).runs
     Path("r.jsonl").write_text(json.dumps({"key": run.key, "status": "done", "config": run.config}))
-    ends(2, "select", "s.yaml", "r.jsonl", words=["seed: "])
+    ends(2, "select", "s.yaml", "r.jsonl", words=["grid: s has runs of landscape"])
 
 
 def test_a_name_of_several_words_is_named():

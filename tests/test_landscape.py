@@ -693,7 +693,10 @@ def test_a_surface_as_a_part_of_a_record():
 def test_nan_and_infinity_are_kept(tmp_path):
     model = Nowhere()
     values = {-2.0: float("nan"), -1.0: float("inf"), 0.0: 1.0, 1.0: 2.0, 2.0: float("-inf")}
-    loss = lambda model, batch: batch["x"] * values[round(float(model.w[0, 0].detach()) - 1, 4)]
+
+    def loss(model, batch):
+        return batch["x"] * values[round(float(model.w[0, 0].detach()) - 1, 4)]
+
     s = loss_line(model, [{"x": torch.ones(2)}], {"w": torch.ones(2, 2)}, list(values), loss, tmp_path / "line.json")
     np.testing.assert_array_equal(s.losses[:, 0], list(values.values()))
     assert (

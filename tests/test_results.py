@@ -387,7 +387,7 @@ def test_the_front_page_answers_as_the_records_do():
                 by_task.setdefault(task, []).append(value - base[task, seed])
         return sum(sum(d) / len(d) for d in by_task.values()) / len(by_task)
 
-    assert f"It scored {gain('guided'):.3f} [" in readme
+    assert f"it scored {gain('guided'):.3f} [" in readme
     assert f"reaches {100 * gain('constant-mean') / gain('guided'):.0f} % [" in readme
     strong = [
         r["collapsed"] for r, c in settings if c["regularizer"] == "istar" and c["lam"] in (-1, -5) and c["zeta"] == 0.2
