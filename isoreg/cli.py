@@ -296,14 +296,13 @@ def _stopped(folder: Path) -> tuple[str, int]:
 # %% ../nbs/31_cli.ipynb #5de25b6b
 def _failure(run, out: Path, error: BaseException) -> tuple[str, int]:
     "Leave `failed.json`, as a sweep does; return what is said of the error, and 2 for bad input, 1 for all else."
-    from isoreg.notebook import error_words, read_progress
+    from isoreg.notebook import error_name, error_words, read_progress
     from isoreg.sweep import Folder, Outcome, is_disk_full, write_failure
     folder, (message, trace) = out / run.key, error_words(error)
     if not is_disk_full(error):
         with contextlib.suppress(OSError): write_failure(Folder(out), Outcome(run, "failed", message, trace))
     trained = read_progress(folder / "progress.json").get("stage") in ("training", "done")
-    names = "ValueError", "MissingSplit", "OSError", "PermissionError"
-    said_no = getattr(error, "ename", "") in names  # a cell, of the input
+    said_no = hasattr(error, "ename") and error_name(error) in ("ValueError", "OSError", "PermissionError")  # a cell
     refused = said_no and not trained and not is_disk_full(error)
     hint = _hint(message, "run") if refused else ""
     where = f"\nnotebook: {folder / 'notebook.ipynb'}" * (folder / "notebook.ipynb").is_file()

@@ -158,10 +158,7 @@ def direction(
         d = d * chosen
         part, moved = part + _squared(d), moved + int(torch.count_nonzero(d))
         if d.any(): out[name] = d.to(p.device)
-    if not part:
-        why = ("only tensors of one dimension are chosen, or zeros: use one_d='scale' or another mask"
-               if one_d == "zero" else "all chosen weights are zero")
-        raise ValueError(f"mask: the direction moves nothing; {why}")
+    if not part: raise _moves_nothing(one_d)
     if norm == "equal":
         for d in out.values(): d *= (whole / part) ** 0.5
     size = sum(p.numel() for p in params.values())
@@ -171,6 +168,13 @@ def direction(
     return out
 
 # %% ../nbs/12_landscape.ipynb #882ef2ce
+def _moves_nothing(one_d: str) -> ValueError:
+    "Return the error for a direction without length."
+    why = ("only tensors of one dimension are chosen, or zeros: use one_d='scale' or another mask"
+           if one_d == "zero" else "all chosen weights are zero")
+    return ValueError(f"mask: the direction moves nothing; {why}")
+
+
 def _filter_normalised(name: str, weight: Tensor, seed: int, other: Tensor | None) -> Tensor:
     "Return one tensor of a direction, on the CPU; orthogonal, filter by filter, to `other`."
     weight = weight.detach().cpu().to(torch.promote_types(weight.dtype, torch.float32))
@@ -385,14 +389,9 @@ class _MeanLoss:
     def __init__(self, model, batches, loss, precision: str = "fp32", reduction: str = "sample"):
         _check_batches(batches, loss, precision, reduction)
         self.model, self.loss, self.precision, self.reduction = model, loss, precision, REDUCTIONS[reduction]
-        self.device, self.samples, self.batches = next(iter(_parameters(model).values())).device, 0, []
-        one_each = reduction == "sample" and not callable(loss)
-        with same_draws(self.device):
-            _seed(0)
-            for batch in batches:
-                self.batches.append(_copied(batch))
-                _seed(len(self.batches))
-        self.rows = [_rows_asked(b, loss) if one_each else None for b in self.batches]
+        self.device, self.samples = next(iter(_parameters(model).values())).device, 0
+        self.batches = _read_once(batches, self.device)
+        self.rows = [None if callable(loss) or reduction == "batch" else _rows_asked(b, loss) for b in self.batches]
         if all(r is not None and not len(r) for r in self.rows):
             raise ValueError("batches: no batch came with something to predict; pass batches that can be read")
 
@@ -450,6 +449,17 @@ def _copied(x: Any, device: torch.device | None = None) -> Any:
     return x
 
 # %% ../nbs/12_landscape.ipynb #5aa3b257
+def _read_once(batches: Iterable, device: torch.device) -> list:
+    "Return copies of the batches; what a loader draws depends on the number of the batch alone."
+    found: list = []
+    with same_draws(device):
+        _seed(0)
+        for batch in batches:
+            found.append(_copied(batch))
+            _seed(len(found))
+    return found
+
+
 def _rows_asked(batch: dict, loss: str) -> Tensor | None:
     "Return the rows that have something to predict; None if all have, or if the loss will say what is wrong."
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -493,12 +503,9 @@ class Surface:
     def origin(self) -> float: return float(self.losses[self.alphas == 0][0, self.betas == 0][0])
     @property
     def radii(self) -> np.ndarray: return np.hypot(self.alphas[:, None], self.betas[None]).round(9)
-    def radius_profile(self, edges: Sequence[float] | None = None) -> pd.DataFrame:
-        """Return the mean loss of each ring edges[i] <= r < edges[i + 1]: columns from, to, points (finite ones), loss.
-
-        Without edges they are `RINGS`, the last as far as the surface goes."""
-        last = max(RINGS[-1], np.nextafter(self.radii.max(), np.inf))
-        return _rings(self.radii, self.losses, (*RINGS[:-1], last) if edges is None else edges)
+    def radius_profile(self, edges: Sequence[float] | None = None) -> pd.DataFrame:  # None: RINGS, to the last point
+        "Return the mean loss of each ring edges[i] <= r < edges[i + 1]: columns from, to, points (finite ones), loss."
+        return _rings(self.radii, self.losses, edges)
 
     def curvature(self, radius: float = 0.35) -> "Curvature":
         "Return the least-squares quadratic of the finite points nearer than `radius`. `ValueError` if too few."
@@ -523,8 +530,9 @@ class Surface:
         return _finished(path)
 
 # %% ../nbs/12_landscape.ipynb #96d3873d
-def _rings(r: np.ndarray, losses: np.ndarray, edges: Sequence[float]) -> pd.DataFrame:
+def _rings(r: np.ndarray, losses: np.ndarray, edges: Sequence[float] | None) -> pd.DataFrame:
     "Return the mean of the finite losses of each ring, and how many they are. `ValueError` for edges out of order."
+    if edges is None: edges = *RINGS[:-1], max(RINGS[-1], np.nextafter(r.max(), np.inf))
     if len(edges) < 2 or (np.diff(edges) <= 0).any():
         raise ValueError(f"edges: {list(edges)}; need at least two increasing numbers")
     inside = [losses[(r >= a) & (r < b) & np.isfinite(losses)] for a, b in itertools.pairwise(edges)]

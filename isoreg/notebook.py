@@ -204,6 +204,12 @@ def _following(path: str | Path, on_progress: Callable[[dict], None]):
         thread.join()
 
 # %% ../nbs/28_notebook.ipynb #58abae00
+def error_name(error: BaseException) -> str:
+    "Return the name of the error's class; ValueError for `MissingSplit`, which is one: a kernel tells the name alone."
+    name = getattr(error, "ename", type(error).__name__)
+    return "ValueError" if name == "MissingSplit" else name
+
+
 def error_words(error: BaseException) -> tuple[str, str]:
     "Return what went wrong in words, and the traceback, or the last words of a kernel that died."
     if hasattr(error, "ename"):

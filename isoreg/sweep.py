@@ -36,7 +36,7 @@ from .files import (
     NO_ROOM, from_json, own_folder, read_text, remove_abandoned, remove_abandoned_folders, write_atomically)
 from .config import CONFIGS
 from .grid import Plan, Run, config_class, notebook_path
-from .notebook import check_open_files, error_words, execute, read_progress
+from .notebook import check_open_files, error_name, error_words, execute, read_progress
 
 # %% ../nbs/30_sweep.ipynb #0550fa98
 try: import fcntl
@@ -320,7 +320,7 @@ def _compute_run(
                                "was isoreg, or a file of scores, changed while the sweep ran?")
     except Exception as error:
         outcome.error, outcome.traceback = error_words(error)
-        outcome.final = getattr(error, "ename", type(error).__name__) in ("ValueError", "MissingSplit")
+        outcome.final = error_name(error) == "ValueError"
         if is_disk_full(error): outcome.status = "full"
         elif folder.record(run, part=True) is None: outcome.status = "failed"
     outcome.seconds = time.monotonic() - begun

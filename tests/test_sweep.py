@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from isoreg.cli import app
 from isoreg.config import GeometryConfig, RunConfig
 from isoreg.grid import Run, expand, load_grid
-from isoreg.notebook import KernelDied, error_words
+from isoreg.data import MissingSplit
+from isoreg.notebook import KernelDied, error_name, error_words
 from isoreg.sweep import (
     Folder,
     Local,
@@ -490,6 +491,12 @@ def test_a_failure_is_told_in_the_same_words_by_both_commands():
     assert error_words(
         PapermillExecutionError(1, 1, "", "ValueError", " no \n", ["\x1b[31mTraceback\x1b[0m", "ValueError: no"])
     ) == ("ValueError: no", "Traceback\nValueError: no")
+    assert error_name(PapermillExecutionError(1, 1, "", "MissingSplit", "", [])) == "ValueError"
+    assert [error_name(e) for e in (MissingSplit(), OSError(), KernelDied(-9))] == [
+        "ValueError",
+        "OSError",
+        "KernelDied",
+    ]
     assert error_words(KernelDied(-9, "last words")) == (
         "KernelDied: the kernel died with signal 9 (SIGKILL): out of memory, or killed by somebody",
         "last words",
