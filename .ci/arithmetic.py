@@ -6,11 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "nbs" / "results" / "trust.json"
+from trust import ROOT, enter, recorded, today
 
 
 def numbers(python: str, *arguments: str, **flags: str) -> dict:
@@ -58,13 +55,10 @@ def main(environments: dict[str, str]) -> None:
 
 def write(name: str, python: str, usual: dict, other: dict) -> None:
     "Put a variant into the record, beside those that are there."
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"kind": "trust"}
     change = {k: abs(other[k]["number"] / usual[k]["number"] - 1) for k in usual}
     same = [k for k in usual if other[k]["digest"] == usual[k]["digest"]]
-    found = {"versions": versions(python), "relative_change": change, "same_bits": same}
-    found["date"] = datetime.now(UTC).date().isoformat()
-    record.setdefault("arithmetic", {"variants": {}})["variants"][name] = found
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    found = {"versions": versions(python), "relative_change": change, "same_bits": same, "date": today()}
+    enter("arithmetic", {"variants": recorded("arithmetic")["variants"] | {name: found}})
     print(name, found, flush=True)
 
 

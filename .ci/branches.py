@@ -6,11 +6,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "nbs" / "results" / "trust.json"
+from trust import ROOT, enter, today
 
 
 def measure(workers: int) -> dict[str, dict]:
@@ -20,19 +18,7 @@ def measure(workers: int) -> dict[str, dict]:
         how = "patch = subprocess, fork, _exit\nparallel = true\nbranch = true"
         settings.write_text(f"[run]\n{how}\ndata_file = {folder}/data\ninclude = {ROOT}/isoreg/*.py\n")
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        pytest = [
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "not fuzz",
-            "-p",
-            "no:cacheprovider",
-            "-n",
-            str(workers),
-            "--dist",
-            "loadfile",
-        ]
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(workers), "--dist", "loadfile"]
         for verb, *rest in (["run", *pytest], ["combine", "-q"], ["json", "-q", "-o", f"{folder}/out"]):
             command = [sys.executable, "-m", "coverage", verb, f"--rcfile={settings}", *rest]
             if subprocess.run(command, env=env, cwd=ROOT).returncode:
@@ -60,9 +46,5 @@ def summary(path: Path, found: dict) -> dict:
 
 if __name__ == "__main__":
     every = {Path(name).stem: summary(ROOT / name, f) for name, f in measure(int((sys.argv[1:] or ["2"])[0])).items()}
-    record = json.loads(RECORD.read_text())
-    record["coverage"] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "modules": {n: c for n, c in sorted(every.items()) if not n.startswith("_")},
-    }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    modules = {n: c for n, c in sorted(every.items()) if not n.startswith("_")}
+    enter("coverage", {"date": today(), "modules": modules})

@@ -1,11 +1,8 @@
-"""Write README.md from nbs/index.ipynb, or say with --check that the two differ. A labelled picture becomes a file
-in nbs/images."""
+"""Write README.md from nbs/index.ipynb. A labelled picture becomes a file in nbs/images."""
 
-import argparse
 import base64
 import json
 import re
-import sys
 from pathlib import Path
 
 import yaml
@@ -82,15 +79,8 @@ def readme(notebook: Path) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when README.md is out of date")
-    args = parser.parse_args()
-    text, target = readme(args.root / "nbs" / "index.ipynb"), args.root / "README.md"
-    if not args.check:
-        target.write_text(text)
-        for name, content in pictures(json.loads((args.root / "nbs" / "index.ipynb").read_text())["cells"]).items():
-            (args.root / "nbs" / "images").mkdir(exist_ok=True)
-            (args.root / "nbs" / "images" / name).write_bytes(content)
-    elif not target.exists() or target.read_text() != text:
-        sys.exit("README.md is not what nbs/index.ipynb says: run python .ci/build_readme.py")
+    root = Path(__file__).parents[1]
+    notebook = root / "nbs" / "index.ipynb"
+    (root / "README.md").write_text(readme(notebook))
+    for name, content in pictures(json.loads(notebook.read_text())["cells"]).items():
+        (root / "nbs" / "images" / name).write_bytes(content)

@@ -468,7 +468,7 @@ def check_api_names(root: Path, lib: str, name: Path, cells: list[dict]) -> list
 # ---- all of it
 
 
-def check(root: Path, with_filter: bool = True, only: list[str] = (), workers: int = 2) -> list[str]:
+def check(root: Path, with_filter: bool = True, only: list[str] = ()) -> list[str]:
     try:
         config = read_config(root)
     except (OSError, ValueError) as error:
@@ -518,7 +518,7 @@ def check(root: Path, with_filter: bool = True, only: list[str] = (), workers: i
         paths = [path for path in notebooks if not only or str(path.relative_to(root)) in only]
         if not only:
             pre_render(root, config)
-        with ThreadPoolExecutor(workers) as pool:
+        with ThreadPoolExecutor(2) as pool:
             for path, done in zip(paths, pool.map(lambda path: run_filter(path, config["ipynb-filters"][0]), paths)):
                 wrong += check_filtered(path.relative_to(root), notebooks[path], done, api, anchors)
     return wrong
@@ -548,16 +548,14 @@ def check_rendered(root: Path) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument("--no-filter", action="store_true", help="leave out the filter, which takes half a minute")
     parser.add_argument(
         "--only", nargs="*", default=[], help="check the cells of these notebooks alone (paths from the root)"
     )
     parser.add_argument(
         "--rendered", action="store_true", help="check only what quarto render wrote: every page, no other host"
     )
-    parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     root = args.root.resolve()
-    found = check_rendered(root) if args.rendered else check(root, not args.no_filter, args.only, args.workers)
+    found = check_rendered(root) if args.rendered else check(root, only=args.only)
     print("\n".join(found) if found else "the site's sources are sound")
     sys.exit(bool(found))

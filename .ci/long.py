@@ -1,17 +1,15 @@
 """Run the tests that take minutes (whole runs that are killed, a slow hub, clusters of Ray that lose a part) and enter
 in the record of trust what came of them: python .ci/long.py."""
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "nbs" / "results" / "trust.json"
+from trust import ROOT, enter, today
+
 FILES = "tests/test_faults.py", "tests/test_determinism.py"
 
 
@@ -22,9 +20,7 @@ def main() -> int:
         code = subprocess.run(pytest, cwd=ROOT, env=os.environ | {"ISOREG_LONG": "1"}).returncode
         suite = next(ElementTree.parse(report).iter("testsuite"))
     count = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
-    record = json.loads(RECORD.read_text())
-    record["long"] = count | {"seconds": round(float(suite.get("time"))), "date": datetime.now(UTC).date().isoformat()}
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    enter("long", count | {"seconds": round(float(suite.get("time"))), "date": today()})
     return code
 
 

@@ -8,7 +8,6 @@ import argparse
 import ast
 import contextlib
 import importlib
-import json
 import os
 import pickle
 import random
@@ -18,13 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from trust import ROOT, enter, recorded, today
 
-ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "nbs" / "results" / "trust.json"
 MODULES = {  # module: its tests, and which of them
     "isoscore": (["test_isoscore.py"], "not ranks and not time and not 4096"),
     "fisher": (["test_fisher.py"], "not ranks and not loop_over_samples and not ten_batches and not memory"),
@@ -197,9 +194,8 @@ def examine(module: str, size: int, seed: int, verdicts: dict[tuple[str, str], s
             survivors.append({"operator": operator, "before": old, "after": new, "verdict": verdict})
             print(f"{module} {n + 1}/{len(drawn)}: {operator}\n  - {old}\n  + {new}", flush=True)
     print(f"{module}: {len(survivors)} of {len(drawn)} survive", flush=True)
-    when = datetime.now(UTC).date().isoformat()
     return {
-        "date": when,
+        "date": today(),
         "seed": seed,
         "changes": len(every),
         "tried": len(drawn),
@@ -222,18 +218,12 @@ def examine_again(module: str, record: dict) -> dict:
         if tested(module, code, 1200, tests_of(line, source, reached), every_test=True) == "survived":
             left.append(survivor)
         print(f"{module}: {survivor['after']}: {'survives' if survivor in left else 'noticed'}", flush=True)
-    when = datetime.now(UTC).date().isoformat()
-    return record | {"date": when, "survived": len(left), "survivors": left}
-
-
-def record_of(module: str) -> dict:
-    "Return what the record of trust holds of the mutations of a module."
-    return json.loads(RECORD.read_text()).get("mutation", {}).get(module, {}) if RECORD.exists() else {}
+    return record | {"date": today(), "survived": len(left), "survivors": left}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("modules", nargs="*", choices=[*MODULES, []], default=list(MODULES))
+    parser.add_argument("modules", nargs="*", choices=[*MODULES, []])
     parser.add_argument("--sample", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true")
@@ -245,15 +235,13 @@ def main() -> None:
 
     torch.set_num_threads(1)
     for module in arguments.modules or MODULES:
-        earlier = record_of(module)
+        earlier = recorded("mutation").get(module, {})
         verdicts = {(s["before"], s["after"]): s["verdict"] for s in earlier.get("survivors", [])}
         if arguments.again:
             found = examine_again(module, earlier)
         else:
             found = examine(module, arguments.sample, arguments.seed, verdicts)
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {"kind": "trust"}
-        record.setdefault("mutation", {})[module] = found
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        enter("mutation", recorded("mutation") | {module: found})
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def passed(path: Path, name: Path, command: str) -> list:
     return cells
 
 
-def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
+def build(root: Path, out: Path) -> list[Path]:
     "Write the preview of every published page, and the front page from README.md; the files."
     config = read_config(root)
     notebooks = [p for p in published(root, config["project"]["render"]) if p.suffix == ".ipynb"]
@@ -201,7 +201,7 @@ def build(root: Path, out: Path, workers: int = 2) -> list[Path]:
     if wrong := unreadable(root, cells_of):
         raise SystemExit("\n".join(wrong))
     pre_render(root, config)
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(2) as pool:
         filtered = dict(
             zip(notebooks, pool.map(lambda p: passed(p, p.relative_to(root), config["ipynb-filters"][0]), notebooks))
         )

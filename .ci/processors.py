@@ -4,14 +4,14 @@ commit of the stored runs."""
 
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
+
+from trust import ROOT, enter, today
 
 from isoreg.files import unpack
 from isoreg.record import read_lines
 
-ROOT = Path(__file__).parents[1]
-TRUST, STORED = ROOT / "nbs" / "results" / "trust.json", ROOT / "nbs" / "results" / "second.jsonl"
+STORED = ROOT / "nbs" / "results" / "second.jsonl"
 
 
 def compare(old: dict, new: dict) -> dict:
@@ -29,7 +29,7 @@ def compare(old: dict, new: dict) -> dict:
         "isoscore": [r["isoscore"]["after"]["union"] for r in (old, new)],
         "predictions": len(a),
         "others": int((a != b).sum()),
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
     }
 
 
@@ -37,10 +37,9 @@ def main(folder: str, stored: str = str(STORED)) -> None:
     "Compare all runs of a folder."
     before = {r["key"]: r for r in read_lines(Path(stored))}
     again = (json.loads(path.read_text()) for path in sorted(Path(folder).glob("*/record.json")))
-    record = json.loads(TRUST.read_text())
-    record["processors"] = [compare(before[r["key"]], r) for r in again if r["key"] in before]
-    TRUST.write_text(json.dumps(record, indent=1) + "\n")
-    for row in record["processors"]:
+    rows = [compare(before[r["key"]], r) for r in again if r["key"] in before]
+    enter("processors", rows)
+    for row in rows:
         print(row)
 
 

@@ -78,19 +78,14 @@ def _scores_table(record: RunRecord) -> str:
     return "\n".join(["| evaluation | value |", "|:--|:--|", *(f"| {a} | {b} |" for a, b in rows)])
 
 # %% ../nbs/22_card.ipynb #1bbf7c2e
-def _import(module: str, names: str) -> str:
-    "Return a line of Python that imports names."
-    return f"from {module} import {names}"
-
-
 def _how_to_load(c: RunConfig) -> str:
     "Return the Python that loads the model with its dropout."
     questions = get_task(c.task, c.definition).kind == "qa"
     kind = "AutoModelForQuestionAnswering" if questions else "AutoModelForSequenceClassification"
     mixout = "load_dropout(model, pretrained=weights)  # state dict that the training began with"
     load = {"standard": "", "mixout": mixout}.get(c.dropout, "load_dropout(model)")
-    lines = ["```python", _import("transformers", f"{kind}, AutoTokenizer"),
-             _import("isoreg.noise", "load_dropout") if load else "", 'folder = "."  # of this card',
+    lines = ["```python", f"from transformers import {kind}, AutoTokenizer",
+             "from isoreg.noise import load_dropout" if load else "", 'folder = "."  # of this card',
              f"model, tokenizer = {kind}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)", load, "```"]
     code = "\n".join(filter(None, lines))
     if not load: return code + "\n\nIn evaluation mode, which `from_pretrained` gives, no dropout acts."

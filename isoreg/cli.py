@@ -206,7 +206,8 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
     config = RunConfig.from_dict(given)
     for name, value in given.items():
         kept = getattr(config, name, value)  # of layers a number, where the option is a text
-        if name not in ("eval_split", "task") and kept != value and str(kept) != str(value):
+        filled_in = name in ("eval_split", "task") or isinstance(value, dict)  # more than was given, not less
+        if not filled_in and kept != value and str(kept) != str(value):
             _errors.print(f"note: {name} {value} plays no part in this run")
     run, folder = Run(config.key, "finetune", config.to_dict()), out / config.key
     record = None if force else _finished(run, out)
@@ -824,11 +825,11 @@ def report_command(
 def _show_summary(summary):
     "Print the columns of the summary that fit a screen; `summary.md` has them all."
     from isoreg.report import readable
-    shown = readable(summary).map(str)
-    left_out = ("median", "worst", "one class only", "IsoScore before", "its layers, mean")
+    left_out = ["median", "worst", "one class only", "IsoScore before", "its layers, mean"]
+    shown = readable(summary).map(str).drop(columns=left_out, errors="ignore")
     table = _Table(box=None, pad_edge=False)
-    for c in shown.columns.difference(left_out, sort=False): table.add_column(c, overflow="fold")
-    for _, row in shown.iterrows(): table.add_row(*(v for c, v in row.items() if c not in left_out))
+    for c in shown: table.add_column(c, overflow="fold")
+    for row in shown.itertuples(index=False): table.add_row(*row)
     _console.print(table)
 
 # %% ../nbs/31_cli.ipynb #8261207b
@@ -917,16 +918,10 @@ def _argument(path: str, words: Sequence[str]) -> str:
         name, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
         if name.startswith("--") and is_above(value): return name[2:]
     if not any(is_above(word) for word in words[1:]):
-        for option in _usual_folders(words[0] if words else ""):
-            if is_above(option.partition("=")[2]): return option[2:].partition("=")[0]
+        called = next((c.callback for c in app.registered_commands if words and c.name == words[0]), lambda: None)
+        for name, p in inspect.signature(called).parameters.items():  # folders used unless told otherwise
+            if isinstance(p.default, Path) and is_above(p.default): return name
     return "path"
-
-
-def _usual_folders(command: str) -> list[str]:
-    "Return the folders that a command uses unless told otherwise, as options."
-    called = next((c.callback for c in app.registered_commands if c.name == command), lambda: None)
-    usual = {p.name: p.default for p in inspect.signature(called).parameters.values()}
-    return [f"--{name}={path}" for name, path in usual.items() if isinstance(path, Path)]
 
 
 def _hint(message: str, command: str) -> str:

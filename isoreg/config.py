@@ -766,6 +766,9 @@ class TextSettings(Settings):
         return self
 
 # %% ../nbs/19_config.ipynb #500fea8c
+TOY_LOSSES = {"toy-gpt2": "clm", "toy-t5": "seq2seq"}  # toy models that are trained when they are asked for
+
+
 class LossSettings(TextSettings):
     "Which loss of a language model."
     group = "Loss"
@@ -776,7 +779,7 @@ class LossSettings(TextSettings):
 
     @model_validator(mode="after")
     def _made_for(self):
-        own = {"toy-gpt2": "clm", "toy-t5": "seq2seq"}.get(self.model)
+        own = TOY_LOSSES.get(self.model)
         if own and self.loss not in (None, own):
             raise ValueError(f"loss: {self.model} was made for {own!r}, not for {self.loss!r}; leave it out")
         return self
@@ -985,15 +988,15 @@ def parse_set(pairs: Iterable[str]) -> dict:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             raise ValueError(f"set: {pair!r} is no name=value, such as batches=by-length")
-        try: found[name.strip().replace("-", "_")] = _number_or_text(from_yaml(value))
+        try: found[name.strip().replace("-", "_")] = number_or_text(from_yaml(value))
         except ValueError as error: raise ValueError(f"set: {pair:.80}: cannot be read as YAML ({error})") from None
     return found
 
 
-def _number_or_text(x):
+def number_or_text(x):
     "Return 1e-5, which YAML takes for text, as a number; in lists and tables too."
-    if isinstance(x, dict): return {k: _number_or_text(v) for k, v in x.items()}
-    if isinstance(x, list): return [_number_or_text(v) for v in x]
+    if isinstance(x, dict): return {k: number_or_text(v) for k, v in x.items()}
+    if isinstance(x, list): return [number_or_text(v) for v in x]
     return float(x) if isinstance(x, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", x) else x
 
 # %% ../nbs/19_config.ipynb #30b213e8

@@ -412,7 +412,8 @@ def embed(
 
     `ValueError` as `embed_layers`, where the library of the model is missing, and for what the model does not read."""
     if pooling is None and is_sentence_transformer(model):
-        if unread := ", ".join(sorted(set(how) - {"normalize"})):
+        given = set(how) | ({"layer"} if layer != -1 else set())
+        if unread := ", ".join(sorted(given - {"normalize"})):
             raise ValueError(f"{unread}: not for a SentenceTransformers model as it is; leave out, or give a pooling")
         return _own_vectors(model, texts, how.get("normalize", False))
     return embed_layers(model, texts, pooling or "mean", [layer], **how)[1][0]
@@ -503,9 +504,8 @@ def describe(
 ) -> dict:  # measures by name (None where not defined), pairs_of, outliers, dimensions, steps
     "Return what `isoreg score` tells beside the score. `ValueError` for fewer than 3 points, NaN and infinite values."
     c, (few, beside) = Cloud(points, least=3), _some(points, partners, limit, seed)
-    unit = lambda: transformed(few, "normalise")
     d = outlier_dimensions(c)
-    hubs = _defined(lambda: hubness(unit()))
+    hubs = _defined(lambda: hubness(transformed(few, "normalise")))
     found = {"average_cosine": lambda: average_cosine(c), "mean_share": lambda: _mean_share(c),
              "effective_rank": lambda: effective_rank(c), "rankme": lambda: rankme(c),
              "rankme_eigen": lambda: effective_rank(c, spectrum="eigen"), "alpha_req": lambda: alpha_req(c),
@@ -682,7 +682,7 @@ def measure_model(
 ) -> Measured:
     "Return everything about the vectors that a model gives texts. `ValueError` as `embed` and `score_model`."
     if pooling is None and is_sentence_transformer(model):
-        x, y = (None if t is None else embed(model, t) for t in (texts, partners))
+        x, y = (None if t is None else embed(model, t, layer=layer) for t in (texts, partners))
         found = measure_points(x, y, model, normalize, seed)
         return found._replace(rows=[{"layer": "output"} | found.rows[0]])
     if pooling not in (None, "tokens"): return _measure_texts(model, texts, partners, pooling, layer, normalize, seed)

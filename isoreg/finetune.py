@@ -42,7 +42,7 @@ from .files import expanded, file_kind, pack, unpack, write_atomically
 from .fisher import FisherEstimate, empirical_fisher, load_scores
 from .geometry import two_nn
 from .istar import measure_isotropy
-from .models import check_vocabulary, load_model, model_source, process_kept, resolve_precision
+from .models import check_vocabulary, load_model, model_source, pretrained, process_kept, resolve_precision
 from .schedules import site_scores
 from .sites import dropout_sites
 from .record import RunRecord, git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256
@@ -205,11 +205,11 @@ def _apply_plugin(config: RunConfig, model: nn.Module, data: TaskData, tokenizer
 CORPUS_TEXTS, CORPUS_LENGTH = 2000, 512  # texts drawn from a named corpus, tokens of each at most
 
 
-def _texts_of(data: TaskData, limit: int = 1000) -> list[str]:
-    "Return texts of the training rows, drawn with one seed, in their order."
+def _texts_of(data: TaskData) -> list[str]:
+    "Return at most 1,000 texts of the training rows, drawn with one seed, in their order."
     columns = ["context"] if data.task.kind == "qa" else list(data.task.text_columns)
     texts = list(dict.fromkeys(t for c in columns for t in data.train[c]))
-    return [texts[i] for i in np.sort(np.random.default_rng(0).permutation(len(texts))[:limit])]
+    return [texts[i] for i in np.sort(np.random.default_rng(0).permutation(len(texts))[:1000])]
 
 
 def _corpus_texts(scores: str) -> tuple[list[str], dict]:
@@ -228,11 +228,9 @@ def _corpus_texts(scores: str) -> tuple[list[str], dict]:
 def _own_fisher(name: str, tokenizer, texts: list[str], max_length: int, corpus: str) -> FisherEstimate:
     "Return the Fisher information of the checkpoint's masked-language-model head on texts."
     advice = "give --scores, a file that the notebook runs/fisher wrote for this model"
-    options = dict(dtype=torch.float32, output_loading_info=True)
-    try: model, info = AutoModelForMaskedLM.from_pretrained(model_source(name), trust_remote_code=False, **options)
-    except (ValueError, OSError) as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"scores: {name!r} has no masked-language-model form ({why}); {advice}") from None
+    try: model, info = pretrained(AutoModelForMaskedLM, name, dtype=torch.float32, output_loading_info=True)
+    except ValueError as error:
+        raise ValueError(f"scores: {name!r} has no masked-language-model form ({error}); {advice}") from None
     if info["missing_keys"]:
         raise ValueError(f"scores: {name!r} has no pretrained masked-language-model head; {advice}, "
                          "or train a head with runs/mlm_head")
@@ -265,11 +263,11 @@ class _InOrder(PenaltyTrainer):
     def _get_eval_sampler(self, eval_dataset): return SequentialSampler(eval_dataset)
 
 
-def _sample(rows, collate, batch_size: int = 64) -> DataLoader:
+def _sample(rows, collate) -> DataLoader:
     "Return a loader of the evaluation rows in one fixed random order, without labels."
     inputs = [c for c in rows.column_names if c in ("input_ids", "attention_mask", "token_type_ids")]
     order = np.random.default_rng(0).permutation(len(rows))
-    return DataLoader(rows.select_columns(inputs).select(order), batch_size, collate_fn=collate)
+    return DataLoader(rows.select_columns(inputs).select(order), batch_size=64, collate_fn=collate)
 
 # %% ../nbs/23_finetune.ipynb #08b45ae6
 def training_arguments(config: RunConfig, folder: str, steps: int, task_kind: str) -> TrainingArguments:
@@ -469,9 +467,9 @@ def sentence_vectors(
     return {"cls": torch.cat(cls, 1), "mean": torch.cat(mean, 1), "mean_activation": (total / tokens).float()}
 
 # %% ../nbs/23_finetune.ipynb #e832943b
-def _geometry(trainer: PenaltyTrainer, limit: int = 2000) -> dict:
-    "Return intrinsic dimension by hidden state and mean activation, of the first texts of the sample."
-    batches = itertools.islice(trainer.sample, math.ceil(limit / trainer.sample.batch_size))
+def _geometry(trainer: PenaltyTrainer) -> dict:
+    "Return intrinsic dimension by hidden state and mean activation, of the first 2,000 texts of the sample."
+    batches = itertools.islice(trainer.sample, math.ceil(2000 / trainer.sample.batch_size))
     vectors = sentence_vectors(trainer.model, batches)
     return {"texts": vectors["cls"].shape[1],
             "mean_activation": [float(f"{x:.4g}") for x in vectors["mean_activation"]],

@@ -19,7 +19,7 @@ import yaml
 
 import isoreg
 from .checks import one_of
-from .config import CONFIGS, Settings, near
+from .config import CONFIGS, Settings, near, number_or_text
 from .files import LARGEST, expanded, from_yaml
 from .notebook import run_notebook_path
 
@@ -64,13 +64,6 @@ class _Loader(yaml.SafeLoader):
         twice = [n for n in names if names.count(n) > 1]
         if twice: raise ValueError(f"{twice[0]}: given twice in line {node.start_mark.line + 1} and below")
         return super().construct_mapping(node, deep)
-
-# %% ../nbs/29_grid.ipynb #84cec82f
-def _value(x):
-    "Return numbers for what YAML takes for text, here and below."
-    if isinstance(x, dict): return {k: _value(v) for k, v in x.items()}
-    if isinstance(x, list): return [_value(v) for v in x]
-    return float(x) if isinstance(x, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", x) else x
 
 # %% ../nbs/29_grid.ipynb #bf5e7d9a
 def _values(x, what: str) -> list:
@@ -118,13 +111,13 @@ TABLES = ("definition", "penalty_settings", "dropout_settings")  # settings that
 def _block(table: dict, name: str, above: Block | None = None) -> Block:
     "Return a block from its part of the file, with what it inherits."
     above = above or Block(name)
-    fixed, axes = (_table(_value(table.get(k)), f"{name}: {k}") for k in ("fixed", "axes"))
+    fixed, axes = (_table(number_or_text(table.get(k)), f"{name}: {k}") for k in ("fixed", "axes"))
     for n, v in fixed.items():
         if isinstance(v, list) or (isinstance(v, dict) and n not in TABLES):
             raise ValueError(f"{name}: fixed: {n} has several values; they belong under axes")
         if n in axes: raise ValueError(f"{name}: {n} stands under fixed and under axes")
     axes = {n: _axis(v, f"{name}: axes: {n}") for n, v in axes.items()}
-    include, exclude = (_list(_value(table.get(k)), f"{name}: {k}") for k in ("include", "exclude"))
+    include, exclude = (_list(number_or_text(table.get(k)), f"{name}: {k}") for k in ("include", "exclude"))
     notebook = table.get("notebook", above.notebook)
     if not isinstance(notebook, str):
         raise ValueError(f"{name}: notebook: {notebook!r} is no name; give one of {', '.join(CONFIGS)}")
@@ -315,7 +308,7 @@ def expand(
 ) -> Plan:
     "Return all runs of a grid, checked. `ValueError` that names blocks and combinations, and what is wrong with them."
     for name in only: one_of("only", name, [b.name for b in grid.blocks])
-    given = {n: _values(_value(v), f"set: {n}") for n, v in (overrides or {}).items()}
+    given = {n: _values(number_or_text(v), f"set: {n}") for n, v in (overrides or {}).items()}
     sets = [dict(zip(given, values)) for values in _product(given.values(), "set")]
     runs, blocks, notes, problems, total, excluded = {}, [], [], defaultdict(list), 0, 0
     wanted = [b for b in grid.blocks if not only or b.name in only]
@@ -336,6 +329,7 @@ def expand(
 
 # %% ../nbs/29_grid.ipynb #538a719d
 def _problems(problems: dict[str, list[dict]], total: int, limit: int = 8) -> str:
+    "Return one text about what is wrong: each message, how often, and where first."
     lines = [f"grid: {sum(map(len, problems.values()))} of {total} combinations are bad, and none was started"]
     for message, where in itertools.islice(problems.items(), limit):
         lines.append(f"  {message}  [{len(where)} x; first: {', '.join(f'{k}={v}' for k, v in where[0].items())}]")
@@ -411,13 +405,13 @@ def final_grid(
     "Return the grid file of the final runs: a block for each task and method. `ValueError` for seeds of the search."
     if not re.fullmatch(r"\d{1,18}(\.\.\d{1,18})?", str(seeds)):
         raise ValueError(f"seeds: {seeds!r} is no number and no range; write for example 0..5")
-    axis = seeds if ".." in str(seeds) else [int(seeds)]
-    if used := set(_values(axis, "seeds")) & {s for c in choices for s in c.seeds}:
+    axis = _values(seeds if ".." in str(seeds) else int(seeds), "seeds")
+    if used := set(axis) & {s for c in choices for s in c.seeds}:
         raise ValueError(f"seeds: {min(used)} was searched on; give others, such as 0..5")
     set_in = lambda config: {k: v for k, v in config.items() if v is not None}
     common = {k: v for k, v in set_in(choices[0].config).items() if all(c.config.get(k) == v for c in choices)}
     table = {"description": f"Final runs of {of}, each task and method with its chosen setting",
-             "fixed": common, "axes": {"seed": axis}, "blocks": []}
+             "fixed": common, "axes": {"seed": seeds if len(axis) > 1 else axis}, "blocks": []}
     for c in choices:
         own = {k: v for k, v in set_in(c.config).items() if k not in common}
         words = [*c.place.values(), *(m for m in c.method if m not in ("none", "standard"))]

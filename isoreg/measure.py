@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from .checks import one_of
 from .config import (
-    FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, Settings, TextSettings, config_schema, earlier,
-    scores_source)
+    TOY_LOSSES, FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, Settings, TextSettings, config_schema,
+    earlier, scores_source)
 from .corpus import TextBatches, load_texts, sample_losses
 from .schedules import guided_schedule, site_scores
 from .sites import dropout_sites
@@ -106,10 +106,10 @@ def _schedule(model: nn.Module, scores: dict) -> dict:
     return {"scores": values, "rates": guided_schedule(values), "kinds": kinds}
 
 
-def _sorted_entries(estimate: FisherEstimate, points: int = 400) -> dict:
-    "Return the largest, and then every so-many-th, of all entries in descending order, by rank."
+def _sorted_entries(estimate: FisherEstimate) -> dict:
+    "Return the largest, and then every so-many-th, of all entries in descending order, by rank: 400 at most."
     values = np.sort(np.concatenate([v.float().flatten().numpy() for v in estimate.mean().values()]))[::-1]
-    rank = np.unique(np.geomspace(1, len(values), points).astype(np.int64))
+    rank = np.unique(np.geomspace(1, len(values), 400).astype(np.int64))
     return {"rank": rank.tolist(), "value": [float(v) for v in values[rank - 1]], "of": len(values)}
 
 # %% ../nbs/25_measure.ipynb #356627c8
@@ -144,7 +144,8 @@ def measure_landscape(
 
     A finished record is returned as it is, unless the file of scores that `fisher` names has been changed since.
     """
-    folder, begun, sha256 = Path(folder), _begin(), _fisher_sha256(config)
+    folder, begun = Path(folder), _begin()
+    sha256 = scores_source(config.fisher)["sha256"][:16] if config.fisher is not None else None
     if done := _finished(folder, config):
         if not fisher_changed(done): return done
         on_progress(f"{config.fisher} was changed since: the surface is computed again")
@@ -208,11 +209,6 @@ def fisher_changed(
     if path is None or sha256 is None: return False
     try: return scores_source(path)["sha256"][:16] != sha256[:16]
     except ValueError: return False  # not found from here
-
-
-def _fisher_sha256(config: LandscapeConfig) -> str | None:
-    "Return the digest of the file of scores, where one is named."
-    return scores_source(config.fisher)["sha256"][:16] if config.fisher is not None else None
 
 # %% ../nbs/25_measure.ipynb #85831ee0
 def as_surface(
@@ -339,9 +335,9 @@ def load_language_model(
     config: LossSettings,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, str, list[str]]:
     "Return the model in eval mode and float32, tokenizer, loss and notes. `ValueError` where no head was pretrained."
-    if config.model in _TOY_LOSSES:
+    if config.model in TOY_LOSSES:
         model, tokenizer, notes = _toy_model(config.model)
-        return model, tokenizer, _TOY_LOSSES[config.model], notes
+        return model, tokenizer, TOY_LOSSES[config.model], notes
     own = _own_loss(config.model)
     loss = config.loss or own
     kind = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM}[loss]
@@ -355,9 +351,6 @@ def load_language_model(
     return model.eval().to(_device()), load_tokenizer(config.model), loss, []
 
 # %% ../nbs/25_measure.ipynb #70a25e7e
-_TOY_LOSSES = {"toy-gpt2": "clm", "toy-t5": "seq2seq"}  # trained when they are asked for
-
-
 def _toy_model(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:
     "Return model, tokenizer and notes of a toy model: one model, whatever the seed of masks and texts."
     from isoreg.pretrain import toy_language_model
@@ -396,7 +389,7 @@ def load_body(
 
     Of an encoder-decoder model it is the encoder. `ValueError` where weights are missing.
     """
-    if config.model in _TOY_LOSSES: model, tokenizer, notes = _toy_model(config.model)
+    if config.model in TOY_LOSSES: model, tokenizer, notes = _toy_model(config.model)
     else: model, tokenizer, notes = read_body(config.model), load_tokenizer(config.model), []
     model = getattr(model, "base_model", model)
     if has_decoder(model): model, notes = model.get_encoder(), notes + ["hidden states of the encoder"]
@@ -519,7 +512,7 @@ _FIELDS = {"all": {
     "resumed": _field("boolean", "begun by a call that was killed; the seconds are those of the last one"),
     "schema": _field("integer", "version of this form"),
     "total_seconds": _field("number", "wall time of everything"),
-    "peak_memory_mib": _field("number", "of the GPU, or else of the process"),
+    "peak_memory_mib": _field("number|null", "of the GPU, or else of the process"),
     "samples": _field("integer", "sequences, or positions where each is a sample"),
     "corpus": _field("object", "name, settings and size of the text"),
     "fingerprint": _field("string", "of the weights")}}

@@ -148,12 +148,6 @@ def read_config(model: str) -> PretrainedConfig:
     "Return the configuration of a checkpoint. `ValueError` where there is none."
     return pretrained(AutoConfig, model)
 
-
-def not_found(model: str, error: Exception) -> ValueError:
-    "Return the error for a model that is neither a folder nor on the hub."
-    why = (str(error).splitlines() or [type(error).__name__])[0]
-    return ValueError(f"model: {model!r} is no folder of a checkpoint, and the hub does not give it ({why})")
-
 # %% ../nbs/21_models.ipynb #ea306121
 def pretrained(
     kind,  # a class with from_pretrained
@@ -175,7 +169,10 @@ def pretrained(
         if "trust_remote_code" in str(error):
             raise ValueError(f"model: {model!r} brings code of its own, which is never run; give a checkpoint of an "
                              "architecture that transformers has") from None
-        if not os.path.isfile(f"{source}/config.json"): raise not_found(model, error) from None
+        if not os.path.isfile(f"{source}/config.json"):
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"model: {model!r} is no folder of a checkpoint, and the hub does not give it ({why})"
+                             ) from None
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
         if "ignore_mismatched_sizes" in str(error) or "size mismatch" in str(error):  # transformers 5 and 4
             why = "its config.json and its weights differ in their shapes"
@@ -255,12 +252,11 @@ def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase,  # of the model
     model: nn.Module,  # a transformers model
     texts: Sequence[str],  # of the run
-    limit: int = 1000,  # texts looked at, drawn with one seed
 ) -> list[str]:  # what is odd, in words; empty if nothing is
     "Warn where over 5 % of the tokens are unknown, or the vocabulary does not fit the embedding; return the warnings."
     odd = _fits(tokenizer, model)
     if tokenizer.unk_token_id is not None:
-        picks = np.random.default_rng(0).permutation(len(texts))[:limit]
+        picks = np.random.default_rng(0).permutation(len(texts))[:1000]  # one draw for all models
         encoded = (tokenizer(texts[k], add_special_tokens=False, truncation=True)["input_ids"] for k in picks)
         unknown = np.array([i == tokenizer.unk_token_id for ids in encoded for i in ids])
         if unknown.sum() > 0.05 * len(unknown):

@@ -29,7 +29,7 @@ from .config import PretrainConfig
 from .corpus import TextBatches, head_input, load_texts, predicted_logits
 from .files import write_atomically
 from .finetune import SMALL, ProgressFile
-from .models import load_tokenizer, model_source, not_found, process_kept, read_config, resolve_precision
+from .models import load_tokenizer, pretrained, process_kept, read_config, resolve_precision
 from .record import git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256
 from .states import eval_mode
 from .toy import toy_corpus, toy_tokenizer
@@ -279,10 +279,7 @@ def with_mlm_head(
 # %% ../nbs/24_pretrain.ipynb #e9f5d723
 def _load_mlm(model: str) -> tuple[nn.Module, set[str]]:
     "Return the model with a masked-language-model head, and the keys that the checkpoint lacks."
-    source = model_source(model)
-    options = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
-    try: m, info = AutoModelForMaskedLM.from_pretrained(source, **options)
-    except OSError as error: raise not_found(model, error) from None
+    try: m, info = pretrained(AutoModelForMaskedLM, model, dtype=torch.float32, output_loading_info=True)
     except ValueError as error:
         if "Unrecognized" not in str(error): raise
         raise ValueError(f"model: {model!r} is of an architecture without a masked-language-model head; "
@@ -461,28 +458,26 @@ class ToyModel(NamedTuple):
 # %% ../nbs/24_pretrain.ipynb #43b03454
 def toy_language_model(
     kind: str,  # "gpt2" or "t5"
-    steps: int | None = None,  # None: 400
+    steps: int = 400,
     seed: int = 0,  # of weights, order and spans
 ) -> ToyModel:  # model in evaluation mode, tokenizer, held-out loss, unigram loss
     "Return a small GPT-2 or T5, trained on the toy corpus within a minute; the same for a seed on one machine."
     one_of("kind", kind, TOY)
-    in_range("steps", steps, 1, whole=True, optional=True)
+    in_range("steps", steps, 1, whole=True)
     tokenizer, corpus, heldout = toy_batches(kind, seed)
     with process_kept():
         torch.set_num_threads(1)
         set_seed(seed)
-        model, recipe = _toy_model(kind, tokenizer), TOY[kind]
+        model = _toy_model(kind, tokenizer)
         with tempfile.TemporaryDirectory() as folder:
-            steps = steps or recipe["steps"]
-            arguments = training_arguments(folder, steps, recipe["lr"], 32, seed, evaluations=1, start=False)
+            arguments = training_arguments(folder, steps, 3e-3, 32, seed, evaluations=1, start=False)
             LikelihoodTrainer(model, arguments, corpus, heldout).train()
         model = model.cpu().eval()
         return ToyModel(model, tokenizer, heldout_loss(model, heldout)["loss"], unigram_loss(corpus, heldout)["loss"])
 
 # %% ../nbs/24_pretrain.ipynb #be081a86
 TOY: dict[str, dict[str, Any]] = {
-    "gpt2": dict(loss="clm", steps=400, lr=3e-3, packed=False, max_length=64),
-    "t5": dict(loss="seq2seq", steps=400, lr=3e-3, packed=True, max_length=32)}
+    "gpt2": dict(loss="clm", packed=False, max_length=64), "t5": dict(loss="seq2seq", packed=True, max_length=32)}
 
 # %% ../nbs/24_pretrain.ipynb #d8554924
 def toy_batches(
@@ -494,7 +489,7 @@ def toy_batches(
     if kind == "t5":
         tokenizer.eos_token = "[SEP]"
         tokenizer.add_tokens([f"<extra_id_{i}>" for i in range(20)], special_tokens=True)
-    settings: dict[str, Any] = {k: TOY[kind][k] for k in ("loss", "packed", "max_length")} | {"name": "toy"}
+    settings = TOY[kind] | {"name": "toy"}
     corpus = TextBatches(texts[:-400], tokenizer, seed=seed, **settings)
     return tokenizer, corpus, TextBatches(texts[-400:], tokenizer, batch_size=64, seed=12345, **settings)
 

@@ -98,7 +98,7 @@ def _load(cls, path: str | Path) -> "RunRecord":
     try:
         if isinstance(values, dict) and needed <= set(values): return cls(**values)
     except ValidationError: pass
-    raise ValueError(f"path: {path} is not a run record of this version; run it again")
+    raise ValueError(f"path: {path} is no record of a fine-tuning run that this version reads; run it again if it was")
 
 
 RunRecord.load = classmethod(_load)

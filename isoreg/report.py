@@ -198,7 +198,7 @@ def _better(kept: dict, new: dict) -> dict:
     if kept["status"] == "done" and kept["value"] != new["value"]:
         both = f"{kept['value']} and {new['value']}"
         warnings.warn(f"{kept['key']}: recorded twice with values {both}; the later one counts", stacklevel=3)
-    return new if new["started"] > kept["started"] else kept
+    return new if new["started"] >= kept["started"] else kept
 
 # %% ../nbs/27_report.ipynb #62c4e3e4
 def _left_out(wrong: list[tuple[str, str]]) -> str:
@@ -327,8 +327,10 @@ def columns_apart(df: pd.DataFrame, by: Sequence[str] | None) -> list[str]:
     "Return the columns that tell rows apart beside the method; `ValueError` for one that is not there."
     by = _varying(df) if by is None else [by] if isinstance(by, str) else list(by)
     for c in by:
-        if c in df.columns: continue
-        raise ValueError(f"by: no column {c!r}; settings that vary are {', '.join(_varying(df)) or 'none'}")
+        if c not in df.columns:
+            raise ValueError(f"by: no column {c!r}; settings that vary are {', '.join(_varying(df)) or 'none'}")
+        if df[c].map(lambda v: isinstance(v, (dict, list))).any():
+            raise ValueError(f"by: {c} holds tables or lists; give a column of single values, or choose runs")
     return ["task", *(c for c in by if c not in ("task", "metric", "method"))]
 
 # %% ../nbs/27_report.ipynb #bd7c289b
@@ -782,6 +784,8 @@ def three_columns(
     for name in methods: one_of("methods", name, dict.fromkeys(numbers.method))
     numbers, rows = numbers[numbers.method.isin(list(methods))], []
     if numbers.task.isna().any(): raise ValueError("numbers: one has no task; leave it out with dropna(subset='task')")
+    if numbers.value.map(lambda v: isinstance(v, list)).any():
+        raise ValueError("numbers: one value is a list; leave that row out")
     for r in numbers.to_dict("records"):
         ours, sure = methods[r["method"]], f"{r['model']}, {r['statistic']}"
         if r["n"] == r["n"]: sure += f" of {int(r['n'])}"

@@ -118,11 +118,9 @@ def _of_graph(wrapper: PenaltyLoss, terms: dict[str, Tensor], seen: _Reading) ->
 
 def _named(terms: list[tuple[nn.Module, Tensor]]) -> dict[str, Tensor]:
     "Return the terms by the names of their classes, a second of a kind with its number."
-    named: dict[str, Tensor] = {}
-    for p, term in terms:
-        name, count = type(p).__name__.lower(), sum(type(q) is type(p) for q, _ in terms[: len(named)])
-        named[f"{name}_{count + 1}" if count else name] = term
-    return named
+    names = [type(p).__name__.lower() for p, _ in terms]
+    before = [names[:i].count(name) for i, name in enumerate(names)]
+    return {f"{n}_{k + 1}" if k else n: term for n, k, (_, term) in zip(names, before, terms)}
 
 # %% ../nbs/37_sentence_transformers.ipynb #85587f20
 def _of_cached(wrapper: PenaltyLoss, terms: dict[str, Tensor], seen: _Reading) -> dict[str, Tensor]:

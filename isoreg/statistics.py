@@ -32,7 +32,7 @@ ROUNDING = 1e-12  # numbers closer than this are equal
 # %% ../nbs/26_statistics.ipynb #11423f3b
 def sign_flip(
     differences,  # one number a pair
-    resamples: int = 99_999,  # random patterns, where all are more than these and there are more than EXACT pairs
+    resamples: int = 99_999,  # random patterns, drawn for more than EXACT pairs with more patterns than this
     seed: int = 0,  # of the random patterns
 ) -> tuple[float, str]:  # two-sided p, and how it was found; p is NaN without pairs
     """Return p of the sign-flip test of paired differences (Fisher 1935), exact up to EXACT pairs.

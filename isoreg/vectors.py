@@ -139,8 +139,7 @@ def transformed(
     x, y = cloud_rows(points, None, 1), cloud_rows(fitted_on, None, 2)
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"fitted_on: shape {tuple(y.shape)} beside points {tuple(x.shape)}; give rows of one width")
-    exact = y.dtype in (torch.float64, torch.int64, torch.int32)
-    rounding = torch.finfo(torch.float64 if exact else torch.float32).eps  # of the numbers as they were given
+    rounding = torch.finfo(y.dtype).eps  # of the numbers as they were given
     x, y = x.double(), y.double()
     for step in steps:
         apply = _fitted(y, step, strength, rounding)

@@ -221,6 +221,9 @@ def test_a_sentence_transformer_is_run_as_it_is(sentence_model, texts):
     assert found.rows[0]["corrected"] == pytest.approx(float(isoscore(right, correction="ustat")), rel=1e-5)
     with pytest.raises(ValueError, match="longest, max_length: not for a SentenceTransformers model as it is"):
         embed(str(folder), texts, max_length=8, longest=8, normalize=True)
+    for ask in (embed, measure_model):
+        with pytest.raises(ValueError, match="layer: not for a SentenceTransformers model as it is"):
+            ask(str(folder), texts, layer=0)
     inside = embed(str(folder), texts, "cls")  # a pooling that is named reads the encoder alone
     torch.testing.assert_close(torch.nn.functional.normalize(inside), right, rtol=1e-4, atol=1e-5)
 

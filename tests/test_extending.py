@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -254,6 +255,17 @@ def test_a_penalty_by_name_has_its_settings_in_key_record_and_label(monkeypatch)
     assert RunConfig.from_record(record.config).key == config.key  # it can be read where the plug-in is not
     with pytest.raises(ValueError, match="regularizer: 'length' is unknown"):
         run(RunConfig.from_record(record.config))
+
+
+def test_a_table_that_names_a_usual_value_plays_its_part(monkeypatch, capsys, tmp_path):
+    from isoreg import cli
+
+    monkeypatch.setitem(PENALTIES, "length", Length)
+    monkeypatch.setattr(cli, "_finished", lambda *a: SimpleNamespace(value=0.5))
+    monkeypatch.setattr(cli, "_show_record", lambda *a: None)
+    table = {"power": 3.0, "name": "plain"}
+    cli._run({"regularizer": "length", "penalty_settings": table, "data_dir": "."}, tmp_path, force=False)
+    assert capsys.readouterr().err == "note: data_dir . plays no part in this run\n"
 
 
 @pytest.mark.parametrize(

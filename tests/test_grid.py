@@ -257,6 +257,8 @@ def test_selection_refuses_what_would_flatter(tmp_path):
         choose(plan, [{"key": r.key, "value": None} for r in plan.runs])
     choices = choose(plan, [{"key": r.key, "value": 0.5} for r in plan.runs])
     assert all(c.settings["lr"] == 1e-4 for c in choices)  # of equal ones the first of the grid
+    (tmp_path / "final.yaml").write_text(final_grid(choices, "3..3"))
+    assert {r.config["seed"] for r in expand(load_grid(tmp_path / "final.yaml")).runs} == {3}
     with pytest.raises(ValueError, match="seeds: '0,1'"):
         final_grid(choices, "0,1")
     with pytest.raises(ValueError, match="seeds: 100 was searched on"):

@@ -246,6 +246,16 @@ def test_a_cached_loss_scales_both_terms_alike_and_draws_the_same_dropout():
     torch.testing.assert_close(gradients[1], 4 * gradients[0], rtol=1e-3, atol=1e-6)
 
 
+def test_penalties_of_two_classes_of_one_name_are_both_in_the_loss():
+    losses()
+    from isoreg.sentence_transformers import _named
+
+    twin = type("IStar", (IStar,), {})
+    made = [IStar(1.0, zeta=0), twin(1.0, zeta=0), CosReg(1.0), IStar(2.0, zeta=0)]
+    named = _named([(p, torch.tensor(float(k))) for k, p in enumerate(made)])
+    assert {k: float(v) for k, v in named.items()} == {"istar": 0, "istar_2": 1, "cosreg": 2, "istar_3": 3}
+
+
 def test_a_cached_loss_that_was_interrupted_adds_nothing_to_the_next_loss():
     found = losses()
     from sentence_transformers import SentenceTransformer

@@ -3,7 +3,9 @@
 import ast
 import copy
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import numpy as np
 import papermill
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
     AlbertConfig,
@@ -400,6 +403,15 @@ def test_bad_models_and_texts_are_named_before_training(tmp_path):
             assert word in str(error.value), (values, str(error.value))
         assert not out.exists()
     with pytest.raises(ValueError, match="lacks .* weights of its encoder"):
+        with_mlm_head(str(other))
+    shutil.copytree(toy_model_path(), other, dirs_exist_ok=True)
+    weights = load_file(other / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = math.nan
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="NaN or infinity in 1 of its weights"):
+        with_mlm_head(str(other))
+    (other / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match="cannot be read .*; give a complete checkpoint"):
         with_mlm_head(str(other))
     with pytest.raises(ValueError, match="evaluations: 0"):
         pretrain(PretrainConfig(), out, evaluations=0)

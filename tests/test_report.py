@@ -223,6 +223,8 @@ def test_two_values_of_one_run_are_told():
     with pytest.warns(UserWarning, match="recorded twice with values 0.6 and 0.7"):
         df = load([one, two])
     assert list(df.value) == [0.7]
+    with pytest.warns(UserWarning, match="0.6 and 0.7; the later one counts"):
+        assert list(load([{k: v for k, v in r.items() if k != "started"} for r in (one, two)]).value) == [0.7]
 
 
 @pytest.mark.parametrize("source", ["no/such/folder", []])
@@ -353,6 +355,8 @@ def test_every_setting_that_varies_makes_a_row():
     assert list(summarise(df, by=[]).n) == [4]
     with pytest.raises(ValueError, match="by: no column 'lrr'; settings that vary are lr"):
         summarise(df, by=["lrr"])
+    with pytest.raises(ValueError, match="by: metrics holds tables or lists; give a column of single values"):
+        summarise(df, by="metrics")
 
 
 def test_runs_of_two_models_of_one_name_are_no_seeds_of_one_method():
@@ -1056,6 +1060,9 @@ def test_three_columns_keep_protocols_apart():
     mixed = load([*runs, record(NONE, 0, 0.9, settings={"recipe": "istar-paper", "lr": 1e-5})])
     with pytest.raises(ValueError, match="df: the corrected runs of base on rte differ in lr"):
         three_columns(mixed, numbers, {"Base": "base"})
+    several = numbers.assign(value=[[v] for v in numbers.value])
+    with pytest.raises(ValueError, match="numbers: one value is a list"):
+        three_columns(load(runs), several, {"Base": "base"})
 
 
 def test_another_metric_than_the_published_one_is_said():
