@@ -7,7 +7,6 @@ __all__ = ['TextBatches', 'mask_tokens', 'corrupt_spans', 'sample_losses', 'pred
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import InitVar, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -60,7 +60,7 @@ class TextBatches:
         "Return a random part of the corpus, `share` in (0, 1], at least one sample. The samples keep their masks."
         in_range("share", share, 0, 1, ends="(]")
         drawn = np.random.default_rng([seed, 1]).permutation(self.numbers)
-        return _part(self, drawn[: max(1, round(share * len(drawn)))], drawn=[share, int(seed)])
+        return _part(self, drawn[: max(1, round(share * len(drawn)))], drawn=[float(share), int(seed)])
     def shard(self, rank: int, parts: int) -> "TextBatches":
         "Return one of several disjoint parts that together are the whole, `rank` from 0."
         return _shard(self, rank, parts)
@@ -197,9 +197,7 @@ def _order(corpus: TextBatches) -> list[np.ndarray]:
 # %% ../nbs/10_corpus.ipynb #bad39b92
 def _padded(samples: Sequence[tuple[np.ndarray, np.ndarray]], pad: int) -> dict[str, Tensor]:
     "Return inputs, mask and labels of samples as tensors (batch, length)."
-    def rows(arrays, value):
-        longest = max(map(len, arrays))
-        return torch.from_numpy(np.stack([np.pad(a, (0, longest - len(a)), constant_values=value) for a in arrays]))
+    rows = lambda arrays, value: pad_sequence([torch.from_numpy(a) for a in arrays], True, value)
     inputs, labels = zip(*samples)
     mask = [np.ones_like(i) for i in inputs]
     return {"input_ids": rows(inputs, pad), "attention_mask": rows(mask, 0), "labels": rows(labels, -100)}
@@ -241,8 +239,8 @@ def _checked(corpus: TextBatches, texts) -> list[str]:
                          "such as AutoTokenizer.from_pretrained(name)")
     for name, low in (("batch_size", 1), ("max_length", 4), ("seed", 0)):
         setattr(corpus, name, int(in_range(name, getattr(corpus, name), low, whole=True)))  # one of NumPy is no JSON
-    in_range("probability", corpus.probability, 0, 1, ends="()")
-    in_range("span", corpus.span, 1)
+    corpus.probability = float(in_range("probability", corpus.probability, 0, 1, ends="()"))
+    corpus.span = float(in_range("span", corpus.span, 1))
     return _check_texts(texts)
 
 # %% ../nbs/10_corpus.ipynb #1951dd88
@@ -332,16 +330,13 @@ def head_input(model: nn.Module, loss: str = "mlm") -> nn.Module | None:
     return None if body is model else body
 
 # %% ../nbs/10_corpus.ipynb #6fb0100e
-@contextmanager
 def only_positions(body: nn.Module, row: Tensor, column: Tensor):
-    "Context in which the body returns the M given positions alone, (1, M, hidden) in place of (batch, length, hidden)."
+    "Return a context: in it the body returns M positions alone, (1, M, hidden) in place of (batch, length, hidden)."
     def reduce(module, args, output):
         if isinstance(output, tuple): return (output[0][row, column][None], *output[1:])
         output.last_hidden_state = output.last_hidden_state[row, column][None]
         return output
-    handle = body.register_forward_hook(reduce)
-    try: yield
-    finally: handle.remove()
+    return body.register_forward_hook(reduce)
 
 # %% ../nbs/10_corpus.ipynb #f16fdf42
 def _inputs(model: nn.Module, batch: dict, loss: str) -> dict:

@@ -278,12 +278,14 @@ def _label_numbers(values: Iterable, task: Task) -> list:
 
 
 def _encoded_labels(labels: Iterable, task: Task) -> list:
-    "Return integers as they are, all else as `_label_numbers`. `ValueError` for an integer that is too large."
+    "Return integers: those given, else the places of names. `ValueError` for a label that the task has not."
     labels, n = list(labels), task.num_labels
-    integers = [v for v in labels if isinstance(v, (int, np.integer)) and not isinstance(v, bool)]
-    if not task.label_names or len(integers) < len(labels): return _label_numbers(labels, task)
-    if max(integers, default=0) < n: return labels
-    raise ValueError(f"dataset: label {max(integers)} of {n} labels, from 0; give rows of load_task, or names")
+    if not task.label_names: return labels
+    integers = all(isinstance(v, (int, np.integer)) and not isinstance(v, bool) for v in labels)
+    try: found = labels if integers else _label_numbers(labels, task)
+    except ValueError as error: raise ValueError(f"dataset: {error}; give rows of load_task, or names") from None
+    if not (wrong := [v for v in found if v not in range(-1, n)]): return list(map(int, found))  # -1 hides a label
+    raise ValueError(f"dataset: label {wrong[0]!r} of {n} labels, from 0; give rows of load_task, or names")
 
 # %% ../nbs/18_data.ipynb #953d0f9a
 def _numbered(table: pa.Table, task: Task) -> pa.Table:

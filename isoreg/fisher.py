@@ -160,7 +160,7 @@ class Tape:
     "Adds up the squared gradients of each sample during one forward and backward pass, by hooks on the modules."
 
     def __init__(self, model: nn.Module, names: dict[int, str], level: str, head: set[nn.Module]):
-        self.model, self.names, self.head, self.sums = model, names, head, _Sums(names, level)
+        self.names, self.head, self.sums = names, head, _Sums(names, level)
         self.refused, self.handles, self.relative, self.undo, self.on = set(), [], {}, [], False
         for module in model.modules():
             own = any(id(p) in names for p in module.parameters(recurse=False))
@@ -274,12 +274,13 @@ def _matrix(uses: list[tuple], p: Tensor, diagonal: bool) -> Tensor:
     "Return the sum over samples of the squares of a matrix, whose uses all have their gradients."
     total = torch.zeros(p.shape if diagonal else (), dtype=_wide(p), device=p.device)
     dense = [u for u in uses if u[0] != "embedding"]
-    pieces = [[(g[s], x[s]) for g, x, s in parts] for parts in zip(*(_pieces(u) for u in dense))]
+    pieces = list(zip(*(zip(g.split(sizes), x.to(g.dtype).split(sizes)) for _, g, x, sizes, _ in dense)))
     if dense and diagonal: add_squares(total, pieces)
     elif dense: total += _norms(dense, pieces)
     looked_up = [u for u in uses if u[0] == "embedding"]
     if not looked_up: return total
-    places = [(_owners(sizes, x.device), x.reshape(-1), g) for _, g, x, sizes, _ in looked_up]
+    places = [(torch.repeat_interleave(torch.tensor(sizes, device=x.device)), x.reshape(-1), g)
+              for _, g, x, sizes, _ in looked_up]
     sample, row, E = _rows_that_occur(places, looked_up[0][4])
     extra = E * (E + 2 * _dense_rows(pieces, sample, row, E) if dense else E)
     return total.index_add_(0, row, extra.to(total.dtype)) if diagonal else total.add_(extra.sum())
@@ -289,19 +290,6 @@ def _sum_rows(x: Tensor, sizes: Sequence[int]) -> Tensor:
     "Return the sum over the rows of each sample, (batch, n)."
     if len(set(sizes)) == 1: return x.view(len(sizes), -1, x.shape[-1]).sum(1, dtype=_wide(x))
     return torch.stack([part.sum(0, dtype=_wide(x)) for part in x.split(list(sizes))])
-
-# %% ../nbs/11_fisher.ipynb #39b510d8
-def _owners(sizes: Sequence[int], device) -> Tensor:
-    "Return the sample of each row."
-    return torch.repeat_interleave(torch.arange(len(sizes), device=device), torch.tensor(sizes, device=device))
-
-# %% ../nbs/11_fisher.ipynb #f9066061
-def _pieces(use) -> list[tuple]:
-    "Return gradient, input and slice of each sample."
-    _, g, x, sizes, _ = use
-    ends = np.cumsum(sizes)
-    x = x.to(g.dtype)
-    return [(g, x, slice(e - n, e)) for e, n in zip(ends, sizes)]
 
 # %% ../nbs/11_fisher.ipynb #d4c9bc6f
 def _norms(dense, pieces) -> Tensor:

@@ -83,9 +83,8 @@ class Cloud:
     def raw(self) -> tuple[Tensor, Tensor]:
         "Eigenvalues of X'X, descending, and its eigenvectors, or, for n < d, those of XX'."
         if not bool(self.x.any()): raise ValueError("points: all are zero; leave such clouds out")
-        X, m = self.x, self.moments
-        if self.n >= self.d: A = m.m2 + self.n * m.mean.outer(m.mean)
-        else: A = (X.double() / self.scale) @ (X.double() / self.scale).T
+        if self.n >= self.d: A = self.moments.m2 + self.n * self.moments.mean.outer(self.moments.mean)
+        else: A = (X := self.x.double() / self.scale) @ X.T
         values, vectors = torch.linalg.eigh(A)
         return _descending(values), vectors.flip(1)
 

@@ -368,13 +368,14 @@ def isoscore_with_error(
     Raises `ValueError` as `isoscore`, and for fewer rows.
     """
     if correction is None: raise ValueError("correction: None has no standard error; use 'ustat' or 'gaussian'")
+    one_of("correction", correction, CORRECTIONS[1:])
     X, keep = check_cloud(points, mask)
     if X.ndim != 2:
         raise ValueError(f"points: one cloud wanted, got shape {tuple(X.shape)}; score the clouds one by one")
     rows = X.detach() if keep is None else X.detach()[keep]
     n = len(rows)
     if n < 5: raise ValueError(f"points: {n} rows count, but a standard error needs at least 5; add points")
-    score = float(isoscore(X, keep, correction))
+    score = float(isoscore(X.detach(), keep, correction))
     return IsoScoreEstimate(score, _row_error(rows, score, correction), n)
 
 # %% ../nbs/02_isoscore.ipynb #ab85acb6
@@ -488,10 +489,9 @@ def reference_weight(zeta: float, convention: str) -> float:
 # %% ../nbs/02_isoscore.ipynb #a1b00017
 def check_zeta(
     zeta: float,  # the weight
-    name: str = "zeta",  # how the caller's argument is called
 ) -> None:
     "Raise a `ValueError` unless zeta is a number in [0, 1]."
-    in_range(name, zeta, 0, 1, hint="0 is the sample alone (released convention), the paper uses 0.2 to 0.8")
+    in_range("zeta", zeta, 0, 1, hint="0 is the sample alone (released convention), the paper uses 0.2 to 0.8")
 
 # %% ../nbs/02_isoscore.ipynb #a1b00019
 def check_reference_cov(

@@ -59,8 +59,8 @@ class IStar(nn.Module):
         self.reference_cov = check_reference_cov(reference_cov)
 
     explain = lambda self, *seen: _explain(self, *seen)
-    needs_reference = property(lambda self: _needs_reference(self))
-    def extra_repr(self): return _settings(self)
+    needs_reference = property(lambda p: p.correction is None and reference_weight(p.zeta, p.convention) != 0)
+    def extra_repr(p): return f"lam={p.lam:g}, zeta={p.zeta:g}, layers={p.layers!r}, correction={p.correction!r}"
 
 # %% ../nbs/07_istar.ipynb #3f070124
 def _choose(p: IStar, states: tuple[Tensor, ...], mask: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
@@ -92,11 +92,6 @@ def _cloud(h: Tensor, mask: Tensor | None, order: int = 2) -> Moments:
 def _stack(clouds: list[Moments]) -> Moments:
     "Return one batched Moments with a leading dimension for the clouds."
     return Moments(*(None if f[0] is None else torch.stack(f) for f in zip(*clouds)))
-
-# %% ../nbs/07_istar.ipynb #0663d0b6
-def _needs_reference(p: IStar) -> bool:
-    "Return whether the score reads a reference covariance."
-    return p.correction is None and reference_weight(p.zeta, p.convention) != 0
 
 # %% ../nbs/07_istar.ipynb #5d0c6e91
 def _mixed(p: IStar, m: Moments) -> Tensor:
@@ -147,11 +142,6 @@ def _check_layers(layers) -> Any:
     "Return the layers; `ValueError` unless they are an index, 'union' or 'mean'."
     if isinstance(layers, numbers.Integral) and not isinstance(layers, bool): return int(layers)
     return one_of("layers", layers, ("union", "mean"), "an index into hidden_states")
-
-# %% ../nbs/07_istar.ipynb #5aee8a0f
-def _settings(p: IStar) -> str:
-    "Return the settings as the penalty's `repr` shows them."
-    return f"lam={p.lam:g}, zeta={p.zeta:g}, layers={p.layers!r}, correction={p.correction!r}"
 
 # %% ../nbs/07_istar.ipynb #d73fb6e9
 def _check_reference(p: IStar, m: Moments):
@@ -304,7 +294,8 @@ def _of_batch(states: tuple[Tensor, ...], mask: Tensor | None, budget: "_Budget"
     check_mask(mask)
     keep = states[-1].new_ones(states[-1].shape[:2], dtype=torch.bool) if mask is None else mask != 0
     check_alike(states, keep)
-    return _stack([_cloud(h, budget.cut(keep)) for h in states])
+    keep = budget.cut(keep)
+    return _stack([_cloud(h, keep) for h in states])
 
 # %% ../nbs/07_istar.ipynb #c32c7124
 class _Budget:

@@ -147,7 +147,7 @@ def direction(
     one_of("norm", norm, NORMS)
     params = _parameters(model)
     others = {} if orthogonal_to is None else _fitting(orthogonal_to, params, "orthogonal_to")
-    masks = {n: torch.tensor(True) for n in params} if mask is None else _check_mask(mask, params)
+    masks = _check_mask(mask, params)
     out, whole, part, moved = Direction(), 0.0, 0.0, 0
     for name, p in params.items():
         chosen = masks.get(name, torch.tensor(False)).cpu()
@@ -231,8 +231,9 @@ def _fitting(given: Mapping, params: dict, name: str, one: bool = False) -> dict
     return tensors
 
 # %% ../nbs/12_landscape.ipynb #8f2c8958
-def _check_mask(mask: Mapping, params: dict) -> dict[str, Tensor]:
-    "Return the mask as tensors. `ValueError` for what is no booleans, or of another shape."
+def _check_mask(mask: Mapping | None, params: dict) -> dict[str, Tensor]:
+    "Return the mask as tensors, all true without one. `ValueError` for what is no booleans, or of another shape."
+    if mask is None: return {n: torch.tensor(True) for n in params}
     tensors = _fitting(mask, params, "mask", one=True)
     for n, m in tensors.items():
         if m.dtype == torch.bool: continue
@@ -334,7 +335,7 @@ def displaced(
     after = _versions(model)
     wrong = [n for n in {**before, **after} if before.get(n) != after.get(n)]
     if wrong:
-        raise RuntimeError(f"loss: replaced or changed {wrong[0]} ({len(wrong)} in all) inside the walk; "
+        raise RuntimeError(f"model: {wrong[0]} was replaced or changed ({len(wrong)} in all) while it was displaced; "
                            "evaluate the model without changing it")
 
 # %% ../nbs/12_landscape.ipynb #5c0b9dac
@@ -379,7 +380,6 @@ def _like(d: Mapping[str, Tensor], params: dict) -> dict[str, Tensor]:
     return {n: x.to(params[n].device, torch.promote_types(params[n].dtype, torch.float32)) for n, x in d.items()}
 
 # %% ../nbs/12_landscape.ipynb #52ea3437
-PRECISIONS = ("fp32", "bf16")
 REDUCTIONS = {"sample": "mean", "batch": "batch"}  # what a surface calls the mean, and what sample_losses calls it
 
 # %% ../nbs/12_landscape.ipynb #04c16eba
@@ -480,7 +480,7 @@ def _check_batches(batches, loss, precision: str, reduction: str):
     one_of("reduction", reduction, REDUCTIONS)
     if callable(loss) and reduction != "sample":
         raise ValueError(f"reduction: {reduction!r} is for the named losses; a function decides for itself")
-    one_of("precision", precision, PRECISIONS)
+    one_of("precision", precision, ("fp32", "bf16"))
     if not hasattr(batches, "__iter__") or isinstance(batches, (str, Mapping)):
         raise ValueError(f"batches: a {type(batches).__name__} is no series of batches; "
                          "give a list, a DataLoader or TextBatches")
@@ -595,15 +595,18 @@ def _finished(source: str | Path | Mapping) -> Surface:
 def _source(given: str | Path | Mapping) -> str: return "content:" if isinstance(given, Mapping) else f"path: {given}"
 
 # %% ../nbs/12_landscape.ipynb #2f9058bf
+_MADE_OF = "weights buffers directions batches loss reduction precision model".split()
+
+
 def _resume(path: str | Path, alphas: np.ndarray, betas: np.ndarray, info: dict) -> list:
     "Return the rows already computed with these very settings; `ValueError` names those that differ."
     if not Path(path).exists(): return [None] * len(alphas)
-    old_alphas, old_betas, rows, old = _from_json(path)
-    old = {"reduction": "sample"} | old  # older files do not say so
-    new = {"alphas": alphas.tolist(), "betas": betas.tolist()} | info["fingerprints"] | info
-    prints = {"buffers": info["fingerprints"].get("buffers")} | old.get("fingerprints", {})  # nor of buffers
-    old = {"alphas": old_alphas.tolist(), "betas": old_betas.tolist()} | prints | old
-    differ = [k for k in new if k not in ("n_samples", "fingerprints") and new[k] != old.get(k)]
+    a, b, rows, old = _from_json(path)
+    settings = lambda a, b, info: {"alphas": a.tolist(), "betas": b.tolist()} | {
+        k: (info.get(k), info.get("fingerprints", {}).get(k)) for k in _MADE_OF}  # a setting has a name, a hash or both
+    old = settings(a, b, {"reduction": "sample"} | old)  # older files do not say so
+    new = settings(alphas, betas, json.loads(json.dumps(info, default=str)))
+    differ = [k for k in new if new[k] != old[k]]
     if not differ: return rows
     raise ValueError(f"path: {path} was made with other {', '.join(differ)}; give another path or delete the file")
 
@@ -685,7 +688,7 @@ def expected_curvature(
     Exact for the Hessian's own diagonal. Raises `ValueError` for scores or a mask that do not fit the model."""
     one_of("one_d", one_d, ONE_D)
     params = _parameters(model)
-    masks = {n: torch.tensor(True) for n in params} if mask is None else _check_mask(mask, params)
+    masks = _check_mask(mask, params)
     diagonal, total = _check_scores(scores, params, "scalar"), 0.0
     for n, m in masks.items():
         p = params[n].detach()

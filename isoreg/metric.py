@@ -43,7 +43,7 @@ class MomentsMetric(_Steady):
 
     higher_is_better, is_differentiable, full_state_update = None, False, True
 
-    def __init__(self, num_dims: int, order: int = 2, **kwargs):
+    def __init__(self, num_dims: int, order: int, **kwargs):
         super().__init__(**kwargs)
         self.num_dims, self.order = in_range("num_dims", num_dims, 2, whole=True), order
         for name, value in _states(_nothing(num_dims, order)).items(): self.add_state(name, value, dist_reduce_fx=None)
@@ -68,8 +68,6 @@ class MomentsMetric(_Steady):
         self._add(_check_incoming(incoming_state, self))
         self._computed = None  # the cached score
         self._update_count += 1
-
-    def compute(self) -> Moments: return self._seen().moments
 
     def _seen(self) -> "_Seen": return _read({name: getattr(self, name) for name in self._defaults})
 
@@ -102,7 +100,7 @@ class IsoScore(MomentsMetric):
         self.reference_cov: Tensor | None
         self.register_buffer("reference_cov", R)
 
-    def compute(self) -> Tensor:  # type: ignore[override]
+    def compute(self) -> Tensor:
         "Return the score as a 0-d float64 tensor."
         m = _check_seen(self._seen(), self, MIN_ROWS[self.correction])
         if self.reference_cov is None: score = _score(m, self.correction)
@@ -189,8 +187,9 @@ def _check_settings(correction, reference_cov, zeta, convention):
     check_zeta(zeta)
     if reference_cov is not None and correction is not None:
         raise ValueError("correction: a corrected score has no reference; drop reference_cov or correction")
-    if reference_cov is None and zeta != 0:
-        raise ValueError(f"zeta: {zeta} needs reference_cov; pass one or leave zeta at 0")
+    weight = reference_weight(zeta, convention) if correction is None else zeta
+    if reference_cov is None and weight != 0:
+        raise ValueError(f"zeta: {zeta} needs reference_cov (convention={convention!r}); pass one, or leave both out")
 
 # %% ../nbs/04_metric.ipynb #141d1d8c
 def _check_seen(seen: _Seen, metric: IsoScore, need: int) -> Moments:

@@ -244,7 +244,7 @@ def _check_mask(mask: Tensor, points: Tensor) -> Tensor:
     remedy = f"pass {tuple(want)} or its last dimensions, true where a row counts"
     if mask.ndim == 0:
         raise ValueError(f"mask: {mask.item()!r} is one value; {remedy}, and what comes after the mask by name")
-    if mask.ndim > len(want) or mask.shape != want[len(want) - mask.ndim :]:
+    if mask.shape != want[-mask.ndim :]:
         raise ValueError(f"mask: shape {tuple(mask.shape)} does not fit points {tuple(points.shape)}; {remedy}")
     other = mask[(mask != 0) & (mask != 1)] if mask.dtype != torch.bool else []
     if len(other): raise ValueError(f"mask: holds {other[0].item():g}; pass true or 1 where a row counts, else 0 "

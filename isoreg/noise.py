@@ -323,7 +323,7 @@ class _MixoutHook:
     def enter(self, module, args):
         p, unit, w = self.dropout_settings["p"], self.dropout_settings["unit"], module._parameters["weight"]
         if not module.training or p == 0: return
-        if self.u.device != w.device or self.u.dtype != w.dtype: self.u = self.u.to(w)
+        self.u = self.u.to(w)
         module.__dict__["weight"] = mix_weights(w, self.u, p, unit, self.inputs)
 
     def leave(self, module, args, output): module.__dict__.pop("weight", None)

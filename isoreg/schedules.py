@@ -4,11 +4,11 @@
 __all__ = ['CONTROLS', 'AGGREGATES', 'guided_schedule', 'released_schedule', 'control_schedule', 'site_scores']
 
 # %% ../nbs/14_schedules.ipynb #b895c32b
-import math
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from torch import nn
@@ -106,18 +106,14 @@ def control_schedule(
     if not rates:
         raise ValueError("schedule: names the head's dropout only; a control is of the other sites "
                          "(pass sites= if these are no head's)")
-    if kind == "constant-mean": return dict.fromkeys(rates, _mean(rates.values()))
+    if kind == "constant-mean": return dict.fromkeys(rates, fmean(rates.values()))
     if kind == "reversed": return _reversed(rates)
     if kind == "shuffled": return _shuffled(rates, in_range("seed", seed, whole=True))
     if sites is None: raise ValueError("sites: type-only needs the model or its sites, to know the kind of each name")
     check_names(rates, kind_of, complete=False)
-    return {n: _mean(p for m, p in rates.items() if kind_of[m] == kind_of[n]) for n in rates}
+    return {n: fmean(p for m, p in rates.items() if kind_of[m] == kind_of[n]) for n in rates}
 
 # %% ../nbs/14_schedules.ipynb #4506211d
-def _mean(values) -> float:
-    values = list(values)
-    return math.fsum(values) / len(values)
-
 def _reversed(rates: Mapping[str, float]) -> dict[str, float]:
     "Return the rates with the i-th highest and the i-th lowest exchanged."
     falling = sorted(rates, key=lambda n: -rates[n])

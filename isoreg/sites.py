@@ -7,7 +7,6 @@ __all__ = ['dropout_sites', 'Site']
 import contextlib
 import inspect
 import math
-import random
 import re
 import warnings
 from collections import Counter
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -27,7 +25,7 @@ from torch.random import fork_rng
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import one_of
-from .states import inside_wrapper
+from .states import inside_wrapper, same_draws
 
 # %% ../nbs/13_sites.ipynb #c2cdd011
 def dropout_sites(
@@ -198,14 +196,11 @@ def record_calls(model: nn.Module, batch) -> _Recorder:
     def enter(module, args): r.stack.append(r.paths.get(id(module), "")); r.ran.add(r.stack[-1])
     def leave(module, args, output): r.stack.pop()
     kernels = patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, _watched_kernels(model, r))
-    before, after = hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)
     recorders.append(r)
     try:
-        with kernels, r: _forward(model, batch)
-    finally:
-        before.remove()
-        after.remove()
-        recorders.remove(r)
+        with kernels, hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave), r:
+            _forward(model, batch)
+    finally: recorders.remove(r)
     return r
 
 # %% ../nbs/13_sites.ipynb #4f307ef8
@@ -217,9 +212,8 @@ def trial(model: nn.Module):
     modes, buffers = [(m, m.training) for m in model.modules()], [(b, b.clone()) for b in model.buffers()]
     off = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if isinstance(v, (bool, int, float))
            and (k in ("gradient_checkpointing", "_disable_adapters") or _NO_RATE.search(k))]
-    states = random.getstate(), np.random.get_state()
-    stance = getattr(torch.compiler, "set_stance", contextlib.nullcontext)
-    with fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
+    cpu, stance = torch.device("cpu"), torch.compiler.set_stance
+    with same_draws(cpu), fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
         try:
             for m, k, v in off: setattr(m, k, type(v)(k == "_disable_adapters" and not getattr(m, "merged", False)))
             yield model.train()
@@ -228,7 +222,6 @@ def trial(model: nn.Module):
             for m, training in modes: m.training = training
             for b, value in buffers:
                 if b.is_contiguous() or not torch.equal(b, value): b.copy_(value)
-            random.setstate(states[0]); np.random.set_state(states[1])
 
 def _gpus(model: nn.Module) -> list[int]: return sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
 

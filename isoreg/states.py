@@ -190,7 +190,7 @@ def check_alike(
 def zeros_and_ones(
     mask: Tensor | None,
 ) -> Tensor | bool:
-    "Return whether a mask holds nothing else, a boolean on its device."
+    "Return whether a mask holds zeros and ones alone: True, or a boolean on its device."
     return True if mask is None or mask.dtype == torch.bool else ((mask == 0) | (mask == 1)).all()
 
 # %% ../nbs/06_states.ipynb #a72aef83

@@ -146,7 +146,7 @@ def definition(task: Task) -> dict:
     "Return what a task's file and a record hold: all but the defaults. `ValueError` for a name of isoreg's own."
     if task.name in TASKS or task.name.startswith("toy-") or not re.fullmatch(r"[\w.-]+", task.name):
         raise ValueError(f"name: {task.name!r} is a task of isoreg or no plain word; "
-                         "choose another, of letters, digits, - and _")
+                         "choose another, of letters, digits, ., - and _")
     fields = {f.name: (getattr(task, f.name), f.default) for f in dataclasses.fields(task)}
     found = {_WORDS.get(n, n): _plain(v) for n, (v, usual) in fields.items() if v != usual}
     return found | {n: dict(found[n]) for n in ("files", "sha256") if n in found}
@@ -168,7 +168,11 @@ def from_definition(values: dict) -> Task:
         if n in found and not isinstance(found[n], str):
             raise ValueError(f"{n}: {found[n]!r} is no text; name one, such as {n}: {getattr(Task, n)}")
     if isinstance(found.get("label_names"), list): found["label_names"] = [str(n) for n in found["label_names"]]
-    if "official_rows" in found: found["official_rows"] = tuple(map(tuple, found["official_rows"]))
+    if "official_rows" in found:
+        rows = found["official_rows"]
+        try: found["official_rows"] = tuple((str(n), int(k)) for n, k in getattr(rows, "items", lambda: rows)())
+        except (TypeError, ValueError):
+            raise ValueError(f"official_rows: {rows!r} is no table of splits; write {{train: 100, test: 20}}") from None
     try: return Task(**found)
     except ValueError as error:
         field, _, rest = str(error).partition(":")

@@ -105,12 +105,9 @@ def _from_trl(trainer: Trainer) -> bool:
     return any(kind.__module__.split(".")[0] == "trl" for kind in type(trainer).__mro__)
 
 
-@contextlib.contextmanager
 def _noted_states(body: nn.Module, seen: list):
-    "Add the hidden states of each call of the encoder to a list."
-    handle = encoder_of(body).register_forward_hook(lambda module, args, output: seen.append(states_of(output)))
-    try: yield
-    finally: handle.remove()
+    "Return a context in which the hidden states of each call of the encoder are added to a list."
+    return encoder_of(body).register_forward_hook(lambda module, args, output: seen.append(states_of(output)))
 
 # %% ../nbs/09_trainer.ipynb #a6f77e3b
 def _with_penalties(trainer: Trainer, compute: Callable, model, inputs: dict, return_outputs: bool, num_items):

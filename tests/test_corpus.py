@@ -261,7 +261,8 @@ def test_bad_sizes_and_seeds_are_named(wrong, message):
     two = np.int64(2)
     corpus = TextBatches(TEXTS, tokenizer(), batch_size=15 * two, max_length=15 * two, seed=two)
     assert len(corpus) == 2
-    part = corpus.draw(0.5, two).shard(two, 2 * two)
+    corpus = TextBatches(TEXTS, tokenizer(), batch_size=5, probability=np.float32(0.2), span=np.float32(3))
+    part = corpus.draw(np.float32(0.5), two).shard(two, 2 * two)
     assert json.loads(json.dumps(part.describe())) == part.describe()
 
 

@@ -160,6 +160,8 @@ def test_a_name_on_the_hub_is_a_definition_too():
     task = from_definition({"name": "imdb", "hub": "stanfordnlp/imdb", "text": "text", "eval_splits": ["test"]})
     assert task.hub == ("stanfordnlp/imdb", None) and from_definition(definition(task)) == task
     assert RunConfig(task=task).definition["hub"] == ["stanfordnlp/imdb", None]
+    rows = {"train": 25000, "test": 25000}
+    assert from_definition(definition(task) | {"official_rows": rows}).official_rows == tuple(rows.items())
     assert from_definition(task and {"name": "m", "hub": ["a/b", "c"]}).hub == ("a/b", "c")
 
 
@@ -171,6 +173,7 @@ def test_a_name_on_the_hub_is_a_definition_too():
         ("labl: x", "labl: unknown field; did you mean 'label'"),
         ("label: sentence", "label: 'sentence' is a column of texts too"),
         ("label: 3", "label: 3 is no text"),
+        ("official_rows: 3", "official_rows: 3 is no table of splits; write {train: 100, test: 20}"),
         ("labels: [one]", "labels: .*two different labels"),
         ("labels: yes", "labels: True is no tuple"),
         ("files: {train: train.csv}", "files: have no validation, only train; add validation"),

@@ -29,6 +29,7 @@ from transformers import (
 from isoreg.corpus import TextBatches, sample_losses
 from isoreg.landscape import (
     RINGS,
+    Direction,
     Surface,
     direction,
     displaced,
@@ -452,7 +453,7 @@ def test_a_loss_that_changes_the_model_is_found_out(harm):
             model.half()
         return values
 
-    with pytest.raises(RuntimeError, match="inside the walk"):
+    with pytest.raises(RuntimeError, match="model: .* was replaced or changed .* while it was displaced"):
         loss_line(model, mlm_batches(), direction(model, 0), [0.0], loss=loss)
 
 
@@ -523,6 +524,18 @@ def test_the_mean_as_released_against_a_loop():
     f = loss_line(double, batches, direction(double, 0), h * np.arange(-2, 3), reduction="batch").losses[:, 0]
     H = plane_hessian(double, batches, direction(double, 0), reduction="batch")
     assert H[0, 0] == pytest.approx(f @ [-1, 16, -30, 16, -1] / 12 / h**2, rel=1e-4)
+
+
+def test_a_surface_does_not_go_on_with_another_direction(tmp_path):
+    model, batches, path = tiny_bert(), mlm_batches(1), tmp_path / "line.json"
+    a, b = (dict(direction(model, seed)) for seed in (0, 1))  # plain dictionaries, which say nothing of themselves
+    first = loss_line(model, batches, a, [0.0, 0.3], path=path)
+    with pytest.raises(ValueError, match="made with other directions"):
+        loss_line(model, batches, b, [0.0, 0.3], path=path)
+    assert np.array_equal(loss_line(model, batches, a, [0.0, 0.3], path=path).losses, first.losses)
+    own = Direction(a, info={"layers": (1, 2)})  # JSON has no tuples
+    for _ in range(2):
+        loss_line(model, batches, own, [0.0, 0.3], path=tmp_path / "own.json")
 
 
 def test_a_surface_does_not_go_on_with_another_mean(tmp_path):

@@ -509,8 +509,10 @@ def test_encode_for_prediction_and_what_it_refuses():
         :
     ]
     assert labels("1", "3") == [0, 2] == labels(1.0, 3.0) and labels(0, 2) == [0, 2]  # integers: rows of load_task
-    with pytest.raises(ValueError, match="dataset: label 3 of 3 labels, from 0"):
-        labels(1, 3)
+    assert labels(-1, -1) == [-1, -1]  # rows of a test whose labels are hidden
+    for wrong in ((1, 3), (-2, 1), (0.5, 1.0), (None, 1), (True, False), ("foo", "1"), ("foo", "bar"), (9.0, 1.0)):
+        with pytest.raises(ValueError, match="dataset: .*label"):
+            labels(*wrong)
     gap = Dataset.from_dict({"text": [None, *TEXTS]})
     assert len(encode(gap.select(range(1, 7)), task, tokenizer)) == 6
     for call, message in (
