@@ -197,7 +197,7 @@ def _order(corpus: TextBatches) -> list[np.ndarray]:
 # %% ../nbs/10_corpus.ipynb #bad39b92
 def _padded(samples: Sequence[tuple[np.ndarray, np.ndarray]], pad: int) -> dict[str, Tensor]:
     "Return inputs, mask and labels of samples as tensors (batch, length)."
-    rows = lambda arrays, value: pad_sequence([torch.from_numpy(a) for a in arrays], True, value)
+    rows = lambda arrays, value: pad_sequence([torch.from_numpy(np.array(a, np.int64)) for a in arrays], True, value)
     inputs, labels = zip(*samples)
     mask = [np.ones_like(i) for i in inputs]
     return {"input_ids": rows(inputs, pad), "attention_mask": rows(mask, 0), "labels": rows(labels, -100)}

@@ -285,7 +285,8 @@ def _encoded_labels(labels: Iterable, task: Task) -> list:
     try: found = labels if integers else _label_numbers(labels, task)
     except ValueError as error: raise ValueError(f"dataset: {error}; give rows of load_task, or names") from None
     if not (wrong := [v for v in found if v not in range(-1, n)]): return list(map(int, found))  # -1 hides a label
-    raise ValueError(f"dataset: label {wrong[0]!r} of {n} labels, from 0; give rows of load_task, or names")
+    raise ValueError(f"dataset: label {wrong[0]!r} is none of the {n} labels; give their names, or integers from 0 to "
+                     f"{n - 1} (-1 is a hidden label), or drop the column")
 
 # %% ../nbs/18_data.ipynb #953d0f9a
 def _numbered(table: pa.Table, task: Task) -> pa.Table:
@@ -490,7 +491,7 @@ def encode(
 ) -> Dataset:  # the tokenizer's columns, labels if the rows have them, length
     """Return the rows as token ids, truncated, not padded; `length` is the number of tokens.
 
-    `ValueError` for qa, a missing column or text, a label out of range, and what is no tokenizer.
+    `ValueError` for qa, a missing column or text, a label that the task has not, and what is no tokenizer.
     """
     task = get_task(task)
     if task.kind == "qa":

@@ -230,7 +230,9 @@ def _own_fisher(name: str, tokenizer, texts: list[str], max_length: int, corpus:
     advice = "give --scores, a file that the notebook runs/fisher wrote for this model"
     try: model, info = pretrained(AutoModelForMaskedLM, name, dtype=torch.float32, output_loading_info=True)
     except ValueError as error:
-        raise ValueError(f"scores: {name!r} has no masked-language-model form ({error}); {advice}") from None
+        if "Unrecognized" not in str(error): raise
+        raise ValueError(f"scores: {name!r} is of an architecture without a masked-language-model head; {advice}"
+                         ) from None
     if info["missing_keys"]:
         raise ValueError(f"scores: {name!r} has no pretrained masked-language-model head; {advice}, "
                          "or train a head with runs/mlm_head")
@@ -468,8 +470,8 @@ def sentence_vectors(
 
 # %% ../nbs/23_finetune.ipynb #e832943b
 def _geometry(trainer: PenaltyTrainer) -> dict:
-    "Return intrinsic dimension by hidden state and mean activation, of the first 2,000 texts of the sample."
-    batches = itertools.islice(trainer.sample, math.ceil(2000 / trainer.sample.batch_size))
+    "Return intrinsic dimension by hidden state and mean activation, of the first 32 batches of the sample."
+    batches = itertools.islice(trainer.sample, 32)  # of 64 texts
     vectors = sentence_vectors(trainer.model, batches)
     return {"texts": vectors["cls"].shape[1],
             "mean_activation": [float(f"{x:.4g}") for x in vectors["mean_activation"]],

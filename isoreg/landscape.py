@@ -606,6 +606,7 @@ def _resume(path: str | Path, alphas: np.ndarray, betas: np.ndarray, info: dict)
         k: (info.get(k), info.get("fingerprints", {}).get(k)) for k in _MADE_OF}  # a setting has a name, a hash or both
     old = settings(a, b, {"reduction": "sample"} | old)  # older files do not say so
     new = settings(alphas, betas, json.loads(json.dumps(info, default=str)))
+    if old["buffers"] == (None, None): old["buffers"] = new["buffers"]  # nor of buffers
     differ = [k for k in new if new[k] != old[k]]
     if not differ: return rows
     raise ValueError(f"path: {path} was made with other {', '.join(differ)}; give another path or delete the file")

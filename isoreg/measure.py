@@ -512,7 +512,7 @@ _FIELDS = {"all": {
     "resumed": _field("boolean", "begun by a call that was killed; the seconds are those of the last one"),
     "schema": _field("integer", "version of this form"),
     "total_seconds": _field("number", "wall time of everything"),
-    "peak_memory_mib": _field("number|null", "of the GPU, or else of the process"),
+    "peak_memory_mib": _field("number|null", "of the GPU, or else of the process; null where the system does not say"),
     "samples": _field("integer", "sequences, or positions where each is a sample"),
     "corpus": _field("object", "name, settings and size of the text"),
     "fingerprint": _field("string", "of the weights")}}

@@ -187,9 +187,11 @@ def _check_settings(correction, reference_cov, zeta, convention):
     check_zeta(zeta)
     if reference_cov is not None and correction is not None:
         raise ValueError("correction: a corrected score has no reference; drop reference_cov or correction")
-    weight = reference_weight(zeta, convention) if correction is None else zeta
-    if reference_cov is None and weight != 0:
-        raise ValueError(f"zeta: {zeta} needs reference_cov (convention={convention!r}); pass one, or leave both out")
+    if correction is not None and zeta != 0:
+        raise ValueError(f"zeta: {zeta}, but a corrected score has no reference; leave it out")
+    if correction is None and reference_cov is None and reference_weight(zeta, convention) != 0:
+        raise ValueError(f"zeta: {zeta} needs reference_cov (convention={convention!r}); pass one, or leave out both "
+                         "zeta and convention")
 
 # %% ../nbs/04_metric.ipynb #141d1d8c
 def _check_seen(seen: _Seen, metric: IsoScore, need: int) -> Moments:

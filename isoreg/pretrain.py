@@ -255,8 +255,8 @@ def with_mlm_head(
 ) -> tuple[nn.Module, list[str]]:
     """Return an encoder with a masked-language-model head, in float32, and notes.
 
-    The notes say what was missing and how the head starts. `ValueError` if the model is not there, has no such head in
-    transformers, or lacks weights of the encoder.
+    The notes say what was missing and how the head starts. `ValueError` if the model is not there or damaged,
+    has no such head in transformers, or lacks weights of the encoder.
     """
     set_seed(seed)
     m, missing = _load_mlm(model)

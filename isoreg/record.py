@@ -98,7 +98,8 @@ def _load(cls, path: str | Path) -> "RunRecord":
     try:
         if isinstance(values, dict) and needed <= set(values): return cls(**values)
     except ValidationError: pass
-    raise ValueError(f"path: {path} is no record of a fine-tuning run that this version reads; run it again if it was")
+    raise ValueError(f"path: {path} is no record of a fine-tuning run, or of one that this version cannot read; give "
+                     "one that it wrote")
 
 
 RunRecord.load = classmethod(_load)

@@ -198,7 +198,8 @@ def _better(kept: dict, new: dict) -> dict:
     if kept["status"] == "done" and kept["value"] != new["value"]:
         both = f"{kept['value']} and {new['value']}"
         warnings.warn(f"{kept['key']}: recorded twice with values {both}; the later one counts", stacklevel=3)
-    return new if new["started"] >= kept["started"] else kept
+    other = new["value"] != kept["value"]  # of equal ones that do not say when they began, the first
+    return new if (new["started"], other) > (kept["started"], False) else kept
 
 # %% ../nbs/27_report.ipynb #62c4e3e4
 def _left_out(wrong: list[tuple[str, str]]) -> str:
@@ -324,13 +325,13 @@ def _records(g: pd.DataFrame) -> tuple:
 
 # %% ../nbs/27_report.ipynb #c2675e45
 def columns_apart(df: pd.DataFrame, by: Sequence[str] | None) -> list[str]:
-    "Return the columns that tell rows apart beside the method; `ValueError` for one that is not there."
+    "Return the columns that tell rows apart beside the method; `ValueError` for one that is not there or holds tables."
     by = _varying(df) if by is None else [by] if isinstance(by, str) else list(by)
     for c in by:
         if c not in df.columns:
             raise ValueError(f"by: no column {c!r}; settings that vary are {', '.join(_varying(df)) or 'none'}")
         if df[c].map(lambda v: isinstance(v, (dict, list))).any():
-            raise ValueError(f"by: {c} holds tables or lists; give a column of single values, or choose runs")
+            raise ValueError(f"by: {c} holds tables or lists; give columns of single values")
     return ["task", *(c for c in by if c not in ("task", "metric", "method"))]
 
 # %% ../nbs/27_report.ipynb #bd7c289b
@@ -780,7 +781,7 @@ def three_columns(
     """Return published numbers beside the runs of either protocol, in the paper's unit: mean, standard deviation,
     95 % t interval, n; a cell without runs says "not run".
 
-    `ValueError` if a cell's runs have more than one setting, or a published number has no task."""
+    `ValueError` if a cell's runs have more than one setting, or a published number has no task or is a list."""
     for name in methods: one_of("methods", name, dict.fromkeys(numbers.method))
     numbers, rows = numbers[numbers.method.isin(list(methods))], []
     if numbers.task.isna().any(): raise ValueError("numbers: one has no task; leave it out with dropna(subset='task')")

@@ -117,7 +117,7 @@ def _of_graph(wrapper: PenaltyLoss, terms: dict[str, Tensor], seen: _Reading) ->
 
 
 def _named(terms: list[tuple[nn.Module, Tensor]]) -> dict[str, Tensor]:
-    "Return the terms by the names of their classes, a second of a kind with its number."
+    "Return the terms by the names of their classes, a second of a name with its number."
     names = [type(p).__name__.lower() for p, _ in terms]
     before = [names[:i].count(name) for i, name in enumerate(names)]
     return {f"{n}_{k + 1}" if k else n: term for n, k, (_, term) in zip(names, before, terms)}

@@ -169,10 +169,12 @@ def from_definition(values: dict) -> Task:
             raise ValueError(f"{n}: {found[n]!r} is no text; name one, such as {n}: {getattr(Task, n)}")
     if isinstance(found.get("label_names"), list): found["label_names"] = [str(n) for n in found["label_names"]]
     if "official_rows" in found:
-        rows = found["official_rows"]
-        try: found["official_rows"] = tuple((str(n), int(k)) for n, k in getattr(rows, "items", lambda: rows)())
-        except (TypeError, ValueError):
-            raise ValueError(f"official_rows: {rows!r} is no table of splits; write {{train: 100, test: 20}}") from None
+        try: rows = dict(found["official_rows"])
+        except (TypeError, ValueError): rows = {None: None}
+        if not all(isinstance(n, str) and type(k) is int and k >= 0 for n, k in rows.items()):
+            raise ValueError(f"official_rows: {found['official_rows']!r} is no table of splits; "
+                             "write {train: 100, test: 20}")
+        found["official_rows"] = tuple(rows.items())
     try: return Task(**found)
     except ValueError as error:
         field, _, rest = str(error).partition(":")

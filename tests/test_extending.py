@@ -174,6 +174,8 @@ def test_a_name_on_the_hub_is_a_definition_too():
         ("label: sentence", "label: 'sentence' is a column of texts too"),
         ("label: 3", "label: 3 is no text"),
         ("official_rows: 3", "official_rows: 3 is no table of splits; write {train: 100, test: 20}"),
+        ("official_rows: {train: .inf}", "official_rows: .*inf.* is no table of splits"),
+        ("official_rows: {train: 2.7}", "official_rows: .*2.7.* is no table of splits"),
         ("labels: [one]", "labels: .*two different labels"),
         ("labels: yes", "labels: True is no tuple"),
         ("files: {train: train.csv}", "files: have no validation, only train; add validation"),

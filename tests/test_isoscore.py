@@ -590,7 +590,7 @@ x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0,
         (lambda: IsoScore(3, reference_cov=np.zeros((3, 3)), zeta=0.5), ["reference_cov", "zero variance"]),
         (lambda: IsoScore(3, zeta=0.5), ["zeta", "0.5", "needs reference_cov"]),
         (lambda: IsoScore(3, convention="text"), ["zeta", "0.0", "needs reference_cov", "'text'"]),
-        (lambda: IsoScore(3, "ustat", zeta=0.5), ["zeta", "needs reference_cov"]),
+        (lambda: IsoScore(3, "ustat", zeta=0.5), ["zeta", "0.5", "leave it out"]),
         (
             lambda: isoscore_star(torch.randn(16).expand(9, 16), torch.eye(16), 1.0, convention="text"),
             ["points", "zero variance"],

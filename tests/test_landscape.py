@@ -1121,6 +1121,10 @@ def test_other_buffers_are_other_weights_and_one_made_by_expand_is_no_obstacle(t
     model, batches = Normed(), [{"x": torch.randn(4, 3)}]
     d = direction(model, 0)
     assert np.isfinite(loss_line(model, batches, d, [0.0, 1.0], normed_loss, tmp_path / "x.json").losses).all()
+    stored = json.loads((tmp_path / "x.json").read_text())
+    del stored["info"]["fingerprints"]["buffers"]  # as files were before it
+    (tmp_path / "old.json").write_text(json.dumps(stored))
+    loss_line(model, batches, d, [0.0, 1.0], normed_loss, tmp_path / "old.json")
     model.norm.running_mean += 3
     with pytest.raises(ValueError, match="other buffers"):
         loss_line(model, batches, d, [0.0, 1.0], normed_loss, tmp_path / "x.json")

@@ -355,7 +355,7 @@ def test_every_setting_that_varies_makes_a_row():
     assert list(summarise(df, by=[]).n) == [4]
     with pytest.raises(ValueError, match="by: no column 'lrr'; settings that vary are lr"):
         summarise(df, by=["lrr"])
-    with pytest.raises(ValueError, match="by: metrics holds tables or lists; give a column of single values"):
+    with pytest.raises(ValueError, match="by: metrics holds tables or lists; give columns of single values"):
         summarise(df, by="metrics")
 
 

@@ -214,6 +214,16 @@ def test_what_is_neither_scores_nor_a_text_is_refused_at_once(scores, message, t
         RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path))
 
 
+def test_scores_of_a_model_without_a_masked_head_are_asked_for(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from isoreg.finetune import _own_fisher
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="scores: .*without a masked-language-model head; give --scores"):
+        _own_fisher(str(tmp_path / "gpt2"), None, ["text"], 16, "corpus")
+
+
 @pytest.mark.parametrize("scores", ["corpus:{}/empty.txt", "corpus:nobody/nothing"])
 def test_a_text_that_cannot_be_read_is_told_before_training(scores, tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("\n\n")
