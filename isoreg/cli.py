@@ -196,7 +196,9 @@ def run_command(
 
     Without options: I-STAR on the embedded toy task, no network, about a minute. All settings: guide Options.
     """
-    _run(given | parse_set(set_ or ()), out, force, save_model)
+    others = parse_set(set_ or ())
+    if both := sorted(given.keys() & others): raise ValueError(f"set: {both[0]} is an option too; give it once")
+    _run(given | others, out, force, save_model)
 
 # %% ../nbs/31_cli.ipynb #0249d15d
 def _run(given: dict, out: Path, force: bool, save_model: bool = False):
@@ -362,7 +364,8 @@ def _stored(what: str, records: Path) -> dict:
         except (ValueError, OSError) as error: raise ValueError(f"record: {what!r} cannot be read ({error})") from None
         return _comparable(found, what)
     files = sorted(records.glob("*.jsonl")) if records.is_dir() else [records]
-    found = next((r for file in files for r in read_lines(file) if r.get("key") == what), None)
+    runs = [r for file in files for r in read_lines(file) if r.get("key") == what]
+    found = max(runs, key=lambda r: str(r.get("started", "")), default=None)  # the later, as in a report
     if found: return _comparable(found, what)
     raise ValueError(f"record: no file {what!r}, and no run of that key in {str(records)!r}; "
                      "give a record.json, or --records")
@@ -557,7 +560,7 @@ def _records(paths: Iterable[Path]) -> list[dict]:
     found = []
     for path in paths:
         try:
-            texts = map(read_text, record_files(path)) if path.is_dir() else read_text(path).splitlines()
+            texts = map(read_text, record_files(path)) if path.is_dir() else read_text(path).split("\n")
             found += [from_json(text) for text in texts if text.strip()]
         except ValueError as error: raise ValueError(f"records: {str(path)!r} cannot be read ({error})") from None
     return [r for r in found if isinstance(r, dict)]

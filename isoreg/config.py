@@ -986,9 +986,13 @@ def parse_set(pairs: Iterable[str]) -> dict:
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not equals or not name.strip():
-            raise ValueError(f"set: {pair!r} is no name=value, such as batches=by-length")
-        try: found[name.strip().replace("-", "_")] = number_or_text(from_yaml(value))
+        name = name.strip().replace("-", "_")
+        if not equals or not name or not value.strip():
+            raise ValueError(f"set: {pair!r} is no name=value, such as batches=by-length; for no value write null")
+        if name in found: raise ValueError(f"set: {name} is given twice; give it once, in a grid as a list of values")
+        if re.search(r"\s#", value) and value.strip()[0] not in "\"'[{":
+            raise ValueError(f"set: {pair!r}: what follows # would be lost as a comment; put the value in quotes")
+        try: found[name] = number_or_text(from_yaml(value))
         except ValueError as error: raise ValueError(f"set: {pair:.80}: cannot be read as YAML ({error})") from None
     return found
 

@@ -302,6 +302,8 @@ def _with_labels(task: Task, data_dir: str | Path | None, split: str) -> Task:
     rows, _ = _read(task, data_dir, split, "train_split")
     source = f"train_split={split!r} of {task.name}"
     _require(rows, [task.label], source)
+    if pa.types.is_nested(rows.data.table[task.label].type):
+        raise ValueError(f"{source}: column {task.label} holds lists; give one label a row")
     found = {_plain(v) for v in rows.data.table[task.label].to_pylist()} - {None}
     if len(found) < 2:
         raise ValueError(f"{source}: column {task.label} has the labels {sorted(found)}; need two or more")

@@ -226,7 +226,7 @@ def from_json(text: str):
 
 def read_text(path: str | Path, **options) -> str:
     "Return the text of a file. `ValueError` for what is no plain file, such as a device."
-    if Path(path).is_file(): return Path(path).read_text(**{"encoding": "utf-8"} | options)
+    if Path(path).is_file(): return Path(path).read_text(**{"encoding": "utf-8-sig"} | options)
     raise ValueError(f"path: {str(path)!r} is no file; give one that holds text")
 
 # %% ../nbs/08_files.ipynb #8e95824c

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import RandomSampler
 from transformers.pytorch_utils import Conv1D
 
 from .checks import in_range, one_of
@@ -59,7 +60,7 @@ def empirical_fisher(
     loss = _loss_for(model, batches, loss)
     _check(level, reduction, sample, precision, loss, every)
     about = _described(batches, corpus)
-    if checkpoint is not None: _check_checkpoint(checkpoint, about, loss)
+    if checkpoint is not None: _check_checkpoint(checkpoint, about, loss, batches)
     with eval_mode(model):
         squares = _Squares(model, loss, level, reduction, precision)
         try:
@@ -362,6 +363,8 @@ class _Ways:
     def __init__(self, model, loss, level, reduction, precision):
         self.model, self.loss, self.level, self.reduction, self.precision = model, loss, level, reduction, precision
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if any(hasattr(vars(m).get("forward"), "groups") for m in model.modules()):
+            raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
         if not self.parameters:
             raise ValueError("model: no parameter requires a gradient; call model.requires_grad_(True)")
         _check_gradients(self.parameters.values())
@@ -765,8 +768,10 @@ def _described(batches, corpus: dict | None) -> dict:
         raise ValueError(f"corpus: cannot be written as JSON ({error}); give texts and numbers") from None
 
 
-def _check_checkpoint(checkpoint: str | Path, about: dict, loss: str | Callable):
-    "Raise a `ValueError` for a checkpoint that could not be told from others, and what its folder raises."
+def _check_checkpoint(checkpoint: str | Path, about: dict, loss: str | Callable, batches):
+    "Raise a `ValueError` for a checkpoint that cannot be told from others or gone on with, and what its folder raises."
+    if isinstance(getattr(batches, "sampler", None), RandomSampler):
+        raise ValueError("batches: a shuffling loader gives another order to a call that goes on; use shuffle=False")
     if not about:
         raise ValueError("corpus: a checkpoint of batches that do not describe themselves needs corpus={...}, "
                          "to be told from others")

@@ -5,6 +5,7 @@ __all__ = ['isoscore', 'isoscore_from_cov', 'participation_ratio', 'invariants',
            'isoscore_with_error', 'gaussian_stderr', 'isoscore_star', 'mix']
 
 # %% ../nbs/02_isoscore.ipynb #665f0666
+import importlib
 import math
 import sys
 from typing import NamedTuple
@@ -129,8 +130,9 @@ def invariants(
 ) -> Invariants:
     "Return count, tr M2, ‖M2‖² and m4 of each cloud, by the cheaper of M2 and the Gram matrix; differentiable."
     X, mask = check_points(points, mask)
-    if X.shape[-2] < X.shape[-1]: return Invariants(*_Gram.apply(X, mask))
-    return invariants_of_moments(moments(X, mask, order))
+    with full_precision(X):
+        if X.shape[-2] < X.shape[-1]: return Invariants(*_Gram.apply(X, mask))
+        return invariants_of_moments(moments(X, mask, order))
 
 # %% ../nbs/02_isoscore.ipynb #5be7b778
 def invariants_of_moments(
@@ -155,12 +157,13 @@ class _Gram(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _, g_t, g_f, g_q):
         x, mask, K = ctx.saved_tensors
-        X, count = centre(x, mask)
-        if torch.is_grad_enabled(): K = _gram(x, mask)[0].to(K.dtype)  # a second derivative goes through it
         g_t, g_f, g_q = (g.to(K.dtype)[..., None] for g in (g_t, g_f, g_q))
-        G = 4 * g_f[..., None] * K
-        G.diagonal(dim1=-2, dim2=-1).add_(2 * g_t + 4 * g_q * K.diagonal(dim1=-2, dim2=-1))
-        g = G @ X
+        with full_precision(x):
+            X, count = centre(x, mask)
+            if torch.is_grad_enabled(): K = _gram(x, mask)[0].to(K.dtype)  # a second derivative goes through it
+            G = 4 * g_f[..., None] * K
+            G.diagonal(dim1=-2, dim2=-1).add_(2 * g_t + 4 * g_q * K.diagonal(dim1=-2, dim2=-1))
+            g = G @ X
         g = g - g.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]
         return (g if mask is None else g.masked_fill(~mask[..., None], 0)).to(x.dtype), None
 
@@ -343,6 +346,7 @@ class _Module(type(sys)):
     "The module of the score, which may be called as its function."
 
     def __call__(self, *args, **kwargs): return self.isoscore(*args, **kwargs)
+    def __reduce__(self): return importlib.import_module, (self.__name__,)
 
 
 if "__file__" in globals(): sys.modules[__name__].__class__ = _Module  # not inside this notebook
@@ -376,7 +380,7 @@ def isoscore_with_error(
     n = len(rows)
     if n < 5: raise ValueError(f"points: {n} rows count, but a standard error needs at least 5; add points")
     score = float(isoscore(X.detach(), keep, correction))
-    return IsoScoreEstimate(score, _row_error(rows, score, correction), n)
+    with full_precision(rows): return IsoScoreEstimate(score, _row_error(rows, score, correction), n)
 
 # %% ../nbs/02_isoscore.ipynb #ab85acb6
 def _gaussian_terms(S: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

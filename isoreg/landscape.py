@@ -193,7 +193,8 @@ def _orthogonal(d: Tensor, o: Tensor) -> Tensor:
 def _noise(seed: int, name: str, shape: Sequence[int], draw: Callable = torch.randn) -> Tensor:
     "Return random float32 numbers that depend on seed, name and shape alone."
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return draw(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return draw(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 # %% ../nbs/12_landscape.ipynb #ae9edc2d
 def _rows(x: Tensor) -> Tensor:

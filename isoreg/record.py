@@ -216,7 +216,7 @@ def read_lines(path: str | Path) -> list[dict]:
     "Return the records in a JSON lines file; none if it is not there. `ValueError` for a line which is no record."
     if not Path(path).exists(): return []
     found = []
-    for n, line in enumerate(read_text(path).splitlines(), 1):
+    for n, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip(): continue
         try: record, why = from_json(line), ""
         except ValueError as error: record, why = None, f" ({error})"

@@ -262,7 +262,7 @@ def _notes_text(df: pd.DataFrame) -> str:
 # %% ../nbs/27_report.ipynb #f383eb27
 def setting_text(v) -> str:
     "Return a setting as a table shows it."
-    return f"{v:g}" if isinstance(v, (int, float, np.number)) else str(v)
+    return f"{v:.12g}" if isinstance(v, (int, float, np.number)) else str(v)
 
 # %% ../nbs/27_report.ipynb #63c366bd
 def _span(values) -> str:
@@ -330,6 +330,8 @@ def columns_apart(df: pd.DataFrame, by: Sequence[str] | None) -> list[str]:
     for c in by:
         if c not in df.columns:
             raise ValueError(f"by: no column {c!r}; settings that vary are {', '.join(_varying(df)) or 'none'}")
+        if c in ("collapsed", "majority", "isoscore_before", "isoscore_after"):
+            raise ValueError(f"by: {c} is what a run gave, and has a column of its own; give settings")
         if df[c].map(lambda v: isinstance(v, (dict, list))).any():
             raise ValueError(f"by: {c} holds tables or lists; give columns of single values")
     return ["task", *(c for c in by if c not in ("task", "metric", "method"))]
@@ -829,9 +831,12 @@ def write_report(
 
     A task whose baseline does not clear the majority rate takes no part in over_tasks, whose caption names it (see
     `clears_majority`). Links in the .md are as seen from the folder. What an earlier report left there under these
-    names goes. `ValueError` for a file in the folder's place, and as `load` and `compare` raise it."""
+    names goes. `ValueError` for a file in the folder's place, for files of these names that no report wrote, and as
+    `load` and `compare` raise it."""
     df, folder = source if isinstance(source, pd.DataFrame) else load(source), Path(folder)
     if folder.is_file(): raise ValueError(f"folder: {str(folder)!r} is a file; give a folder")
+    others = [] if (folder / "summary.md").exists() else [name for name in _FILES if (folder / name).exists()]
+    if others: raise ValueError(f"folder: {str(folder)!r} has {others[0]}, which no report wrote; give another folder")
     folder.mkdir(parents=True, exist_ok=True)
     df = df.assign(file=[os.path.relpath(f, folder).replace(os.sep, "/") if f else "" for f in df.file])
     tables = _tables(df, baseline, by)

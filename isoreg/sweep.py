@@ -264,13 +264,16 @@ def restore(
     """Put stored records where a sweep looks for them; what is there stays, other records under a new name.
 
     `ValueError` for a file that cannot be read."""
-    try: stored = [from_json(line) for line in read_text(path).splitlines() if line.strip()]
+    try: stored = [from_json(line) for line in read_text(path).split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"records: {str(path)!r} cannot be read as JSON lines ({error})") from None
-    found, folder, wanted = set(), Folder(out), {r.key: r for r in plan.runs}
-    for record in stored:
-        run = wanted.get(str(record.get("key"))) if isinstance(record, dict) else None
-        if run is None or run.key in found or not is_record_of(record, run) or folder.record(run) is not None: continue
+    found, folder, latest = set(), Folder(out), {}
+    wanted = {r.key: r for r in plan.runs}
+    for record in sorted((r for r in stored if isinstance(r, dict)), key=lambda r: str(r.get("started", ""))):
+        run = wanted.get(str(record.get("key")))
+        if run is not None and is_record_of(record, run): latest[run.key] = record  # of two the later, as in a report
+    for key, record in latest.items():
+        if folder.record(run := wanted[key]) is not None: continue
         found.add(run.key)
         if dry_run: continue
         if aside := set_aside(folder, run):

@@ -58,7 +58,8 @@ class PenaltyMixin:
         "Return the Trainer's loss, in training with the penalties added as training_step will scale them."
         if model.training: _verify_normalisation(self, model, inputs, num_items_in_batch)
         if not model.training or not self.penalties:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(model, inputs, return_outputs=return_outputs,
+                                        num_items_in_batch=num_items_in_batch)
         return _with_penalties(self, super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
 
     def log(self, logs, *args, **kwargs):
@@ -115,7 +116,7 @@ def _with_penalties(trainer: Trainer, compute: Callable, model, inputs: dict, re
     body, seen = inside_wrapper(model), []
     whole = return_outputs or not _from_trl(trainer)
     with contextlib.nullcontext() if whole else _noted_states(body, seen):
-        loss = compute(model, _request(trainer, body, inputs), whole, num_items)
+        loss = compute(model, _request(trainer, body, inputs), return_outputs=whole, num_items_in_batch=num_items)
     loss, outputs = loss if whole else (loss, None)
     states = seen[0] if seen else states_of(outputs)
     loss = _penalised(trainer, loss, states, token_mask(body, inputs, states, trainer.mask_fn), num_items)

@@ -212,12 +212,26 @@ def test_method_labels_tell_the_stored_methods_apart():
         ("a=[1, 2e-3]", {"a": [1, 2e-3]}),
         ("b=true", {"b": True}),
         ("c=by-length", {"c": "by-length"}),
-        ("d=", {"d": None}),
+        ("d=null", {"d": None}),
+        ("f='a #1'", {"f": "a #1"}),
         ("e=a=b", {"e": "a=b"}),
     ],
 )
 def test_pairs_of_a_command_line(pair, value):
     assert parse_set([pair]) == value
+
+
+@pytest.mark.parametrize(
+    "pairs, message",
+    [
+        (["max_train="], "set: 'max_train=' is no name=value"),
+        (["model=m/my model #1"], "what follows # would be lost as a comment"),
+        (["max-train=1", "max_train=2"], "max_train is given twice"),
+    ],
+)
+def test_pairs_that_would_lose_something_are_refused(pairs, message):
+    with pytest.raises(ValueError, match=message):
+        parse_set(pairs)
 
 
 def test_pair_without_a_name_is_refused():

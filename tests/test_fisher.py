@@ -646,6 +646,20 @@ empirical_fisher(toy_model(), corpus_of(), "diagonal", checkpoint={folder!r}, ev
 """
 
 
+def test_what_would_be_wrong_in_silence_is_refused(tmp_path):
+    from torch.utils.data import DataLoader
+
+    from isoreg.trainer import split_by_length
+
+    model, batches = toy_model(), list(corpus_of())
+    shuffled = DataLoader(batches, batch_size=None, shuffle=True)
+    with pytest.raises(ValueError, match="batches: a shuffling loader"):
+        empirical_fisher(model, shuffled, checkpoint=tmp_path / "f", corpus={"name": "toy"})
+    with pytest.raises(ValueError, match=r"model: reads its batches in groups; call split_by_length\(model, 1\)"):
+        empirical_fisher(split_by_length(model, 2), batches)
+    same(empirical_fisher(split_by_length(model, 1), batches), empirical_fisher(toy_model(), batches))
+
+
 def test_a_killed_estimate_goes_on(tmp_path):
     code = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "f"))
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -signal.SIGKILL

@@ -1,7 +1,9 @@
 """IsoScore against the published package, eigenvalues and its own axioms; the corrected score against known
 populations."""
 
+import copy
 import math
+import pickle
 import warnings
 
 import numpy as np
@@ -891,3 +893,22 @@ def test_metric_over_ranks():
             scores[3] == pytest.approx(isoscore_with_error(x.double(), correction="gaussian").stderr, rel=1e-5)
             and scores[4] == 25
         )
+
+
+def test_half_precision_around_a_score_changes_no_error_and_no_gradient():
+    x = torch.randn(12, 40, generator=torch.Generator().manual_seed(0))
+    found = []
+    for half in (False, True):
+        points = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            errors = [isoscore_with_error(x, correction=c).stderr for c in ("ustat", "gaussian")]
+            isoscore(points, correction="ustat").backward()
+        found.append((errors, points.grad))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+def test_the_callable_module_is_copied_and_pickled_as_itself():
+    import isoreg
+
+    assert copy.deepcopy({"metric": isoreg.isoscore})["metric"] is isoreg.isoscore
+    assert pickle.loads(pickle.dumps(isoreg.isoscore)) is isoreg.isoscore

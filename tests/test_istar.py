@@ -1194,6 +1194,18 @@ def test_the_mixin_comes_before_the_trainer():
         type("Late", (Trainer, PenaltyMixin), {})
 
 
+class OwnLoss(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, *, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("penalty", [None, IStar(-1.0, zeta=0)])
+def test_a_loss_that_takes_its_arguments_by_name_is_called_so(penalty):
+    trainer = make_trainer(penalty, examples(8, 0), kind=type("Both", (PenaltyMixin, OwnLoss), {}))
+    trainer.train()
+    assert math.isfinite(trainer.evaluate(examples(8, 1))["eval_loss"])
+
+
 class InTwoStacks(PenaltyMixin, Seq2SeqTrainer):
     pass
 

@@ -1137,3 +1137,15 @@ def test_rings_reach_as_far_as_the_surface():
     assert rings.points.sum() == 49 and np.average(
         rings.loss[rings.points > 0], weights=rings.points[rings.points > 0]
     ) == pytest.approx(surface.losses.mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_direction_does_not_depend_on_the_usual_dtype(dtype):
+    model = tiny_bert()
+    before = direction(model, 3)
+    torch.set_default_dtype(dtype)
+    try:
+        after = direction(model, 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)

@@ -355,6 +355,8 @@ def test_every_setting_that_varies_makes_a_row():
     assert list(summarise(df, by=[]).n) == [4]
     with pytest.raises(ValueError, match="by: no column 'lrr'; settings that vary are lr"):
         summarise(df, by=["lrr"])
+    with pytest.raises(ValueError, match="by: collapsed is what a run gave"):
+        summarise(df, by="collapsed")
     with pytest.raises(ValueError, match="by: metrics holds tables or lists; give columns of single values"):
         summarise(df, by="metrics")
 
@@ -1781,3 +1783,10 @@ def test_layers_of_tables_that_were_joined():
     lines = {line.get_label(): line.get_ydata() for line in plot_layers(pd.concat(parts)).axes[0].lines}
     base = next(y for name, y in lines.items() if name.startswith("base"))
     assert list(base[1:]) == pytest.approx([0.1, 0.1])  # layer 0 has none here
+
+
+def test_a_report_takes_no_file_away_that_it_did_not_write(tmp_path):
+    (tmp_path / "failures.md").write_text("mine")
+    with pytest.raises(ValueError, match="folder: .* has failures.md, which no report wrote"):
+        write_report(load([record(NONE, s, 0.6) for s in (0, 1)]), tmp_path)
+    assert (tmp_path / "failures.md").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1

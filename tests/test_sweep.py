@@ -910,6 +910,12 @@ def test_stored_records_count_as_done(tmp_path):
     assert len(restore(tmp_path / "all.jsonl", plan, out)) == 1 and not restore(tmp_path / "all.jsonl", plan, out)
     assert [Folder(out).record(r) is not None for r in plan.runs] == [True, False]
     assert RunRecord.load(out / record.key).value == record.value
+    stored = json.loads((tmp_path / "all.jsonl").read_text())
+    later = stored | {"started": stored["started"].replace("20", "21", 1), "warnings": ["a line of its own:\u2028"]}
+    lines = (json.dumps(r, ensure_ascii=False) for r in (later, stored))
+    (tmp_path / "two.jsonl").write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
+    restore(tmp_path / "two.jsonl", plan, tmp_path / "third")
+    assert RunRecord.load(tmp_path / "third" / record.key).warnings == later["warnings"]  # the later counts
     (tmp_path / "bad.jsonl").write_text("{\n")
     with pytest.raises(ValueError, match="records: .*bad.jsonl"):
         restore(tmp_path / "bad.jsonl", plan, out)
