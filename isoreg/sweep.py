@@ -263,7 +263,7 @@ def restore(
 ) -> set[str]:  # keys of the plan's runs that are done by this, or would be
     """Put stored records where a sweep looks for them; what is there stays, other records under a new name.
 
-    `ValueError` for a file that cannot be read."""
+    Of two records of one run the later counts, as in a report. `ValueError` for a file that cannot be read."""
     try: stored = [from_json(line) for line in read_text(path).split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"records: {str(path)!r} cannot be read as JSON lines ({error})") from None
@@ -271,7 +271,7 @@ def restore(
     wanted = {r.key: r for r in plan.runs}
     for record in sorted((r for r in stored if isinstance(r, dict)), key=lambda r: str(r.get("started", ""))):
         run = wanted.get(str(record.get("key")))
-        if run is not None and is_record_of(record, run): latest[run.key] = record  # of two the later, as in a report
+        if run is not None and is_record_of(record, run): latest[run.key] = record
     for key, record in latest.items():
         if folder.record(run := wanted[key]) is not None: continue
         found.add(run.key)
