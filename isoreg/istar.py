@@ -41,9 +41,9 @@ class IStar(nn.Module):
         super().__init__()
         self.lam, self.zeta, self.correction = _check_settings(lam, zeta, reference_cov, correction, convention)
         self.layers, self.convention = _check_layers(layers), convention
-        self.padding, self.embeddings, self.parts, self.given = padding, embeddings, {}, reference_cov is not None
+        self.padding, self.embeddings, self.parts, self.given = padding, embeddings, {}, False
         self.register_buffer("reference_cov", None, persistent=False)
-        if self.given: self.set_reference(reference_cov)
+        if reference_cov is not None: self.set_reference(reference_cov)
 
     def forward(self, hidden_states: tuple[Tensor, ...], attention_mask: Tensor | None = None) -> Tensor:
         "Return the weighted term of L + 1 tensors (batch, length, d) and a mask (batch, length), a float32 scalar."
@@ -55,8 +55,8 @@ class IStar(nn.Module):
         return _score(self, hidden_states, attention_mask)
 
     def set_reference(self, reference_cov: Tensor) -> None:
-        "Take a new reference covariance, (d, d) or (L, d, d); it is detached."
-        self.reference_cov = check_reference_cov(reference_cov)
+        "Take a reference covariance, (d, d) or (L, d, d), that a `PenaltyTrainer` made later keeps; it is detached."
+        self.reference_cov, self.given = check_reference_cov(reference_cov), True
 
     explain = lambda self, *seen: _explain(self, *seen)
     needs_reference = property(lambda p: p.correction is None and reference_weight(p.zeta, p.convention) != 0)

@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
@@ -50,8 +50,9 @@ def set_dropout(
     """Set the rate of each site by name, check that it is the one applied, and note it in the model's configuration.
 
     Call it before training, outside of `torch.compile`d code, and `load_dropout` after loading: `from_pretrained` knows
-    no rates of single sites. `ValueError` for a rate outside [0, 1), an unknown or a missing name; `RuntimeError` if a
-    rate does not arrive. The model is unchanged after an error.
+    no rates of single sites. Models made of one configuration object share its note: make each of a copy. `ValueError`
+    for a rate outside [0, 1), an unknown or a missing name; `RuntimeError` if a rate does not arrive. The model is
+    unchanged after an error.
     """
     model, rates = unwrapped(model), check_schedule(schedule)
     found = find_sites(model, batch) if verify or sites is None else Found(list(sites), [], "")
@@ -213,7 +214,8 @@ def gaussian_dropout(
 class _GaussianHook(TorchFunctionMode):
     """Turns dropout calls into multiplicative Gaussian noise of the same rate, around a module's forward.
 
-    As released the module is in train mode meanwhile, where it finds its rate."""
+    As released the module is in train mode meanwhile, where it finds its rate. Ctrl-C in a pass, after which torch runs
+    no hook, leaves it on: it then does nothing, and the next pass or undo turns it off."""
 
     def __init__(self, released: bool):
         super().__init__()
@@ -221,17 +223,30 @@ class _GaussianHook(TorchFunctionMode):
         self.dropout_settings = {"kind": "gaussian-released" if released else "gaussian"}
 
     def enter(self, module, args):
+        if not torch.compiler.is_compiling(): self.settle(module, entering=True)
         self.training.append(module.training)
         module.training |= self.released
         self.__enter__()
 
-    def leave(self, module, args, output):
+    def leave(self, module, args, output): module.training = self.end()
+
+    def end(self) -> bool:
         self.__exit__(None, None, None)
-        module.training = self.training.pop()
+        return self.training.pop()
+
+    def settle(self, module, entering=False):
+        on = _get_current_function_mode_stack()
+        while on and isinstance(top := on[-1], _GaussianHook):
+            if on.count(top) <= top.running() - (entering and top is self): break
+            on.pop().end()
+
+    def running(self) -> int:
+        "Return how many calls of the modules that it hangs on are running."
+        return sum(getattr(h, "__self__", None) is self for m in _called() for h in m._forward_pre_hooks.values())
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         p = applied_rate(func, args, kwargs or {}, heed_flag=not self.released) if func in _REPLACED else 0
-        if p == 0: return func(*args, **kwargs or {})
+        if p == 0 or not (torch.compiler.is_compiling() or self.running()): return func(*args, **kwargs or {})
         if recorders: recorders[-1].note_call(func, args, kwargs or {}, noise=True)
         return _REPLACED[func](p, self.released, *args, **kwargs or {})
 
@@ -253,13 +268,21 @@ _REPLACED = {F.dropout: _noisy, F.scaled_dot_product_attention: _noisy_attention
 
 # %% ../nbs/15_noise.ipynb #bfe8ef42
 def _hang(undo: contextlib.ExitStack, hooks: Mapping[str, object], model: nn.Module):
-    "Register both halves of each hook at the module of its path, the second to run on errors too."
+    "Register the halves of each hook at the module of its path; `settle` ends what an interruption has left open."
     for path, hook in hooks.items():
         module = model.get_submodule(path)
+        undo.callback(hook.settle, module)
         undo.callback(module.register_forward_pre_hook(hook.enter).remove)
         undo.callback(module.register_forward_hook(hook.leave, always_call=True).remove)
     undo.callback(_compile_anew)
     _compile_anew()
+
+def _called() -> Iterator[nn.Module]:
+    "Yield the modules whose call is running, the innermost first."
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
+        if isinstance(module, nn.Module): yield module
 
 def _compile_anew():
     "Make compiled models look for hooks again, which one that has run does not."
@@ -321,12 +344,15 @@ class _MixoutHook:
         self.dropout_settings = {"kind": "mixout", "p": p, "unit": unit}
 
     def enter(self, module, args):
+        self.settle(module)
         p, unit, w = self.dropout_settings["p"], self.dropout_settings["unit"], module._parameters["weight"]
         if not module.training or p == 0: return
         self.u = self.u.to(w)
         module.__dict__["weight"] = mix_weights(w, self.u, p, unit, self.inputs)
 
-    def leave(self, module, args, output): module.__dict__.pop("weight", None)
+    def leave(self, module, args, output): self.settle(module)
+
+    def settle(self, module): module.__dict__.pop("weight", None)
 
 # %% ../nbs/15_noise.ipynb #e0cd60a8
 def _linear_maps(model: nn.Module) -> dict[str, nn.Module]:
@@ -426,9 +452,10 @@ def load_schedule(
 
 # %% ../nbs/15_noise.ipynb #2443fe8f
 class DropoutSchedule(TrainerCallback):
-    """Sets the rate of named sites before each step of a Trainer, and restores them after training.
+    """Set the rate of named sites before each step of a Trainer, and restore them after training.
 
-    `ValueError` for rates that are no function, an unknown site or a rate outside [0, 1).
+    `PenaltyTrainer` restores them after an error and an interruption, too; under another Trainer call `put_back()`, or
+    train again. `ValueError` for rates that are no function, an unknown site or a rate outside [0, 1).
     """
 
     def __init__(
@@ -441,7 +468,7 @@ class DropoutSchedule(TrainerCallback):
         self.rates, self.batch, self.applied, self.sites = rates, batch, None, None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        if self.applied is not None: self.applied.undo()  # a training that was interrupted never came to its end
+        self.put_back()  # a training that was interrupted never came to its end
         self.sites = dropout_sites(model, batch=self.batch)
         self.applied = set_dropout(model, {s.name: s.p for s in self.sites}, batch=self.batch)  # changes nothing
         self._set(model, 0.0, batch=self.batch)
@@ -453,7 +480,11 @@ class DropoutSchedule(TrainerCallback):
         rates = self.rates(progress)
         if rates != {}: set_dropout(model, rates, partial=True, **options)  # none: all keep theirs
 
-    def on_train_end(self, args, state, control, **kwargs): self.applied.undo()
+    def on_train_end(self, args, state, control, **kwargs): self.put_back()
+
+    def put_back(self):
+        "Give every site the rate that it had before training; those that a second schedule set as well."
+        if self.applied is not None: self.applied.__exit__()
 
 # %% ../nbs/15_noise.ipynb #2a5dae37
 HOWS = ("standard", "constant", "guided", "guided-released", *CONTROLS, "gaussian", "gaussian-released", "mixout")

@@ -75,12 +75,11 @@ class PenaltyMixin:
 # %% ../nbs/09_trainer.ipynb #c6e93094
 @contextlib.contextmanager
 def _one_training(trainer: Trainer):
-    "Begin the means of the log anew; restore, however training ends, the strengths that schedules have set."
+    "Begin the means of the log anew; put back, however training ends, what schedules of strengths and rates have set."
     trainer._means = _Means()
     try: yield
     finally:
-        for c in trainer.callback_handler.callbacks:
-            if isinstance(c, LambdaSchedule): c.scheduled.lam = c.lam
+        for c in trainer.callback_handler.callbacks: getattr(c, "put_back", lambda: None)()
 
 # %% ../nbs/09_trainer.ipynb #c6e93095
 def _check_order(cls: type):
@@ -288,7 +287,9 @@ class ReferenceRefresh(TrainerCallback):
         inside = resumed and (not self.every_epoch or (state.epoch or 0) % 1)
         reference = _saved_reference(self, args, state) if inside else None
         if reference is None: reference = _drawn_reference(self, args, state, model, train_dataloader)
+        given = getattr(self.penalty, "given", None)
         self.penalty.set_reference(reference.to(args.device))
+        if given is not None: self.penalty.given = given  # this one is drawn
 
     def on_save(self, args, state, control, **kwargs): _save_reference(self, args, state)
 
@@ -347,18 +348,20 @@ def _reference_file(c: ReferenceRefresh, args, state) -> Path:
 class LambdaSchedule(TrainerCallback):
     """Set the strength of a penalty in each step, and restore it at the end. `ValueError` for a penalty without `lam`.
 
-    `PenaltyTrainer` restores it after an error and an interruption, too."""
+    The largest is the penalty's own when training begins. `PenaltyTrainer` restores it after an error and an
+    interruption, too; under another Trainer call `put_back()`, or train again."""
 
     def __init__(
         self,
-        penalty: nn.Module,  # such as IStar; its `lam` is the largest
+        penalty: nn.Module,  # such as IStar
         warmup: float = 0.1,  # w, share of the steps in which it rises from 0
         decay: str | None = None,  # "linear", "cosine" or None, after that
         floor: float = 0.0,  # f, share that is left at the end of a decay
     ):
         if not isinstance(getattr(penalty, "lam", None), (int, float)):
             raise ValueError(f"penalty: a {type(penalty).__name__} has no number lam; give one that has, such as IStar")
-        self.scheduled, self.lam, self.decay = penalty, penalty.lam, one_of("decay", decay, (None, "linear", "cosine"))
+        self.scheduled, self.lam, self.now = penalty, penalty.lam, None  # now: what it has set, in training
+        self.decay = one_of("decay", decay, (None, "linear", "cosine"))
         self.warmup = in_range("warmup", warmup, 0, 1, hint="a share of the steps")
         self.floor = in_range("floor", floor, 0, 1, hint="a share of lam")
 
@@ -374,10 +377,17 @@ class LambdaSchedule(TrainerCallback):
         g = {None: 1.0, "linear": 1 - s, "cosine": (1 + math.cos(math.pi * s)) / 2}[self.decay]
         return self.lam * (self.floor + (1 - self.floor) * g)
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.scheduled.lam = self.at(state.global_step + 1, state.max_steps)
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.scheduled.lam != self.now: self.lam = self.scheduled.lam
 
-    def on_train_end(self, args, state, control, **kwargs): self.scheduled.lam = self.lam
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.scheduled.lam = self.now = self.at(state.global_step + 1, state.max_steps)
+
+    def on_train_end(self, args, state, control, **kwargs): self.put_back()
+
+    def put_back(self):
+        "Give the penalty its strength back."
+        if self.now is not None: self.scheduled.lam, self.now = self.lam, None
 
 # %% ../nbs/09_trainer.ipynb #9a3630ef
 class IsotropyLog(TrainerCallback):
@@ -397,7 +407,7 @@ class IsotropyLog(TrainerCallback):
         if isinstance(batches, Iterator):
             raise ValueError(f"batches: a {type(batches).__name__} gives them once, but they are read again and again; "
                              "pass a list, or a loader")
-        self.batches, self.max_points, self.mask_fn, self.history = batches, max_points, mask_fn, []
+        self.batches, self.max_points, self.mask_fn, self.history, self.step = batches, max_points, mask_fn, [], None
 
     def _measure(self, args, state, model):
         world, batches, limit = world_size(), self.batches, self.max_points
@@ -407,11 +417,14 @@ class IsotropyLog(TrainerCallback):
         with same_draws(args.device): score = measure_isotropy(model, batches, limit, mask_fn=self.mask_fn)
         if not shared: score["points"] //= world
         self.history.append({"epoch": float(state.epoch or 0), "step": state.global_step, **score})
+        self.step = state.global_step
 
     def on_train_begin(self, args, state, control, model=None, **kwargs): self._measure(args, state, model)
 
     def on_evaluate(self, args, state, control, model=None, **kwargs):
-        if not self.history or self.history[-1]["step"] != state.global_step: self._measure(args, state, model)
+        if self.step != state.global_step: self._measure(args, state, model)
+
+    def on_train_end(self, args, state, control, **kwargs): self.step = None  # the best weights may be loaded now
 
 # %% ../nbs/09_trainer.ipynb #d65de4c2
 def split_by_length(

@@ -1326,6 +1326,33 @@ def test_isotropy_log():
     )
 
 
+def test_isotropy_of_the_best_model_is_measured_after_training():
+    held_out = [{k: torch.stack([e[k] for e in examples(20, 4)]) for k in ("input_ids", "attention_mask")}]
+    often = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True)
+    best = dict(metric_for_best_model="eval_loss", greater_is_better=False)  # that of the first steps
+    trainer = make_trainer(IStar(1, zeta=0), examples(32, 0), steps=4, **often, **best, learning_rate=0.1)
+    record = IsotropyLog(held_out)
+    trainer.add_callback(record)
+    trainer.train()
+    trainer.evaluate()
+    assert [h["step"] for h in record.history] == [0, 2, 4, 4]
+    at_two, at_four, now = (h["union"] for h in record.history[1:])
+    assert trainer.state.best_model_checkpoint.endswith("-2") and now == pytest.approx(at_two, rel=1e-5) != at_four
+
+
+def test_a_reference_that_was_set_before_the_trainer_was_made_is_kept():
+    given, penalties = torch.eye(16), []
+    for known in (True, False):
+        penalties.append(IStar(-0.1))
+        if known:
+            penalties[-1].set_reference(given)
+        trainer = make_trainer(penalties[-1], examples(16, 0), steps=4)
+        trainer.train()
+        trainer.train()
+    assert torch.equal(penalties[0].reference_cov, given) and not torch.equal(penalties[1].reference_cov, given)
+    assert not penalties[1].given  # a training with another Trainer draws its own
+
+
 def _isotropy_on_rank(rank, world):
     batches = [
         {k: torch.stack([e[k] for e in ragged(4, seed)]) for k in ("input_ids", "attention_mask")} for seed in range(4)
@@ -1666,6 +1693,15 @@ class Interrupt(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2:
             raise KeyboardInterrupt
+
+
+def test_a_strength_changed_before_training_is_the_one_that_is_scheduled():
+    penalty = Seen(-0.5, zeta=0)
+    trainer = make_trainer(penalty, examples(32, 0), steps=4)
+    trainer.add_callback(LambdaSchedule(penalty, 0.5))
+    penalty.lam = -2.0
+    trainer.train()
+    assert penalty.seen == [-1.0, -2.0, -2.0, -2.0] and penalty.lam == -2.0
 
 
 def test_an_interrupted_training_restores_the_strength():

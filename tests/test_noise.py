@@ -1,5 +1,6 @@
 """Rates are set, seen and undone; noise has its moments; Mixout its expectation; what was done survives a file."""
 
+import contextlib
 import copy
 import json
 import math
@@ -30,6 +31,7 @@ from isoreg.noise import (
 )
 from isoreg.schedules import CONTROLS, guided_schedule, released_schedule, site_scores
 from isoreg.sites import dropout_sites
+from isoreg.trainer import PenaltyTrainer
 
 
 @pytest.mark.parametrize("name,attention", EVERY)
@@ -912,3 +914,54 @@ def test_the_authors_rates_are_an_arm_of_bert_base_alone():
     )
     with pytest.raises(ValueError, match="no sites of this model"):
         apply_dropout(small, "guided-released")
+
+
+@pytest.mark.parametrize("how", ["gaussian", "gaussian-released", "mixout"])
+@pytest.mark.parametrize("undone", [True, False])
+def test_an_interruption_within_a_pass_leaves_nothing_on(how, undone):
+    model, other, ones = make("bert", "sdpa").eval(), nn.Dropout(0.5).train(), torch.ones(1000)
+    inputs = batch()
+    start, before = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}, model(**inputs).logits
+    done = mixout(model, 0.5, pretrained=start) if how == "mixout" else apply_dropout(model, how, p=0.3)
+    layer = model.bert.encoder.layer[1]
+    inside = layer.attention.output.dense if how == "mixout" else layer.attention.self.query
+    wait = lambda *call: (_ for _ in ()).throw(KeyboardInterrupt)
+    for _ in range(2):
+        handle = inside.register_forward_hook(wait, prepend=True)
+        with pytest.raises(KeyboardInterrupt):
+            model.train(how != "gaussian-released")(**inputs)
+        handle.remove()
+        assert set(other(ones).tolist()) == {0.0, 2.0}  # no noise in another module
+    if undone:
+        done.undo()
+    after, again = (model.eval()(**inputs).logits for _ in range(2))
+    noisy = how == "gaussian-released" and not undone  # at evaluation too
+    assert torch.equal(after, again) == torch.equal(after, before) == (not noisy)
+    assert not any(m.training for m in model.modules()) and not any("weight" in vars(m) for m in model.modules())
+    assert not torch.overrides._get_current_function_mode_stack()
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model))).train()
+    assert not torch.equal(twin(**inputs).logits, twin(**inputs).logits)
+
+
+def test_two_schedules_of_rates_and_one_that_ends_in_an_error(tmp_path):
+    rows = [{"input_ids": [2, 5 + i % 7, 6, 3], "attention_mask": [1] * 4, "labels": i % 2} for i in range(32)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=8, report_to="none", use_cpu=True, save_strategy="no"
+    )
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**BERT, num_labels=2))
+    own, seen = rates(model), []
+    name = "encoder.layer.0.ffn_output"
+    two = [DropoutSchedule(lambda u: {"embeddings": u / 2}), DropoutSchedule(lambda u: {name: u / 4})]
+
+    class Look(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen.append((model.bert.embeddings.dropout.p, model.bert.encoder.layer[0].output.dropout.p))
+            if fails and state.global_step == 2:
+                raise RuntimeError("of the user")
+
+    for fails in (False, True, False):
+        trainer = PenaltyTrainer(model, arguments, train_dataset=rows, callbacks=[*two, Look()])
+        with pytest.raises(RuntimeError, match="of the user") if fails else contextlib.nullcontext():
+            trainer.train()
+        assert rates(model) == own and not hasattr(model.config, "dropout_schedule")
+    assert seen == [(k / 8, k / 16) for k in (0, 1, 2, 3, 0, 1, 0, 1, 2, 3)]
