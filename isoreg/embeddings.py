@@ -161,11 +161,18 @@ def _table_of(path: Path):
     if path.suffix in (".csv", ".tsv"):
         mark = "," if path.suffix == ".csv" else "\t"
         table = pd.read_csv(path, sep=mark, header=0 if _has_heads(path, mark) else None)
+        if not _has_heads(path, mark): table = _all_dimensions(table)
         return pa.Table.from_pandas(table, preserve_index=False)
     with path.open("rb") as file:
         try: return pa.ipc.open_file(file).read_all()
         except pa.ArrowInvalid: file.seek(0)
         return pa.ipc.open_stream(file).read_all()
+
+
+def _all_dimensions(table: pd.DataFrame) -> pd.DataFrame:
+    "Return a table without heads with its whole numbers as dimensions too, but for one that counts the rows."
+    whole = table.select_dtypes("integer")
+    return table.astype({c: float for c in whole if not (whole[c].diff().iloc[1:] == 1).all()})
 
 
 def _has_heads(path: Path, mark: str) -> bool:
@@ -187,9 +194,12 @@ def _from_columns(table):
     "Return the columns of numbers side by side, (n, d), and warn of what was taken. `ValueError` if there is none."
     from pyarrow import types
     named = lambda is_kind: [field.name for field in table.schema if is_kind(field.type)]
-    if names := named(types.is_floating) or named(types.is_integer):
-        some = ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-3:]])
-        warnings.warn(f"array: {len(names)} columns are read as dimensions: {some}; leave out of the file what is none")
+    whole = named(types.is_integer)
+    if names := named(types.is_floating) or whole:
+        some = lambda names: ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-3:]])
+        others = f"; whole numbers are left out: {some(whole)}" if whole and whole != names else ""
+        warnings.warn(f"array: {len(names)} columns are read as dimensions: {some(names)}{others}; leave out of the "
+                      "file what is none, write with a point what is one")
         return table.select(names).to_pandas().to_numpy(dtype="float64")
     held = ", ".join(f"{field.name} ({field.type})" for field in list(table.schema)[:20])
     raise ValueError(f"array: no column of numbers or of lists of numbers in {held or 'the empty file'}; "
@@ -248,7 +258,7 @@ def spectrum(
 
     `ValueError` where all points are equal.
     """
-    x = torch.as_tensor(points).double()  # before the mean, which half precision rounds
+    x = floating(points, "points").double()  # before the mean, which half precision rounds
     x = x - x.mean(0)
     return _spectrum(x @ x.T if len(x) < x.shape[1] else x.T @ x, len(x))
 
@@ -269,8 +279,8 @@ def score_points(
 
     The dimensions in even use are those of the corrected score where there is one. `ValueError` as `isoscore`.
     """
-    n, d = points.shape
-    plain = float(isoscore(points))
+    points = floating(points, "points")
+    plain, (n, d) = float(isoscore(points)), points.shape
     result = {"points": n, "dims": d, "isoscore": plain}
     if n >= 5:
         best = isoscore_with_error(points, correction="ustat")
@@ -295,17 +305,27 @@ def score_model(
     return [{"layer": layer} | _scores(stream) for layer, stream in enumerate(streams)]
 
 # %% ../nbs/36_embeddings.ipynb #929e08dd
-def _encoder_and_tokens(model: str, lines: list[str], max_length: int, each=False) -> tuple[torch.nn.Module, dict]:
+def _encoder_and_tokens(model: str, lines: Sequence[str], max_length: int, **how) -> tuple[torch.nn.Module, dict]:
     "Return the encoder of a model, checked against the lines, and its input, as `_tokens`."
+    model, lines = str(model), _texts(lines)
     with quiet_loading(): body = read_body(model).eval()  # its word on a damaged checkpoint says more
     tokenizer = load_tokenizer(model)
     tokenizer.padding_side = "right"  # on the left it would move the positions of the tokens
     check_vocabulary(tokenizer, body, lines)
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
     if has_decoder(body): body, tokenizer.model_input_names = body.get_encoder(), ["input_ids", "attention_mask"]
-    batch = _tokens(tokenizer, lines, max_length, each)
+    batch = _tokens(tokenizer, lines, max_length, **how)
     _check_runs(model, body, batch)
     return body, batch
+
+
+def _texts(texts: Iterable[str]) -> list[str]:
+    "Return texts as a list; `ValueError` for a single one, and for what is none."
+    given = [texts] if isinstance(texts, str) else list(texts)
+    if isinstance(texts, str) or not all(isinstance(t, str) for t in given):
+        wrong = next((t for t in given if not isinstance(t, str)), texts)
+        raise ValueError(f"texts: {wrong!r:.80} is a {type(wrong).__name__}; give a list of texts")
+    return given
 
 
 def _check_runs(model: str, encoder: torch.nn.Module, batch: dict):
@@ -323,7 +343,7 @@ def _check_runs(model: str, encoder: torch.nn.Module, batch: dict):
                          "with the config.json and the tokenizer of its weights") from None
 
 # %% ../nbs/36_embeddings.ipynb #95368d0c
-def _tokens(tokenizer, lines: list[str], max_length: int, each: bool = False) -> dict:
+def _tokens(tokenizer, lines: list[str], max_length: int, each: bool = False, least: int = 6) -> dict:
     """Return the input of the lines that have tokens. `ValueError` for fewer than 6, too few for an error by sequence.
 
     With `each` a line without is refused: the vectors of those behind it would be taken for others'.
@@ -335,7 +355,8 @@ def _tokens(tokenizer, lines: list[str], max_length: int, each: bool = False) ->
     if each and not some.all():
         raise ValueError(f"texts: number {int(some.int().argmin())} (from 0) has no token; leave it out, and its "
                          "partner")
-    if some.sum() < 6:
+    if not some.any() and least == 1: raise ValueError("texts: none has a token; give at least one that has")
+    if some.sum() < least:
         raise ValueError(f"file: {int(some.sum())} lines with text, but a standard error by sequence needs at least 6; "
                          "add lines or raise --max-lines")
     return {name: values[some] for name, values in batch.items()}
@@ -391,7 +412,7 @@ def embed_layers(
 
     `ValueError` for an unknown pooling or layer, as `score_model`, and for a text without tokens to be pooled."""
     one_of("pooling", pooling, POOLINGS)
-    encoder, batch = _encoder_and_tokens(model, texts, max_length, each=pooling != "tokens")
+    encoder, batch = _encoder_and_tokens(model, texts, max_length, each=pooling != "tokens", least=1)
     long = batch["attention_mask"].sum(1)
     order = torch.arange(len(long)) if pooling == "tokens" or limit else long.argsort()  # long ones with long ones
     batches = [_rows(batch, rows) for rows in order.split(32)]
@@ -427,12 +448,12 @@ def is_sentence_transformer(
     A name is known by its beginning alone, `sentence-transformers/`; of any other, download the model and give its
     folder.
     """
-    return os.path.isfile(expanded(model) / "modules.json") or model.startswith("sentence-transformers/")
+    return os.path.isfile(expanded(model) / "modules.json") or str(model).startswith("sentence-transformers/")
 
 # %% ../nbs/36_embeddings.ipynb #5a0fd889
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     "Return the vectors that a SentenceTransformers model gives, float32; `ValueError` where it cannot be read."
-    folder = expanded(model)
+    folder, texts = expanded(model), _texts(texts)
     here = os.path.isdir(folder)
     _check_modules(folder / "modules.json") if here else limit_hub()
     try: from sentence_transformers import SentenceTransformer
@@ -440,7 +461,7 @@ def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
         raise ValueError(f"model: {model!r} is a SentenceTransformers model; pip install 'isoreg[integrations]', or "
                          "give a pooling, which reads its encoder alone") from None
     try:
-        with quiet_loading(): loaded = SentenceTransformer(str(folder) if here else model, trust_remote_code=False)
+        with quiet_loading(): loaded = SentenceTransformer(str(folder if here else model), trust_remote_code=False)
         return loaded.encode(
             texts, convert_to_tensor=True, normalize_embeddings=normalize, show_progress_bar=False).cpu()
     except MemoryError: raise
@@ -519,11 +540,11 @@ def describe(
 # %% ../nbs/36_embeddings.ipynb #17943e95
 def _some(points, partners, limit: int, seed: int) -> tuple[Tensor, Tensor | None]:
     "Return so many of the rows, drawn at random, and their partners."
-    points = torch.as_tensor(points)
+    points = floating(points, "points")
     if partners is not None and len(partners) != len(points):
         raise ValueError(f"pairs: {len(partners)} rows beside {len(points)}; give one partner a row")
     rows = np.sort(np.random.default_rng([seed, 4]).permutation(len(points))[:limit])
-    return points[rows], None if partners is None else torch.as_tensor(partners)[rows]
+    return points[rows], None if partners is None else floating(partners, "partners")[rows]
 
 
 def _defined(measure: Callable[[], Any]):

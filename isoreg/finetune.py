@@ -451,7 +451,7 @@ class ProgressFile(TrainerCallback):
 @torch.no_grad()
 def sentence_vectors(
     model: nn.Module,  # a transformers model
-    batches: Iterable[dict],  # model inputs with an attention_mask
+    batches: Iterable[dict],  # model inputs; without an attention_mask all tokens count
 ) -> dict[str, torch.Tensor]:  # cls and mean: (L + 1, n_texts, d); mean_activation: (d,) of the last layer's tokens
     """Return one vector a text and hidden state, of the first token and of the mean of all tokens, in eval mode.
 
@@ -461,6 +461,7 @@ def sentence_vectors(
     with eval_mode(model):
         for batch in batches:
             states, mask = hidden_states(model, batch)
+            if mask is None: mask = torch.ones_like(states[0][..., 0], dtype=torch.bool)  # no padding
             states, mask = [h.float() for h in states], mask.unsqueeze(-1)  # (b, s, d), (b, s, 1)
             first, row = mask[..., 0].int().argmax(1), torch.arange(len(mask), device=mask.device)
             cls.append(torch.stack([h[row, first] for h in states]).cpu())

@@ -163,8 +163,8 @@ def _write_note(model: nn.Module, sites: Sequence[Site], rates: Mapping[str, flo
     if getattr(model, "config", None) is None: return
     now, on = {s.name: get_rate(model, s.handles[0]) for s in sites}, _installed(model)
     old = {n: p for n, p in _read_note(model)["rates"].items() if now.get(n, p) == p}
-    settings = {"kind": "+".join(sorted(on))} if len(on) > 1 else next(iter(on.values()), {"kind": "rates"})
-    setattr(model.config, _NOTE, settings | {"rates": {**old, **rates}})
+    settings = {name: value for about in on.values() for name, value in about.items()}
+    setattr(model.config, _NOTE, settings | {"kind": "+".join(sorted(on)) or "rates", "rates": {**old, **rates}})
 
 def _note_kept(model: nn.Module) -> contextlib.ExitStack:
     "Return a context that puts the configuration's note back."
@@ -388,21 +388,21 @@ def load_dropout(
     """
     model = unwrapped(model)
     note = _checked_note(model, pretrained)
-    kind = note["kind"]
-    sites = _sites_or_none(model, batch) if kind == "mixout" else dropout_sites(model, batch=batch)
+    kinds = note["kind"].split("+")
+    sites = _sites_or_none(model, batch) if kinds == ["mixout"] else dropout_sites(model, batch=batch)
     known = {s.name for s in sites}
     rates = {n: p for n, p in note["rates"].items() if n in known or not n.startswith("classifier")}
     with contextlib.ExitStack() as undo:
         about: dict = {}
-        if rates or kind == "rates":
+        if rates or kinds == ["rates"]:
             done: Any = set_dropout(model, rates, partial=True, verify=verify, batch=batch)
             about |= undo.enter_context(done)
-        if kind in _GAUSSIAN:
+        for kind in _GAUSSIAN.intersection(kinds):
             about |= undo.enter_context(gaussian_dropout(model, released=kind.endswith("released"), batch=batch))
-        if kind == "mixout":
+        if "mixout" in kinds:
             done = mixout(model, note["p"], unit=note["unit"], keep_dropout=True, pretrained=pretrained, batch=batch)
             about |= undo.enter_context(done)
-        return Applied(about | {"kind": kind}, undo, model)
+        return Applied(about | {"kind": note["kind"]}, undo, model)
 
 # %% ../nbs/15_noise.ipynb #cd49b30b
 def _checked_note(model: nn.Module, pretrained) -> dict:
@@ -410,10 +410,11 @@ def _checked_note(model: nn.Module, pretrained) -> dict:
     if not getattr(getattr(model, "config", None), _NOTE, None):
         raise ValueError(f"model: its configuration has no {_NOTE}; it was saved without set_dropout")
     note = _read_note(model)
-    kind = one_of(f"model: the kind in its {_NOTE}", note["kind"], ("rates", *sorted(_GAUSSIAN), "mixout"))
-    if kind != "mixout" and pretrained is not None:
-        raise ValueError(f"pretrained: has no meaning for {kind}; leave it out")
-    if kind == "mixout" and pretrained is None:
+    known = ("rates", *sorted(_GAUSSIAN), "mixout")
+    kinds = [one_of(f"model: the kind in its {_NOTE}", kind, known) for kind in str(note["kind"]).split("+")]
+    if "mixout" not in kinds and pretrained is not None:
+        raise ValueError(f"pretrained: has no meaning for {note['kind']}; leave it out")
+    if "mixout" in kinds and pretrained is None:
         raise ValueError("pretrained: the model was trained with Mixout, whose reference is not in its file; "
                          "pass the state dict of the pretrained model, or use set_dropout for other rates")
     return note

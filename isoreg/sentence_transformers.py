@@ -37,7 +37,7 @@ class PenaltyLoss(nn.Module):
 
     def forward(self, sentence_features: Sequence[dict[str, Tensor]], labels: Tensor | None = None):
         "Return the terms by name; their sum is what is minimised."
-        if not self.model.training: return self.loss(sentence_features, labels)
+        if not self.model.training or not self.penalties: return self.loss(sentence_features, labels)
         with _Reading(self.model) as seen: loss = self.loss(sentence_features, labels)
         terms = dict(loss) if isinstance(loss, dict) else {"task_loss": loss}
         penalise = _of_cached if torch.is_grad_enabled() and seen.cached else _of_graph

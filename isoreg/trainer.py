@@ -27,6 +27,7 @@ from .files import write_atomically
 from .istar import (
     check_batches, check_max_points, measure_isotropy, reference_covariance, warn_without_gradient)
 from .moments import full_precision, sum_over_ranks, world_size
+from .sites import unwrapped
 from .states import (
     encoder_of, eval_mode, inside_wrapper, request_states, same_draws, states_of, token_mask)
 
@@ -116,6 +117,9 @@ def _with_penalties(trainer: Trainer, compute: Callable, model, inputs: dict, re
     whole = return_outputs or not _from_trl(trainer)
     with contextlib.nullcontext() if whole else _noted_states(body, seen):
         loss = compute(model, _request(trainer, body, inputs), return_outputs=whole, num_items_in_batch=num_items)
+    if whole and not isinstance(loss, tuple):
+        raise TypeError(f"compute_loss: {type(trainer).__name__}'s gives the loss alone; let it return (loss, outputs) "
+                        "with return_outputs=True, as the Trainer's does")
     loss, outputs = loss if whole else (loss, None)
     states = seen[0] if seen else states_of(outputs)
     loss = _penalised(trainer, loss, states, token_mask(body, inputs, states, trainer.mask_fn), num_items)
@@ -441,7 +445,8 @@ def split_by_length(
     asked for.
     """
     in_range("groups", groups, 1, whole=True, hint="1 leaves the batch as it is")
-    body = getattr(model, "base_model", model)
+    inner = unwrapped(model)
+    body = getattr(inner, "base_model", inner)
     if groups > 1:
         grouped = _Grouped(body, int(groups))
         _check_groups(grouped, type(model).__name__)

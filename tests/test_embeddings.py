@@ -95,6 +95,32 @@ def test_every_kind_of_file_gives_the_same_vectors(tmp_path):
         assert np.allclose(read_points(tmp_path / name), x, atol=0), name
 
 
+def test_whole_numbers_of_a_table_are_dimensions_where_no_column_has_a_name(tmp_path):
+    x = cloud().clip(min=0).round(3)
+    x[:, 3] = 0
+    np.savetxt(tmp_path / "bare.csv", x, delimiter=",", fmt="%g")  # writes 0 and not 0.0
+    pd.DataFrame(x).to_csv(tmp_path / "counted.csv", header=False, float_format="%g")  # the rows' numbers in front
+    for name in ("bare.csv", "counted.csv"):
+        with pytest.warns(UserWarning, match="10 columns are read as dimensions"):
+            assert np.allclose(read_points(tmp_path / name), x)
+    pd.DataFrame(x, columns=list("abcdefghij")).to_csv(tmp_path / "heads.csv", index=False, float_format="%g")
+    with pytest.warns(UserWarning, match="9 columns .* a, b, .*; whole numbers are left out: d; .* with a point"):
+        assert np.allclose(read_points(tmp_path / "heads.csv"), np.delete(x, 3, 1))
+
+
+def test_points_may_be_a_data_frame_or_lists():
+    x = cloud(60)
+    want = measure_points(x)
+    for points in (pd.DataFrame(x, columns=list("abcdefghij")), x.tolist(), [torch.tensor(row) for row in x]):
+        found = measure_points(points, points)
+        for name in ("isoscore", "corrected", "standard_error"):
+            assert found.rows[0][name] == pytest.approx(want.rows[0][name], rel=1e-9)
+        measures = want.details["measures"] | {"alignment": 0.0}
+        assert found.details["measures"] == pytest.approx(measures, rel=1e-6, abs=1e-9)
+    with pytest.raises(ValueError, match="points: this Series is no array of numbers"):
+        score_points(pd.Series(list(x)))
+
+
 def test_what_is_no_file_of_vectors_is_refused(tmp_path):
     torch.save({"a": np.random.default_rng(0)}, tmp_path / "object.pt")
     with pytest.raises(ValueError, match="file: object.pt holds Python objects, which only unpickling would read"):
@@ -133,6 +159,21 @@ def test_vectors_are_those_of_a_loop_over_texts(texts, pooling):
             torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
             unit = embed("toy-bert", texts, pooling, layer, normalize=True)
             torch.testing.assert_close(unit, right / right.norm(dim=1, keepdim=True), rtol=1e-4, atol=1e-5)
+
+
+def test_few_texts_and_texts_of_any_sequence_have_vectors(texts):
+    want = embed("toy-bert", texts)
+    for given in (tuple(texts), np.array(texts), pd.Series(texts), iter(texts)):
+        assert torch.equal(embed(toy_model_path(), given), want)
+    for n in (1, 5):
+        torch.testing.assert_close(embed("toy-bert", texts[:n]), want[:n], rtol=1e-4, atol=1e-5)
+    for wrong, what in (
+        ("a text", "'a text' is a str"),
+        ([*texts, None], "None is a NoneType"),
+        ([], "none has a token"),
+    ):
+        with pytest.raises(ValueError, match=f"texts: {what}"):
+            embed("toy-bert", wrong)
 
 
 def test_refusals_of_a_model(texts):

@@ -18,6 +18,7 @@ from datasets import Dataset
 from hypothesis import given, settings, strategies as st
 from jsonschema import Draft202012Validator
 from transformers import (
+    AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     CanineConfig,
@@ -967,6 +968,14 @@ def test_sentence_vectors_of_a_half_precision_model_are_summed_in_single_precisi
     batch = {"input_ids": torch.ones(2, 512, dtype=torch.long), "attention_mask": torch.ones(2, 512, dtype=torch.long)}
     vectors = sentence_vectors(Wide(), [batch])
     assert all((v == 200).all() for v in vectors.values())
+
+
+def test_sentence_vectors_without_a_mask_are_of_all_tokens():
+    model = AutoModel.from_pretrained(toy_model_path())
+    batch = {"input_ids": torch.arange(5, 17).view(2, 6)}
+    masked = sentence_vectors(model, [batch | {"attention_mask": torch.ones(2, 6, dtype=torch.long)}])
+    for name, v in sentence_vectors(model, [batch]).items():
+        torch.testing.assert_close(v, masked[name])
 
 
 def test_a_penalty_that_a_record_could_not_tell_is_refused_and_a_given_reference_stays():

@@ -660,6 +660,13 @@ def test_what_would_be_wrong_in_silence_is_refused(tmp_path):
     same(empirical_fisher(split_by_length(model, 1), batches), empirical_fisher(toy_model(), batches))
 
 
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
+def test_a_wrapped_model_has_the_scores_of_the_model(wrap):
+    same(empirical_fisher(wrap(toy_model()), corpus_of(8)), expected := empirical_fisher(toy_model(), corpus_of(8)))
+    rows = list(corpus_of(8))
+    assert empirical_fisher(wrap(toy_model()), rows).sums.keys() == expected.sums.keys()
+
+
 def test_a_killed_estimate_goes_on(tmp_path):
     code = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "f"))
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -signal.SIGKILL

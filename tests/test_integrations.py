@@ -31,7 +31,7 @@ from isoreg.noise import apply_dropout, set_dropout
 from isoreg.sites import dropout_sites
 from isoreg.states import hidden_states
 from isoreg.toy import toy_model_path, toy_pairs
-from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer
+from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, split_by_length
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
 TEXT = dict(vocab_size=60, **SMALL)
@@ -125,6 +125,20 @@ def test_two_steps_of_lightning_are_two_plain_steps():
 def lora(model, **settings):
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2, **settings))
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, lambda model: lora(model, target_modules="all-linear")])
+def test_a_wrapped_model_reads_its_batches_in_groups(wrap):
+    model, batch = wrap(bert()).eval(), {k: v for k, v in rows(8).items() if k != "labels"}
+    batch["attention_mask"] = torch.ones(8, 12, dtype=torch.long)
+    batch["attention_mask"][:5, 3:] = 0
+    read, want = [], model(**batch).logits
+    embeddings = next(m for n, m in model.named_modules() if n.endswith("embeddings"))
+    embeddings.register_forward_hook(lambda m, args, kwargs, out: read.append(out.shape[1]), with_kwargs=True)
+    assert split_by_length(model, 4) is model
+    read.clear()
+    torch.testing.assert_close(model(**batch).logits, want, rtol=1e-4, atol=1e-5)
+    assert len(read) == 4 and min(read) == 3
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -298,6 +312,8 @@ def test_a_sentence_loss_in_evaluation_is_what_it_was_and_wrong_penalties_are_re
     assert float(wrapped([dict(f) for f in features], None)) == float(ranking([dict(f) for f in features], None))
     with pytest.raises(ValueError, match="penalty: needs a reference covariance.*ustat"):
         PenaltyLoss(model, ranking, IStar(1.0, zeta=0.2))
+    cached = found.CachedMultipleNegativesRankingLoss(model.train(), mini_batch_size=2)
+    PenaltyLoss(model, cached, [])([dict(f) for f in features], None).backward()  # as without
     with pytest.raises(ValueError, match="penalty: 0.1 is no torch module"):
         PenaltyLoss(model, ranking, 0.1)
     with pytest.raises(ValueError, match="model: a Linear holds no transformers encoder"):

@@ -1446,6 +1446,18 @@ def test_groups_by_length_are_the_same_function(kind, groups):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
 
 
+def test_a_compute_loss_that_gives_the_loss_alone_is_named():
+    class Alone(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            return super().compute_loss(model, inputs, **kwargs)
+
+    class Mine(PenaltyMixin, Alone):
+        pass
+
+    with pytest.raises(TypeError, match=r"compute_loss: Mine's gives the loss alone; let it return \(loss, outputs\)"):
+        make_trainer(IStar(1, zeta=0), examples(8, 0), kind=Mine).train()
+
+
 def test_groups_by_length_read_fewer_tokens_and_name_what_they_refuse():
     from transformers import BertConfig, BertModel
 

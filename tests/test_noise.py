@@ -965,3 +965,17 @@ def test_two_schedules_of_rates_and_one_that_ends_in_an_error(tmp_path):
             trainer.train()
         assert rates(model) == own and not hasattr(model.config, "dropout_schedule")
     assert seen == [(k / 8, k / 16) for k in (0, 1, 2, 3, 0, 1, 0, 1, 2, 3)]
+
+
+def test_gaussian_dropout_and_mixout_together_come_back_after_loading(tmp_path):
+    model, inputs = make("bert", "sdpa"), batch()
+    start = copy.deepcopy(model.state_dict())
+    gaussian_dropout(model, 0.2)
+    mixout(model, 0.4, unit="weight", keep_dropout=True)
+    train(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert load_dropout(loaded, pretrained=start)["kind"] == "gaussian+mixout"
+    assert loaded.config.dropout_schedule == model.config.dropout_schedule and rates(loaded) == rates(model)
+    drawn = lambda m: (torch.manual_seed(3), m.train()(**inputs).logits)[1]
+    assert torch.equal(drawn(loaded), drawn(model))
