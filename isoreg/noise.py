@@ -237,16 +237,16 @@ class _GaussianHook(TorchFunctionMode):
     def settle(self, module, entering=False):
         on = _get_current_function_mode_stack()
         while on and isinstance(top := on[-1], _GaussianHook):
-            if on.count(top) <= top.running() - (entering and top is self): break
+            if on.count(top) <= sum(top.running()) - (entering and top is self): break
             on.pop().end()
 
-    def running(self) -> int:
-        "Return how many calls of the modules that it hangs on are running."
-        return sum(getattr(h, "__self__", None) is self for m in _called() for h in m._forward_pre_hooks.values())
+    def running(self) -> Iterator[bool]:
+        "Yield True for each running call of a module that it hangs on, the innermost first."
+        return (True for m in _called() for h in m._forward_pre_hooks.values() if getattr(h, "__self__", None) is self)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         p = applied_rate(func, args, kwargs or {}, heed_flag=not self.released) if func in _REPLACED else 0
-        if p == 0 or not (torch.compiler.is_compiling() or self.running()): return func(*args, **kwargs or {})
+        if p == 0 or not (torch.compiler.is_compiling() or any(self.running())): return func(*args, **kwargs or {})
         if recorders: recorders[-1].note_call(func, args, kwargs or {}, noise=True)
         return _REPLACED[func](p, self.released, *args, **kwargs or {})
 
