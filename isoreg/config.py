@@ -261,7 +261,7 @@ class TaskSettings(Settings):
 # %% ../nbs/19_config.ipynb #5c2d9b17
 _STRENGTH = "positive raises isotropy, negative lowers it, the paper uses -5 to 5"
 _layers = lambda c: "mean of layers" if c["layers"] == "mean" else f"layer {c['layers']}"
-_zeta = lambda c: f"ζ={c['zeta']:g}" if c["regularizer"] == "istar" and not c["correction"] else ""
+_zeta = lambda c: f"ζ={_number(c['zeta'])}" if c["regularizer"] == "istar" and not c["correction"] else ""
 
 
 class PenaltySettings(Settings):
@@ -701,7 +701,10 @@ _HEAD = ("regularizer", "lam", "dropout", "dropout_p", "p_max", "p_min", "scores
 METHOD = (*PenaltySettings.model_fields, "padding", *DropoutSettings.model_fields)  # the settings that make a method
 
 
-def _number(x) -> str: return "?" if x is None else f"{x:g}"
+def _number(x) -> str:
+    "Return a number as short as it can be without being another one's; ? for none."
+    if x is None: return "?"
+    return short if float(short := f"{x:g}") == x else repr(x)
 
 
 def _details(c: dict, names: Iterable[str]) -> list[str]:
@@ -719,26 +722,26 @@ def _penalty_label(c: dict) -> str:
     return ", ".join([head, *_details(c, [*PenaltySettings.model_fields, "padding"])])
 
 
-def _scores_label(path: str) -> str:
-    "Return the part of a path that says which scores."
-    parts = (p.removesuffix(".json") for p in Path(path).parts[::-1] if p not in ("full", "fisher.json", "record.json"))
-    return next(parts, path)
+def scores_label(path: str, parts: int = 1) -> str:
+    "Return the parts of a path, counted from its end, that say which scores."
+    told = [p.removesuffix(".json") for p in Path(path).parts if p not in ("full", "fisher.json", "record.json")]
+    return "/".join(told[-parts:]) or path
 
 
-def _dropout_label(c: dict, scores: bool) -> str:
+def _dropout_label(c: dict, scores: bool | str) -> str:
     "Return the name of the dropout with its settings."
     if c["dropout"] == "standard": return ""
     more = [f"p={_number(c['dropout_p'])}"] if c["dropout_p"] is not None else []
     if (c["p_min"], c["p_max"]) != (0.0, 0.1): more.append(f"p {_number(c['p_min'])} to {_number(c['p_max'])}")
     more += _details(c, DropoutSettings.model_fields)
-    if c["scores"] and scores: more.append(f"scores {_scores_label(c['scores'])}")
+    if c["scores"] and scores: more.append(f"scores {scores_label(c['scores']) if scores is True else scores}")
     other = c["dropout"] if c["dropout_settings"] is not None else f"schedule {Path(c['dropout']).stem}"
     return f"{_DROPOUT.get(c['dropout'], other)} {', '.join(more)}".strip()
 
 # %% ../nbs/19_config.ipynb #77d36f3d
 def method_label(
     config: dict,  # settings of a run; what is missing has its default
-    scores: bool = True,  # name the file of scores
+    scores: bool | str = True,  # name the file of scores; a text is its name
 ) -> str:
     "Return a readable name of the method: penalty and dropout, and whatever of their settings is not the default."
     given = {k: config[k] for k in METHOD if k in config and config[k] == config[k]}  # NaN is not given

@@ -23,7 +23,7 @@ import pandas as pd
 
 from .checks import one_of
 from .config import GUIDED, METHOD, RunConfig, earlier, kinds
-from .config import method_label as label
+from .config import method_label as label, scores_label
 from .files import from_json, read_text, record_files, unpack, write_atomically
 from isoreg.statistics import (
     ROUNDING, holm, missing_bounds, ratio_interval, score_error, seeds_needed, sign_flip, smallest_p, t_interval,
@@ -114,6 +114,7 @@ def _row(record: dict, file: str, line: int) -> dict:
         **{name: _get(record, name) for name in ("metrics", "predictions", "resampled")},
         "collapsed": bool(record.get("collapsed")), "majority": _float(data.get("majority")), **_geometry(record),
         "dropout_mean": _get(record, "dropout").get("mean"),
+        "scores_sha256": _get(record, "dropout.scores_source.sha256", str)[:16],
         "parameters": _count(_get(record, "model").get("parameters")),
         "data": _data_kind(config, notes["data"]),
         "fingerprint": data.get("fingerprint"),
@@ -184,12 +185,34 @@ def _others(record: dict) -> Iterator[dict]:
 # %% ../nbs/27_report.ipynb #c671766f
 def _methods(df: pd.DataFrame) -> list[str]:
     "Return the name of each run's method. The scores that most guided runs read go unnamed, any others are named."
-    files = df.scores[df.dropout.isin(GUIDED)].value_counts(dropna=False)
+    sources = _sources(df)
+    files = pd.Series(sources, dtype=object)[df.dropout.isin(GUIDED).to_numpy()].value_counts(dropna=False)
     alone = len(files) == 1 or (len(files) > 1 and files.iloc[0] > files.iloc[1])
     usual = files.index[0] if alone and isinstance(files.index[0], str) else None
     own = lambda c: usual and c["dropout"] in GUIDED and not isinstance(c["scores"], str)
-    settings = df[list(METHOD)].to_dict("records")
-    return [label(c, scores=c["scores"] != usual) + " with scores of its own" * bool(own(c)) for c in settings]
+    names, settings = _source_names(df, sources) | {usual: False}, df[list(METHOD)].to_dict("records")
+    return [label(c, names.get(s, False)) + " with scores of its own" * bool(own(c)) for c, s in zip(settings, sources)]
+
+
+def _sources(df: pd.DataFrame) -> list[str | None]:
+    "Return what scores each run read: their digest, or else their path, which may be one whose digest is known."
+    known: dict[str, set] = {}
+    for path, digest in zip(df.scores, df.scores_sha256):
+        if digest: known.setdefault(path, set()).add(digest)
+    at = {path: min(digests) for path, digests in known.items() if len(digests) == 1}
+    return [digest or at.get(path, path) if isinstance(path, str) else None
+            for path, digest in zip(df.scores, df.scores_sha256)]
+
+
+def _source_names(df: pd.DataFrame, sources: list[str | None]) -> dict[str, str]:
+    "Return a name of each source: the end of its path that no other has, or its digest where paths are alike."
+    at = {s: p for s, p in sorted(zip(sources, df.scores), reverse=True, key=str) if s}
+    names = {s: scores_label(p) for s, p in at.items()}
+    for depth in range(2, 2 + max((len(Path(p).parts) for p in at.values()), default=0)):
+        found = list(names.values())
+        names = {s: scores_label(at[s], depth) if found.count(n) > 1 else n for s, n in names.items()}
+    found = list(names.values())
+    return {s: n if found.count(n) == 1 else at[s] if s == at[s] else f"{n} {s[:8]}" for s, n in names.items()}
 
 # %% ../nbs/27_report.ipynb #1f0fcb4e
 def _better(kept: dict, new: dict) -> dict:

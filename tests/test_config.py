@@ -326,6 +326,9 @@ def test_settings_of_a_plug_in_on_both_sides_of_the_default_are_kept(value, kept
     [
         ({}, "I-STAR λ=?"),
         ({"lam": -1.0, "zeta": 0.5}, "I-STAR λ=-1, ζ=0.5"),
+        ({"lam": 0.1234567}, "I-STAR λ=0.1234567"),
+        ({"lam": 0.1 + 0.2, "zeta": 0.1234567}, "I-STAR λ=0.30000000000000004, ζ=0.1234567"),
+        ({"lam": 1e-05}, "I-STAR λ=1e-05"),
         ({"lam": -1.0, "layers": "mean"}, "I-STAR λ=-1, mean of layers"),
         ({"lam": -1.0, "layers": 3}, "I-STAR λ=-1, layer 3"),
         ({"lam": 1.0, "correction": "gaussian", "zeta": 0.0}, "I-STAR λ=1, corrected score (gaussian)"),

@@ -277,6 +277,29 @@ def test_scores_are_named_where_they_differ():
 
 
 @pytest.mark.parametrize(
+    "files, names",
+    [
+        # path and digest of the scores of each run -> what comes behind "guided dropout"
+        ([("a/scores.json", "a1"), ("b/scores.json", "b2")], [" scores a/scores", " scores b/scores"]),
+        ([("a/scores.json", ""), ("b/scores.json", "")], [" scores a/scores", " scores b/scores"]),
+        ([("a/scores.json", "a1"), ("b/scores.json", "a1"), ("elsewhere/s.json", "a1")], ["", "", ""]),
+        ([("s.json", "a1"), ("s.json", "b2")], [" scores s a1000000", " scores s b2000000"]),
+        ([("s.json", "a1"), ("s.json", "")], ["", ""]),  # one that failed, whose record holds no digest
+        ([("x/full/fisher.json", ""), ("x/fisher.json", "")], [" scores x/full/fisher.json", " scores x/fisher.json"]),
+    ],
+)
+def test_scores_are_told_apart_by_what_they_hold(files, names):
+    "One file at two places is one method, two files of one name are two."
+
+    def guided(seed, path, digest):
+        source = {"scores_source": {"sha256": digest and digest.ljust(64, "0")}}
+        return record({"regularizer": "none", "dropout": "guided", "scores": path}, seed, 0.6, dropout=source)
+
+    found = load([guided(seed, *file) for seed, file in enumerate(files)]).method
+    assert list(found) == [f"guided dropout{name}" for name in names]
+
+
+@pytest.mark.parametrize(
     "settings, notes, kind",
     [
         ((), [], "whole"),
