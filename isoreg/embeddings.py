@@ -587,6 +587,7 @@ class Difference(NamedTuple):
     low: float
     high: float
     paired: bool  # by row
+    level: float = 0.95  # of the interval
 
 
 def compare_points(
@@ -636,7 +637,7 @@ def _difference(a: _Scores, b: _Scores, level: float = 0.95) -> Difference:
     δ = a.left - b.left if paired else None
     stderr = ((k - 1) / k * ((δ - δ.mean()) ** 2).sum()) ** 0.5 if paired else (a.stderr**2 + b.stderr**2) ** 0.5
     half = stderr * (stats.t.ppf((1 + level) / 2, k - 1) if paired else stats.norm.ppf((1 + level) / 2))
-    return Difference(difference, float(stderr), float(difference - half), float(difference + half), paired)
+    return Difference(difference, float(stderr), float(difference - half), float(difference + half), paired, level)
 
 # %% ../nbs/36_embeddings.ipynb #leftout2
 def _left_by_moments(x: Tensor, group: Tensor, scale: float) -> Invariants:
@@ -748,8 +749,9 @@ def report_page(
     if differences:
         rows = [{"vectors": a, "less": b, "difference": d.difference, "interval": f"[{d.low:.4f}, {d.high:.4f}]",
                  "paired": "by row" if d.paired else "no"} for a, b, d in differences]
+        levels = " and ".join(f"{100 * level:.10g} %" for level in sorted({d.level for *_, d in differences}))
         parts += ["<h2>Differences of the corrected score</h2>", _html(pd.DataFrame(rows)),
-                  "<p>Intervals of 95 %, by the jackknife; paired: the same rows were taken away from both.</p>"]
+                  f"<p>Intervals of {levels}, by the jackknife; paired: the same rows were taken away from both.</p>"]
     for one in measured: parts += _section(one)
     return _PAGE.format(body="\n".join(parts))
 

@@ -121,7 +121,7 @@ WIDTH = 8.2  # inches at most, and letters of 8 points at least: on a page of th
 # %% ../nbs/33_figures.ipynb #c6e040a8
 def _panels(df: pd.DataFrame, without: Sequence[str] = (), legend: bool = False):
     "Return a figure with a panel for each task and varying setting, and (axes, runs) of each; with room for a legend."
-    by = [c for c in columns_apart(df, None) if c not in without]
+    by = [c for c in columns_apart(df, None, paired=True) if c not in without]
     groups = list(df.groupby(by, dropna=False, sort=False))
     lines = math.ceil(len(groups) / 2)
     columns = math.ceil(len(groups) / lines)
@@ -247,7 +247,8 @@ def plot_mean_activation(
     done = df[(df.status == "done") & df.mean_activation_after.map(lambda v: isinstance(v, list))]
     if not len(done):
         raise NotRecorded("df: no finished run has mean_activation; measure it with a version that records it")
-    columns, styles = list(done.groupby(columns_apart(done, None), dropna=False, sort=False)), _styles(done)
+    by, styles = columns_apart(done, None, paired=True), _styles(done)
+    columns = list(done.groupby(by, dropna=False, sort=False))
     size = min(max(5, 3.6 * len(columns)), WIDTH), 0.6 + 1.5 * len(styles)
     fig, axes = pyplot().subplots(len(styles), len(columns), figsize=size, layout="constrained", squeeze=False,
                                    sharex="col", sharey=True)

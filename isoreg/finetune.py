@@ -487,12 +487,16 @@ def _dimension(x: torch.Tensor) -> float | None:
 # %% ../nbs/23_finetune.ipynb #99c1a5f3
 def rerun(
     record: dict,  # of a run, of any age
-    **where,  # settings that say where files lie now, such as data_dir or model
+    **where,  # settings that say where files lie now, such as model, or data_dir, also that of a task's own files
 ) -> dict:  # equal; value, isoscore, commit as (stored, now); rows: predictions that differ; versions that differ
     "Repeat a stored run and return what is equal. `ValueError` for a record without predictions, and as `run`."
     if not record.get("predictions"):
         raise ValueError(f"record: {record.get('key')} keeps no predictions to compare with")
-    now = run(RunConfig.from_record(record["config"] | where)).to_dict()
+    config = record["config"] | where
+    if where.get("data_dir") and "files" in (own := config.get("definition") or {}):
+        files = {split: str(expanded(where["data_dir"]) / Path(file).name) for split, file in own["files"].items()}
+        config["definition"] = own | {"files": files}
+    now = run(RunConfig.from_record(config)).to_dict()
     old, new = (unpack(r["predictions"]) for r in (record, now))
     nan = lambda a, b: a != a and b != b  # both diverged
     rows = sum(bool(a != b and not nan(a, b)) for a, b in zip(old, new)) + abs(len(old) - len(new))

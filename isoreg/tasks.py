@@ -207,7 +207,9 @@ def pinned(task: Task) -> Task:
 def file_digest(split: str, file: str) -> str:
     "Return 16 digits of the sha256 of the file of a split. `ValueError` if it is not there."
     path = Path(file)
-    if not path.is_file(): raise ValueError(f"files: {split}: no file {file!r}; give its path beside the definition")
+    if not path.is_file():
+        raise ValueError(f"files: {split}: no file {file!r}; give its path beside the definition, or, to repeat a "
+                         "stored run, its folder as data_dir")
     return _digest(str(path), path.stat().st_size, path.stat().st_mtime_ns)
 
 

@@ -59,7 +59,10 @@ def test_five_lines_make_a_run_whose_record_stands_alone(folder):
         file.unlink()  # the definition is in the record
     again = RunConfig.from_record(record.config)
     assert again == config and again.key == config.key and "polarity" in model_card(record)
-    assert rerun(record.to_dict())["equal"]
+    moved = folder.rename(folder.with_name("moved"))
+    with pytest.raises(ValueError, match="files: train: no file .* its folder as data_dir"):
+        rerun(record.to_dict())
+    assert rerun(record.to_dict(), data_dir=str(moved))["equal"]
 
 
 def test_the_same_rows_by_another_name_are_the_toy_task(folder):

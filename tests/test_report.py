@@ -608,7 +608,7 @@ def test_a_task_without_a_difference_agrees_with_none():
     assert over_tasks(compare(on_tasks(cola=[0.1, -0.1, 0.05, -0.05], rte=[0.1, 0.2]))).agree[0] == 1
 
 
-def test_tasks_with_settings_of_their_own_are_put_together_without_them():
+def test_tasks_with_settings_of_training_of_their_own_are_put_together():
     df = pd.concat(
         [
             on_tasks(cola=[0.1, 0.2]),
@@ -621,7 +621,7 @@ def test_tasks_with_settings_of_their_own_are_put_together_without_them():
             ),
         ]
     )
-    assert list(over_tasks(compare(df)).tasks) == [1, 1] and list(over_tasks(compare(df, by=[])).tasks) == [2]
+    assert list(over_tasks(compare(df)).tasks) == [2] and list(over_tasks(compare(df, by=["epochs"])).tasks) == [1, 1]
 
 
 def test_one_method_against_several_over_tasks():
@@ -742,10 +742,62 @@ def test_pairs_need_one_run_a_seed_and_the_same_setting():
         [record(NONE, s, 0.6 + 0.01 * s, settings={"epochs": 3}) for s in range(3)]
         + [record(PLUS, s, 0.7, settings={"epochs": 5}) for s in range(3)]
     )
-    assert compare(uneven, by=[]).differ[0] == ["epochs"] and compare(uneven).verdict[0] == "no pair to compare"
+    assert compare(uneven, by=[]).differ[0] == ["epochs"]
+    assert compare(uneven, by=["epochs"]).verdict[0] == "no pair to compare"
     assert "arms differ in" in to_markdown(compare(uneven, by=[]))
     with pytest.raises(ValueError, match="baseline: 'Base' is unknown; did you mean 'base'"):
         compare(uneven, "Base")
+
+
+def test_methods_are_compared_each_at_the_setting_chosen_for_it():
+    "As select, sweep and report leave them: one learning rate for each method and task."
+    chosen = {("rte", "none"): 1e-5, ("rte", "plus"): 3e-5, ("mrpc", "none"): 5e-5, ("mrpc", "plus"): 5e-5}
+    runs = [
+        record({"none": NONE, "plus": PLUS}[m], s, 0.6 + 0.01 * s + 0.1 * (m == "plus"), task=t, settings={"lr": lr})
+        for (t, m), lr in chosen.items()
+        for s in range(6)
+    ]
+    with pytest.warns(UserWarning, match="^lr: runs of a pair differ") as told:
+        c = compare(load(runs))
+    assert len(told) == 1 and list(c.n) == [6, 6] and list(c.task) == ["mrpc", "rte"]
+    assert list(c.differ) == [[], ["lr"]] and over_tasks(c).tasks[0] == 2
+    assert set(summarise(load(runs)).lr) == set(chosen.values())  # what was chosen stays in the summary
+    assert sorted(compare(load(runs), by=["lr"]).n) == [0, 6]
+    others = [record(NONE, s, 0.5, settings={"lr": 3e-5}) for s in range(6)]  # now there are equal ones
+    c = compare(load(runs + others))
+    assert list(c.n[(c.task == "rte") & (c.lr == 3e-5)]) == [6] and not any(c.differ)
+
+
+def own_task(seed, rows, method=NONE, digest=None, **settings):
+    "A run of a task of one's own, whose data have a fingerprint and, where they are files, a digest."
+    own = {"name": "mine", "folder": "mine"} | ({"sha256": {"train": digest}} if digest else {})
+    data = {"majority": 0.5, "notes": [], "fingerprint": rows}
+    return record(method, seed, 0.6 + 0.01 * seed, "mine", {"definition": own} | settings, data=data)
+
+
+def test_runs_of_changed_data_of_a_task_of_ones_own_are_told_apart():
+    "Those of files by their digests; those of a folder by a warning, whose remedy does it."
+    files = load([own_task(s, f"rows {s > 2}", digest=f"{s > 2}") for s in range(6)])
+    found = summarise(files)
+    assert list(found.n) == [3, 3] and found.definition_sha256.nunique() == 2
+    folder = load([own_task(s, f"rows {s > 2}", m) for m in (NONE, PLUS) for s in range(6)])
+    with pytest.warns(UserWarning, match="^mine: its runs read different rows, .* apart by fingerprint$"):
+        assert list(summarise(folder).n) == [6, 6]
+    assert list(summarise(folder, by=["fingerprint"]).n) == [3] * 4
+    assert list(compare(folder, by=["fingerprint"]).n) == [3, 3]
+
+
+def test_data_that_follow_the_seed_are_no_changed_data(recwarn):
+    drawn = [own_task(s, f"rows {s}", max_train=100) for s in range(3)]
+    assert list(summarise(load(drawn)).n) == [3] and not len(recwarn)
+
+
+def test_two_runs_of_a_seed_on_changed_data_are_told_how_to_be_told_apart():
+    runs = load([own_task(0, f"rows {k}", key=f"{k}") for k in range(2)])
+    with pytest.raises(ValueError, match="seed 0; they differ in fingerprint: add that to by"):
+        compare(load([own_task(0, f"rows {k}", m, key=f"{k}{m}") for k in range(2) for m in (NONE, PLUS)]))
+    with pytest.raises(ValueError, match="by: definition holds tables .* such as definition_sha256"):
+        summarise(runs, by=["definition"])
 
 
 def test_runs_with_and_without_groups_by_length_are_not_pooled():
