@@ -178,8 +178,8 @@ def _table_of(path: Path, texts: Sequence[str]) -> pa.Table:
     table = pa.csv.read_csv(
         path, parse_options=pa.csv.ParseOptions(delimiter="\t" if kind == ".tsv" else ",", newlines_in_values=True),
         convert_options=pa.csv.ConvertOptions(column_types={c: pa.string() for c in texts}))
-    if kind == ".tsv" and any(re.search(r"[\n\t]", t or "") for c in texts if c in table.column_names
-                              for t in table[c].to_pylist()):
+    words = (t for c in table.columns if pa.types.is_string(c.type) for t in c.to_pylist())  # labels, too
+    if kind == ".tsv" and any(re.search(r"[\n\t]", t or "") for t in words):
         raise ValueError(f"files: a quotation mark in {str(path)!r} joins lines or columns to one text; write a mark "
                          "of the text twice and the text in marks, or give the rows as .jsonl or .parquet")
     return table
