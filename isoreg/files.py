@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -230,10 +231,10 @@ def read_text(path: str | Path, **options) -> str:
     raise ValueError(f"path: {str(path)!r} is no file; give one that holds text")
 
 # %% ../nbs/08_files.ipynb #8e95824c
-def from_yaml(text: str, loader: type = yaml.SafeLoader):
+def from_yaml(text: str):
     "Return what YAML holds. `ValueError` where it is none, nests too deep or holds too much."
     if len(text) > 2**20: raise ValueError("is longer than a million characters")
-    try: found = yaml.load(text, _merging_little(loader))
+    try: found = yaml.load(text, _Loader)
     except ValueError as error:
         if "integer string" in str(error): raise ValueError("holds a whole number of more than 64 bits") from None
         raise
@@ -245,22 +246,31 @@ def from_yaml(text: str, loader: type = yaml.SafeLoader):
     return found
 
 # %% ../nbs/08_files.ipynb #b4a14ae0
-def _merging_little(loader: type) -> type:
-    "Return a loader that refuses, with a `ValueError`, merge keys (<<) that write out too much."
-    class Loader(loader):
-        merged = 0
+class _Loader(yaml.SafeLoader):
+    "Plain values as YAML 1.2 reads them, no name twice, and merge keys (<<) that write out little."
+    yaml_implicit_resolvers: dict = {}
+    merged = 0
 
-        def construct_yaml_timestamp(self, node):
-            try: return super().construct_yaml_timestamp(node)
-            except ValueError as error: raise ValueError(f"{node.value}: {error}; put it in quotes") from None
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)  # before merge keys are written out, which may be overridden
+        names = [(k.tag, k.value) for k, _ in node.value if isinstance(k, yaml.ScalarNode) and k.tag != f"{_TAG}merge"]
+        twice = [name for name in names if names.count(name) > 1] if len(set(names)) < len(names) else []
+        if twice: raise ValueError(f"{twice[0][1]}: given twice in line {node.start_mark.line + 1} and below")
+        return node
 
-        def flatten_mapping(self, node):
-            before = len(node.value)
-            super().flatten_mapping(node)
-            self.merged += max(0, len(node.value) - before)
-            if self.merged > LARGEST: raise ValueError(f"its merge keys (<<) write out more than {LARGEST} values")
-    Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_yaml_timestamp)
-    return Loader
+    def flatten_mapping(self, node):
+        before = len(node.value)
+        super().flatten_mapping(node)
+        self.merged += max(0, len(node.value) - before)
+        if self.merged > LARGEST: raise ValueError(f"its merge keys (<<) write out more than {LARGEST} values")
+
+
+_TAG, _WHOLE = "tag:yaml.org,2002:", "0|[1-9][0-9]*"  # a number that begins with 0 stays a text, as a name may
+for _kind, _pattern in {
+        "null": "~|null|Null|NULL|", "bool": "true|True|TRUE|false|False|FALSE", "int": f"[-+]?({_WHOLE})",
+        "float": rf"[-+]?((\.[0-9]+|({_WHOLE})(\.[0-9]*)?)([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
+        "merge": "<<"}.items():
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), None)
 
 
 def _count(x, known: dict[int, float]) -> float:

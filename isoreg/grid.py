@@ -19,7 +19,7 @@ import yaml
 
 import isoreg
 from .checks import one_of
-from .config import CONFIGS, Settings, near, number_or_text
+from .config import CONFIGS, Settings, near
 from .files import LARGEST, expanded, from_yaml
 from .notebook import run_notebook_path
 
@@ -54,16 +54,6 @@ class Grid:
     name: str
     blocks: tuple[Block, ...]
     description: str = ""
-
-# %% ../nbs/29_grid.ipynb #d9a4bc5f
-class _Loader(yaml.SafeLoader):
-    "Plain values only, and no name twice."
-
-    def construct_mapping(self, node, deep=False):
-        names = [self.construct_object(k, deep=True) for k, _ in node.value if k.tag != "tag:yaml.org,2002:merge"]
-        twice = [n for n in names if names.count(n) > 1]
-        if twice: raise ValueError(f"{twice[0]}: given twice in line {node.start_mark.line + 1} and below")
-        return super().construct_mapping(node, deep)
 
 # %% ../nbs/29_grid.ipynb #bf5e7d9a
 def _values(x, what: str) -> list:
@@ -111,13 +101,13 @@ TABLES = ("definition", "penalty_settings", "dropout_settings")  # settings that
 def _block(table: dict, name: str, above: Block | None = None) -> Block:
     "Return a block from its part of the file, with what it inherits."
     above = above or Block(name)
-    fixed, axes = (_table(number_or_text(table.get(k)), f"{name}: {k}") for k in ("fixed", "axes"))
+    fixed, axes = (_table(table.get(k), f"{name}: {k}") for k in ("fixed", "axes"))
     for n, v in fixed.items():
         if isinstance(v, list) or (isinstance(v, dict) and n not in TABLES):
             raise ValueError(f"{name}: fixed: {n} has several values; they belong under axes")
         if n in axes: raise ValueError(f"{name}: {n} stands under fixed and under axes")
     axes = {n: _axis(v, f"{name}: axes: {n}") for n, v in axes.items()}
-    include, exclude = (_list(number_or_text(table.get(k)), f"{name}: {k}") for k in ("include", "exclude"))
+    include, exclude = (_list(table.get(k), f"{name}: {k}") for k in ("include", "exclude"))
     notebook = table.get("notebook", above.notebook)
     if not isinstance(notebook, str):
         raise ValueError(f"{name}: notebook: {notebook!r} is no name; give one of {', '.join(CONFIGS)}")
@@ -162,7 +152,7 @@ def load_grid(
 def _read(path: Path) -> dict:
     "Return what the file holds; `ValueError` where it is no YAML, or empty."
     try:
-        with path.open(encoding="utf-8") as file: table = from_yaml(file.read(2**20 + 1), _Loader)
+        with path.open(encoding="utf-8") as file: table = from_yaml(file.read(2**20 + 1))
     except (UnicodeDecodeError, OSError) as error:
         raise ValueError(f"grid: {path} is no readable YAML ({' '.join(str(error).split())})") from None
     except ValueError as error: raise ValueError(f"grid: {path.name}: {error}") from None
@@ -308,7 +298,7 @@ def expand(
 ) -> Plan:
     "Return all runs of a grid, checked. `ValueError` that names blocks and combinations, and what is wrong with them."
     for name in only: one_of("only", name, [b.name for b in grid.blocks])
-    given = {n: _values(number_or_text(v), f"set: {n}") for n, v in (overrides or {}).items()}
+    given = {n: _values(v, f"set: {n}") for n, v in (overrides or {}).items()}
     sets = [dict(zip(given, values)) for values in _product(given.values(), "set")]
     runs, blocks, notes, problems, total, excluded = {}, [], [], defaultdict(list), 0, 0
     wanted = [b for b in grid.blocks if not only or b.name in only]

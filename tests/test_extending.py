@@ -126,14 +126,24 @@ def test_labels_that_are_numbers_are_never_taken_for_positions(tmp_path):
     assert load_task(Task("own", label_names=("0", "1", "2", "3"), files=files)).evaluation["label"] == [0, 1, 2]
 
 
-def test_a_mark_that_joins_lines_of_a_tsv_is_refused(tmp_path):
-    (tmp_path / "t.tsv").write_text('text\tlabel\n"Hello he said\t0\nthe x\t1\nb y" z\t0\nfour\t1\n')
+@pytest.mark.parametrize(
+    "rows",
+    [
+        'text\tlabel\n"Hello he said\t0\nthe x\t1\nb y" z\t0\nfour\t1\n',
+        'id\ttext\tlabel\n"a\tone\tno\nb\ttwo\tyes\nc"\tthree\tno\nd\tfour\tyes\n',  # in a column nobody reads
+        'text\tlabel\none\t"no\ntwo\tyes"\nthree\tno\n',  # in the labels
+    ],
+)
+def test_a_mark_that_joins_lines_of_a_tsv_is_refused(tmp_path, rows):
+    (tmp_path / "t.tsv").write_text(rows)
+    files = dict.fromkeys(("train", "validation"), str(tmp_path / "t.tsv"))
     with pytest.raises(ValueError, match="quotation mark .* joins lines"):
-        load_task(
-            Task(
-                "own", label_names=("no", "yes"), files=dict.fromkeys(("train", "validation"), str(tmp_path / "t.tsv"))
-            )
-        )
+        load_task(Task("own", label_names=("no", "yes"), files=files))
+
+
+def test_labels_in_a_task_file_are_words_also_where_old_yaml_had_others(folder):
+    (folder / "polarity.yaml").write_text(LEAST + "labels: [no, yes]\n")
+    assert read_task(folder / "polarity.yaml").label_names == ("no", "yes")
 
 
 @pytest.mark.parametrize("positive", [0.2, 0.8])
@@ -180,7 +190,7 @@ def test_a_name_on_the_hub_is_a_definition_too():
         ("official_rows: {train: .inf}", "official_rows: .*inf.* is no table of splits"),
         ("official_rows: {train: 2.7}", "official_rows: .*2.7.* is no table of splits"),
         ("labels: [one]", "labels: .*two different labels"),
-        ("labels: yes", "labels: True is no tuple"),
+        ("labels: yes", "labels: 'yes' is no tuple"),
         ("files: {train: train.csv}", "files: have no validation, only train; add validation"),
         ("files: {train: t.xls, validation: t.xls}", "files: train: .*unknown kind; known are .csv"),
         ("files: {train: no.csv, validation: dev.csv}", "files: train: no file .*no.csv"),

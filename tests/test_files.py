@@ -2,8 +2,10 @@
 
 import stat
 
+import pytest
+
 import isoreg.files as files
-from isoreg.files import write_atomically
+from isoreg.files import from_yaml, write_atomically
 
 
 def test_permissions_are_those_of_the_file_or_of_the_umask(tmp_path, monkeypatch):
@@ -18,3 +20,26 @@ def test_permissions_are_those_of_the_file_or_of_the_umask(tmp_path, monkeypatch
     monkeypatch.setattr(files, "_UMASK", 0o027)
     write_atomically(tmp_path / "strict", "first")
     assert mode(tmp_path / "strict") == 0o640
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("[no, yes, on, Off]", ["no", "yes", "on", "Off"]),  # the labels of a task
+        ("[true, False]", [True, False]),
+        ("[010, 2024_01, 1_000, 12:30, 0x1F, 01.5]", ["010", "2024_01", "1_000", "12:30", "0x1F", "01.5"]),
+        ("[1e-5, 2E-3, -.5, 3., 7, -0, +4]", [1e-5, 2e-3, -0.5, 3.0, 7, 0, 4]),
+        ("[2024-01-31, 2024-13-45]", ["2024-01-31", "2024-13-45"]),
+        ("[~, null, '1', \"no\"]", [None, None, "1", "no"]),
+        ("b: &b {x: 1, y: 2}\na: &a {<<: *b, x: 3}\nc: {<<: *a, y: 5}", {"c": {"x": 3, "y": 5}}),
+    ],
+)
+def test_yaml_is_read_as_its_version_1_2_has_it(text, value):
+    found = from_yaml(text)
+    assert repr({"c": found["c"]} if isinstance(found, dict) else found) == repr(value)
+
+
+@pytest.mark.parametrize("text", ["x: 1\ny: 2\nx: 3", "a: {x: 1, 'x': 2}", "b: &b {x: 1}\na: {<<: *b, y: 1, y: 2}"])
+def test_a_name_given_twice_is_refused(text):
+    with pytest.raises(ValueError, match="[xy]: given twice in line [12] and below"):
+        from_yaml(text)

@@ -98,7 +98,7 @@ def test_overrides_take_the_place_of_what_the_grid_gives(tmp_path):
         tmp_path / "g.yaml",
         "axes:\n  seed: [0, 1, 2]\n  m: [{dropout: standard}, {dropout: constant, dropout_p: 0.05}]\nfixed: {regularizer: none}\n",  # noqa: E501
     )
-    plan = expand(load_grid(path), overrides={"seed": [4, 5], "dropout_p": "1e-2", "max_train": 9})
+    plan = expand(load_grid(path), overrides={"seed": [4, 5], "dropout_p": 1e-2, "max_train": 9})
     assert sorted(
         (r.config["seed"], r.config["dropout"], r.config["dropout_p"], r.config["max_train"]) for r in plan.runs
     ) == [(4, "constant", 0.01, 9), (4, "standard", None, 9), (5, "constant", 0.01, 9), (5, "standard", None, 9)]
