@@ -49,9 +49,11 @@ class _Commands(TyperGroup):
         sys.exit(code)
 
     def invoke(self, ctx):
+        ctx.args = list(map(_at_home, ctx.args))
         words = [*ctx._protected_args, *ctx.args]
         try:
             _refuse_empty(words)
+            _refuse_twice(self.get_command(ctx, words[0]) if words else None, words)
             return super().invoke(ctx)
         except (Exception, KeyboardInterrupt) as error:
             if hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError)): raise  # typer's own
@@ -78,6 +80,21 @@ def _refuse_empty(words: Sequence[str]):
         place = f"{word!r}" if word else f"the one after {before!r}"
         raise ValueError(f"argument: {place} is empty, perhaps a variable of the shell without a value; give one, or "
                          "leave it out")
+
+
+def _refuse_twice(command, words: Sequence[str]):
+    "Raise `ValueError` for an option given twice, unless it takes several values: the last would count in silence."
+    options = {name: p for p in getattr(command, "params", ()) for name in p.opts}
+    given = [word.partition("=")[0] for word in words]
+    for name, p in options.items():
+        if name.startswith("--") and given.count(name) > 1 and not (p.multiple or p.is_flag):
+            raise ValueError(f"{name[2:]}: is given twice, and takes one value; give it once")
+
+
+def _at_home(word: str) -> str:
+    "Return an argument with the home folder in the place of the ~ that its path begins with, as in --out=~/runs."
+    name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{name}{equals}{os.path.expanduser(value)}"
 
 
 def _working_folder() -> str:
@@ -209,6 +226,7 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
     for name, value in given.items():
         kept = getattr(config, name, value)  # of layers a number, where the option is a text
         filled_in = name in ("eval_split", "task") or isinstance(value, dict)  # more than was given, not less
+        if name in ("data_dir", "model"): filled_in = kept is not None  # another form of the path
         if not filled_in and kept != value and str(kept) != str(value):
             _errors.print(f"note: {name} {value} plays no part in this run")
     run, folder = Run(config.key, "finetune", config.to_dict()), out / config.key
@@ -634,11 +652,13 @@ _PAIRS = _option("Vectors or texts, row i of which belongs to row i of the other
 _POOLING = _option("tokens, or one vector a text: mean, cls, last (default: what a SentenceTransformers model says "
                    "itself, else tokens).")
 _LAYER = _option("Layer shown in detail: 0 is the embeddings, -1 the last (default).")
+_OF_TEXTS = ("column", "pair_column", "max_lines")  # options without meaning for vectors
 _HTML = _option("File for a page with everything: measures and their sources, pictures, comparisons.")
 
 # %% ../nbs/31_cli.ipynb #831a25cd
 @app.command("score")
 def score_command(
+    ctx: typer.Context,
     files: Annotated[list[Path] | None, _FILES] = None,
     model: Annotated[list[str] | None, _MODEL] = None,
     texts: Annotated[str | None, _TEXTS] = None,
@@ -664,6 +684,9 @@ def score_command(
             columns = column, pair_column or column
             if array is not None: raise ValueError("array: belongs to vectors; leave --array out, or --model")
             measured, drawn = _score_models(given, model, pairs, columns, pooling, layer, normalize, max_lines, seed)
+        elif alone := [n for n in _OF_TEXTS if ctx.get_parameter_source(n).name == "COMMANDLINE"]:
+            name = alone[0].replace("_", "-")
+            raise ValueError(f"{name}: belongs to texts; leave it out, or give --model and --texts")
         else: measured, drawn = _score_files(files, texts, pairs, pooling, layer, normalize, array, seed), None
         measured = _told_apart(measured)
         differences = [(m.name, measured[0].name, compare(m, measured[0])) for m in measured[1:]]

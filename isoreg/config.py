@@ -80,6 +80,7 @@ def _as_meant(value, field: FieldInfo):
     types = kinds(field)
     if value == "" and type(None) in types: return None
     if hasattr(value, "item") and not getattr(value, "shape", ()): value = value.item()  # of NumPy
+    if isinstance(value, float): value += 0.0  # -0.0 is 0.0
     digits = isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value)
     if digits and {int, str} <= set(types): return int(value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -575,6 +576,18 @@ def _own_strength(c) -> float:
     return float(usual) if isinstance(usual, (int, float)) else 1.0
 
 # %% ../nbs/19_config.ipynb #668cd69c
+def tidy(path: str) -> str:
+    "Return the path of a folder that is there in its one form, without ./ and a last /; a name as it is."
+    own = str(Path(path)) in ("toy-bert", *TOY_LOSSES)  # a folder called so
+    return str(Path(path)) if os.path.isdir(path) and not own else path
+
+
+def _tidy(c):
+    "Put paths into one form, so that equal runs have equal keys."
+    c._put(model=tidy(c.model))
+    if c.data_dir is not None: c._put(data_dir=tidy(str(expanded(c.data_dir))))
+
+
 def _check_task(c):
     "`ValueError` for a model, a folder or a precision that is not there."
     if not c.model.strip(): raise ValueError("model: is empty; give toy-bert, a folder, or a name on the hub")
@@ -674,7 +687,7 @@ class RunConfig(DataSettings, RecipeSettings, DropoutSettings, PenaltySettings, 
 
     @model_validator(mode="after")
     def _whole(self):
-        for part in (_fill, _check_task, _check_penalty, _check_dropout, _settle): part(self)
+        for part in (_tidy, _fill, _check_task, _check_penalty, _check_dropout, _settle): part(self)
         return self
 
     def title(self) -> str:
@@ -766,6 +779,7 @@ class TextSettings(Settings):
         for name in ("model", "corpus"):
             if not getattr(self, name).strip(): raise ValueError(f"{name}: is empty; give one, such as toy")
         check_folder(self.model)
+        self._put(model=tidy(self.model))
         return self
 
 # %% ../nbs/19_config.ipynb #500fea8c
@@ -995,16 +1009,10 @@ def parse_set(pairs: Iterable[str]) -> dict:
         if name in found: raise ValueError(f"set: {name} is given twice; give it once, in a grid as a list of values")
         if re.search(r"\s#", value) and value.strip()[0] not in "\"'[{":
             raise ValueError(f"set: {pair!r}: what follows # would be lost as a comment; put the value in quotes")
-        try: found[name] = number_or_text(from_yaml(value))
+        try: found[name] = from_yaml(value)
         except ValueError as error: raise ValueError(f"set: {pair:.80}: cannot be read as YAML ({error})") from None
     return found
 
-
-def number_or_text(x):
-    "Return 1e-5, which YAML takes for text, as a number; in lists and tables too."
-    if isinstance(x, dict): return {k: number_or_text(v) for k, v in x.items()}
-    if isinstance(x, list): return [number_or_text(v) for v in x]
-    return float(x) if isinstance(x, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", x) else x
 
 # %% ../nbs/19_config.ipynb #30b213e8
 def command(

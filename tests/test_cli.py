@@ -171,6 +171,8 @@ def test_a_run_is_repeated_and_compared(done, tmp_path):
         (["run", "--layers=--1"], ["layers"]),
         (["run", "--out", __file__ + "/below"], ["out: ", "another path"]),
         (["run", "--lamm", 1], ["--lamm"]),
+        (["run", "--lr", "1e-5", "--lr=2e-5"], ["lr: is given twice"]),
+        (["sweep", "toy", "--records", "a.jsonl", "--records", "b.jsonl"], ["records: is given twice"]),
         (["run", "--set", "pad_to_max=["], ["set", "YAML"]),
         (["run", "--set", "pad_to_max"], ["set", "pad_to_max"]),
         (["sweep", "toy", "--dry-run", "--set", "seed=["], ["set", "YAML"]),
@@ -724,6 +726,27 @@ def test_report_of_stored_records(tmp_path):
     ):
         failed = CliRunner().invoke(app, [*wrong, "--out", str(tmp_path / "other")])
         assert failed.exit_code == 2 and words in failed.output and not (tmp_path / "other").exists()
+
+
+def test_the_home_folder_is_read_in_a_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "r.jsonl").write_text((Path(__file__).parents[1] / "nbs/results/istar_first.jsonl").read_text())
+    done = CliRunner().invoke(app, ["report", "~/r.jsonl", "--out=~/report", "--by", "task", "--by", "lr"])
+    assert done.exit_code == 0 and (tmp_path / "report" / "summary.md").is_file(), done.output
+
+
+@pytest.mark.parametrize("folder", ["data/", "./data"])
+def test_another_form_of_a_path_plays_its_part(tmp_path, monkeypatch, folder):
+    from isoreg import cli
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    said = []
+    monkeypatch.setattr(cli._errors, "print", lambda *words: said.append(words))
+    monkeypatch.setattr(cli, "_execute", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        cli._run({"task": "cola", "data_dir": folder}, tmp_path, False)
+    assert not said
 
 
 def test_report_of_two_models_whose_folders_have_one_name(tmp_path):

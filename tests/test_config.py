@@ -558,3 +558,21 @@ def test_a_command_is_told_of_a_run_whose_files_are_gone():
     gone = RunConfig(task="cola", model="toy-bert").to_dict() | own
     command = module.command(RunConfig.model_construct(**gone))
     assert "--data-dir /gone" in command and "\N{GRINNING FACE}" in command
+
+
+def test_one_folder_has_one_key_however_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in ("data", "m", "toy-bert"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    keys = {RunConfig(task="cola", data_dir=d, model=m).key for d in ("data", "data/", "./data") for m in ("m", "./m/")}
+    assert len(keys) == 1
+    assert RunConfig(task="cola", data_dir="~/data").key == RunConfig(task="cola", data_dir=str(tmp_path / "data")).key
+    assert RunConfig(task="cola", model="org/name").model == "org/name"  # of the hub
+    assert RunConfig(task="cola", model="./toy-bert").model == "./toy-bert"  # not the embedded one
+    assert FisherConfig(model="./m/").key == FisherConfig(model="m").key
+
+
+def test_a_negative_zero_is_zero():
+    assert RunConfig(lam=-0.0, zeta=-0.0).key == RunConfig(lam=0.0, zeta=0.0).key

@@ -430,6 +430,12 @@ def test_names_on_the_page_are_text():
     assert "<b>x" not in text and "<i>" not in text and "&lt;b&gt;x" in text
 
 
+def test_the_page_says_the_level_of_its_intervals():
+    one, other = (measure_points(cloud(), name=name) for name in "ab")
+    page = lambda **how: report_page([one, other], [("a", "b", compare(one, other, **how))])
+    assert "Intervals of 95 %" in page() and "Intervals of 99.9 %" in page(level=0.999)
+
+
 def test_texts_are_announced_and_pairs_drawn_alike(tmp_path):
     lines = toy_corpus(200, seed=6)
     (tmp_path / "a.txt").write_text("\n".join(lines))
@@ -456,6 +462,9 @@ def test_texts_are_announced_and_pairs_drawn_alike(tmp_path):
         (["--texts", __file__], "texts: need a model"),
         (["x.npy", "--pooling", "mean"], "pooling: belongs to a model"),
         (["x.npy", "--layer", "2"], "layer: belongs to a model"),
+        (["x.npy", "--max-lines", "500"], "max-lines: belongs to texts"),
+        (["x.npy", "--column", "text"], "column: belongs to texts"),
+        (["x.npy", "--pair-column", "b"], "pair-column: belongs to texts"),
         (["--model", "toy-bert"], "texts: 0 files given"),
         ([__file__, "--model", "toy-bert", "--texts", __file__], "texts: 2 files given"),
         ([__file__, "--model", "toy-bert", "--pooling", "avg"], "pooling: 'avg' is unknown"),
