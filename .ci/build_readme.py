@@ -62,6 +62,8 @@ def cell_text(cell: dict) -> str:
         f'<img src="nbs/images/{name}" alt="{option(cell, "fig-alt")}"><br>\n*{option(cell, "fig-cap")}*'
         for name in pictures([cell])
     ]
+    if caption := option(cell, "tbl-cap"):
+        shown.append(f"*{caption}*")
     return "\n\n".join(
         text for text in [fenced(code, "python") if code else "", *map(output_text, cell["outputs"]), *shown] if text
     )

@@ -610,9 +610,9 @@ def over_tasks(
     the two of MNLI), and differences are weighted so that their mean is the difference. Besides: tasks (how many),
     agree (those whose difference has the sign of the mean) and p_seeds, of the test that flips all pairs of a seed
     at once. There is no interval where a task has one pair or equal differences. A task without a pair counts in
-    failed, least and most alone. Settings in which tasks differ, other than those of
-    training, keep them apart: give compare `by=[]`. `ValueError` for a table that is not compare's, has a task twice,
-    or has no pair."""
+    failed, least and most alone. Settings in which tasks differ, other than those of training, keep
+    them apart: give compare `by=[]`. `ValueError` for a table that is not compare's, has a task twice, or has no
+    pair."""
     if table.attrs.get("kind") != "comparison" or "agree" in table:
         raise ValueError("table: not one of compare, or changed since; pass what compare gives")
     keys, level = [*(c for c in table.attrs["by"] if c != "task"), "baseline"], table.attrs["level"]
