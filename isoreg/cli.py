@@ -85,16 +85,16 @@ def _refuse_empty(words: Sequence[str]):
 def _refuse_twice(command, words: Sequence[str]):
     "Raise `ValueError` for an option given twice, unless it takes several values: the last would count in silence."
     options = {name: p for p in getattr(command, "params", ()) for name in p.opts}
-    given = [word.partition("=")[0] for word in words]
+    given = [word.partition("=")[0] for word in itertools.takewhile("--".__ne__, words)]
     for name, p in options.items():
         if name.startswith("--") and given.count(name) > 1 and not (p.multiple or p.is_flag):
             raise ValueError(f"{name[2:]}: is given twice, and takes one value; give it once")
 
 
 def _at_home(word: str) -> str:
-    "Return an argument with the home folder in the place of the ~ that its path begins with, as in --out=~/runs."
-    name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    return f"{name}{equals}{os.path.expanduser(value)}"
+    "Return an argument with the home folder in the place of the ~ that its path begins with, as in --set=scores=~/a."
+    names = re.match(r"([\w-]+=)*", word)[0]
+    return names + os.path.expanduser(word.removeprefix(names))
 
 
 def _working_folder() -> str:

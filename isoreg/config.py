@@ -577,15 +577,15 @@ def _own_strength(c) -> float:
 
 # %% ../nbs/19_config.ipynb #668cd69c
 def tidy(path: str) -> str:
-    "Return the path of a folder that is there in its one form, without ./ and a last /; a name as it is."
-    own = str(Path(path)) in ("toy-bert", *TOY_LOSSES)  # a folder called so
-    return str(Path(path)) if os.path.isdir(path) and not own else path
+    "Return the path of a folder that is there in its one form, without a last /; a name as it is."
+    if not os.path.isdir(path): return path
+    return "./" * path.startswith("./") + str(Path(path))  # without ./ it could be a name of the hub
 
 
 def _tidy(c):
     "Put paths into one form, so that equal runs have equal keys."
     c._put(model=tidy(c.model))
-    if c.data_dir is not None: c._put(data_dir=tidy(str(expanded(c.data_dir))))
+    if c.data_dir is not None: c._put(data_dir=str(expanded(c.data_dir)))
 
 
 def _check_task(c):

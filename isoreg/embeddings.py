@@ -170,9 +170,14 @@ def _table_of(path: Path):
 
 
 def _all_dimensions(table: pd.DataFrame) -> pd.DataFrame:
-    "Return a table without heads with its whole numbers as dimensions too, but for one that counts the rows."
+    "Return a table without heads with its whole numbers as dimensions too, but for a column that counts the rows."
     whole = table.select_dtypes("integer")
-    return table.astype({c: float for c in whole if not (whole[c].diff().iloc[1:] == 1).all()})
+    taken = [c for c in whole if len(table) < 3 or not (whole[c].diff().iloc[1:] == 1).all()]
+    if 0 < len(taken) < table.shape[1]:
+        numbers = ", ".join(str(c + 1) for c in taken[:8]) + " ..." * (len(taken) > 8)
+        warnings.warn(f"array: columns of whole numbers are read as dimensions: {numbers} (from 1); leave out of the "
+                      "file what is a label or a name")
+    return table.astype(dict.fromkeys(taken, float))
 
 
 def _has_heads(path: Path, mark: str) -> bool:

@@ -265,12 +265,23 @@ class _Loader(yaml.SafeLoader):
         if self.merged > LARGEST: raise ValueError(f"its merge keys (<<) write out more than {LARGEST} values")
 
 
+class _Dumper(yaml.SafeDumper):
+    "Quotes each text that YAML 1.1 or 1.2 would read as something else."
+
+
+def to_yaml(content) -> str:
+    "Return a table as YAML that `from_yaml` reads back."
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
 _TAG, _WHOLE = "tag:yaml.org,2002:", "0|[1-9][0-9]*"  # a number that begins with 0 stays a text, as a name may
 for _kind, _pattern in {
         "null": "~|null|Null|NULL|", "bool": "true|True|TRUE|false|False|FALSE", "int": f"[-+]?({_WHOLE})",
-        "float": rf"[-+]?((\.[0-9]+|({_WHOLE})(\.[0-9]*)?)([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
+        "float": rf"[-+]?((\.[0-9]+|({_WHOLE})\.[0-9]*)([eE][-+]?[0-9]+)?|({_WHOLE})[eE][-+][0-9]+|\.(inf|Inf|INF))"
+                 r"|\.(nan|NaN|NAN)",  # 12e34 without a sign stays a text: it may be a digest
         "merge": "<<"}.items():
-    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), None)
+    for _reader in (_Loader, _Dumper):
+        _reader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), None)
 
 
 def _count(x, known: dict[int, float]) -> float:

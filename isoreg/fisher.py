@@ -33,7 +33,7 @@ from .corpus import (
     sample_losses)
 from .files import check_writable, from_json, read_text, write_atomically
 from .moments import check_readable
-from .states import eval_mode, inside_wrapper
+from .states import eval_mode
 
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
 def empirical_fisher(
@@ -57,7 +57,8 @@ def empirical_fisher(
     are no dicts of tensors or hold no sample, and a checkpoint of another estimate.
     """
     _check_batches(batches)
-    model = inside_wrapper(getattr(model, "_orig_mod", model))  # names without those of torch.compile, DataParallel
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)): model = model.module
     loss = _loss_for(model, batches, loss)
     _check(level, reduction, sample, precision, loss, every)
     about = _described(batches, corpus)

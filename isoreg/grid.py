@@ -15,12 +15,10 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 import isoreg
 from .checks import one_of
 from .config import CONFIGS, Settings, near
-from .files import LARGEST, expanded, from_yaml
+from .files import LARGEST, expanded, from_yaml, to_yaml
 from .notebook import run_notebook_path
 
 # %% ../nbs/29_grid.ipynb #a7caa1f8
@@ -406,4 +404,4 @@ def final_grid(
         own = {k: v for k, v in set_in(c.config).items() if k not in common}
         words = [*c.place.values(), *(m for m in c.method if m not in ("none", "standard"))]
         table["blocks"].append({"name": "-".join(map(str, words)) or "base", "fixed": own})
-    return yaml.safe_dump(table, sort_keys=False, allow_unicode=True, width=120)
+    return to_yaml(table)

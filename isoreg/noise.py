@@ -219,7 +219,7 @@ class _GaussianHook(TorchFunctionMode):
 
     def __init__(self, released: bool):
         super().__init__()
-        self.released, self.training = released, []
+        self.released, self.training, self.interrupted = released, [], False
         self.dropout_settings = {"kind": "gaussian-released" if released else "gaussian"}
 
     def enter(self, module, args):
@@ -238,6 +238,7 @@ class _GaussianHook(TorchFunctionMode):
         on = _get_current_function_mode_stack()
         while on and isinstance(top := on[-1], _GaussianHook):
             if on.count(top) <= sum(top.running()) - (entering and top is self): break
+            top.interrupted = True
             on.pop().end()
 
     def running(self) -> Iterator[bool]:
@@ -269,9 +270,12 @@ _REPLACED = {F.dropout: _noisy, F.scaled_dot_product_attention: _noisy_attention
 # %% ../nbs/15_noise.ipynb #bfe8ef42
 def _hang(undo: contextlib.ExitStack, hooks: Mapping[str, object], model: nn.Module):
     "Register the halves of each hook at the module of its path; `settle` ends what an interruption has left open."
+    def end(hook, module):
+        hook.settle(module)
+        if getattr(hook, "interrupted", False): module.training = model.training
     for path, hook in hooks.items():
         module = model.get_submodule(path)
-        undo.callback(hook.settle, module)
+        undo.callback(end, hook, module)
         undo.callback(module.register_forward_pre_hook(hook.enter).remove)
         undo.callback(module.register_forward_hook(hook.leave, always_call=True).remove)
     undo.callback(_compile_anew)
@@ -472,6 +476,7 @@ class DropoutSchedule(TrainerCallback):
         self.put_back()  # a training that was interrupted never came to its end
         self.sites = dropout_sites(model, batch=self.batch)
         self.applied = set_dropout(model, {s.name: s.p for s in self.sites}, batch=self.batch)  # changes nothing
+        self.applied["how"] = "scheduled"
         self._set(model, 0.0, batch=self.batch)
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
@@ -484,8 +489,13 @@ class DropoutSchedule(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs): self.put_back()
 
     def put_back(self):
-        "Give every site the rate that it had before training; those that a second schedule set as well."
-        if self.applied is not None: self.applied.__exit__()
+        """Give every site the rate that it had before training; those that a second schedule set as well.
+
+        `RuntimeError` if another change lies on top and is not undone yet."""
+        if self.applied is None: return
+        for change in self.applied._later():
+            if change.get("how") == "scheduled": change.undo()
+        self.applied.undo()
 
 # %% ../nbs/15_noise.ipynb #2a5dae37
 HOWS = ("standard", "constant", "guided", "guided-released", *CONTROLS, "gaussian", "gaussian-released", "mixout")

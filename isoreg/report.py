@@ -395,8 +395,8 @@ def _varying(df: pd.DataFrame, paired: bool = False) -> list[str]:
     found = [c for c in ("model_name", *known, "protocol") if _varies(df[c])]
     found += [c for c in ("definition_sha256", "length_groups") if _varies_within(df, ["task"], c)]
     if not paired: return found
-    arms = ["task", "method", *(c for c in found if c not in TUNED)]
-    return [c for c in found if c not in TUNED or _varies_within(df, arms, c)]
+    arms, done = ["task", "method", *(c for c in found if c not in TUNED)], df[df.status == "done"]
+    return [c for c in found if c not in TUNED or _varies_within(done, arms, c)]
 
 
 def _varies_within(df: pd.DataFrame, keys: list[str], name: str) -> bool:

@@ -80,7 +80,8 @@ def _one_training(trainer: Trainer):
     trainer._means = _Means()
     try: yield
     finally:
-        for c in trainer.callback_handler.callbacks: getattr(c, "put_back", lambda: None)()
+        with contextlib.ExitStack() as all_of_them:
+            for c in trainer.callback_handler.callbacks: all_of_them.callback(getattr(c, "put_back", lambda: None))
 
 # %% ../nbs/09_trainer.ipynb #c6e93095
 def _check_order(cls: type):
@@ -291,9 +292,8 @@ class ReferenceRefresh(TrainerCallback):
         inside = resumed and (not self.every_epoch or (state.epoch or 0) % 1)
         reference = _saved_reference(self, args, state) if inside else None
         if reference is None: reference = _drawn_reference(self, args, state, model, train_dataloader)
-        given = getattr(self.penalty, "given", None)
         self.penalty.set_reference(reference.to(args.device))
-        if given is not None: self.penalty.given = given  # this one is drawn
+        if hasattr(self.penalty, "given"): self.penalty.given = False
 
     def on_save(self, args, state, control, **kwargs): _save_reference(self, args, state)
 
@@ -428,7 +428,8 @@ class IsotropyLog(TrainerCallback):
     def on_evaluate(self, args, state, control, model=None, **kwargs):
         if self.step != state.global_step: self._measure(args, state, model)
 
-    def on_train_end(self, args, state, control, **kwargs): self.step = None  # the best weights may be loaded now
+    def on_train_end(self, args, state, control, **kwargs):
+        if args.load_best_model_at_end: self.step = None  # other weights than the last
 
 # %% ../nbs/09_trainer.ipynb #d65de4c2
 def split_by_length(

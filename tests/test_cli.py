@@ -729,7 +729,12 @@ def test_report_of_stored_records(tmp_path):
 
 
 def test_the_home_folder_is_read_in_a_path(tmp_path, monkeypatch):
+    from isoreg import cli
+
     monkeypatch.setenv("HOME", str(tmp_path))
+    for word in ("{}/a", "--out={}/a", "scores={}/a", "--set=scores={}/a"):
+        assert cli._at_home(word.format("~")) == word.format(tmp_path)
+    assert cli._at_home("a text ~ b") == "a text ~ b"
     (tmp_path / "r.jsonl").write_text((Path(__file__).parents[1] / "nbs/results/istar_first.jsonl").read_text())
     done = CliRunner().invoke(app, ["report", "~/r.jsonl", "--out=~/report", "--by", "task", "--by", "lr"])
     assert done.exit_code == 0 and (tmp_path / "report" / "summary.md").is_file(), done.output

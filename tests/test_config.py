@@ -566,12 +566,13 @@ def test_one_folder_has_one_key_however_it_is_written(tmp_path, monkeypatch):
     for folder in ("data", "m", "toy-bert"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text("{}")
-    keys = {RunConfig(task="cola", data_dir=d, model=m).key for d in ("data", "data/", "./data") for m in ("m", "./m/")}
+    keys = {RunConfig(task="cola", data_dir=d, model=m).key for d in ("data", "data/", "./data") for m in ("m", "m/")}
     assert len(keys) == 1
     assert RunConfig(task="cola", data_dir="~/data").key == RunConfig(task="cola", data_dir=str(tmp_path / "data")).key
     assert RunConfig(task="cola", model="org/name").model == "org/name"  # of the hub
     assert RunConfig(task="cola", model="./toy-bert").model == "./toy-bert"  # not the embedded one
-    assert FisherConfig(model="./m/").key == FisherConfig(model="m").key
+    assert FisherConfig(model="m/").key == FisherConfig(model="m").key
+    assert RunConfig(task="cola", model="./m/").model == "./m"  # elsewhere m could be a name of the hub
 
 
 def test_a_negative_zero_is_zero():

@@ -100,8 +100,13 @@ def test_whole_numbers_of_a_table_are_dimensions_where_no_column_has_a_name(tmp_
     x[:, 3] = 0
     np.savetxt(tmp_path / "bare.csv", x, delimiter=",", fmt="%g")  # writes 0 and not 0.0
     pd.DataFrame(x).to_csv(tmp_path / "counted.csv", header=False, float_format="%g")  # the rows' numbers in front
-    for name in ("bare.csv", "counted.csv"):
-        with pytest.warns(UserWarning, match="10 columns are read as dimensions"):
+    for name, number in (("bare.csv", 4), ("counted.csv", 5)):
+        with (
+            pytest.warns(UserWarning, match="10 columns are read as dimensions"),
+            pytest.warns(
+                UserWarning, match=f"columns of whole numbers are read as dimensions: {number} .from 1.; leave"
+            ),
+        ):
             assert np.allclose(read_points(tmp_path / name), x)
     pd.DataFrame(x, columns=list("abcdefghij")).to_csv(tmp_path / "heads.csv", index=False, float_format="%g")
     with pytest.warns(UserWarning, match="9 columns .* a, b, .*; whole numbers are left out: d; .* with a point"):

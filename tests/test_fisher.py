@@ -667,6 +667,26 @@ def test_a_wrapped_model_has_the_scores_of_the_model(wrap):
     assert empirical_fisher(wrap(toy_model()), rows).sums.keys() == expected.sums.keys()
 
 
+def test_a_model_of_ones_own_that_holds_another_is_no_wrapper():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = toy_model()
+
+        def forward(self, **inputs):
+            return self.module(**inputs).logits * 2
+
+    seen = []
+
+    def loss(model, batch):
+        seen.append(type(model))
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"})
+        return torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none").mean(1)
+
+    empirical_fisher(Scaled(), list(corpus_of(8)), loss=loss)
+    assert set(seen) == {Scaled}
+
+
 def test_a_killed_estimate_goes_on(tmp_path):
     code = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "f"))
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -signal.SIGKILL

@@ -1350,7 +1350,11 @@ def test_a_reference_that_was_set_before_the_trainer_was_made_is_kept():
         trainer.train()
         trainer.train()
     assert torch.equal(penalties[0].reference_cov, given) and not torch.equal(penalties[1].reference_cov, given)
-    assert not penalties[1].given  # a training with another Trainer draws its own
+    penalties[0].set_reference(given)
+    late = make_trainer(penalties[1], examples(16, 0), steps=4)
+    penalties[1].set_reference(given)  # after the Trainer was made: it draws its own
+    late.train()
+    assert not penalties[1].given and penalties[0].given
 
 
 def _isotropy_on_rank(rank, world):

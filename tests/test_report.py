@@ -763,6 +763,9 @@ def test_methods_are_compared_each_at_the_setting_chosen_for_it():
     assert list(c.differ) == [[], ["lr"]] and over_tasks(c).tasks[0] == 2
     assert set(summarise(load(runs)).lr) == set(chosen.values())  # what was chosen stays in the summary
     assert sorted(compare(load(runs), by=["lr"]).n) == [0, 6]
+    broken = load([*runs, failed(NONE, 7, settings={"lr": 3e-5})])  # a failed run parts no pairs
+    with pytest.warns(UserWarning, match="^lr: runs of a pair differ"):
+        assert list(compare(broken).n) == [6, 6]
     others = [record(NONE, s, 0.5, settings={"lr": 3e-5}) for s in range(6)]  # now there are equal ones
     c = compare(load(runs + others))
     assert list(c.n[(c.task == "rte") & (c.lr == 3e-5)]) == [6] and not any(c.differ)
