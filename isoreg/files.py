@@ -277,8 +277,7 @@ def to_yaml(content) -> str:
 _TAG, _WHOLE = "tag:yaml.org,2002:", "0|[1-9][0-9]*"  # a number that begins with 0 stays a text, as a name may
 for _kind, _pattern in {
         "null": "~|null|Null|NULL|", "bool": "true|True|TRUE|false|False|FALSE", "int": f"[-+]?({_WHOLE})",
-        "float": rf"[-+]?((\.[0-9]+|({_WHOLE})\.[0-9]*)([eE][-+]?[0-9]+)?|({_WHOLE})[eE][-+][0-9]+|\.(inf|Inf|INF))"
-                 r"|\.(nan|NaN|NAN)",  # 12e34 without a sign stays a text: it may be a digest
+        "float": rf"[-+]?((\.[0-9]+|({_WHOLE})(\.[0-9]*)?)([eE][-+]?[0-9]{{1,3}})?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
         "merge": "<<"}.items():
     for _reader in (_Loader, _Dumper):
         _reader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), None)
