@@ -27,7 +27,6 @@ from .files import write_atomically
 from .istar import (
     check_batches, check_max_points, measure_isotropy, reference_covariance, warn_without_gradient)
 from .moments import full_precision, sum_over_ranks, world_size
-from .sites import unwrapped
 from .states import (
     encoder_of, eval_mode, inside_wrapper, request_states, same_draws, states_of, token_mask)
 
@@ -446,7 +445,8 @@ def split_by_length(
     asked for.
     """
     in_range("groups", groups, 1, whole=True, hint="1 leaves the batch as it is")
-    inner = unwrapped(model)
+    inner = inside_wrapper(getattr(model, "_orig_mod", model))
+    if hasattr(inner, "get_base_model"): inner = inner.get_base_model()  # of PEFT; its adapters stay in
     body = getattr(inner, "base_model", inner)
     if groups > 1:
         grouped = _Grouped(body, int(groups))

@@ -390,7 +390,9 @@ def test_the_front_page_answers_as_the_records_do():
     assert f"it scored {gain('guided'):.3f} [" in readme
     assert f"reaches {100 * gain('constant-mean') / gain('guided'):.0f} % [" in readme
     strong = [
-        r["collapsed"] for r, c in settings if c["regularizer"] == "istar" and c["lam"] in (-1, -5) and c["zeta"] == 0.2
+        r["collapsed"]
+        for r, c in settings
+        if c["regularizer"] == "istar" and c["lam"] in (-1, -5) and c["zeta"] == 0.2 and c["task"] != "stsb"
     ]
-    assert f"{sum(strong)} of {len(strong)} runs never gave more than one answer" in readme
+    assert f"{sum(strong)} of the {len(strong)} runs on tasks with classes never gave more than one answer" in readme
     assert f"has {len((NBS / 'results' / 'second.jsonl').read_text().splitlines())} runs so far" in readme
