@@ -264,7 +264,7 @@ class _Loader(yaml.SafeLoader):
         self.merged += max(0, len(node.value) - before)
         if self.merged > LARGEST: raise ValueError(f"its merge keys (<<) write out more than {LARGEST} values")
 
-
+# %% ../nbs/08_files.ipynb #b4a14ae1
 class _Dumper(yaml.SafeDumper):
     "Quotes each text that YAML 1.1 or 1.2 would read as something else."
 
@@ -282,7 +282,7 @@ for _kind, _pattern in {
     for _reader in (_Loader, _Dumper):
         _reader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), None)
 
-
+# %% ../nbs/08_files.ipynb #b4a14ae2
 def _count(x, known: dict[int, float]) -> float:
     "Return the number of nested values; infinity where x holds itself. `ValueError` for a number beyond 64 bits."
     if isinstance(x, int) and x.bit_length() > 64: raise ValueError("holds a whole number of more than 64 bits")

@@ -48,15 +48,22 @@ def inside_wrapper(
     return model if "module" in model._modules and len(model._modules) > 1 else getattr(model, "module", model)
 
 
-def encoder_of(
+def body_of(
     model: nn.Module,  # any module
 ) -> nn.Module:
-    "Return the model without wrapper, head and, if it has an encoder, decoder; `ValueError` for what is no module."
+    "Return the model without wrapper and head; `ValueError` for what is no module."
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {model!r} is no torch module; load it, as AutoModel.from_pretrained does")
     body = inside_wrapper(model)
     if hasattr(body, "get_base_model"): body = body.get_base_model()  # of PEFT; its adapters stay in
-    body = getattr(body, "base_model", body)
+    return getattr(body, "base_model", body)
+
+
+def encoder_of(
+    model: nn.Module,  # any module
+) -> nn.Module:
+    "Return the model without wrapper, head and, if it has an encoder, decoder; `ValueError` for what is no module."
+    body = body_of(model)
     both = getattr(getattr(body, "config", None), "is_encoder_decoder", False) and hasattr(body, "get_encoder")
     return body.get_encoder() if both else body
 

@@ -28,7 +28,7 @@ from .istar import (
     check_batches, check_max_points, measure_isotropy, reference_covariance, warn_without_gradient)
 from .moments import full_precision, sum_over_ranks, world_size
 from .states import (
-    encoder_of, eval_mode, inside_wrapper, request_states, same_draws, states_of, token_mask)
+    body_of, encoder_of, eval_mode, inside_wrapper, request_states, same_draws, states_of, token_mask)
 
 # %% ../nbs/09_trainer.ipynb #574e6f71
 class PenaltyMixin:
@@ -368,12 +368,8 @@ class LambdaSchedule(TrainerCallback):
         self.warmup = in_range("warmup", warmup, 0, 1, hint="a share of the steps")
         self.floor = in_range("floor", floor, 0, 1, hint="a share of lam")
 
-    def at(
-        self,
-        step: int,  # t, from 1
-        steps: int,  # T
-    ) -> float:
-        "Return the strength in a step."
+    def at(self, step: int, steps: int) -> float:
+        "Return the strength in step t, from 1, of T steps."
         rise = math.ceil(self.warmup * steps)
         if step <= rise: return self.lam * step / rise
         s = (step - rise) / (steps - rise)
@@ -445,9 +441,7 @@ def split_by_length(
     asked for.
     """
     in_range("groups", groups, 1, whole=True, hint="1 leaves the batch as it is")
-    inner = inside_wrapper(getattr(model, "_orig_mod", model))
-    if hasattr(inner, "get_base_model"): inner = inner.get_base_model()  # of PEFT; its adapters stay in
-    body = getattr(inner, "base_model", inner)
+    body = body_of(model)
     if groups > 1:
         grouped = _Grouped(body, int(groups))
         _check_groups(grouped, type(model).__name__)
