@@ -586,6 +586,9 @@ def _tidy(c):
     "Put paths into one form, so that equal runs have equal keys."
     c._put(model=tidy(c.model))
     if c.data_dir is not None: c._put(data_dir=str(expanded(c.data_dir)))
+    for name in ("scores", "dropout"):
+        value = getattr(c, name) or ""
+        if value.endswith(".json") and not value.startswith(CORPUS): c._put(**{name: str(Path(value))})
 
 
 def _check_task(c):
@@ -735,31 +738,32 @@ def _penalty_label(c: dict) -> str:
     return ", ".join([head, *_details(c, [*PenaltySettings.model_fields, "padding"])])
 
 
-def scores_label(path: str, parts: int = 1) -> str:
-    "Return the parts of a path, counted from its end, that say which scores."
+def file_label(path: str, parts: int = 1) -> str:
+    "Return the parts of a path, counted from its end, that say which scores or schedule."
     told = [p.removesuffix(".json") for p in Path(path).parts if p not in ("full", "fisher.json", "record.json")]
     return "/".join(told[-parts:]) or path
 
 
-def _dropout_label(c: dict, scores: bool | str) -> str:
+def _dropout_label(c: dict, scores: bool | str, schedule: str | None) -> str:
     "Return the name of the dropout with its settings."
     if c["dropout"] == "standard": return ""
     more = [f"p={_number(c['dropout_p'])}"] if c["dropout_p"] is not None else []
     if (c["p_min"], c["p_max"]) != (0.0, 0.1): more.append(f"p {_number(c['p_min'])} to {_number(c['p_max'])}")
     more += _details(c, DropoutSettings.model_fields)
-    if c["scores"] and scores: more.append(f"scores {scores_label(c['scores']) if scores is True else scores}")
-    other = c["dropout"] if c["dropout_settings"] is not None else f"schedule {Path(c['dropout']).stem}"
+    if c["scores"] and scores: more.append(f"scores {file_label(c['scores']) if scores is True else scores}")
+    other = c["dropout"] if c["dropout_settings"] is not None else f"schedule {schedule or file_label(c['dropout'])}"
     return f"{_DROPOUT.get(c['dropout'], other)} {', '.join(more)}".strip()
 
 # %% ../nbs/19_config.ipynb #77d36f3d
 def method_label(
     config: dict,  # settings of a run; what is missing has its default
     scores: bool | str = True,  # name the file of scores; a text is its name
+    schedule: str | None = None,  # name of a schedule that is a file; None: the file's
 ) -> str:
     "Return a readable name of the method: penalty and dropout, and whatever of their settings is not the default."
     given = {k: config[k] for k in METHOD if k in config and config[k] == config[k]}  # NaN is not given
     c = {n: RunConfig.model_fields[n].default for n in METHOD} | given
-    return " + ".join(filter(None, (_penalty_label(c), _dropout_label(c, scores)))) or "base"
+    return " + ".join(filter(None, (_penalty_label(c), _dropout_label(c, scores, schedule)))) or "base"
 
 # %% ../nbs/19_config.ipynb #503bacca
 class TextSettings(Settings):

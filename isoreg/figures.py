@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from .checks import one_of
-from .report import columns_apart, in_order, known_texts, outcomes, p_text, setting_text
+from .report import TUNED, columns_apart, in_order, known_texts, outcomes, p_text, setting_text, varies
 from .statistics import mean_rank_correlation
 
 # %% ../nbs/33_figures.ipynb #63b33bb3
@@ -128,9 +128,10 @@ def _panels(df: pd.DataFrame, without: Sequence[str] = (), legend: bool = False)
     size = min(max(4.6, 3.4 * columns) + 1.8 * legend, WIDTH), 3.1 * lines
     fig, axes = pyplot().subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
     for ax in axes.flat[len(groups):]: ax.set_visible(False)
-    for ax, (names, _) in zip(axes.flat, groups):
+    for ax, (names, g) in zip(axes.flat, groups):
         title = ", ".join(setting_text(v) if c == "task" else f"{c} {setting_text(v)}" for c, v in zip(by, names))
-        ax.set_title(title, fontsize=10)
+        chosen = [c for c in TUNED if varies(g[c])]
+        ax.set_title(title + f"\n{', '.join(chosen)} by method" * bool(chosen), fontsize=10)
     return fig, [(ax, g) for ax, (_, g) in zip(axes.flat, groups)]
 
 # %% ../nbs/33_figures.ipynb #19572d8f

@@ -172,6 +172,8 @@ def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenize
     if config.dropout_settings is None: done = dict(apply_dropout(model, config.dropout, **options))
     else: done, source, notes = _apply_plugin(config, model, data, tokenizer)
     if source: done["scores_source"] = source
+    of_file = config.identity().get("dropout_sha256")
+    if of_file: done["schedule_sha256"] = of_file
     return done | {"notes": done.get("notes", []) + notes}
 
 

@@ -56,7 +56,7 @@ class RunRecord:
     peak_memory_mib: float | None = kept("of the device; on a CPU of the process", 0.0)
     data: dict = kept("sources, fingerprint, rows, majority, notes", dict)
     model: dict = kept("parameters, fingerprint, notes; source: embedded, folder or hub", dict)
-    dropout: dict = kept("how, the rate of each site, their mean, notes; scores_source: of a file of scores", dict)
+    dropout: dict = kept("how, the rate of each site, mean, notes; scores_source, schedule_sha256: of a file", dict)
     hardware: dict = kept("processor and its flags for wide and bf16 arithmetic, threads, GPU, system, precision", dict)
     versions: dict = kept("of Python, isoreg and the libraries below it", dict)
     git_commit: str | None = kept("of isoreg; + behind it where the library differed from it")

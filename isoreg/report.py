@@ -23,8 +23,8 @@ import numpy as np
 import pandas as pd
 
 from .checks import one_of
-from .config import GUIDED, METHOD, RunConfig, earlier, kinds
-from .config import method_label as label, scores_label
+from .config import GUIDED, METHOD, RunConfig, choices, earlier, file_label, kinds
+from .config import method_label as label
 from .files import from_json, read_text, record_files, unpack, write_atomically
 from isoreg.statistics import (
     ROUNDING, holm, missing_bounds, ratio_interval, score_error, seeds_needed, sign_flip, smallest_p, t_interval,
@@ -116,6 +116,7 @@ def _row(record: dict, file: str, line: int) -> dict:
         "collapsed": bool(record.get("collapsed")), "majority": _float(data.get("majority")), **_geometry(record),
         "dropout_mean": _get(record, "dropout").get("mean"),
         "scores_sha256": _get(record, "dropout.scores_source.sha256", str)[:16],
+        "schedule_sha256": _get(record, "dropout.schedule_sha256", str),
         "parameters": _count(_get(record, "model").get("parameters")),
         "data": _data_kind(config, notes["data"]),
         "fingerprint": data.get("fingerprint"), "definition_sha256": _definition_digest(config["definition"]),
@@ -192,32 +193,42 @@ def _others(record: dict) -> Iterator[dict]:
 # %% ../nbs/27_report.ipynb #c671766f
 def _methods(df: pd.DataFrame) -> list[str]:
     "Return the name of each run's method. The scores that most guided runs read go unnamed, any others are named."
-    sources = _sources(df)
-    files = pd.Series(sources, dtype=object)[df.dropout.isin(GUIDED).to_numpy()].value_counts(dropna=False)
-    alone = len(files) == 1 or (len(files) > 1 and files.iloc[0] > files.iloc[1])
-    usual = files.index[0] if alone and isinstance(files.index[0], str) else None
+    sources, files = _sources(df.scores, df.scores_sha256), _schedule_files(df)
+    schedules = _sources(files, df.schedule_sha256)
+    found = pd.Series(sources, dtype=object)[df.dropout.isin(GUIDED).to_numpy()].value_counts(dropna=False)
+    alone = len(found) == 1 or (len(found) > 1 and found.iloc[0] > found.iloc[1])
+    usual = found.index[0] if alone and isinstance(found.index[0], str) else None
     own = lambda c: usual and c["dropout"] in GUIDED and not isinstance(c["scores"], str)
-    names, settings = _source_names(df, sources) | {usual: False}, df[list(METHOD)].to_dict("records")
-    return [label(c, names.get(s, False)) + " with scores of its own" * bool(own(c)) for c, s in zip(settings, sources)]
+    names, named = _source_names(df.scores, sources) | {usual: False}, _source_names(files, schedules)
+    labels = [label(c, names.get(s, False), named.get(rates))
+              for c, s, rates in zip(df[list(METHOD)].to_dict("records"), sources, schedules)]
+    return [f"{name} with scores of its own" if own(c) else name
+            for name, c in zip(labels, df[["dropout", "scores"]].to_dict("records"))]
 
 
-def _sources(df: pd.DataFrame) -> list[str | None]:
-    "Return what scores each run read: their digest, or else their path, which may be one whose digest is known."
+def _schedule_files(df: pd.DataFrame) -> pd.Series:
+    "Return the file of each run's rates; None where they have a name."
+    is_file = ~df.dropout.isin(choices(RunConfig.model_fields["dropout"])) & df.dropout_settings.isna()
+    return df.dropout.astype(object).where(is_file, None)
+
+
+def _sources(paths: pd.Series, digests: pd.Series) -> list[str | None]:
+    "Return what each run read: the digest, or else the path, which may be one whose digest is known."
     known: dict[str, set] = {}
-    for path, digest in zip(df.scores, df.scores_sha256):
+    for path, digest in zip(paths, digests):
         if digest: known.setdefault(path, set()).add(digest)
     at = {path: min(digests) for path, digests in known.items() if len(digests) == 1}
     return [digest or at.get(path, path) if isinstance(path, str) else None
-            for path, digest in zip(df.scores, df.scores_sha256)]
+            for path, digest in zip(paths, digests)]
 
 
-def _source_names(df: pd.DataFrame, sources: list[str | None]) -> dict[str, str]:
+def _source_names(paths: pd.Series, sources: list[str | None]) -> dict[str, str]:
     "Return a name of each source: the end of its path that no other has, or its digest where paths are alike."
-    at = {s: p for s, p in sorted(zip(sources, df.scores), reverse=True, key=str) if s}
-    names = {s: scores_label(p) for s, p in at.items()}
+    at = {s: p for s, p in sorted(zip(sources, paths), reverse=True, key=str) if s}
+    names = {s: file_label(p) for s, p in at.items()}
     for depth in range(2, 2 + max((len(Path(p).parts) for p in at.values()), default=0)):
         found = list(names.values())
-        names = {s: scores_label(at[s], depth) if found.count(n) > 1 else n for s, n in names.items()}
+        names = {s: file_label(at[s], depth) if found.count(n) > 1 else n for s, n in names.items()}
     found = list(names.values())
     return {s: n if found.count(n) == 1 else at[s] if s == at[s] else f"{n} {s[:8]}" for s, n in names.items()}
 
@@ -392,7 +403,7 @@ def _varying(df: pd.DataFrame, paired: bool = False) -> list[str]:
     chosen for it: with its own best setting a method is compared with the baseline at that one's best."""
     fixed = (*METHOD, "seed", "task", "definition", "model", "data_dir", "recipe", "length_groups")
     known = [c for c in SETTINGS if c in df.columns and c not in fixed]
-    found = [c for c in ("model_name", *known, "protocol") if _varies(df[c])]
+    found = [c for c in ("model_name", *known, "protocol") if varies(df[c])]
     found += [c for c in ("definition_sha256", "length_groups") if _varies_within(df, ["task"], c)]
     if not paired: return found
     arms, done = ["task", "method", *(c for c in found if c not in TUNED)], df[df.status == "done"]
@@ -401,10 +412,10 @@ def _varying(df: pd.DataFrame, paired: bool = False) -> list[str]:
 
 def _varies_within(df: pd.DataFrame, keys: list[str], name: str) -> bool:
     "Say whether a setting has two values within a group of runs; from group to group it tells none apart."
-    return bool(df.groupby(keys, dropna=False)[name].agg(_varies).any())
+    return bool(df.groupby(keys, dropna=False)[name].agg(varies).any())
 
 # %% ../nbs/27_report.ipynb #9b1f8208
-def _varies(values: pd.Series) -> bool:
+def varies(values: pd.Series) -> bool:
     "Say whether there are two values; none at all (None, NaN) is one of them."
     return values.map(lambda v: None if v is None or v != v else str(v)).nunique(dropna=False) > 1
 
@@ -537,7 +548,7 @@ def _check_pairs(arm: pd.DataFrame):
     if not len(twice): return
     same = twice[twice.seed == twice.seed.iloc[0]]
     names = (*(c for c in SETTINGS if c not in ("seed", "definition")), "definition_sha256", "fingerprint")
-    differ = [c for c in names if c in same and _varies(same[c])]
+    differ = [c for c in names if c in same and varies(same[c])]
     raise ValueError(f"by: {len(same)} runs of {arm.method.iloc[0]} have seed {same.seed.iloc[0]}; they differ in "
                      f"{', '.join(differ) or 'nothing but the key'}: add that to by, or choose runs")
 

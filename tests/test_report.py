@@ -300,6 +300,26 @@ def test_scores_are_told_apart_by_what_they_hold(files, names):
 
 
 @pytest.mark.parametrize(
+    "files, names",
+    [
+        # path and digest of the schedule of each run -> its name
+        ([("a/rates.json", "a1"), ("b/rates.json", "b2")], ["a/rates", "b/rates"]),
+        ([("a/rates.json", ""), ("b/rates.json", "")], ["a/rates", "b/rates"]),
+        ([("a/rates.json", "a1"), ("b/rates.json", "a1")], ["rates", "rates"]),
+        ([("rates.json", "a1"), ("rates.json", "b2")], ["rates a1000000", "rates b2000000"]),
+        ([("p0.1.json", "a1"), ("p0.2.json", "b2")], ["p0.1", "p0.2"]),
+    ],
+)
+def test_schedules_are_told_apart_by_what_they_hold(files, names):
+    def scheduled(seed, path, digest):
+        done = {"schedule_sha256": digest and digest.ljust(16, "0")}
+        return record({"regularizer": "none", "dropout": path}, seed, 0.6, dropout=done)
+
+    found = load([scheduled(seed, *file) for seed, file in enumerate(files)]).method
+    assert [name.removeprefix("schedule ") for name in found] == names
+
+
+@pytest.mark.parametrize(
     "settings, notes, kind",
     [
         ((), [], "whole"),
@@ -1367,6 +1387,16 @@ def test_fraction_has_the_median_within_quartiles():
     assert list(line.get_xdata()) == [10, 50, 100] and np.allclose(
         line.get_ydata(), 0.7
     )  # the mean, 0.6, is the lower quartile
+    matplotlib.pyplot.close(fig)
+
+
+@pytest.mark.parametrize(
+    "rates, title", [((1e-5, 1e-5), "rte"), ((1e-5, 3e-5), "rte\nlr by method")], ids=["one rate", "each its own"]
+)
+def test_a_panel_says_what_was_chosen_by_method(rates, title):
+    chosen = [(NONE, {"lr": rates[0]}), (PLUS, {"lr": rates[1]})]
+    fig = plot_tradeoff(load([record(m, s, v, settings=lr) for m, lr in chosen for s, v in enumerate((0.6, 0.7))]))
+    assert fig.axes[0].get_title() == title
     matplotlib.pyplot.close(fig)
 
 

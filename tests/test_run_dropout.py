@@ -50,6 +50,8 @@ def test_with_istar_from_files(tmp_path):
         tmp_path / "plan.json", {n: p for n, p in first.dropout["rates"].items() if not n.startswith("classifier")}
     )
     second = run(RunConfig(**SMALL, regularizer="istar", lam=-0.1, dropout=str(schedule)))
+    digest = hashlib.sha256(schedule.read_bytes()).hexdigest()
+    assert second.dropout["schedule_sha256"] == digest[:16] and "schedule_sha256" not in first.dropout
     assert second.dropout["rates"] == first.dropout["rates"] and [e["loss"] for e in second.loss] == [
         e["loss"] for e in first.loss
     ]
@@ -58,6 +60,14 @@ def test_with_istar_from_files(tmp_path):
     assert load_scores(scores) == {"bert.x": 1.0}
     with pytest.raises(ValueError, match="scores: .* tensors have none"):
         run(RunConfig(**SMALL, dropout="guided", scores=str(scores)))
+
+
+@pytest.mark.parametrize("setting", ["scores", "dropout"])
+def test_a_file_has_one_name(tmp_path, monkeypatch, setting):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps({"bert.x": 0.1}))  # a schedule and scores are alike in form
+    given = lambda path: RunConfig(**SMALL, **{"dropout": "guided"} | {setting: path})
+    assert given("plan.json").key == given("./plan.json").key == given(".//plan.json").key
 
 
 def test_keys_keep_and_tell_apart():
