@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['option', 'RECIPES', 'PENALTIES', 'DROPOUTS', 'CONFIGS', 'About', 'setting', 'Settings', 'Registry', 'RunConfig',
-           'method_label', 'FisherConfig', 'LandscapeConfig', 'GeometryConfig', 'PretrainConfig', 'help_text',
-           'options_table', 'command']
+           'model_label', 'method_label', 'FisherConfig', 'LandscapeConfig', 'GeometryConfig', 'PretrainConfig',
+           'help_text', 'options_table', 'command']
 
 # %% ../nbs/19_config.ipynb #3d3f6671
 import difflib
@@ -262,7 +262,7 @@ class TaskSettings(Settings):
 # %% ../nbs/19_config.ipynb #5c2d9b17
 _STRENGTH = "positive raises isotropy, negative lowers it, the paper uses -5 to 5"
 _layers = lambda c: "mean of layers" if c["layers"] == "mean" else f"layer {c['layers']}"
-_zeta = lambda c: f"ζ={_number(c['zeta'])}" if c["regularizer"] == "istar" and not c["correction"] else ""
+_zeta = lambda c: "" if c["regularizer"] in ("none", "cosreg") or c["correction"] else f"ζ={_number(c['zeta'])}"
 
 
 class PenaltySettings(Settings):
@@ -677,7 +677,7 @@ def _settle(c):
 
 def _settle_plugin(c):
     "Put the penalty's settings that a plug-in does not read to one value, but for those of the reference."
-    unread = {"lam": 1.0, "layers": "union", "correction": None, "cosreg_layer": -1, "zeta": 0.0,
+    unread = {"lam": 1.0, "layers": "union", "correction": None, "cosreg_layer": -1, "zeta": 0.2,
               "convention": "released", "padding": False}
     c._put(**{n: v for n, v in unread.items() if n not in _common(c, "regularizer")})
 
@@ -755,6 +755,12 @@ def _dropout_label(c: dict, scores: bool | str, schedule: str | None) -> str:
     return f"{_DROPOUT.get(c['dropout'], other)} {', '.join(more)}".strip()
 
 # %% ../nbs/19_config.ipynb #77d36f3d
+def model_label(path: str) -> str:
+    "Return the last part of a model's path, with the one before it where the last says nothing, as in RUN/model."
+    *before, last = Path(path).parts or (path,)
+    return "/".join([*before[-1:], last]) if re.fullmatch(r"model|best|checkpoint-\d+", last) else last
+
+
 def method_label(
     config: dict,  # settings of a run; what is missing has its default
     scores: bool | str = True,  # name the file of scores; a text is its name

@@ -371,8 +371,8 @@ def load_metric(
 ):  # an evaluate.Metric; .compute(predictions=, references=) returns all metrics of the task
     """Return the metric of a task, with no network.
 
-    Accuracy and F1 lie in [0, 1], correlations in [-1, 1], SQuAD's f1 and exact_match in percent. Where a correlation
-    is undefined it is 0.0.
+    Accuracy, F1 and exact match lie in [0, 1], SQuAD's too, correlations in [-1, 1]. Where a correlation is undefined
+    it is 0.0.
     """
     kwargs.setdefault("keep_in_memory", kwargs.get("num_process", 1) == 1)
     return _metric_class()(get_task(task), **kwargs)
@@ -417,7 +417,7 @@ def _scores(task: Task, predictions: Sequence, references: Sequence) -> dict[str
         raise ValueError(f"predictions: no answer for {len(missing)} question(s), such as {missing[0]!r}; "
                          "give each id one")
     scores = np.array([squad_scores(answer[r["id"]], r["answers"]["text"]) for r in references])
-    exact, f1 = 100 * scores.mean(axis=0)
+    exact, f1 = scores.mean(axis=0)
     return {"f1": float(f1), "exact_match": float(exact)}
 
 # %% ../nbs/18_data.ipynb #c571660d
@@ -478,7 +478,7 @@ def resample(
     if task.kind == "qa":
         which = ("exact_match", "f1").index(task.metric)
         pairs = ((p["prediction_text"], r["answers"]["text"]) for p, r in zip(predictions, references))
-        return 100 * np.array([squad_scores(*pair)[which] for pair in pairs])[rows].mean(1)
+        return np.array([squad_scores(*pair)[which] for pair in pairs])[rows].mean(1)
     predictions, references, score = np.asarray(predictions), np.asarray(references), _SCORES[task.metric]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a draw of one class has a score of 0, and need not say so

@@ -367,12 +367,15 @@ def choose(
 
 # %% ../nbs/29_grid.ipynb #9502d978
 def _best(place: dict, method: tuple, settings: dict, found: dict) -> Choice:
-    "Return the choice among the settings of one task and method."
+    "Return the choice among the settings of one task and method. `ValueError` for settings of different seeds."
+    where = " ".join(map(str, [*place.values(), *method]))
+    one, *others = [sorted(r.config["seed"] for r in runs) for _, runs in settings.values()]
+    for other in others:
+        if other != one: raise ValueError(f"seed: settings of {where} have seeds {one} and {other}; search on one set")
     scores = {k: statistics.fmean(_score(found[r.key]) for r in runs) for k, (_, runs) in settings.items()}
     first, *rest = sorted(scores, key=scores.get, reverse=True)  # stable: of equal ones the first of the grid
     setting, runs = settings[first]
     if scores[first] == -math.inf:
-        where = " ".join(map(str, [*place.values(), *method]))
         raise ValueError(f"records: no setting of {where} has a score; search others")
     config = {k: v for k, v in runs[0].config.items() if k != "seed"}
     second, seeds = scores[rest[0]] if rest else math.nan, tuple(r.config["seed"] for r in runs)

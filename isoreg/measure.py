@@ -26,7 +26,7 @@ from .config import (
 from .corpus import TextBatches, load_texts, sample_losses
 from .schedules import guided_schedule, site_scores
 from .sites import dropout_sites
-from .files import record_files, write_atomically
+from .files import alone, record_files, write_atomically
 from .fisher import FisherEstimate, agreement, empirical_fisher, model_fingerprint
 from .geometry import Dimensions, geometry
 from .isoscore import isoscore
@@ -467,15 +467,16 @@ def collect_measurements(
     A file that is no complete record is left out with a warning. `ValueError` if there is no such folder.
     """
     if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}; give one of runs")
-    records = {r["key"]: r for r in read_lines(path)}
-    for file in record_files(folder):
-        try:
-            record = json.loads(file.read_text())
-            if record["key"] and record.get("kind") in KINDS: records[record["key"]] = record
-        except (ValueError, KeyError, TypeError) as error:
-            warnings.warn(f"left out: {file} is no complete record ({error!r}); run it again")
-    found = [records[k] for k in sorted(records)]
-    write_atomically(path, "".join(json.dumps(r) + "\n" for r in found))
+    with alone(path):
+        records = {r["key"]: r for r in read_lines(path)}
+        for file in record_files(folder):
+            try:
+                record = json.loads(file.read_text())
+                if record["key"] and record.get("kind") in KINDS: records[record["key"]] = record
+            except (ValueError, KeyError, TypeError) as error:
+                warnings.warn(f"left out: {file} is no complete record ({error!r}); run it again")
+        found = [records[k] for k in sorted(records)]
+        write_atomically(path, "".join(json.dumps(r) + "\n" for r in found))
     return found
 
 # %% ../nbs/25_measure.ipynb #e14cffac

@@ -15,6 +15,7 @@ import platform
 import re
 import subprocess
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,7 @@ from pydantic.dataclasses import dataclass
 
 import isoreg
 from .config import RunConfig, bare, config_schema
-from .files import from_json, read_text, record_files, write_atomically
+from .files import alone, from_json, read_text, record_files, write_atomically
 
 # %% ../nbs/20_record.ipynb #eb06837b
 def kept(text: str, default=None):
@@ -227,22 +228,49 @@ def read_lines(path: str | Path) -> list[dict]:
 
 # %% ../nbs/20_record.ipynb #0e50cab9
 def collect(
-    folder: str | Path,  # of runs, searched for record.json
-    path: str | Path,  # JSON lines file; its lines are kept unless the same run is found again
+    folder: str | Path,  # of runs, searched for record.json and failed.json
+    path: str | Path,  # JSON lines file; its lines are kept, and several processes may collect into it
 ) -> list[dict]:
-    """Gather finished records into a JSON lines file, written atomically, and return them, seeds side by side.
+    """Gather the records of runs into a JSON lines file, written atomically, and return them, seeds side by side.
 
-    `ValueError` if there is no such folder.
+    Of two records of one run the finished one stays, and of two finished ones the later, with a warning where their
+    scores differ. Of a failed run stay key, configuration, error and attempts. `ValueError` if there is no such folder.
     """
     if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}; give one of runs")
-    records = {r["key"]: r for r in read_lines(path)}
-    for file in record_files(folder):
-        try: record = RunRecord.load(file).to_dict()
-        except ValueError as error: warnings.warn(f"left out: {error}"); continue
-        records[record["key"]] = with_columns(record)
-    found = sorted(records.values(), key=_by_setting)
-    write_atomically(path, "".join(json.dumps(r) + "\n" for r in found))
+    with alone(path):
+        records: dict[str, dict] = {}
+        for record in (*read_lines(path), *_below(folder)):
+            kept = records.get(record["key"])
+            records[record["key"]] = record if kept is None else _better(kept, record)
+        found = sorted(records.values(), key=_by_setting)
+        write_atomically(path, "".join(json.dumps(r) + "\n" for r in found))
     return found
+
+# %% ../nbs/20_record.ipynb #5b1d0c2e
+def _below(folder: str | Path) -> Iterator[dict]:
+    "Yield the records of the runs below a folder; warn of a file that holds none."
+    for file in record_files(folder, "record.json", "failed.json"):
+        try: yield _failure(file) if file.name == "failed.json" else with_columns(RunRecord.load(file).to_dict())
+        except ValueError as error: warnings.warn(f"left out: {error}")
+
+
+def _failure(file: Path) -> dict:
+    "Return what stays of a failed run. `ValueError` for another file."
+    try: found = from_json(read_text(file))
+    except ValueError as error: raise ValueError(f"{file} is no JSON ({error})") from None
+    names = ("key", "config", "error", "attempts")
+    if not isinstance(found, dict) or any(n not in found for n in names) or "task" not in found["config"]:
+        raise ValueError(f"{file} is of no failed run")
+    return {"status": "failed"} | {n: found[n] for n in names}
+
+
+def _better(kept: dict, new: dict) -> dict:
+    "Return of two records of one run the finished one, and of two finished ones the later."
+    if kept.get("status") != new.get("status"): return kept if kept.get("status") == "done" else new
+    if kept.get("value") != new.get("value"):
+        both = f"{kept.get('value')} and {new.get('value')}"
+        warnings.warn(f"{new['key']}: recorded twice with values {both}; the later one stays")
+    return max(new, kept, key=lambda r: str(r.get("started", "")))  # of equal times the new one
 
 
 def _by_setting(record: dict) -> tuple:

@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from .checks import one_of
-from .config import GUIDED, METHOD, RunConfig, choices, earlier, file_label, kinds
+from .config import GUIDED, METHOD, RunConfig, choices, earlier, file_label, kinds, model_label
 from .config import method_label as label
 from .files import from_json, read_text, record_files, unpack, write_atomically
 from isoreg.statistics import (
@@ -88,7 +88,12 @@ def _record(entry) -> dict:
     except ValueError: raise ValueError("no complete JSON") from None
     if not isinstance(values, dict) or not isinstance(values.get("config"), dict): raise ValueError("no record")
     is_run = "task" in values["config"] and ({"metric", "value"} <= set(values) or "error" in values)
+    missing = [n for n in RunConfig.required if n not in values["config"]]
     if not is_run: raise ValueError(f"no run, but {values.get('kind', 'something else')}")
+    if missing: raise ValueError(f"no record: it has no {missing[0]}")
+    known = TASKS.get(values["config"]["task"])
+    if known and known.kind == "qa" and _float(values.get("value")) > 1:
+        raise ValueError("no record: its score is in per cent, as earlier versions wrote it; divide it by 100")
     for name, value in values["config"].items():
         if name in SETTINGS and not _fits(name, value): raise ValueError(f"no record: {name} {value!r}"[:71])
     return values
@@ -109,7 +114,7 @@ def _row(record: dict, file: str, line: int) -> dict:
     notes = {p: [n for n in found if isinstance(n, str)] for p, found in notes.items()}
     return {
         "key": _get(record, "key", str) or f"{file}:{line}", "status": "failed" if error else "done", "error": error,
-        **config, "model_name": Path(config["model"]).name, "method": label(config),
+        **config, "model_name": model_label(config["model"]), "method": label(config),
         "protocol": "as released" if str(config["recipe"]).endswith("-released") else "corrected",
         "metric": _get(record, "metric", str), "value": math.nan if error else value,
         **{name: _get(record, name) for name in ("metrics", "predictions", "resampled")},
@@ -118,6 +123,7 @@ def _row(record: dict, file: str, line: int) -> dict:
         "scores_sha256": _get(record, "dropout.scores_source.sha256", str)[:16],
         "schedule_sha256": _get(record, "dropout.schedule_sha256", str),
         "parameters": _count(_get(record, "model").get("parameters")),
+        "weights": _get(record, "model").get("fingerprint"), "libraries": _libraries(_get(record, "versions")),
         "data": _data_kind(config, notes["data"]),
         "fingerprint": data.get("fingerprint"), "definition_sha256": _definition_digest(config["definition"]),
         **{name: _count(data.get(name)) for name in ("train_rows", "evaluation_rows")},
@@ -139,6 +145,11 @@ def _definition_digest(own: dict | None) -> str | None:
     "Return eight digits of a task of one's own, with the digests of its files; None for one of isoreg."
     told = {n: v for n, v in (own or {}).items() if n != "files"}  # by what they hold, not by where they lie
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8] if own else None
+
+
+def _libraries(versions: dict) -> str | None:
+    "Return the versions that decide the digits."
+    return ", ".join(f"{n} {versions[n]}" for n in ("torch", "transformers") if n in versions) or None
 
 
 def _count(x) -> int | None: return x if type(x) is int and 0 <= x < 2**53 else None
@@ -346,8 +357,8 @@ def summarise(
 
 # %% ../nbs/27_report.ipynb #2e9a8747
 def _warn_of_data(df: pd.DataFrame):
-    "Warn where runs of one definition of a task read other rows, of a folder or the hub; isoreg's tasks are left out."
-    whole = df[df.definition_sha256.notna() & (df.train_fraction == 1) & df.max_train.isna()  # the same for all seeds
+    "Warn where runs of one task read other rows, of a folder or the hub; toy tasks, which are made, are left out."
+    whole = df[~df.task.str.startswith("toy-") & (df.train_fraction == 1) & df.max_train.isna()  # all seeds alike
                & (df.split_protocol != "joined")]
     places = ["task", "definition_sha256", "train_split", "eval_split", "max_eval"]
     for (task, *_), g in whole.groupby(places, dropna=False):
@@ -453,8 +464,8 @@ def clears_majority(
     """Return whether the baseline scores two standard errors above the best constant answer, so that a task can judge.
 
     Columns: task, the varying settings, metric, n, mean, majority, rows (of evaluation), error (of the mean: seeds, and
-    rows where a record says them), clears: False without a finished run, True where no majority is recorded and so
-    nothing has to be cleared. `ValueError` if no run has the baseline."""
+    rows where a record says them), clears: False without a finished run or an error, True where no majority is
+    recorded and so nothing has to be cleared. `ValueError` if no run has the baseline."""
     one_of("baseline", baseline, dict.fromkeys(df.method))
     plain = df[df.method == baseline].reset_index(drop=True)
     by, rows = columns_apart(df, by, paired=True), []
@@ -464,7 +475,8 @@ def clears_majority(
         correlation = metric in ("matthews_correlation", "pearson", "spearman")
         error = score_error(x, few, correlation) if len(x) else math.nan
         rows.append({**dict(zip(by, names)), "metric": metric, "n": len(x), "mean": x.mean(), "majority": majority,
-                     "rows": few, "error": error, "clears": len(x) > 0 and not x.mean() - majority <= 2 * error})
+                     "rows": few, "error": error,
+                     "clears": len(x) > 0 and bool(math.isnan(majority) or x.mean() - majority > 2 * error)})
     return _table(rows, "judges", by, 0.95, plain)
 
 # %% ../nbs/27_report.ipynb #27b0173c
@@ -554,11 +566,12 @@ def _check_pairs(arm: pd.DataFrame):
 
 # %% ../nbs/27_report.ipynb #a0c98487
 def _differ(arm: pd.DataFrame, base: pd.DataFrame) -> list[str]:
-    "Return in what the runs of one seed are not alike beside the method: settings, hardware, data and commit."
+    "Return in what the runs of one seed are not alike beside the method: settings, and what is recorded besides."
     arm, base = (g.set_index("seed").sort_index() for g in (arm, base))
     settings = [c for c in SETTINGS if c in arm and c not in (*METHOD, "seed", "data_dir", "recipe")]
     found = [c for c in settings if (arm[c].map(str) != base[c].map(str)).any()]
-    for name, c in (("hardware", "hardware"), ("data", "fingerprint"), ("commit", "commit")):
+    columns = {"data": "fingerprint"} | {c: c for c in ("metric", "weights", "libraries", "hardware", "commit")}
+    for name, c in columns.items():
         known = arm[c].notna() & base[c].notna() & arm[c].ne("unknown") & base[c].ne("unknown")
         if (known & (arm[c] != base[c])).any(): found.append(name)
     return found
@@ -643,7 +656,7 @@ def _together(g: pd.DataFrame, level: float) -> dict:
     spread = all(math.isfinite(t_interval(d)[0]) for d in each)
     flat = np.concatenate([d / len(d) for d in each]) / len(each)  # sums to the mean of the means
     trained = [key.removesuffix(f"-{r.task}") for r in have.itertuples() for *_, key in r.records]
-    low, high = _interval_over(each, trained, level) if spread else (math.nan, math.nan)
+    whole = two_errors(_by_training(each, trained), level=level) if spread else dict.fromkeys(("low", "high"), math.nan)
     p_seeds = sign_flip(pd.Series(flat).groupby([seed for pairs in have.records for seed, *_ in pairs]).sum())[0]
     # The tasks that one training was evaluated on are no pairs of their own: the training is the unit.
     flat = pd.Series(flat).groupby(trained, sort=False).sum().to_numpy()
@@ -652,8 +665,9 @@ def _together(g: pd.DataFrame, level: float) -> dict:
     agree = sum(abs(d.mean()) > ROUNDING and d.mean() * difference > 0 for d in each)
     sums, row_errors = g[["failed", "collapsed", "collapsed_baseline"]].sum(), have.row_error.to_numpy()
     return {"metric": known_texts(g.metric, "mean of the tasks' metrics"), "n": len(flat), "mean": have["mean"].mean(),
-            "mean_baseline": have.mean_baseline.mean(), "difference": difference, "sd": math.nan, "low": low,
-            "high": high, "p": p, "test": test, "p_seeds": p_seeds, "unequal": int((abs(flat) > ROUNDING).sum()),
+            "mean_baseline": have.mean_baseline.mean(), "difference": difference, "sd": math.nan,
+            "low": whole["low"], "high": whole["high"], "p": p, "test": test, "p_seeds": p_seeds,
+            "unequal": int((abs(flat) > ROUNDING).sum()),
             "incomplete": [f"{r.task}, {x}" for r in g.itertuples() for x in r.incomplete], "failed": int(sums.failed),
             "least": least, "most": most, "collapsed": int(sums.collapsed),
             "collapsed_baseline": int(sums.collapsed_baseline), "differ": list(dict.fromkeys(g.differ.sum())),
@@ -662,8 +676,8 @@ def _together(g: pd.DataFrame, level: float) -> dict:
             "records_baseline": have.records_baseline.sum()}
 
 # %% ../nbs/27_report.ipynb #7e36e117
-def _interval_over(each: list[np.ndarray], trained: list[str], level: float) -> tuple[float, float]:
-    "Return the interval of a mean over tasks; those that the same trainings were evaluated on count as one."
+def _by_training(each: list[np.ndarray], trained: list[str]) -> list[np.ndarray]:
+    "Return the numbers of each task, a row a pair; tasks that the same trainings were evaluated on become one."
     names, groups = iter(trained), []
     for d in each:
         sums = {next(names): x / len(d) for x in d}
@@ -671,9 +685,7 @@ def _interval_over(each: list[np.ndarray], trained: list[str], level: float) -> 
             groups.remove(g)
             sums = {n: sums.get(n, 0.0) + g.get(n, 0.0) for n in [*g, *(n for n in sums if n not in g)]}
         groups.append(sums)
-    parts = [np.array([*g.values()]) * len(g) * len(groups) / len(each) for g in groups]
-    found = two_errors(parts, level=level)
-    return found["low"], found["high"]
+    return [np.array([*g.values()]) * len(g) * len(groups) / len(each) for g in groups]
 
 # %% ../nbs/27_report.ipynb #88cc5c3b
 def gain_share(
@@ -685,14 +697,18 @@ def gain_share(
 
     `ValueError` where a task has several settings of a method.
     """
-    pairs = []
-    for _, g in table.groupby("task"):
+    pairs, trained = [], []
+    for task, g in table.groupby("task"):
         rows = [g[g.method == m] for m in (method, of)]
-        if max(map(len, rows)) > 1: raise ValueError(f"table: {g.task.iloc[0]} has a method in two settings; pass one")
+        if max(map(len, rows)) > 1: raise ValueError(f"table: {task} has a method in two settings; pass one")
         gains = [dict(zip((seed for seed, *_ in r.records), r.differences)) for part in rows for r in part.itertuples()]
-        if len(gains) == 2: pairs.append([(gains[0][s], gains[1][s]) for s in gains[0] if s in gains[1]])
-    pairs = [p for p in pairs if len(p) > 1]
-    return (*(ratio_interval(pairs) if pairs else (math.nan,) * 3), sum(map(len, pairs)))
+        both = [s for s in gains[0] if s in gains[1]] if len(gains) == 2 else []
+        if len(both) < 2: continue
+        keys = {seed: key.removesuffix(f"-{task}") for seed, *_, key in rows[0].records.iloc[0]}
+        pairs.append(np.array([(gains[0][s], gains[1][s]) for s in both]))
+        trained += [keys[s] for s in both]
+    parts = _by_training(pairs, trained)
+    return (*(ratio_interval(parts) if parts else (math.nan,) * 3), sum(map(len, parts)))
 
 # %% ../nbs/27_report.ipynb #88788ed1
 def to_markdown(
@@ -886,7 +902,7 @@ def _measured(runs: pd.DataFrame, row: dict, digits: int) -> _Cell:
     if len(s) > 1:
         which = f"{runs.protocol.iloc[0]} runs of {runs.method.iloc[0]} on {row['task']}"
         raise ValueError(f"df: the {which} differ in {', '.join(_varying(runs))}; choose one setting")
-    s, times = s.iloc[0], 100 if row["unit"] == "percent" and row["task"] != "squad" else 1
+    s, times = s.iloc[0], 100 if row["unit"] == "percent" else 1
     more = [f"n={s.n}"] + [f"{s[c]} {w}" for c, w in (("failed", "failed"), ("collapsed", "one class only")) if s[c]]
     if isinstance(row.get("metric"), str) and s.metric not in (row["metric"], "unknown"): more.append(s.metric)
     low, high = (f"{times * x:.{digits}f}" for x in (s.low, s.high))

@@ -90,24 +90,26 @@ def seeds_needed(
 def score_error(
     scores,  # of the plain method, one a seed
     rows: float,  # of evaluation; NaN if they are not known
-    correlation: bool = False,  # the score is a correlation, not a rate; a rate above 1 is one in per cent
+    correlation: bool = False,  # the score is a correlation, not a rate
 ) -> float:
-    "Return the standard error of the mean score for other seeds and, where they are known, other evaluation rows."
+    """Return the standard error of the mean score for other seeds and, where they are known, other evaluation rows.
+
+    NaN for one seed and rows that are not known."""
     x = np.asarray(scores, dtype=float)
+    if not rows > 1: return float(stats.sem(x)) if len(x) > 1 else math.nan
     mean, few = x.mean(), x.var(ddof=1) / len(x) if len(x) > 1 else 0.0
-    if not rows > 1: return math.sqrt(few)
-    top = 100 if mean > 1 else 1
-    return math.sqrt(few + (1 / (rows - 1) if correlation else mean * (top - mean) / rows))
+    return math.sqrt(few + (1 / (rows - 1) if correlation else mean * (1 - mean) / rows))
 
 # %% ../nbs/26_statistics.ipynb #7f519716
 def two_errors(
     differences: Sequence[Sequence[float] | np.ndarray],  # of each task: one number a pair, two or more
     row_errors: Sequence[float] | None = None,  # of each task: of its mean, from the rows; None: the rows stay
-    level: float = 0.95,  # of the interval
+    level: float = 0.95,  # of the interval, between 0 and 1
 ) -> dict:  # difference, error, freedom, low, high, p; all but the first two NaN without any spread
     """Return the mean of the tasks' differences with its interval for other seeds and evaluation rows, and two-sided p.
 
     `ValueError` for a task with one pair, without a row error, or none at all."""
+    in_range("level", level, 0, 1, ends="()")
     d, r = _whole(differences, row_errors)
     T, n = len(d), np.array([len(x) for x in d])
     a = np.array([x.var(ddof=1) for x in d]) / n

@@ -338,6 +338,7 @@ def test_settings_of_a_plug_in_on_both_sides_of_the_default_are_kept(value, kept
         ({"lam": 1.0, "padding": False}, "I-STAR λ=1"),
         ({"regularizer": "cosreg", "lam": 1.0, "cosreg_layer": 2, "zeta": 0.0}, "CosReg λ=1, layer 2"),
         ({"regularizer": "mine", "lam": 2.0, "penalty_settings": {"a": 2, "b": "c"}}, "mine λ=2, a 2, b c"),
+        ({"regularizer": "mine", "lam": 1.0, "zeta": 0.8, "penalty_settings": {}}, "mine λ=1, ζ=0.8"),
         ({"regularizer": "none", "dropout": "guided"}, "guided dropout"),
         ({"regularizer": "none", "dropout": "guided", "p_max": 0.2}, "guided dropout p 0 to 0.2"),
         ({"regularizer": "none", "dropout": "guided", "p_min": 0.05}, "guided dropout p 0.05 to 0.1"),

@@ -224,6 +224,15 @@ def _search(tmp_path, seed="[100, 101]"):
     return expand(load_grid(tmp_path / "search.yaml"))
 
 
+def test_settings_are_chosen_on_the_same_seeds(tmp_path):
+    "An easy seed of one setting is no merit."
+    blocks = "blocks:\n- axes: {seed: [100, 101], lr: [1e-4]}\n- axes: {seed: [101, 102], lr: [5e-4]}\n"
+    (tmp_path / "search.yaml").write_text(f"fixed: {{task: toy-cola, regularizer: none}}\n{blocks}")
+    plan = expand(load_grid(tmp_path / "search.yaml"))
+    with pytest.raises(ValueError, match=r"seed: settings of none .* have seeds \[100, 101\] and \[101, 102\]"):
+        choose(plan, [{"key": r.key, "value": 0.5} for r in plan.runs])
+
+
 def test_selection_takes_the_best_mean_of_each_task_and_method(tmp_path):
     plan = _search(tmp_path)
     score = {r.key: float(v) for r, v in zip(plan.runs, np.random.default_rng(0).random(len(plan.runs)))}

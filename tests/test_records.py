@@ -3,6 +3,8 @@ their schema."""
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +22,52 @@ from isoreg.card import model_card
 from isoreg.config import RunConfig, command
 from isoreg.files import pack, unpack
 from isoreg.finetune import run, sentence_vectors
-from isoreg.record import RunRecord, record_schema
+from isoreg.record import RunRecord, collect, read_lines, record_schema
+from isoreg.report import load
 from isoreg.config import FisherConfig, GeometryConfig, LandscapeConfig
 from isoreg.measure import measure_fisher, measure_geometry, measure_landscape, measurement_schema
 from isoreg.data import encode, load_metric, load_task
 from isoreg.toy import toy_model_path
 
 RESULTS = Path(__file__).parents[1] / "nbs" / "results"
+
+
+def lay(folder, **values):
+    "Put a record into a folder of runs, and return the folder of runs."
+    values = {"key": "toy-cola-x-seed0", "metric": "accuracy", "value": 0.5} | values
+    RunRecord(config=RunConfig(regularizer="none").to_dict(), **values).save(folder / values["key"])
+    return folder
+
+
+def test_failed_runs_are_collected_until_they_are_done(tmp_path):
+    lines = tmp_path / "all.jsonl"
+    kept = {"key": "toy-cola-x-seed0", "config": RunConfig(regularizer="none").to_dict(), "error": "no", "attempts": 2}
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed" / "failed.json").write_text(json.dumps(kept | {"traceback": "...", "host": "a machine"}))
+    assert collect(tmp_path / "failed", lines) == [{"status": "failed"} | kept] and load(lines).error[0] == "no"
+    collect(lay(tmp_path / "again"), lines)
+    collect(tmp_path / "failed", lines)  # a failure does not take the place of the finished run
+    assert list(load(lines).value) == [0.5] and list(load(lines).status) == ["done"]
+
+
+def test_the_later_of_two_records_is_collected(tmp_path):
+    lines = tmp_path / "all.jsonl"
+    at = lambda month, value: lay(tmp_path / month, value=value, started=f"2026-{month}-01T00:00:00+00:00")
+    (new,) = collect(at("05", 0.9), lines)
+    with pytest.warns(UserWarning, match="0.9 and 0.1; the later one stays"):
+        assert collect(at("01", 0.1), lines) == [new]
+    with pytest.warns(UserWarning, match="0.9 and 0.2; the later one stays"):
+        assert collect(at("07", 0.2), lines)[0]["value"] == 0.2
+
+
+def test_several_processes_collect_into_one_file(tmp_path):
+    "None loses what another wrote between its reading and its writing."
+    lines, seeds = tmp_path / "all.jsonl", range(4)
+    for seed in seeds:
+        lay(tmp_path / f"runs-{seed}", key=f"toy-cola-x-seed{seed}")
+    code = f"from isoreg.record import collect; collect({str(tmp_path)!r} + '/runs-%d', {str(lines)!r})"
+    started = [subprocess.Popen([sys.executable, "-c", code % seed]) for seed in seeds]
+    assert [process.wait() for process in started] == [0] * 4 and len(read_lines(lines)) == 4
 
 
 @pytest.fixture(scope="module")

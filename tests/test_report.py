@@ -810,6 +810,12 @@ def test_runs_of_changed_data_of_a_task_of_ones_own_are_told_apart():
     assert list(compare(folder, by=["fingerprint"]).n) == [3, 3]
 
 
+def test_changed_rows_of_a_task_of_isoreg_are_warned_of():
+    data = lambda s: {"majority": 0.5, "notes": [], "fingerprint": f"rows {s > 2}"}
+    with pytest.warns(UserWarning, match="^rte: its runs read different rows"):
+        summarise(load([record(NONE, s, 0.6, data=data(s)) for s in range(6)]))
+
+
 def test_data_that_follow_the_seed_are_no_changed_data(recwarn):
     drawn = [own_task(s, f"rows {s}", max_train=100) for s in range(3)]
     assert list(summarise(load(drawn)).n) == [3] and not len(recwarn)
@@ -1204,8 +1210,8 @@ def test_the_error_of_a_rate_is_binomial_with_the_spread_of_the_seeds():
     values = [0.60, 0.62, 0.61]
     row = clears_majority(load(plain(values))).iloc[0]
     assert row.error == pytest.approx(math.hypot(stats.binom(277, 0.61).std() / 277, stats.sem(values)))
-    percent = clears_majority(load(plain([61.0], rows=277, metric="f1", majority=0.0))).iloc[0]
-    assert percent.error == pytest.approx(100 * stats.binom(277, 0.61).std() / 277) and percent.clears
+    unknown = clears_majority(load(plain([0.61], rows=None))).iloc[0]
+    assert math.isnan(unknown.error) and not unknown.clears
 
 
 def test_a_base_near_the_majority_cannot_judge_however_many_seeds():
@@ -1572,6 +1578,48 @@ def test_the_share_of_a_gain_is_fieller_of_the_pairs():
     *found, n = gain_share(compare(load(runs)), "I-STAR λ=1", "I-STAR λ=-1")
     assert n == 3 and found == pytest.approx(ratio_interval([np.c_[gains[1.0], gains[-1.0]]]))
     assert gain_share(compare(load(runs)), "I-STAR λ=1", "guided dropout")[3] == 0
+
+
+def test_a_training_counts_once_in_the_share_of_a_gain():
+    "The two tasks that one training of MNLI is evaluated on are no two trainings."
+    gains = {PLUS["lam"]: [0.02, 0.01, 0.03], MINUS["lam"]: [0.05, 0.04, 0.06]}
+    value = lambda m, s: 0.5 + (gains[m["lam"]][s] if m["lam"] else 0)
+    others = lambda v: {"mnli-mm": {"metric": "accuracy", "value": v, "metrics": {"accuracy": v}}}
+    runs = [(m, s, value(m, s)) for m in (NONE, PLUS, MINUS) for s in range(3)]
+    alone = [record(*run, task="mnli") for run in runs]
+    both = [record(*run, task="mnli", others=others(run[2])) for run in runs]
+    assert load(both).task.nunique() == 2
+    found = [gain_share(compare(load(r)), "I-STAR λ=1", "I-STAR λ=-1") for r in (alone, both)]
+    assert found[1] == pytest.approx(found[0]) and found[0][3] == 3
+
+
+def test_scores_of_squad_are_in_the_unit_of_the_others():
+    "So that a mean over tasks is of like numbers; what an earlier version wrote in per cent is left out."
+    squad = lambda v: record(NONE, 0, v, task="squad", metric="f1")
+    with pytest.warns(UserWarning, match="its score is in per cent"):
+        assert list(load([squad(0.87), squad(87.0) | {"key": "earlier"}]).value) == [0.87]
+
+
+def test_models_are_told_apart_where_the_last_part_of_a_path_says_nothing():
+    at = lambda path, seeds: [record(NONE, s, 0.6, settings={"model": path}) for s in seeds]
+    df = load([*at("runs/a/model", [0, 1]), *at("runs/b/model", [2, 3]), *at("m/bert", [4]), *at("n/bert", [5])])
+    assert dict(summarise(df).set_index("model_name").n) == {"a/model": 2, "b/model": 2, "bert": 2}
+
+
+def test_what_a_pair_does_not_share_is_named():
+    more = {"model": {"fingerprint": "a"}, "versions": {"torch": "2.0", "transformers": "5.0"}}
+    other = {"model": {"fingerprint": "b"}, "versions": {"torch": "2.1", "transformers": "5.0"}, "metric": "f1"}
+    runs = lambda m, more: [record(m, s, 0.6 + 0.01 * s, **more) for s in range(2)]
+    assert compare(load(runs(NONE, more) + runs(PLUS, more))).differ[0] == []
+    assert compare(load(runs(NONE, more) + runs(PLUS, other))).differ[0] == ["metric", "weights", "libraries"]
+
+
+@pytest.mark.parametrize("missing", ["seed", "regularizer", "model"])
+def test_a_run_that_lacks_what_every_run_has_is_left_out(missing):
+    whole, part = record(NONE, 0, 0.6), record(NONE, 1, 0.7)
+    del part["config"][missing]
+    with pytest.warns(UserWarning, match=f"no record: it has no {missing}"):
+        assert list(load([whole, part]).value) == [0.6]
 
 
 def test_other_scores_do_not_rename_the_usual_ones():
