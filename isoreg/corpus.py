@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from .checks import in_range, one_of
 from .files import file_kind, load_rows
+from .states import eval_mode
 
 # %% ../nbs/10_corpus.ipynb #48347387
 LOSSES = ("mlm", "clm", "seq2seq")
@@ -376,6 +377,14 @@ def model_losses(model: nn.Module) -> list[str]:
     return ["seq2seq", *(n for n in made if n == "mlm")]
 
 # %% ../nbs/10_corpus.ipynb #371f8be5
+@torch.no_grad()
+def looks_ahead(model: nn.Module) -> bool:
+    "Return whether the first logits of a transformers model depend on the last token."
+    ids = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 2]], device=next(model.parameters()).device)
+    with eval_mode(model): one, two = model(input_ids=ids).logits[:, 0]
+    return not torch.allclose(one, two, atol=1e-4)
+
+
 def check_head(model: nn.Module, loss: str) -> None:
     "Raise a `ValueError` for a loss that the model's class was not made for."
     known, two = model_losses(model), getattr(getattr(model, "config", None), "is_encoder_decoder", None)

@@ -29,11 +29,11 @@ from transformers.pytorch_utils import Conv1D
 
 from .checks import in_range, one_of
 from .corpus import (
-    LOSSES, TextBatches, check_head, decoder_inputs, head_input, model_losses, predicted_positions,
+    LOSSES, TextBatches, check_head, decoder_inputs, head_input, looks_ahead, model_losses, predicted_positions,
     sample_losses)
 from .files import check_writable, from_json, read_text, write_atomically
 from .moments import check_readable
-from .states import eval_mode
+from .states import eval_mode, named_weights
 
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
 def empirical_fisher(
@@ -364,7 +364,7 @@ class _Ways:
 
     def __init__(self, model, loss, level, reduction, precision):
         self.model, self.loss, self.level, self.reduction, self.precision = model, loss, level, reduction, precision
-        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.parameters = {n: p for n, p in named_weights(model).items() if p.requires_grad}
         if any(hasattr(vars(m).get("forward"), "groups") for m in model.modules()):
             raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
         if not self.parameters:
@@ -604,7 +604,7 @@ def model_fingerprint(
 ) -> str:
     "Return the sha256 over names, shapes and values of all parameters."
     digest = hashlib.sha256()
-    for name, p in model.named_parameters():
+    for name, p in named_weights(model).items():
         digest.update(f"{name}{tuple(p.shape)}{p.dtype}".encode())
         digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -657,7 +657,7 @@ def sum_over_ranks(
 # %% ../nbs/11_fisher.ipynb #2485f47f
 def _begin(model, level, loss, reduction, sample, precision, corpus, checkpoint) -> FisherEstimate:
     "Return an empty estimate, or the checkpoint of the same one."
-    numel = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    numel = {n: p.numel() for n, p in named_weights(model).items() if p.requires_grad}
     name = getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
     source = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     reduction = "own" if callable(loss) else reduction
@@ -721,6 +721,9 @@ def _loss_for(model, batches, loss: str | Callable | None) -> str | Callable:
     if made and loss != made:
         raise ValueError(f"loss: {loss!r}, but the batches were made for {made!r}; leave it out or rebuild the batches")
     check_head(model, loss)
+    if loss == "clm" and "clm" in known and looks_ahead(model):
+        raise ValueError(f"loss: 'clm', but this {type(model).__name__} sees the tokens on the right, so that it is no "
+                         "likelihood; set is_decoder where the class has it, or take a model that looks back alone")
     return loss
 
 # %% ../nbs/11_fisher.ipynb #2e9c2a12

@@ -23,7 +23,7 @@ from .checks import one_of
 from .config import (
     TOY_LOSSES, FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, Settings, TextSettings, config_schema,
     earlier, scores_source)
-from .corpus import TextBatches, load_texts, sample_losses
+from .corpus import TextBatches, load_texts, looks_ahead, sample_losses
 from .schedules import guided_schedule, site_scores
 from .sites import dropout_sites
 from .files import alone, record_files, write_atomically
@@ -345,7 +345,7 @@ def load_language_model(
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"model: {config.model!r} has no pretrained head for {loss} "
                          f"({', '.join(missing[:2])} missing); train one with the notebook mlm_head first")
-    if loss == "clm" and _looks_ahead(model.eval()):
+    if loss == "clm" and looks_ahead(model):
         raise ValueError(f"model: {config.model!r} sees the tokens on the right, so its causal loss is no likelihood; "
                          "use loss mlm")
     return model.eval().to(_device()), load_tokenizer(config.model), loss, []
@@ -369,14 +369,6 @@ def _own_loss(model: str) -> str:
     return "clm" if "CausalLM" in made_for or "LMHead" in made_for else "mlm"
 
 # %% ../nbs/25_measure.ipynb #36b47d60
-@torch.no_grad()
-def _looks_ahead(model: nn.Module) -> bool:
-    "Return whether the first logits depend on the last token."
-    ids = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 2]], device=next(model.parameters()).device)
-    one, two = model(input_ids=ids).logits[:, 0]
-    return not torch.allclose(one, two, atol=1e-4)
-
-
 def _device() -> str:
     "Return where measurements are made."
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -33,9 +33,10 @@ from .files import write_atomically
 from .fisher import FisherEstimate
 from .schedules import (CONTROLS, check_names, check_rate, check_schedule, control_schedule, guided_schedule,
                               released_schedule, site_scores)
-from .sites import (Found, Site, applied_rate, base_prefix, dropout_sites, find_sites, get_rate, rates_at,
+from .sites import (Found, Site, applied_rate, dropout_sites, find_sites, get_rate, rates_at,
                           record_calls, recorders, seen_in_output, set_rate, shown_module, trial, unwrapped,
                           versions_of)
+from .states import base_prefix
 
 # %% ../nbs/15_noise.ipynb #4ad43b35
 def set_dropout(
@@ -336,7 +337,7 @@ def mixout(
         if encoder and not keep_dropout: undo.callback(set_dropout(model, encoder, batch=batch).undo)
         _hang(undo, mixed, model)
         _write_note(model, sites, encoder)
-        about = {"p": p, "unit": unit, "mixed": len(mixed), "not_called": [q for q in linear if q not in mixed]}
+        about = {"p": p, "unit": unit, "mixed": len(mixed), "not_called": _not_mixed(model, linear, mixed)}
         return Applied(_rates_now(sites, encoder) | about, undo, model)
 
 # %% ../nbs/15_noise.ipynb #038636c4
@@ -359,11 +360,22 @@ class _MixoutHook:
     def settle(self, module): module.__dict__.pop("weight", None)
 
 # %% ../nbs/15_noise.ipynb #e0cd60a8
+_HEAD = re.compile("pooler|lm_head|classifier")
+
 def _linear_maps(model: nn.Module) -> dict[str, nn.Module]:
     "Return the linear maps of the encoder by path, without pooler and head."
-    prefix, head = base_prefix(model), re.compile("pooler|lm_head|classifier")
+    prefix = base_prefix(model)
     return {path: m for path, m in model.named_modules()
-            if isinstance(m, (nn.Linear, Conv1D)) and path.startswith(prefix) and not head.search(path)}
+            if isinstance(m, (nn.Linear, Conv1D)) and path.startswith(prefix) and not _HEAD.search(path)}
+
+def _not_mixed(model: nn.Module, linear: Mapping, mixed: Mapping) -> list[str]:
+    "Return the linear maps that do not run as modules, and the other matrices of the encoder, such as experts."
+    found = [q for q in linear if q not in mixed]
+    for path, m in model.named_modules():
+        if path in linear or isinstance(m, (nn.Embedding, nn.modules.conv._ConvNd)): continue
+        names = [n for n, p in m.named_parameters(path, recurse=False) if p.ndim > 1]
+        found += [n for n in names if n.startswith(base_prefix(model)) and not _HEAD.search(n)]
+    return found
 
 def _reference(model: nn.Module, path: str, pretrained: Mapping[str, Tensor] | None) -> Tensor:
     "Return a copy of the weight that a linear map is mixed with; `ValueError` if there is none of its shape."
@@ -556,7 +568,7 @@ def _describe(model: nn.Module, how: str, done: Mapping, new: int = 0, **extra) 
     if new: notes.append(f"{new} of {sites} sites had rate 0 before: dropout is new there")
     if how == "gaussian-released": notes.append("noise is on at evaluation too, standard deviation p/(1-p)")
     missed = len(done.get("not_called", ()))
-    if missed: notes.append(f"{missed} linear maps are not run as modules and are not mixed")
+    if missed: notes.append(f"{missed} weights of the encoder are in no linear map that runs as a module: not mixed")
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     head = {"how": how, "attention": attention, "transformers": transformers.__version__}
     return {**head, **done, **extra, "notes": notes}

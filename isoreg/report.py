@@ -222,7 +222,7 @@ def _schedule_files(df: pd.DataFrame) -> pd.Series:
     is_file = ~df.dropout.isin(choices(RunConfig.model_fields["dropout"])) & df.dropout_settings.isna()
     return df.dropout.astype(object).where(is_file, None)
 
-
+# %% ../nbs/27_report.ipynb #6c2a7e12
 def _sources(paths: pd.Series, digests: pd.Series) -> list[str | None]:
     "Return what each run read: the digest, or else the path, which may be one whose digest is known."
     known: dict[str, set] = {}

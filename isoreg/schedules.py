@@ -15,7 +15,8 @@ from torch import nn
 
 from .checks import did_you_mean, in_range, one_of
 from .fisher import FisherEstimate, load_scores
-from .sites import Site, base_prefix, dropout_sites, unwrapped
+from .sites import Site, dropout_sites, unwrapped
+from .states import base_prefix
 
 # %% ../nbs/14_schedules.ipynb #49db6bf6
 def check_rate(name: str, p) -> float: return float(in_range(name, p, 0, 1, ends="[)"))

@@ -25,7 +25,7 @@ from torch.random import fork_rng
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import one_of
-from .states import inside_wrapper, same_draws
+from .states import base_prefix, inside_wrapper, named_weights, same_draws
 
 # %% ../nbs/13_sites.ipynb #c2cdd011
 def dropout_sites(
@@ -115,7 +115,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.names = {id(t): name for name, t in model.named_parameters()}
+        self.names = {id(t): name for name, t in named_weights(model).items()}
         self.paths = {id(m): path for path, m in model.named_modules()}
         self.events = []  # names of parameters as they are used, and calls
         self.ran, self.stack = set(), []  # paths of modules: of all that ran, of those that run now
@@ -208,20 +208,38 @@ _NO_RATE = re.compile("layer_?drop|drop_?path", re.I)  # these skip whole layers
 
 @contextlib.contextmanager
 def trial(model: nn.Module):
-    "Enter train mode without gradient, checkpointing, layer drop or adapters; all is put back as it was."
-    modes, buffers = [(m, m.training) for m in model.modules()], [(b, b.clone()) for b in model.buffers()]
-    off = [(m, k, v) for m in model.modules() for k, v in vars(m).items() if isinstance(v, (bool, int, float))
-           and (k in ("gradient_checkpointing", "_disable_adapters") or _NO_RATE.search(k))]
+    """Enter train mode without gradient, checkpointing, layer drop or adapters; all is put back as it was.
+
+    `ValueError` for a model that replaced parts of itself, as BigBird does on short texts."""
+    modules = list(model.modules())
+    configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None and hasattr(c, "__dict__")}
+    plain = [(m, {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))})
+             for m in [*modules, *configs.values()]]
+    parts = [(m, dict(m._modules), dict(m._buffers)) for m in modules]
+    values = [(b, b.clone()) for b in model.buffers()]
     cpu, stance = torch.device("cpu"), torch.compiler.set_stance
     with same_draws(cpu), fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
         try:
-            for m, k, v in off: setattr(m, k, type(v)(k == "_disable_adapters" and not getattr(m, "merged", False)))
+            for m, kept in plain: vars(m).update({k: _off(m, k, v) for k, v in kept.items() if _is_off(m, k)})
             yield model.train()
+            if [id(m) for m in model.modules()] != [id(m) for m in modules]:
+                raise ValueError("batch: the model replaced parts of itself while it ran, as BigBird does on short "
+                                 "texts; pass batch=, texts of the length that it is meant for")
         finally:
-            for m, k, v in off: setattr(m, k, v)
-            for m, training in modes: m.training = training
-            for b, value in buffers:
+            for m, kept in plain: vars(m).update(kept)
+            for m, children, buffers in parts: m._modules.update(children); m._buffers.update(buffers)
+            for b, value in values:
                 if b.is_contiguous() or not torch.equal(b, value): b.copy_(value)
+
+def _is_off(owner, name: str) -> bool:
+    "Return whether an attribute of a module or configuration skips layers, stores no activations or adds adapters."
+    stochastic_depth = name in ("p", "drop_prob") and _NO_RATE.search(type(owner).__name__)
+    return bool(name in ("gradient_checkpointing", "_disable_adapters") or _NO_RATE.search(name) or stochastic_depth)
+
+def _off(owner, name: str, value):
+    "Return the value of such an attribute with which nothing is skipped or added."
+    disabled = name == "_disable_adapters" and not getattr(owner, "merged", False)
+    return value if isinstance(value, str) else type(value)(disabled)
 
 def _gpus(model: nn.Module) -> list[int]: return sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
 
@@ -268,6 +286,7 @@ def _candidates(model: nn.Module) -> list[str]:
     is_rate = lambda k, v: type(v) in (int, float) and 0 <= v < 1 and "drop" in k.lower() and not _NO_RATE.search(k)
     handles = []
     for path, m in model.named_modules():
+        if _NO_RATE.search(path.rpartition(".")[2]) or _NO_RATE.search(type(m).__name__): continue
         if isinstance(m, nn.Identity): handles += [path] * ("drop" in path.rpartition(".")[2].lower())
         elif _rate_name(m): handles.append(path)
         else: handles += [f"{path}.{k}".lstrip(".") for k, v in vars(m).items() if is_rate(k, v)]
@@ -387,11 +406,11 @@ def _tensors_of_site(model, handle: str, kinds: Mapping[str, str], events: Seque
     "Return the tensors that stand for a site with their sizes, in the order of the model."
     calls = [e for e in events if isinstance(e, _Call) and e.handle == handle]
     ids = set(map(id, model.get_submodule(_module(handle)).parameters()))
-    own, names = {t for t, q in model.named_parameters() if id(q) in ids}, {t for c in calls for t in c.tensors}
+    own, names = {t for t, q in named_weights(model).items() if id(q) in ids}, {t for c in calls for t in c.tensors}
     if not calls: names = own
     elif grouping == "released" and kinds[handle] not in ("classifier", "other"):
         names = _submodule_tensors(handle, kinds, events, own)
-    return {t: q.numel() for t, q in model.named_parameters() if t in names}
+    return {t: q.numel() for t, q in named_weights(model).items() if t in names}
 
 # %% ../nbs/13_sites.ipynb #4f10aa5d
 def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, own: set[str]) -> set[str]:
@@ -463,10 +482,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if inner is None and hasattr(model, "get_base_model"): inner = model.get_base_model()  # adapters stay in it
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
-def base_prefix(model: nn.Module) -> str:
-    "Return the path of the base model with a dot; empty if the model is its own base."
-    base = getattr(model, "base_model", model)
-    return next((path + "." for path, m in model.named_modules() if m is base and path), "")
 
 # %% ../nbs/13_sites.ipynb #326b3075
 def shown_module(model: nn.Module, path: str) -> str:

@@ -25,13 +25,17 @@ def hidden_states(
     """Return the hidden states of a batch, L + 1 tensors (batch, length, d), and its mask (batch, length) or None.
 
     Of a model with encoder and decoder they are the encoder's. Raises `ValueError` for what is no batch, and for a
-    model that does not run without labels or gives no hidden states.
+    model that does not run without labels, gives no hidden states or has a learned prompt.
     """
     body, batch = encoder_of(model), _check_batch(batch)
+    if getattr(getattr(inside_wrapper(model), "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("model: its learned prompt stands before the body, whose own states are those without it; "
+                         "adapt the weights, as LoRA does, or train with correction='ustat'")
     device = check_readable(next(body.parameters()), "model").device
     read, request = _inputs_read(body, batch), request_states(body)
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k in read}
     if "use_cache" in read: request["use_cache"] = False  # with a cache, texts in one row would see each other
+    inputs |= _given_by_head(model, body, inputs)
     try: output = body(**inputs, **request)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"model: a {type(body).__name__} does not run on {', '.join(inputs) or 'these batches'} alone "
@@ -58,6 +62,24 @@ def body_of(
     if hasattr(body, "get_base_model"): body = body.get_base_model()  # of PEFT; its adapters stay in
     return getattr(body, "base_model", body)
 
+# %% ../nbs/06_states.ipynb #6c2a7e10
+def base_prefix(
+    model: nn.Module,  # without wrapper
+) -> str:
+    "Return the path of the base model with a dot; empty if the model is its own base."
+    base = getattr(model, "base_model", model)
+    return next((path + "." for path, m in model.named_modules() if m is base and path), "")
+
+
+def named_weights(
+    model: nn.Module,  # without wrapper
+) -> dict[str, nn.Parameter]:
+    "Return the parameters by name, as `named_parameters` does, but a tied one by its name in the base model."
+    prefix, names = base_prefix(model), {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) not in names or name.startswith(prefix) > names[id(p)].startswith(prefix): names[id(p)] = name
+    return {names[id(p)]: p for p in model.parameters()}
+
 
 def encoder_of(
     model: nn.Module,  # any module
@@ -68,6 +90,16 @@ def encoder_of(
     return body.get_encoder() if both else body
 
 # %% ../nbs/06_states.ipynb #84750e3c
+def _given_by_head(model: nn.Module, body: nn.Module, inputs: Mapping) -> dict[str, Tensor]:
+    "Return what a classifier on Longformer adds to its inputs: the first token attends to all, and all to it."
+    longformer = getattr(getattr(body, "config", None), "model_type", "") == "longformer"
+    classifies = "SequenceClassification" in type(inside_wrapper(model)).__name__
+    if not longformer or not classifies or "global_attention_mask" in inputs or "input_ids" not in inputs: return {}
+    first = torch.zeros_like(inputs["input_ids"])
+    first[:, 0] = 1
+    return {"global_attention_mask": first}
+
+
 def _inputs_read(body: nn.Module, batch: Mapping) -> set[str]:
     "Return the names of the inputs that the model reads, without labels; the usual ones where a wrapper names none."
     others = {"labels", "start_positions", "end_positions", "output_hidden_states", "return_dict"}
@@ -108,6 +140,10 @@ def token_mask(
     mask, length = inputs.get("attention_mask"), hidden_states[-1].shape[1]
     frames = getattr(model, "_get_feature_vector_attention_mask", None)
     if frames is None or mask is None or mask.shape[-1] == length: return mask
+    squeezed = getattr(model.config, "squeeze_factor", 1)  # SEW: so many frames are one step
+    if squeezed > 1:
+        steps = model._get_feat_extract_output_lengths(mask.sum(-1)) // squeezed
+        return torch.arange(length, device=mask.device) < steps[:, None]
     adapted = {"add_adapter": False} if "add_adapter" in inspect.signature(frames).parameters else {}
     return frames(length, mask, **adapted)
 

@@ -187,8 +187,9 @@ def test_row_error_widens_and_is_asked_for():
         dict(differences=[d], row_errors=[float("nan")]),
         dict(differences=[d], row_errors=[]),
         dict(differences=[[0.1]], row_errors=[0.1]),
+        dict(differences=[d], row_errors=[0.0], level=95),
     ):
-        with pytest.raises(ValueError, match="row_errors|differences"):
+        with pytest.raises(ValueError, match="row_errors|differences|level"):
             two_errors(**bad)
 
 
