@@ -588,7 +588,8 @@ def _of_plan(records: Iterable[dict], plan) -> list[dict]:
     "Return the records of a plan's runs. `ValueError` for one that is not of its run, and for two that differ."
     from isoreg.sweep import is_record_of
     runs, found = {run.key: run for run in plan.runs}, {}
-    for r in (r for r in records if isinstance(r.get("key"), str) and r["key"] in runs):
+    ended = (r for r in records if r.get("status") != "failed" and isinstance(r.get("key"), str))
+    for r in (r for r in ended if r["key"] in runs):
         key, value = r["key"], r.get("value")
         if not is_record_of(r, runs[key]) or isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
             raise ValueError(f"records: that of {key} is no record of this run; do it again, or give others")

@@ -756,9 +756,10 @@ def _dropout_label(c: dict, scores: bool | str, schedule: str | None) -> str:
 
 # %% ../nbs/19_config.ipynb #77d36f3d
 def model_label(path: str) -> str:
-    "Return the last part of a model's path, with the one before it where the last says nothing, as in RUN/model."
-    *before, last = Path(path).parts or (path,)
-    return "/".join([*before[-1:], last]) if re.fullmatch(r"model|best|checkpoint-\d+", last) else last
+    "Return the end of a model's path from the last part that says which one it is, as in RUN/model."
+    parts = Path(path).parts or (path,)
+    told = [i for i, p in enumerate(parts) if not re.fullmatch(r"/|model|best|checkpoint-\d+", p)]
+    return "/".join(parts[told[-1]:]) if told else path
 
 
 def method_label(

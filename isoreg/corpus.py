@@ -4,6 +4,7 @@
 __all__ = ['TextBatches', 'mask_tokens', 'corrupt_spans', 'sample_losses', 'predicted_logits', 'load_texts']
 
 # %% ../nbs/10_corpus.ipynb #ab1ec9d2
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -379,10 +380,12 @@ def model_losses(model: nn.Module) -> list[str]:
 # %% ../nbs/10_corpus.ipynb #371f8be5
 @torch.no_grad()
 def looks_ahead(model: nn.Module) -> bool:
-    "Return whether the first logits of a transformers model depend on the last token."
-    ids = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 2]], device=next(model.parameters()).device)
-    with eval_mode(model): one, two = model(input_ids=ids).logits[:, 0]
-    return not torch.allclose(one, two, atol=1e-4)
+    "Return whether the first logits depend on the last token; False for a model that does not run on made-up ids."
+    ids = torch.tensor([[1, 2, 1], [1, 2, 2]], device=next(model.parameters()).device)
+    with eval_mode(model), contextlib.suppress(AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        one, two = model(input_ids=ids).logits[:, 0]
+        return not torch.allclose(one, two, atol=1e-4)
+    return False
 
 
 def check_head(model: nn.Module, loss: str) -> None:

@@ -722,8 +722,8 @@ def _loss_for(model, batches, loss: str | Callable | None) -> str | Callable:
         raise ValueError(f"loss: {loss!r}, but the batches were made for {made!r}; leave it out or rebuild the batches")
     check_head(model, loss)
     if loss == "clm" and "clm" in known and looks_ahead(model):
-        raise ValueError(f"loss: 'clm', but this {type(model).__name__} sees the tokens on the right, so that it is no "
-                         "likelihood; set is_decoder where the class has it, or take a model that looks back alone")
+        raise ValueError(f"loss: 'clm', but this {type(model).__name__} sees the tokens on the right, so its causal "
+                         "loss is no likelihood; load it with is_decoder=True if its config has that, or take another")
     return loss
 
 # %% ../nbs/11_fisher.ipynb #2e9c2a12

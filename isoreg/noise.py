@@ -370,11 +370,11 @@ def _linear_maps(model: nn.Module) -> dict[str, nn.Module]:
 
 def _not_mixed(model: nn.Module, linear: Mapping, mixed: Mapping) -> list[str]:
     "Return the linear maps that do not run as modules, and the other matrices of the encoder, such as experts."
-    found = [q for q in linear if q not in mixed]
+    found, prefix = [q for q in linear if q not in mixed], base_prefix(model)
     for path, m in model.named_modules():
         if path in linear or isinstance(m, (nn.Embedding, nn.modules.conv._ConvNd)): continue
         names = [n for n, p in m.named_parameters(path, recurse=False) if p.ndim > 1]
-        found += [n for n in names if n.startswith(base_prefix(model)) and not _HEAD.search(n)]
+        found += [n for n in names if n.startswith(prefix) and not _HEAD.search(n)]
     return found
 
 def _reference(model: nn.Module, path: str, pretrained: Mapping[str, Tensor] | None) -> Tensor:
@@ -568,7 +568,7 @@ def _describe(model: nn.Module, how: str, done: Mapping, new: int = 0, **extra) 
     if new: notes.append(f"{new} of {sites} sites had rate 0 before: dropout is new there")
     if how == "gaussian-released": notes.append("noise is on at evaluation too, standard deviation p/(1-p)")
     missed = len(done.get("not_called", ()))
-    if missed: notes.append(f"{missed} weights of the encoder are in no linear map that runs as a module: not mixed")
+    if missed: notes.append(f"{missed} matrices of the encoder are not mixed, see not_called")
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     head = {"how": how, "attention": attention, "transformers": transformers.__version__}
     return {**head, **done, **extra, "notes": notes}

@@ -259,7 +259,8 @@ def _failure(file: Path) -> dict:
     try: found = from_json(read_text(file))
     except ValueError as error: raise ValueError(f"{file} is no JSON ({error})") from None
     names = ("key", "config", "error", "attempts")
-    if not isinstance(found, dict) or any(n not in found for n in names) or "task" not in found["config"]:
+    whole = isinstance(found, dict) and set(names) <= set(found) and isinstance(found["key"], str)
+    if not whole or not isinstance(found["config"], dict) or "task" not in found["config"]:
         raise ValueError(f"{file} is of no failed run")
     return {"status": "failed"} | {n: found[n] for n in names}
 

@@ -29,7 +29,7 @@ from .files import from_json, read_text, record_files, unpack, write_atomically
 from isoreg.statistics import (
     ROUNDING, holm, missing_bounds, ratio_interval, score_error, seeds_needed, sign_flip, smallest_p, t_interval,
     two_errors)
-from .tasks import TASKS
+from .tasks import TASKS, in_percent
 
 # %% ../nbs/27_report.ipynb #faf62b0c
 def load(
@@ -91,8 +91,7 @@ def _record(entry) -> dict:
     missing = [n for n in RunConfig.required if n not in values["config"]]
     if not is_run: raise ValueError(f"no run, but {values.get('kind', 'something else')}")
     if missing: raise ValueError(f"no record: it has no {missing[0]}")
-    known = TASKS.get(values["config"]["task"])
-    if known and known.kind == "qa" and _float(values.get("value")) > 1:
+    if in_percent(values):
         raise ValueError("no record: its score is in per cent, as earlier versions wrote it; divide it by 100")
     for name, value in values["config"].items():
         if name in SETTINGS and not _fits(name, value): raise ValueError(f"no record: {name} {value!r}"[:71])
@@ -464,8 +463,8 @@ def clears_majority(
     """Return whether the baseline scores two standard errors above the best constant answer, so that a task can judge.
 
     Columns: task, the varying settings, metric, n, mean, majority, rows (of evaluation), error (of the mean: seeds, and
-    rows where a record says them), clears: False without a finished run or an error, True where no majority is
-    recorded and so nothing has to be cleared. `ValueError` if no run has the baseline."""
+    rows where a record says them), clears: False without a finished run and where the error is not known, True where
+    no majority is recorded and so nothing has to be cleared. `ValueError` if no run has the baseline."""
     one_of("baseline", baseline, dict.fromkeys(df.method))
     plain = df[df.method == baseline].reset_index(drop=True)
     by, rows = columns_apart(df, by, paired=True), []

@@ -212,19 +212,21 @@ def trial(model: nn.Module):
 
     `ValueError` for a model that replaced parts of itself, as BigBird does on short texts."""
     modules = list(model.modules())
-    configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None and hasattr(c, "__dict__")}
+    found = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
+    configs = [c for c in found.values() if isinstance(getattr(c, "__dict__", None), dict)]
     plain = [(m, {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))})
-             for m in [*modules, *configs.values()]]
-    parts = [(m, dict(m._modules), dict(m._buffers)) for m in modules]
+             for m in [*modules, *configs]]
+    parts = [(m, dict(m._modules), dict(m._buffers)) for m in modules if isinstance(m._modules, dict)]  # no TorchScript
     values = [(b, b.clone()) for b in model.buffers()]
     cpu, stance = torch.device("cpu"), torch.compiler.set_stance
     with same_draws(cpu), fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
         try:
             for m, kept in plain: vars(m).update({k: _off(m, k, v) for k, v in kept.items() if _is_off(m, k)})
             yield model.train()
-            if [id(m) for m in model.modules()] != [id(m) for m in modules]:
+            if any(m._modules.get(name) is not part for m, children, _ in parts for name, part in children.items()):
                 raise ValueError("batch: the model replaced parts of itself while it ran, as BigBird does on short "
-                                 "texts; pass batch=, texts of the length that it is meant for")
+                                 "texts; load it with attention_type='original_full', or pass batch=, texts of the "
+                                 "length that it is meant for")
         finally:
             for m, kept in plain: vars(m).update(kept)
             for m, children, buffers in parts: m._modules.update(children); m._buffers.update(buffers)
@@ -286,8 +288,9 @@ def _candidates(model: nn.Module) -> list[str]:
     is_rate = lambda k, v: type(v) in (int, float) and 0 <= v < 1 and "drop" in k.lower() and not _NO_RATE.search(k)
     handles = []
     for path, m in model.named_modules():
-        if _NO_RATE.search(path.rpartition(".")[2]) or _NO_RATE.search(type(m).__name__): continue
-        if isinstance(m, nn.Identity): handles += [path] * ("drop" in path.rpartition(".")[2].lower())
+        last = path.rpartition(".")[2].lower()
+        if _NO_RATE.search(type(m).__name__): continue
+        if isinstance(m, nn.Identity): handles += [path] * ("drop" in last and not _NO_RATE.search(last))
         elif _rate_name(m): handles.append(path)
         else: handles += [f"{path}.{k}".lstrip(".") for k, v in vars(m).items() if is_rate(k, v)]
     return handles
@@ -402,15 +405,17 @@ def _unique_names(kinds: Mapping[str, str], prefix: str) -> dict[str, str]:
     return names
 
 # %% ../nbs/13_sites.ipynb #5df51e58
-def _tensors_of_site(model, handle: str, kinds: Mapping[str, str], events: Sequence, grouping: str) -> dict[str, int]:
+def _tensors_of_site(
+    model: nn.Module, weights: Mapping, handle: str, kinds: Mapping[str, str], events: Sequence, grouping: str
+) -> dict[str, int]:
     "Return the tensors that stand for a site with their sizes, in the order of the model."
     calls = [e for e in events if isinstance(e, _Call) and e.handle == handle]
     ids = set(map(id, model.get_submodule(_module(handle)).parameters()))
-    own, names = {t for t, q in named_weights(model).items() if id(q) in ids}, {t for c in calls for t in c.tensors}
+    own, names = {t for t, q in weights.items() if id(q) in ids}, {t for c in calls for t in c.tensors}
     if not calls: names = own
     elif grouping == "released" and kinds[handle] not in ("classifier", "other"):
         names = _submodule_tensors(handle, kinds, events, own)
-    return {t: q.numel() for t, q in named_weights(model).items() if t in names}
+    return {t: q.numel() for t, q in weights.items() if t in names}
 
 # %% ../nbs/13_sites.ipynb #4f10aa5d
 def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, own: set[str]) -> set[str]:
@@ -462,9 +467,10 @@ def find_sites(model: nn.Module, batch, grouping: str = "released") -> Found:
     if not kinds:
         why = [f"{', '.join(dead[:3])}: never applied"] * bool(dead) + [stray] * bool(stray)
         raise ValueError("; ".join([f"model: {type(model).__name__} has no dropout site", *why]))
+    weights = named_weights(model)
     sites, local = [], lambda path: _WRAPPED.sub(".", path.removeprefix(prefix))
     for h, name in _unique_names(kinds, prefix).items():
-        tensors = _tensors_of_site(model, h, kinds, record.events, grouping)
+        tensors = _tensors_of_site(model, weights, h, kinds, record.events, grouping)
         path = calls[h][0].module if calls[h] else _module(h)
         twins = [d for d in dead if kinds[h] == "attention_probs" and _same_probabilities(d, h)]
         sites.append(Site(name, kinds[h], get_rate(model, h), tuple(map(local, tensors)), tuple(tensors.values()),

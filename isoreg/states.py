@@ -30,7 +30,7 @@ def hidden_states(
     body, batch = encoder_of(model), _check_batch(batch)
     if getattr(getattr(inside_wrapper(model), "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("model: its learned prompt stands before the body, whose own states are those without it; "
-                         "adapt the weights, as LoRA does, or train with correction='ustat'")
+                         "adapt the weights, as LoRA does")
     device = check_readable(next(body.parameters()), "model").device
     read, request = _inputs_read(body, batch), request_states(body)
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k in read}
@@ -93,7 +93,7 @@ def encoder_of(
 def _given_by_head(model: nn.Module, body: nn.Module, inputs: Mapping) -> dict[str, Tensor]:
     "Return what a classifier on Longformer adds to its inputs: the first token attends to all, and all to it."
     longformer = getattr(getattr(body, "config", None), "model_type", "") == "longformer"
-    classifies = "SequenceClassification" in type(inside_wrapper(model)).__name__
+    classifies = any("SequenceClassification" in k.__name__ for m in model.modules() for k in type(m).__mro__)
     if not longformer or not classifies or "global_attention_mask" in inputs or "input_ids" not in inputs: return {}
     first = torch.zeros_like(inputs["input_ids"])
     first[:, 0] = 1

@@ -98,7 +98,7 @@ def score_error(
     x = np.asarray(scores, dtype=float)
     if not rows > 1: return float(stats.sem(x)) if len(x) > 1 else math.nan
     mean, few = x.mean(), x.var(ddof=1) / len(x) if len(x) > 1 else 0.0
-    return math.sqrt(few + (1 / (rows - 1) if correlation else mean * (1 - mean) / rows))
+    return math.sqrt(few + (1 / (rows - 1) if correlation else max(0.0, mean * (1 - mean)) / rows))
 
 # %% ../nbs/26_statistics.ipynb #7f519716
 def two_errors(

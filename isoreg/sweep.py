@@ -35,6 +35,7 @@ from pydantic import TypeAdapter
 from .files import (
     NO_ROOM, from_json, own_folder, read_text, remove_abandoned, remove_abandoned_folders, write_atomically)
 from .config import CONFIGS
+from .tasks import in_percent
 from .grid import Plan, Run, config_class, notebook_path
 from .notebook import check_open_files, error_name, error_words, execute, read_progress
 
@@ -217,7 +218,7 @@ def _is_done(record, key: str) -> bool:
 def is_record_of(record, run: Run) -> bool:
     "Return whether it is a whole record of the run."
     needed = {"config", "metric", "value"} if run.notebook == "finetune" else {"config"}
-    if not _is_done(record, run.key) or not needed <= set(record): return False
+    if not _is_done(record, run.key) or not needed <= set(record) or in_percent(record): return False
     if record["config"] == run.config: return True
     try: return config_class(run.notebook).from_record(record["config"]).key == run.key
     except (ValueError, TypeError): return False

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 import transformers as T
+from torch import nn
 
 from isoreg.fisher import empirical_fisher
 from isoreg.istar import measure_isotropy
@@ -109,6 +110,44 @@ def test_the_states_of_longformer_are_those_under_its_classifier():
     assert all(torch.allclose(a[mask.bool()], b[mask.bool()], atol=1e-5) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("wrap", ["compiled", "adapted", "derived"])
+def test_the_head_of_longformer_is_known_behind_wrappers(wrap):
+    class Classifier(T.LongformerForSequenceClassification):
+        "A class of another name."
+
+    settings = dict(attention_window=4, pad_token_id=1, initializer_range=0.5)
+    model, batch = Classifier(T.LongformerConfig(**TEXT, **settings)).eval(), texts(30, 20)
+    expected = model(**batch, output_hidden_states=True).hidden_states[-1]
+    if wrap == "compiled":
+        model = torch.compile(model, backend="eager")
+    if wrap == "adapted":
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"])).eval()
+    found, mask = hidden_states(model, batch)
+    assert torch.allclose(found[-1][mask.bool()], expected[mask.bool()], atol=1e-5)
+
+
+class Odd(nn.Module):
+    "Dropout whose name is like that of layer drop, a part in TorchScript, one made while it runs, a class as config."
+
+    config = T.BertConfig
+
+    def __init__(self):
+        super().__init__()
+        self.layer_dropout, self.linear = nn.Dropout(0.1), torch.jit.script(nn.Linear(4, 4))
+        self.parts = nn.ModuleDict()
+
+    def forward(self, x):
+        if "made" not in self.parts:
+            self.parts["made"] = nn.Linear(4, 4)
+        return self.parts["made"](self.layer_dropout(self.linear(x)))
+
+
+def test_a_module_of_odd_parts_is_looked_into():
+    model = Odd()
+    (site,) = dropout_sites(model, batch=torch.randn(2, 4))
+    assert site.handles == ("layer_dropout",) and site.p == 0.1 and model.layer_dropout.p == 0.1
+
+
 @pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
 def test_states_without_a_learned_prompt_are_refused(kind):
     model = T.BertForSequenceClassification(T.BertConfig(**TEXT))
@@ -144,4 +183,4 @@ def test_mixout_says_which_weights_it_does_not_mix():
     done = apply_dropout(T.XLNetForSequenceClassification(config), "mixout", p=0.5)
     left = {name for name in done["not_called"] if ".rel_attn." in name}
     assert {f"transformer.layer.{i}.rel_attn.{n}" for i in (0, 1) for n in "qkvor"} <= left and done["mixed"] == 4
-    assert any(f"{len(done['not_called'])} weights of the encoder are in no linear map" in n for n in done["notes"])
+    assert f"{len(done['not_called'])} matrices of the encoder are not mixed, see not_called" in done["notes"]

@@ -45,6 +45,11 @@ def test_failed_runs_are_collected_until_they_are_done(tmp_path):
     (tmp_path / "failed").mkdir()
     (tmp_path / "failed" / "failed.json").write_text(json.dumps(kept | {"traceback": "...", "host": "a machine"}))
     assert collect(tmp_path / "failed", lines) == [{"status": "failed"} | kept] and load(lines).error[0] == "no"
+    (tmp_path / "failed" / "odd").mkdir()
+    for odd in (kept | {"config": None}, kept | {"key": 5}, kept | {"config": "task"}, []):
+        (tmp_path / "failed" / "odd" / "failed.json").write_text(json.dumps(odd))
+        with pytest.warns(UserWarning, match="failed.json is of no failed run"):
+            assert len(collect(tmp_path / "failed", lines)) == 1
     collect(lay(tmp_path / "again"), lines)
     collect(tmp_path / "failed", lines)  # a failure does not take the place of the finished run
     assert list(load(lines).value) == [0.5] and list(load(lines).status) == ["done"]

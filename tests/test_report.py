@@ -21,6 +21,7 @@ matplotlib.use("Agg")
 from isoreg.files import pack
 from isoreg import report
 from isoreg import figures
+from isoreg.config import model_label
 from isoreg.figures import (
     plot_forest,
     plot_fraction,
@@ -1595,7 +1596,9 @@ def test_a_training_counts_once_in_the_share_of_a_gain():
 
 def test_scores_of_squad_are_in_the_unit_of_the_others():
     "So that a mean over tasks is of like numbers; what an earlier version wrote in per cent is left out."
-    squad = lambda v: record(NONE, 0, v, task="squad", metric="f1")
+    squad = lambda v, **own: record(NONE, 0, v, task="squad", metric="f1", settings=own)
+    with pytest.raises(ValueError, match="its score is in per cent"):
+        load(squad(87.0, definition={"name": "mine", "kind": "qa"}))
     with pytest.warns(UserWarning, match="its score is in per cent"):
         assert list(load([squad(0.87), squad(87.0) | {"key": "earlier"}]).value) == [0.87]
 
@@ -1604,6 +1607,8 @@ def test_models_are_told_apart_where_the_last_part_of_a_path_says_nothing():
     at = lambda path, seeds: [record(NONE, s, 0.6, settings={"model": path}) for s in seeds]
     df = load([*at("runs/a/model", [0, 1]), *at("runs/b/model", [2, 3]), *at("m/bert", [4]), *at("n/bert", [5])])
     assert dict(summarise(df).set_index("model_name").n) == {"a/model": 2, "b/model": 2, "bert": 2}
+    names = {"a/best/model": "a/best/model", "run/checkpoint-5": "run/checkpoint-5", "/model": "/model", "gpt2": "gpt2"}
+    assert {path: model_label(path) for path in names} == names
 
 
 def test_what_a_pair_does_not_share_is_named():
