@@ -217,7 +217,7 @@ def trial(model: nn.Module):
     plain = [(m, {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))})
              for m in [*modules, *configs]]
     parts = [(m, dict(m._modules), dict(m._buffers)) for m in modules if isinstance(m._modules, dict)]  # no TorchScript
-    values = [(b, b.clone()) for b in model.buffers()]
+    modes, values = [(m, m.training) for m in modules], [(b, b.clone()) for b in model.buffers()]
     cpu, stance = torch.device("cpu"), torch.compiler.set_stance
     with same_draws(cpu), fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
         try:
@@ -229,10 +229,12 @@ def trial(model: nn.Module):
                                  "length that it is meant for")
         finally:
             for m, kept in plain: vars(m).update(kept)
+            for m, training in modes: m.training = training  # TorchScript keeps it elsewhere
             for m, children, buffers in parts: m._modules.update(children); m._buffers.update(buffers)
             for b, value in values:
                 if b.is_contiguous() or not torch.equal(b, value): b.copy_(value)
 
+# %% ../nbs/13_sites.ipynb #6c2a7e13
 def _is_off(owner, name: str) -> bool:
     "Return whether an attribute of a module or configuration skips layers, stores no activations or adds adapters."
     stochastic_depth = name in ("p", "drop_prob") and _NO_RATE.search(type(owner).__name__)

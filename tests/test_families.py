@@ -143,8 +143,9 @@ class Odd(nn.Module):
 
 
 def test_a_module_of_odd_parts_is_looked_into():
-    model = Odd()
+    model = Odd().eval()
     (site,) = dropout_sites(model, batch=torch.randn(2, 4))
+    assert not any(m.training for m in model.modules() if m is not model.parts.made)
     assert site.handles == ("layer_dropout",) and site.p == 0.1 and model.layer_dropout.p == 0.1
 
 
