@@ -1197,12 +1197,14 @@ def test_a_search_of_which_a_record_is_none_of_its_run():
 
     ends(0, *select(), words=["0.7"])
     ends(0, *select(whole[0], OTHER))  # twice the same; a run of another grid
-    for odd in ({"value": True}, {"value": "0.9"}, {"status": "failed"}, {"config": runs[1].config}):
+    for odd in ({"value": True}, {"value": "0.9"}, {"status": "stopped"}, {"config": runs[1].config}):
         ends(2, *select(whole[0] | odd), words=[f"that of {runs[0].key} is no record of this run"])
     ends(2, *select(whole[0] | {"value": 0.4}), words=["with the values 0.5 and 0.4; give one"])
     for value in (1e308, 10**400, None, float("nan"), float("inf")):
         whole[1]["value"] = value
         assert "0.5" in ends(0, *select()).output
+    whole[1] = {"key": runs[1].key, "config": runs[1].config, "status": "failed", "error": "no", "attempts": 1}
+    ends(2, *select(), words=["1 of 2 runs of s have none"])
 
 
 def test_a_search_of_another_kind_of_run_is_refused_in_words():
