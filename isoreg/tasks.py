@@ -267,7 +267,8 @@ def in_percent(
     record: dict,  # of a run
 ) -> bool:
     "Return whether a record's score is in per cent, as earlier versions wrote that of question answering."
-    config, value = record["config"], record.get("value")
+    config, value = record.get("config"), record.get("value")
+    if not isinstance(config, dict): return False
     own = config.get("definition")
     kind = own.get("kind") if isinstance(own, dict) else getattr(TASKS.get(config.get("task")), "kind", None)
     return kind == "qa" and isinstance(value, (int, float)) and value > 1
