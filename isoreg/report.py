@@ -569,7 +569,8 @@ def _differ(arm: pd.DataFrame, base: pd.DataFrame) -> list[str]:
     arm, base = (g.set_index("seed").sort_index() for g in (arm, base))
     settings = [c for c in SETTINGS if c in arm and c not in (*METHOD, "seed", "data_dir", "recipe")]
     found = [c for c in settings if (arm[c].map(str) != base[c].map(str)).any()]
-    columns = {"data": "fingerprint"} | {c: c for c in ("metric", "weights", "libraries", "hardware", "commit")}
+    columns = {"hardware": "hardware", "data": "fingerprint"}
+    columns |= {c: c for c in ("commit", "metric", "weights", "libraries")}
     for name, c in columns.items():
         known = arm[c].notna() & base[c].notna() & arm[c].ne("unknown") & base[c].ne("unknown")
         if (known & (arm[c] != base[c])).any(): found.append(name)
