@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['option', 'RECIPES', 'PENALTIES', 'DROPOUTS', 'CONFIGS', 'About', 'setting', 'Settings', 'Registry', 'RunConfig',
-           'model_label', 'method_label', 'FisherConfig', 'LandscapeConfig', 'GeometryConfig', 'PretrainConfig',
-           'help_text', 'options_table', 'command']
+           'method_label', 'FisherConfig', 'LandscapeConfig', 'GeometryConfig', 'PretrainConfig', 'help_text',
+           'options_table', 'command']
 
 # %% ../nbs/19_config.ipynb #3d3f6671
 import difflib
@@ -738,6 +738,13 @@ def _penalty_label(c: dict) -> str:
     return ", ".join([head, *_details(c, [*PenaltySettings.model_fields, "padding"])])
 
 
+def model_label(path: str) -> str:
+    "Return the end of a model's path from the last part that says which one it is, as in RUN/model."
+    parts = Path(path).parts or (path,)
+    told = [i for i, p in enumerate(parts) if not re.fullmatch(r"/|model|best|checkpoint-\d+", p)]
+    return "/".join(parts[told[-1]:]) if told else path
+
+
 def file_label(path: str, parts: int = 1) -> str:
     "Return the parts of a path, counted from its end, that say which scores or schedule."
     told = [p.removesuffix(".json") for p in Path(path).parts if p not in ("full", "fisher.json", "record.json")]
@@ -755,13 +762,6 @@ def _dropout_label(c: dict, scores: bool | str, schedule: str | None) -> str:
     return f"{_DROPOUT.get(c['dropout'], other)} {', '.join(more)}".strip()
 
 # %% ../nbs/19_config.ipynb #77d36f3d
-def model_label(path: str) -> str:
-    "Return the end of a model's path from the last part that says which one it is, as in RUN/model."
-    parts = Path(path).parts or (path,)
-    told = [i for i, p in enumerate(parts) if not re.fullmatch(r"/|model|best|checkpoint-\d+", p)]
-    return "/".join(parts[told[-1]:]) if told else path
-
-
 def method_label(
     config: dict,  # settings of a run; what is missing has its default
     scores: bool | str = True,  # name the file of scores; a text is its name

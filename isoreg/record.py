@@ -241,7 +241,7 @@ def collect(
         records: dict[str, dict] = {}
         for record in (*read_lines(path), *_below(folder)):
             kept = records.get(record["key"])
-            records[record["key"]] = record if kept is None else _better(kept, record)
+            records[record["key"]] = record if kept is None else better(kept, record)
         found = sorted(records.values(), key=_by_setting)
         write_atomically(path, "".join(json.dumps(r) + "\n" for r in found))
     return found
@@ -265,13 +265,15 @@ def _failure(file: Path) -> dict:
     return {"status": "failed"} | {n: found[n] for n in names}
 
 
-def _better(kept: dict, new: dict) -> dict:
+def better(kept: dict, new: dict) -> dict:
     "Return of two records of one run the finished one, and of two finished ones the later."
     if kept.get("status") != new.get("status"): return kept if kept.get("status") == "done" else new
-    if kept.get("value") != new.get("value"):
+    other = kept.get("value") != new.get("value")
+    if other and new.get("status") == "done":
         both = f"{kept.get('value')} and {new.get('value')}"
-        warnings.warn(f"{new['key']}: recorded twice with values {both}; the later one stays")
-    return max(new, kept, key=lambda r: str(r.get("started", "")))  # of equal times the new one
+        warnings.warn(f"{new['key']}: recorded twice with values {both}; the later one counts", stacklevel=3)
+    begun = [str(r.get("started") or "") for r in (new, kept)]
+    return new if (begun[0], other) > (begun[1], False) else kept  # of equal ones the first
 
 
 def _by_setting(record: dict) -> tuple:

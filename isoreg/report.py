@@ -26,6 +26,7 @@ from .checks import one_of
 from .config import GUIDED, METHOD, RunConfig, choices, earlier, file_label, kinds, model_label
 from .config import method_label as label
 from .files import from_json, read_text, record_files, unpack, write_atomically
+from .record import better
 from isoreg.statistics import (
     ROUNDING, holm, missing_bounds, ratio_interval, score_error, seeds_needed, sign_flip, smallest_p, t_interval,
     two_errors)
@@ -49,7 +50,7 @@ def load(
             wrong.append((str(reason), f"{file or 'a record'}{f' line {line}' if line else ''} ({reason})"))
             continue
         for row in (_row(each, file, line) for each in (record, *_others(record))):
-            rows[row["key"]] = _better(rows[row["key"]], row) if row["key"] in rows else row
+            rows[row["key"]] = better(rows[row["key"]], row) if row["key"] in rows else row
     left_out = _left_out(wrong) if wrong else "a finished run leaves record.json in its folder"
     if not rows: raise ValueError(f"source: no record of a run; {left_out}")
     if wrong: warnings.warn(left_out, stacklevel=2)
@@ -241,16 +242,6 @@ def _source_names(paths: pd.Series, sources: list[str | None]) -> dict[str, str]
         names = {s: file_label(at[s], depth) if found.count(n) > 1 else n for s, n in names.items()}
     found = list(names.values())
     return {s: n if found.count(n) == 1 else at[s] if s == at[s] else f"{n} {s[:8]}" for s, n in names.items()}
-
-# %% ../nbs/27_report.ipynb #1f0fcb4e
-def _better(kept: dict, new: dict) -> dict:
-    "Return of two rows of one run the finished one, and of two finished ones the later."
-    if kept["status"] != new["status"]: return kept if kept["status"] == "done" else new
-    if kept["status"] == "done" and kept["value"] != new["value"]:
-        both = f"{kept['value']} and {new['value']}"
-        warnings.warn(f"{kept['key']}: recorded twice with values {both}; the later one counts", stacklevel=3)
-    other = new["value"] != kept["value"]  # of equal ones that do not say when they began, the first
-    return new if (new["started"], other) > (kept["started"], False) else kept
 
 # %% ../nbs/27_report.ipynb #62c4e3e4
 def _left_out(wrong: list[tuple[str, str]]) -> str:

@@ -92,9 +92,9 @@ def encoder_of(
 # %% ../nbs/06_states.ipynb #84750e3c
 def _given_by_head(model: nn.Module, body: nn.Module, inputs: Mapping) -> dict[str, Tensor]:
     "Return what a classifier on Longformer adds to its inputs: the first token attends to all, and all to it."
-    longformer = getattr(getattr(body, "config", None), "model_type", "") == "longformer"
+    if getattr(getattr(body, "config", None), "model_type", "") != "longformer" or "input_ids" not in inputs: return {}
     classifies = any("SequenceClassification" in k.__name__ for m in model.modules() for k in type(m).__mro__)
-    if not longformer or not classifies or "global_attention_mask" in inputs or "input_ids" not in inputs: return {}
+    if not classifies or "global_attention_mask" in inputs: return {}
     first = torch.zeros_like(inputs["input_ids"])
     first[:, 0] = 1
     return {"global_attention_mask": first}

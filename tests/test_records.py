@@ -59,9 +59,9 @@ def test_the_later_of_two_records_is_collected(tmp_path):
     lines = tmp_path / "all.jsonl"
     at = lambda month, value: lay(tmp_path / month, value=value, started=f"2026-{month}-01T00:00:00+00:00")
     (new,) = collect(at("05", 0.9), lines)
-    with pytest.warns(UserWarning, match="0.9 and 0.1; the later one stays"):
+    with pytest.warns(UserWarning, match="0.9 and 0.1; the later one counts"):
         assert collect(at("01", 0.1), lines) == [new]
-    with pytest.warns(UserWarning, match="0.9 and 0.2; the later one stays"):
+    with pytest.warns(UserWarning, match="0.9 and 0.2; the later one counts"):
         assert collect(at("07", 0.2), lines)[0]["value"] == 0.2
 
 
