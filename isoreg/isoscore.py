@@ -424,10 +424,10 @@ def gaussian_stderr(
     return float((t2 / f / (len(S) - 1)) * (first + second).sqrt())
 
 # %% ../nbs/02_isoscore.ipynb #904a5b0f
-def _jackknife_variance(n: int, d: int, r: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    "Return the jackknife variance of the U-statistic score, from r, w and v (n,) of the n centred rows."
+def _jackknife_variance(n: int, d: int, r: Tensor, w: Tensor, z: Tensor) -> Tensor:
+    "Return the jackknife variance of the U-statistic score, from r, w and z (n,) of the n centred rows."
     h, t, a, c = n / (n - 1), r.sum(), w.sum(), r / (n - 1) ** 2
-    quartic = (r * r).sum() + 4 * v / (n - 1) + 4 * w / (n - 1) ** 2 + 2 * c * t + n * c * c - h**4 * r * r
+    quartic = (r * r).sum() + 4 * z / (n - 1) + 4 * w / (n - 1) ** 2 + 2 * c * t + n * c * c - h**4 * r * r
     left = Invariants(torch.full_like(r, n - 1), t - h * r, a - 2 * h * w + (h * r) ** 2, quartic)
     scores = closed_form(*estimate_traces(left, "ustat"), d)
     return (n - 1) / n * (scores - scores.mean()).square().sum()
@@ -439,10 +439,10 @@ def _row_error(X: Tensor, score: float, correction: str) -> float:
     X = X * 2.0 ** -math.frexp(float(X.abs().max()))[1]  # fourth powers fit; the score does not depend on the scale
     r, wide = X.square().sum(-1), wide_dtype(X)
     A = X @ X.mT if n < d else moments(X).m2  # K or M2, whichever is smaller
-    w, v = (A.square().sum(-1), A @ r) if n < d else (((X @ A) * X).sum(-1), X @ (X.mT @ r))
+    w, z = (A.square().sum(-1), A @ r) if n < d else (((X @ A) * X).sum(-1), X @ (X.mT @ r))
     t2, f, first, second = _gaussian_terms(A.to(wide) / (n - 1), n)
     if correction == "gaussian": return float(t2 / f / (d - 1) * (first + second).sqrt())
-    variance = _jackknife_variance(n, d, r.to(wide), w.to(wide), v.to(wide))
+    variance = _jackknife_variance(n, d, r.to(wide), w.to(wide), z.to(wide))
     return float(torch.maximum(variance - (score + 1 / (d - 1)) ** 2 * second, variance / 2).sqrt())
 
 # %% ../nbs/02_isoscore.ipynb #b8f0de0e

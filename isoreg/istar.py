@@ -51,7 +51,7 @@ class IStar(nn.Module):
         return logged_term(self, "istar", self.lam * (1 - score), isoscore=score)
 
     def score(self, hidden_states: tuple[Tensor, ...], attention_mask: Tensor | None = None) -> Tensor:
-        "Return `IsoScore*`, or the corrected score in [0, 1]; `ValueError` below 2 tokens (gaussian 3, ustat 4)."
+        "Return `IsoScore*`, or the corrected score, 1 below 8 tokens; `ValueError` below 2 (gaussian 3, ustat 4)."
         return _score(self, hidden_states, attention_mask)
 
     def set_reference(self, reference_cov: Tensor) -> None:

@@ -64,7 +64,7 @@ class MomentsMetric(_Steady):
         self,
         incoming_state,  # another metric of this class, or its state dictionary
     ) -> None:
-        "Add what another metric has seen. `ValueError` if it was built for other dimensions or another correction."
+        "Add what another metric has seen; `ValueError` for other dimensions, or without the sums that 'ustat' needs."
         self._add(_check_incoming(incoming_state, self))
         self._computed = None  # the cached score
         self._update_count += 1

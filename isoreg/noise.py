@@ -236,6 +236,7 @@ class _GaussianHook(TorchFunctionMode):
         return self.training.pop()
 
     def settle(self, module, entering=False):
+        "End what an interrupted pass has left on."
         on = _get_current_function_mode_stack()
         while on and isinstance(top := on[-1], _GaussianHook):
             if on.count(top) <= sum(top.running()) - (entering and top is self): break

@@ -370,7 +370,7 @@ class LambdaSchedule(TrainerCallback):
 
     def at(self, step: int, steps: int) -> float:
         "Return the strength in step t, from 1, of T steps."
-        rise = math.ceil(self.warmup * steps)
+        rise = math.ceil(round(self.warmup * steps, 9))  # 0.07 * 100 is a little more than 7
         if step <= rise: return self.lam * step / rise
         s = (step - rise) / (steps - rise)
         g = {None: 1.0, "linear": 1 - s, "cosine": (1 + math.cos(math.pi * s)) / 2}[self.decay]
