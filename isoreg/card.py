@@ -4,6 +4,7 @@
 __all__ = ['save_model', 'model_card']
 
 # %% ../nbs/22_card.ipynb #5ce1bc07
+import json
 import math
 import re
 from pathlib import Path
@@ -20,7 +21,7 @@ from .tasks import get_task
 def save_model(
     model: nn.Module,  # a transformers model
     tokenizer,  # its tokenizer
-    record: RunRecord,  # of the run
+    record: RunRecord | None,  # of the run, for the card; None: no card
     folder: str | Path,  # is replaced
 ) -> None:
     "Write model, tokenizer and card for `from_pretrained` beside the folder, and then put them in its place."
@@ -30,9 +31,17 @@ def save_model(
         fresh = Path(there) / "model"
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
-        (fresh / "README.md").write_text(model_card(record))
+        _name_tokenizer(fresh / "tokenizer_config.json")
+        if record is not None: (fresh / "README.md").write_text(model_card(record))
         if folder.exists(): folder.rename(Path(there) / "old")
         fresh.rename(folder)
+
+
+def _name_tokenizer(file: Path):
+    "Give a tokenizer that has no class of its own the name that transformers 4 knows as well as 5."
+    config = json.loads(file.read_text())
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        file.write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
 
 # %% ../nbs/22_card.ipynb #a75ed977
 def model_card(

@@ -37,7 +37,7 @@ from .measure import layer_points
 from .moments import Moments, check_readable, floating, full_precision, merge, moments
 from .models import check_vocabulary, has_decoder, load_tokenizer, quiet_loading, read_body
 from .sequences import SequenceStream, draw_groups
-from .states import states_of
+from .states import check_layer, states_of
 from .vectors import alignment, alpha_req, dimensions_in_use, hubness, transformed, uniformity
 
 # %% ../nbs/36_embeddings.ipynb #963e9108
@@ -721,22 +721,17 @@ def _measure_tokens(model: str, texts: list[str], layer: int, normalize: bool, s
     "Return everything about the token vectors of a model; in detail of 5,000 of them, drawn at random."
     streams = _streams(model, texts, 128, normalize)
     rows = [{"layer": k} | _scores(stream) for k, stream in enumerate(streams)]
-    shown = _layer(layer, len(rows))
+    shown = range(len(rows))[check_layer("layer", layer, rows)]
     _, points = embed_layers(model, texts, "tokens", [shown], normalize=normalize, limit=5000, seed=seed)
     row, left = rows[shown], streams[shown].scores()[:-1].cpu().numpy()
     scores = _Scores(row["corrected"], row["standard_error"], left, row["sequences"])
     return Measured(model, rows, shown, describe(points[0], seed=seed), lambda: scores)
 
-
-def _layer(layer: int, count: int) -> int:
-    "Return the number of a layer, counted from 0."
-    return range(count)[in_range("layer", layer, -count, count - 1, whole=True, hint="0 is the embeddings")]
-
 # %% ../nbs/36_embeddings.ipynb #8403cd77
 def _measure_texts(model: str, texts, partners, pooling: str, layer: int, normalize: bool, seed: int) -> Measured:
     "Return everything about one vector a text, in all layers; partners are texts or None."
     numbers, points = embed_layers(model, texts, pooling, normalize=normalize)
-    shown = _layer(layer, len(numbers))
+    shown = range(len(numbers))[check_layer("layer", layer, numbers)]
     rows = [{"layer": k} | (_defined(lambda: score_points(x)) or {}) for k, x in zip(numbers, points)]
     beside = None if partners is None else embed(model, partners, pooling, layer, normalize=normalize)
     found = measure_points(points[shown], beside, model, seed=seed)

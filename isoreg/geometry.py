@@ -134,14 +134,17 @@ def average_cosine(
     Between -1 / (n - 1) and 1. `ValueError` for fewer than 2 points and for a point at the origin: it has no direction.
     """
     c = as_cloud(points, mask)
-    total = 0
-    for rows in c.x.split(ROWS):
-        u = rows.double()
-        u = u / u.abs().amax(1, keepdim=True)  # the square of a tiny row would vanish
-        total = total + (u / u.norm(dim=1, keepdim=True)).sum(0)
-    cosine = float(total.square().sum() - c.n) / (c.n * (c.n - 1))
-    if math.isnan(cosine): raise ValueError("points: a row is zero and has no direction; mask it")
+    u = sum(unit_rows(rows).sum(0) for rows in c.x.split(ROWS))
+    cosine = float(u.square().sum() - c.n) / (c.n * (c.n - 1))
     return 1 - abs(cosine) if isotropy else cosine
+
+# %% ../nbs/05_geometry.ipynb #ca80f80b
+def unit_rows(x: Tensor) -> Tensor:
+    "Return the rows of x (n, d) divided by their lengths, in float64; `ValueError` for a row of zeros."
+    x = x.double()
+    x = x / x.abs().amax(1, keepdim=True)  # the square of a tiny row would vanish
+    if bool(x.isnan().any()): raise ValueError("points: a row is zero and has no direction; mask it")
+    return x / x.norm(dim=1, keepdim=True)
 
 # %% ../nbs/05_geometry.ipynb #f07730c0
 def partition_score(

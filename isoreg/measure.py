@@ -8,8 +8,9 @@ __all__ = ['KINDS', 'measure_fisher', 'mean_loss', 'measure_landscape', 'as_surf
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ from .config import (
 from .corpus import TextBatches, load_texts, looks_ahead, sample_losses
 from .schedules import guided_schedule, site_scores
 from .sites import dropout_sites
-from .files import alone, record_files, write_atomically
+from .files import record_files, write_atomically
 from .fisher import FisherEstimate, agreement, empirical_fisher, model_fingerprint
 from .geometry import Dimensions, geometry
 from .isoscore import isoscore
 from .landscape import Direction, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
 from .models import check_vocabulary, has_decoder, load_tokenizer, pretrained, read_body, read_config
 from .record import (
-    DIALECT, git_commit, hardware, peak_memory_mib, plain, read_lines, versions, weights_sha256)
+    DIALECT, gather, git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256)
 from .states import eval_mode
 from .toy import toy_corpus
 
@@ -458,18 +459,17 @@ def collect_measurements(
 
     A file that is no complete record is left out with a warning. `ValueError` if there is no such folder.
     """
-    if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}; give one of runs")
-    with alone(path):
-        records = {r["key"]: r for r in read_lines(path)}
-        for file in record_files(folder):
-            try:
-                record = json.loads(file.read_text())
-                if record["key"] and record.get("kind") in KINDS: records[record["key"]] = record
-            except (ValueError, KeyError, TypeError) as error:
-                warnings.warn(f"left out: {file} is no complete record ({error!r}); run it again")
-        found = [records[k] for k in sorted(records)]
-        write_atomically(path, "".join(json.dumps(r) + "\n" for r in found))
-    return found
+    return gather(folder, path, _measured, lambda kept, new: new, itemgetter("key"))
+
+
+def _measured(folder: str | Path) -> Iterator[dict]:
+    "Yield the records of the measurements below a folder; warn of a file that holds none."
+    for file in record_files(folder):
+        try:
+            record = json.loads(file.read_text())
+            if record["key"] and record.get("kind") in KINDS: yield record
+        except (ValueError, KeyError, TypeError) as error:
+            warnings.warn(f"left out: {file} is no complete record ({error!r}); run it again")
 
 # %% ../nbs/25_measure.ipynb #e14cffac
 KINDS: dict[str, type[Settings]] = {"fisher": FisherConfig, "landscape": LandscapeConfig, "geometry": GeometryConfig}

@@ -24,6 +24,7 @@ from transformers import (
     T5ForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments, set_seed)
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
+from .card import save_model
 from .checks import in_range, one_of
 from .config import PretrainConfig
 from .corpus import TextBatches, head_input, load_texts, predicted_logits
@@ -74,7 +75,7 @@ def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint
         "hardware": hardware() | {"precision": resolve_precision(config.precision)}, "versions": versions(),
         "git_commit": git_commit(), "notes": notes, "started": started,
         "last_sitting_seconds": time.perf_counter() - begun}
-    _save(model, tokenizer, folder)
+    save_model(model, tokenizer, None, folder / "model")
     write_atomically(folder / "record.json", json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
     for path in folder.glob("checkpoint-*"): shutil.rmtree(path)
     (folder / "progress.json").unlink(missing_ok=True)
@@ -137,18 +138,6 @@ def _claim(folder: Path, settings: dict) -> None:
             raise ValueError(f"out: {folder} holds a run with another {', '.join(other)}; "
                              "give another folder, or remove this one")
     write_atomically(path, json.dumps(settings, indent=1) + "\n")
-
-# %% ../nbs/24_pretrain.ipynb #3bd6eea1
-def _save(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    "Write model and tokenizer to folder/model, whole or not at all."
-    part, target = folder / "model.part", folder / "model"
-    for path in (part, target): shutil.rmtree(path, ignore_errors=True)
-    model.save_pretrained(part); tokenizer.save_pretrained(part)
-    names = json.loads((part / "tokenizer_config.json").read_text())
-    if names.get("tokenizer_class") == "TokenizersBackend":  # a name that transformers 4 does not know
-        names["tokenizer_class"] = "PreTrainedTokenizerFast"
-        (part / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n")
-    part.replace(target)
 
 # %% ../nbs/24_pretrain.ipynb #0a81fe5f
 def load_record(

@@ -15,9 +15,9 @@ import platform
 import re
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -236,17 +236,27 @@ def collect(
     Of two records of one run the finished one stays, and of two finished ones the later, with a warning where their
     scores differ. Of a failed run stay key, configuration, error and attempts. `ValueError` if there is no such folder.
     """
+    return gather(folder, path, _below, better, _by_setting)
+
+# %% ../nbs/20_record.ipynb #5b1d0c2e
+def gather(
+    folder: str | Path,  # searched for records
+    path: str | Path,  # JSON lines file
+    below: Callable[[str | Path], Iterable[dict]],  # yields the records of a folder
+    pick: Callable[[dict, dict], dict],  # which of two records with one key stays
+    order: Callable[[dict], Any],  # what the lines are sorted by
+) -> list[dict]:
+    "Write the lines of a file and the records below a folder into the file, one for each key; return them."
     if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}; give one of runs")
     with alone(path):
         records: dict[str, dict] = {}
-        for record in (*read_lines(path), *_below(folder)):
-            kept = records.get(record["key"])
-            records[record["key"]] = record if kept is None else better(kept, record)
-        found = sorted(records.values(), key=_by_setting)
+        for r in (*read_lines(path), *below(folder)):
+            records[r["key"]] = pick(records[r["key"]], r) if r["key"] in records else r
+        found = sorted(records.values(), key=order)
         write_atomically(path, "".join(json.dumps(r) + "\n" for r in found))
     return found
 
-# %% ../nbs/20_record.ipynb #5b1d0c2e
+
 def _below(folder: str | Path) -> Iterator[dict]:
     "Yield the records of the runs below a folder; warn of a file that holds none."
     for file in record_files(folder, "record.json", "failed.json"):

@@ -7,7 +7,7 @@ __all__ = ['hidden_states', 'eval_mode']
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -250,7 +250,7 @@ def check_mask(
 def check_layer(
     name: str,  # how the caller's argument is called
     layer: int,  # index into hidden_states
-    hidden_states: tuple[Tensor, ...],  # L + 1 tensors
+    hidden_states: Sequence,  # of L + 1 items
 ) -> int:
     "Return the layer; `ValueError` if the model has no such one."
     count = len(hidden_states)

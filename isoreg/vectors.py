@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import in_range, one_of
-from .geometry import ROWS, as_cloud, cloud_rows
+from .geometry import ROWS, as_cloud, cloud_rows, unit_rows
 from .moments import as_given
 
 # %% ../nbs/35_vectors.ipynb #44083d78
@@ -62,20 +62,12 @@ def uniformity(
     """
     in_range("t", t, 0, ends="()")
     c = as_cloud(points, mask)
-    u, total = _unit(c.x), []
+    u, total = unit_rows(c.x), []
     for at in torch.arange(c.n, device=u.device).split(ROWS):
         kernel = 2 * t * (u[at] @ u.T - 1)  # its logarithm
         kernel[torch.arange(len(at), device=u.device), at] = -math.inf  # no point with itself
         total.append(kernel.logsumexp((0, 1)))
     return float(torch.stack(total).logsumexp(0)) - math.log(c.n * (c.n - 1))
-
-
-def _unit(x: Tensor) -> Tensor:
-    "Return the rows divided by their lengths, in float64; `ValueError` for a row of zeros."
-    x = x.double()
-    x = x / x.abs().amax(1, keepdim=True)  # the square of a tiny row would vanish
-    if bool(x.isnan().any()): raise ValueError("points: a row is zero and has no direction; mask it")
-    return x / x.norm(dim=1, keepdim=True)
 
 # %% ../nbs/35_vectors.ipynb #4e8f3156
 def alignment(
@@ -91,7 +83,7 @@ def alignment(
     u, v = cloud_rows(points, None, 1), cloud_rows(partners, None, 1)
     if u.shape != v.shape:
         raise ValueError(f"partners: shape {tuple(v.shape)} beside points {tuple(u.shape)}; give one partner a point")
-    return float((_unit(u) - _unit(v)).norm(dim=1).pow(power).mean())
+    return float((unit_rows(u) - unit_rows(v)).norm(dim=1).pow(power).mean())
 
 # %% ../nbs/35_vectors.ipynb #565c605c
 class Hubness(NamedTuple):
@@ -149,7 +141,7 @@ def transformed(
 # %% ../nbs/35_vectors.ipynb #873a9a32
 def _fitted(y: Tensor, step: str | int, strength: float, rounding: float):
     "Return a step as a function of rows, fitted on rows y (m, d)."
-    if step == "normalise": return _unit
+    if step == "normalise": return unit_rows
     mean = y.mean(0)
     if step == "centre": return lambda x: x - mean
     top = isinstance(step, int) and not isinstance(step, bool) and 0 < step < y.shape[1]

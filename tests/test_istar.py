@@ -1401,8 +1401,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("kind", LENGTHS)
-@pytest.mark.parametrize("groups", [1, 3, 40])
+@pytest.mark.parametrize("kind, groups", [*((kind, 3) for kind in LENGTHS), ("bert", 40)])
 def test_groups_by_length_are_the_same_function(kind, groups):
     import transformers
 
@@ -1680,17 +1679,16 @@ class Seen(IStar):
         return super().forward(hidden_states, attention_mask)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(
-    "options, shape",
-    [
-        (dict(warmup=0.25), lambda t: min(1, t / 2)),
-        (dict(warmup=0.0, decay="linear"), lambda t: 1 - t / 8),
-        (dict(warmup=0.25, decay="linear", floor=0.2), lambda t: t / 2 if t <= 2 else 0.2 + 0.8 * (8 - t) / 6),
-        (dict(warmup=0.5, decay="cosine"), lambda t: t / 4 if t <= 4 else 0.5 + 0.5 * math.cos(math.pi * (t - 4) / 4)),
-        (dict(warmup=1.0, decay="linear"), lambda t: t / 8),
-    ],
-)
+SHAPES = [
+    (dict(warmup=0.25), lambda t: min(1, t / 2)),
+    (dict(warmup=0.0, decay="linear"), lambda t: 1 - t / 8),
+    (dict(warmup=0.25, decay="linear", floor=0.2), lambda t: t / 2 if t <= 2 else 0.2 + 0.8 * (8 - t) / 6),
+    (dict(warmup=0.5, decay="cosine"), lambda t: t / 4 if t <= 4 else 0.5 + 0.5 * math.cos(math.pi * (t - 4) / 4)),
+    (dict(warmup=1.0, decay="linear"), lambda t: t / 8),
+]
+
+
+@pytest.mark.parametrize("options, shape, accumulation", [*((*case, 1) for case in SHAPES), (*SHAPES[2], 2)])
 def test_a_scheduled_strength_is_what_training_sees(options, shape, accumulation):
     penalty = Seen(-0.5, zeta=0.2)  # it reads a reference too, whose callback must still come
     schedule = LambdaSchedule(penalty, **options)

@@ -401,8 +401,7 @@ def test_schedule_files(tmp_path):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("released", [False, True])
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_gaussian_moments(attention, released, p):
+def test_gaussian_moments(attention, released, p=0.1):
     model = make("bert", attention, num_hidden_layers=1)
     gaussian_dropout(model, p, released=released)
     std = p / (1 - p) if released else math.sqrt(p / (1 - p))
@@ -646,7 +645,7 @@ def arguments(how, model):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("how", [h for h in HOWS if h != "guided-released"])  # whose rates are of twelve layers
+@pytest.mark.parametrize("how", ["standard", "constant", "guided", "gaussian", "gaussian-released", "mixout"])
 def test_every_way_trains_under_autocast_and_can_be_saved_copied_and_undone(how, attention, tmp_path):
     model = make("bert", attention)
     names, before = list(model.state_dict()), rates(model)

@@ -175,7 +175,7 @@ WIDE = {"nbs/runs/geometry-run.html"}
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_page_is_whole(name, turned):
+def test_page_is_whole(name, turned, folder):
     page, said = turned(name, width=1400)
     state = page.evaluate("""() => ({
         text: document.querySelector('main').innerText,
@@ -201,15 +201,15 @@ def test_page_is_whole(name, turned):
     for loaded, alt, scale in state["images"]:
         assert loaded and len(alt) > 20
         assert name in WIDE or scale >= 0.9, "letters of 8 points are less than 10 pixels high"
+    _links_lead_somewhere(name, page, folder)
 
 
 def test_nothing_is_loaded_from_another_host(folder):
     assert not _load("check_site").check_hosts(folder)
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_links_between_pages_lead_somewhere(name, turned, folder):
-    page, _ = turned(name, width=1400)
+def _links_lead_somewhere(name, page, folder):
+    "Assert that the links of an open page lead to files and places of the site."
     links = page.evaluate("[...document.querySelectorAll('main a[href]')].map(a => a.getAttribute('href'))")
     places = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")  # some are given by a script
     for link in links:

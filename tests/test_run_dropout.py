@@ -15,7 +15,7 @@ from isoreg.record import RunRecord
 SMALL = dict(task="toy-cola", max_train=64, max_eval=32, epochs=1)
 
 
-@pytest.mark.parametrize("how", [h for h in HOWS if h not in ("constant", "guided-released")])
+@pytest.mark.parametrize("how", ["standard", "guided", "shuffled", "gaussian", "gaussian-released", "mixout"])
 def test_every_kind_runs_and_is_recorded(how, tmp_path):
     record = run(RunConfig(**SMALL, regularizer="none", dropout=how))
     record.save(tmp_path)
@@ -23,14 +23,8 @@ def test_every_kind_runs_and_is_recorded(how, tmp_path):
     assert again.dropout["how"] == how and again.dropout["notes"] and again.config["dropout"] == how
     rates = {n: p for n, p in again.dropout["rates"].items() if not n.startswith("classifier")}
     assert len(rates) == 13  # embeddings and three places in each of four layers
-    mean = sum(rates.values()) / 13
-    if how in ("guided", "reversed", "shuffled"):
+    if how in ("guided", "shuffled"):
         assert sorted(rates.values()) == pytest.approx([0.1 * i / 12 for i in range(13)])
-    if how in ("guided", "reversed", "shuffled", "type-only", "constant-mean"):
-        assert mean == pytest.approx(0.05)
-    if how in ("constant-mean",):
-        assert len(set(rates.values())) == 1
-    if how in ("guided", "constant-mean", "reversed", "shuffled", "type-only"):
         assert any("Fisher of the checkpoint" in n for n in again.dropout["notes"])
 
 
