@@ -455,11 +455,28 @@ def sweep_command(
     if records: _console.print(f"{len(stored)} runs are taken from {records}")
     _show_plan(plan, out, stored, keys=dry_run)
     if dry_run: return
+    if ray is None: _check_inputs(plan, out)
     report = _sweep(plan, out, jobs, ray, retry_failed)
     _show_report(report, out)
     raise typer.Exit(report.code)
 
 # %% ../nbs/31_cli.ipynb #46440222
+def _check_inputs(plan, out: Path):
+    "`ValueError` for a model that is not here, and for files of a task of one's own that cannot be learned from."
+    from isoreg.sweep import Folder
+    configs = [run.config for run in plan.runs if Folder(out).record(run) is None]
+    if not configs: return
+    from isoreg.data import load_task
+    from isoreg.models import model_source
+    from isoreg.tasks import get_task
+    for model in {c["model"]: 0 for c in configs if "model" in c}: model_source(model)
+    names = ("task", "definition", "train_split", "eval_split", "split_protocol")
+    own = [{n: c[n] for n in names} for c in configs if c.get("definition")]
+    for c in {json.dumps(c, sort_keys=True): c for c in own}.values():
+        task = get_task(c.pop("task"), c.pop("definition"))
+        load_task(task, **c)
+
+
 def _sweep(plan, out: Path, jobs: int | None, ray: str | None, retry_failed: bool):
     "Return the report of a sweep; end the command where there is none."
     from isoreg.sweep import Local, OnRay, sweep
@@ -837,9 +854,11 @@ def report_command(
 ):
     """Tables (.md, .html, .tex, .csv) and figures (.png, .pdf) from records: intervals, paired tests, failed and
     collapsed runs."""
+    from isoreg.checks import one_of
     from isoreg.report import load, summarise, write_report
     with _warnings_shown(): runs = load([str(s) for s in source])
     methods = list(runs.method.unique())
+    if baseline != "base": one_of("baseline", baseline, methods)
     compared = baseline in methods and len(methods) > 1
     with _warnings_shown():
         files, summary = write_report(runs, out, baseline if compared else None, by), summarise(runs, by)

@@ -62,13 +62,16 @@ def load_task(
     Labels may be integers or names of `label_names`. A whole official train part keeps its order. `ValueError` for
     arguments out of range, missing columns, rows without text or label, and (`MissingSplit`) a split that is not there.
     """
-    task = get_task(task)
+    named = get_task(task)
     _check(split_protocol, train_fraction, max_train, max_eval, data_dir)
-    task = _with_labels(task, data_dir, train_split)
+    task = _with_labels(named, data_dir, train_split)
     asked = {"train_split": train_split, "eval_split": eval_split or task.eval_splits[0]}
     parts, sources = zip(*(_rows(task, data_dir, split, argument) for argument, split in asked.items()))
     sizes, splits = tuple(map(len, parts)), tuple(asked.values())
     notes = _notes(task, splits, sizes, split_protocol, seed)
+    if task.files: notes += _own_notes(task, *parts)
+    if "f1" in task.metrics and not named.label_names:
+        notes.append(f"f1 is that of the label {task.label_names[1]!r}; labels in the definition set another order")
     keep, held = split_rows(sizes[0], sizes[1], split_protocol, seed, fixed_eval=task.folder == "glue/mnli")
     wanted = min(max(1, round(train_fraction * len(keep))), max_train or len(keep))
     if wanted < len(keep): notes.append(f"train is {wanted} of {len(keep)} rows")
@@ -108,6 +111,14 @@ def _notes(task: Task, splits: Sequence[str], sizes: Sequence[int], protocol: st
 
 # %% ../nbs/18_data.ipynb #2a6dfe79
 PROTOCOLS = ("official", "joined")
+
+
+def _own_notes(task: Task, train: Dataset, evaluation: Dataset) -> list[str]:
+    "Return how many evaluation rows of files of one's own are training rows too."
+    texts = lambda rows: list(zip(*(rows[c] for c in task.text_columns)))
+    known = set(texts(train))
+    twice = sum(row in known for row in texts(evaluation))
+    return [f"{twice} of {len(evaluation)} evaluation rows have the texts of training rows"] if twice else []
 
 
 def split_rows(
@@ -210,19 +221,29 @@ def _rows(task: Task, data_dir: str | Path | None, split: str, argument: str) ->
     rows, origin = _read(task, data_dir, split, argument)
     source = f"{argument}={split!r} of {task.name}"
     stored = [task.label if c == "label" else c for c in task.columns]  # what the columns are called there
-    _require(rows, stored, source)
+    _require(rows, stored, source, own=bool(task.files))
     table = rows.data.table.select(stored).rename_columns(task.columns)
-    _refuse_gaps(table, [c for c in task.columns if c != "label"], source)
+    _refuse_gaps(table, [c for c in task.columns if c != "label"], source, blank=bool(task.files))
     try: rows = Dataset(_numbered(table, task).cast(_features(task).arrow_schema))  # no copy on disk, no progress bar
     except (pa.ArrowException, ValueError, TypeError) as error:
-        integers = "" if _by_name(task) else f"the integers 0 to {task.num_labels - 1} or "
-        how = f"; labels are {integers}the names {task.label_names}"
-        raise ValueError(f"{source}: {error}{how if task.kind == 'classification' else ''}") from error
+        raise ValueError(f"{source}: {_label_fault(table, task) or error}") from error
     if len(rows) == 0: raise ValueError(f"{source} has no rows")
     if task.kind != "qa": _check_labels(rows, task, source)
     return rows, origin
 
 # %% ../nbs/18_data.ipynb #d019a07c
+def _label_fault(table: pa.Table, task: Task) -> str | None:
+    "Return what is wrong with a label that is a text and none of the task's; None where there is no such label."
+    if task.kind == "qa": return None
+    found = [v for v in map(_plain, table["label"].to_pylist()) if isinstance(v, str) and v not in task.label_names]
+    strange = next((v for v in found if not _NUMBER.fullmatch(v) or _by_name(task)), None)
+    if strange is None: return None
+    integers = "" if _by_name(task) else f"the integers 0 to {task.num_labels - 1} or "
+    names = f"labels are {integers}the names {task.label_names}"
+    numbers = "a regression needs numbers; for names give metric: accuracy"
+    return f"column {task.label} holds {strange!r}; {names if task.kind == 'classification' else numbers}"
+
+
 def _features(task: Task) -> Features:
     "Return the columns and types of the rows."
     text, label = Value("string"), Value("float32" if task.kind == "regression" else "int64")
@@ -231,26 +252,32 @@ def _features(task: Task) -> Features:
     return Features({"id": text, "context": text, "question": text, "answers": answers})
 
 # %% ../nbs/18_data.ipynb #dd3754e0
-def _require(dataset: Dataset, columns: Iterable[str], source: str) -> None:
-    "Raise a `ValueError` for a column that is not there."
-    absent = [c for c in columns if c not in dataset.column_names]
-    if absent: raise ValueError(f"{source} has no column {', '.join(absent)}; it has {dataset.column_names}")
+def _require(dataset: Dataset, columns: Iterable[str], source: str, own: bool = False) -> None:
+    "Raise a `ValueError` for a column that is not there; of a file of one's own it says what may be the cause."
+    there = dataset.column_names
+    absent = [c for c in columns if c not in there]
+    if not absent: return
+    hint = "; its first line names the columns, text: and label: of the definition those to read" if own else ""
+    if len(there) == 1 and re.search(r"[;\t|]", there[0]): hint = "; columns end with a comma in .csv, a tab in .tsv"
+    raise ValueError(f"{source} has no column {', '.join(absent)}; it has {there}{hint}")
 
 
-def _refuse_gaps(rows: pa.Table | dict, columns: Iterable[str], source: str) -> None:
-    "Raise a `ValueError` for a text that is None."
+def _refuse_gaps(rows: pa.Table | dict, columns: Iterable[str], source: str, blank: bool = False) -> None:
+    "Raise a `ValueError` for a text that is None or, where asked for, holds blanks alone."
     for c in columns:
-        n = rows[c].null_count if isinstance(rows, pa.Table) else rows[c].count(None)
-        if n: raise ValueError(f"{source}: {n} rows of column {c} are None; drop or fill them")
+        texts = rows[c].to_pylist() if isinstance(rows, pa.Table) else rows[c]
+        n = sum(t is None or (blank and not t.strip()) for t in texts)
+        what = "empty" if blank else "None"
+        if n: raise ValueError(f"{source}: {n} rows of column {c} are {what}; drop or fill them")
 
 # %% ../nbs/18_data.ipynb #953d0f9b
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def _plain(label):
-    "Return a label as it is, but a whole float as an integer, and what is empty or NaN as None."
+    "Return a label as it is, but a whole float as an integer, and what is empty or NaN, in letters too, as None."
     if isinstance(label, float): return None if math.isnan(label) else int(label) if label.is_integer() else label
-    return None if isinstance(label, str) and not label.strip() else label
+    return None if isinstance(label, str) and label.strip() in ("", "nan", "NaN") else label
 
 
 def _by_name(task: Task) -> bool:
@@ -301,7 +328,7 @@ def _with_labels(task: Task, data_dir: str | Path | None, split: str) -> Task:
     if task.kind != "classification" or task.label_names: return task
     rows, _ = _read(task, data_dir, split, "train_split")
     source = f"train_split={split!r} of {task.name}"
-    _require(rows, [task.label], source)
+    _require(rows, [task.label], source, own=bool(task.files))
     if pa.types.is_nested(rows.data.table[task.label].type):
         raise ValueError(f"{source}: column {task.label} holds lists; give one label a row")
     found = {_plain(v) for v in rows.data.table[task.label].to_pylist()} - {None}

@@ -39,13 +39,14 @@ from .data import (
     resample, squad_predictions)
 from .noise import apply_dropout
 from .files import expanded, file_kind, pack, unpack, write_atomically
-from .fisher import FisherEstimate, empirical_fisher, load_scores
+from .fisher import FisherEstimate, empirical_fisher
 from .geometry import two_nn
 from .istar import measure_isotropy
 from .models import check_vocabulary, load_model, model_source, pretrained, process_kept, resolve_precision
 from .schedules import site_scores
 from .sites import dropout_sites
-from .record import RunRecord, git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256
+from .record import (
+    RunRecord, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
 from .states import eval_mode, hidden_states
 from .tasks import Task, get_task
 from .toy import toy_corpus
@@ -70,7 +71,8 @@ def run(
     else: penalty = made("regularizer", config)
     model_source(config.model)  # a folder that is not there is told before the data is read
     begun, progress = time.perf_counter(), ProgressFile(progress_file)
-    record = RunRecord(config.key, config.to_dict(), started=datetime.now(UTC).isoformat(timespec="seconds"))
+    started, settings = datetime.now(UTC).isoformat(timespec="seconds"), config.to_dict()
+    record = RunRecord(config.key, settings, started=started, inputs=inputs_sha256(settings))
     with warnings.catch_warnings(record=True) as caught, process_kept(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("default")
         progress.write("loading data")
@@ -177,21 +179,21 @@ def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenize
     return done | {"notes": done.get("notes", []) + notes}
 
 
-def _fisher_scores(config: RunConfig, data: TaskData, tokenizer) -> tuple[dict, dict, list[str]]:
-    "Return tensor scores, where they come from (nothing to say of the task's own texts), and a note."
+def _fisher_scores(config: RunConfig, data: TaskData, tokenizer) -> tuple[FisherEstimate | str, dict, list[str]]:
+    "Return an estimate or a file of one, where it comes from (nothing to say of the task's own texts), and a note."
     if config.scores is None:
         texts = _texts_of(data)
         estimate = _own_fisher(config.model, tokenizer, texts, config.max_length, f"training texts of {config.task}")
         what = f"{estimate.n_samples} training texts of {config.task}, without labels"
-        return estimate.scores(), {}, [f"scores: Fisher of the checkpoint on {what}"]
+        return estimate, {}, [f"scores: Fisher of the checkpoint on {what}"]
     if scores_texts(config.scores):
         texts, source = _corpus_texts(config.scores)
         estimate = _own_fisher(config.model, tokenizer, texts, CORPUS_LENGTH, source["corpus"])
         what = f"{estimate.n_samples} texts of {source['corpus']}"
-        return estimate.scores(), source, [f"scores: Fisher of the checkpoint on {what}"]
+        return estimate, source, [f"scores: Fisher of the checkpoint on {what}"]
     source = scores_source(config.scores)
     of = Path(source.get("model", "a model that the file does not name")).name
-    return load_scores(config.scores), source, [f"scores: Fisher of {of}"]
+    return config.scores, source, [f"scores: Fisher of {of}"]
 
 # %% ../nbs/23_finetune.ipynb #e6a94e53
 def _apply_plugin(config: RunConfig, model: nn.Module, data: TaskData, tokenizer) -> tuple[dict, dict, list[str]]:
@@ -341,6 +343,9 @@ def _encoded(config: RunConfig, data: TaskData, tokenizer, model: nn.Module) -> 
     else:
         parts = (data.train, data.evaluation)
         train, rows = (encode(part, data.task, tokenizer, config.max_length) for part in parts)
+        limit = min(config.max_length, tokenizer.model_max_length)
+        cut = sum(n >= limit for n in train["length"])
+        if cut: data.notes.append(f"{cut} of {len(train)} training rows fill {limit} tokens; what is longer is cut")
     if not config.segment_ids or "token_type_ids" not in inspect.signature(model.forward).parameters:
         train, rows = (d.remove_columns([c for c in d.column_names if c == "token_type_ids"]) for d in (train, rows))
     return train, rows, Scores(data, windows)

@@ -850,14 +850,22 @@ def load_scores(
     path: str | Path,  # folder of FisherEstimate.save, its fisher.json, a record.json of the Fisher run, {name: score}
 ) -> dict[str, float]:
     "Return tensor scores (mean squared gradient of a tensor's scalars) from a file. `ValueError` for one without them."
+    return scores_and_sizes(path)[0]
+
+# %% ../nbs/11_fisher.ipynb #1bbe2504
+def scores_and_sizes(path: str | Path) -> tuple[dict[str, float], dict[str, int]]:
+    "Return the tensor scores of a file, and the numbers of scalars as far as it has them."
     path, source = Path(path), "give what the notebook runs/fisher wrote"
     file = next((path / n for n in ("fisher.json", "record.json") if (path / n).is_file()), path)
     try: content = from_json(read_text(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error}); {source}") from None
-    if isinstance(content, dict) and {"tensors", "numel"} <= content.keys(): return FisherEstimate.load(file).scores()
+    if isinstance(content, dict) and {"tensors", "numel"} <= content.keys():
+        estimate = FisherEstimate.load(file)
+        return estimate.scores(), estimate.numel
     scores = content.get("tensor_scores", content) if isinstance(content, dict) else None
     number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
     if isinstance(scores, dict) and scores and all(map(number, scores.values())):
-        return {n: float(v) for n, v in scores.items()}
+        sizes = content.get("numel") if "tensor_scores" in content else None
+        return {n: float(v) for n, v in scores.items()}, sizes if isinstance(sizes, dict) else {}
     raise ValueError(f"scores: {str(path)!r} holds no tensor scores; {source}")

@@ -34,7 +34,8 @@ from .isoscore import isoscore
 from .landscape import Direction, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
 from .models import check_vocabulary, has_decoder, load_tokenizer, pretrained, read_body, read_config
 from .record import (
-    DIALECT, gather, git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256)
+    DIALECT, changed_inputs, gather, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions,
+    weights_sha256)
 from .states import eval_mode
 from .toy import toy_corpus
 
@@ -423,7 +424,7 @@ def record_of(
 ) -> dict:
     "Return what every record of a measurement begins with."
     return {"key": config.key, "kind": type(config).__name__.removesuffix("Config").lower(),
-            "config": config.to_dict(), "status": "done", "notes": notes,
+            "config": config.to_dict(), "inputs": inputs_sha256(config.to_dict()), "status": "done", "notes": notes,
             "hardware": hardware() | {"precision": config.precision}, "versions": versions(),
             "git_commit": git_commit(), "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "resumed": resumed, "schema": 1, "total_seconds": time.perf_counter() - begun,
@@ -442,7 +443,7 @@ def _finished(folder: Path, config: TextSettings) -> dict | None:
         record = json.loads((folder / "record.json").read_text())
         same = record["status"] == "done" and earlier(type(config)) | record["config"] == config.to_dict()
     except (OSError, ValueError, KeyError, TypeError): return None
-    return record if same else None
+    return record if same and not changed_inputs(record) else None
 
 
 def _save(folder: Path, record: dict) -> dict:
@@ -491,11 +492,12 @@ def _field(kinds: str, meaning: str, **more) -> dict:
 
 
 _NUMBER = {"type": ["number", "null"]}
-_LATER = ("resumed", "peak_memory_mib", "mean_loss_over", "fisher_sha256")  # younger than the first records
+_LATER = ("resumed", "peak_memory_mib", "mean_loss_over", "fisher_sha256", "inputs")  # younger than the first records
 _FIELDS = {"all": {
     "key": _field("string", "name of the measurement: a hash of its configuration, behind readable words"),
     "kind": {"description": "of the measurement"},
     "config": {"description": "all settings"},
+    "inputs": _field("object", "16 digits of the sha256 of the files behind model and corpus"),
     "status": {"enum": ["done"], "description": "the only one a record has"},
     "notes": _field("array", "what was odd, in words"),
     "hardware": _field("object", "processor, threads, GPU, system, precision"),

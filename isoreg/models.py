@@ -137,7 +137,7 @@ def model_source(model: str) -> str:
     if model == "toy-bert": return str(toy_model_path())
     folder = expanded(model)
     if os.path.isdir(folder): return str(folder)  # unlike the method of a path, also of a name too long for one
-    if model.count("/") > 1 or model.startswith("models/"):
+    if model.count("/") > 1 or model.startswith("models/") or not re.fullmatch(r"[\w./-]+", model, re.ASCII):
         raise ValueError(f"model: no folder {model!r} here, and a name on the hub is owner/name; "
                          "give the folder from its root, or start where it lies")
     limit_hub()

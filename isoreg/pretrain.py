@@ -31,7 +31,8 @@ from .corpus import TextBatches, head_input, load_texts, predicted_logits
 from .files import write_atomically
 from .finetune import SMALL, ProgressFile
 from .models import load_tokenizer, pretrained, process_kept, read_config, resolve_precision
-from .record import git_commit, hardware, peak_memory_mib, plain, versions, weights_sha256
+from .record import (
+    changed_inputs, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
 from .states import eval_mode
 from .toy import toy_corpus, toy_tokenizer
 
@@ -50,7 +51,7 @@ def pretrain(
     in_range("evaluations", evaluations, 1, whole=True)
     in_range("checkpoint_steps", checkpoint_steps, 1, whole=True)
     folder = Path(out) / config.key
-    if (record := load_record(folder)) is not None: return record
+    if (record := load_record(folder)) is not None and not changed_inputs(record): return record
     with process_kept(): return _pretrain(config, folder, evaluations, checkpoint_steps)
 
 # %% ../nbs/24_pretrain.ipynb #05f3daca
@@ -70,7 +71,8 @@ def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint
         evaluations, checkpoint_steps, start=checkpoint is None)
     trainer = LikelihoodTrainer(model, arguments, corpus, heldout, [ProgressFile(folder / "progress.json")])
     _train(trainer, checkpoint, steps)
-    record = {"key": config.key, "config": config.to_dict(), "status": "done"} | _results(trainer) | {
+    inputs = inputs_sha256(config.to_dict())
+    record = {"key": config.key, "config": config.to_dict(), "inputs": inputs, "status": "done"} | _results(trainer) | {
         "text": text, "model": _about(model), "peak_memory_mib": peak_memory_mib(),
         "hardware": hardware() | {"precision": resolve_precision(config.precision)}, "versions": versions(),
         "git_commit": git_commit(), "notes": notes, "started": started,

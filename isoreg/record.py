@@ -25,7 +25,8 @@ from pydantic.dataclasses import dataclass
 
 import isoreg
 from .config import RunConfig, bare, config_schema
-from .files import alone, from_json, read_text, record_files, write_atomically
+from .files import alone, expanded, from_json, read_text, record_files, write_atomically
+from .tasks import content_digest, get_task
 
 # %% ../nbs/20_record.ipynb #eb06837b
 def kept(text: str, default=None):
@@ -57,6 +58,7 @@ class RunRecord:
     peak_memory_mib: float | None = kept("of the device; on a CPU of the process", 0.0)
     data: dict = kept("sources, fingerprint, rows, majority, notes", dict)
     model: dict = kept("parameters, fingerprint, notes; source: embedded, folder or hub", dict)
+    inputs: dict = kept("16 digits of the sha256 of the files behind model, data_dir and corpus", dict)
     dropout: dict = kept("how, the rate of each site, mean, notes; scores_source, schedule_sha256: of a file", dict)
     hardware: dict = kept("processor and its flags for wide and bf16 arithmetic, threads, GPU, system, precision", dict)
     versions: dict = kept("of Python, isoreg and the libraries below it", dict)
@@ -169,6 +171,37 @@ def hardware() -> dict:
             "cpu_capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "gpus": torch.cuda.device_count(), "system": platform.system()}
+
+# %% ../nbs/20_record.ipynb #437c45ce
+def inputs_sha256(
+    config: dict,  # settings of a run or of a measurement
+) -> dict[str, str]:
+    "Return 16 digits of the sha256 of the files behind model, data_dir and corpus; nothing of what is not here."
+    folder, corpus, found = expanded(config["model"]), config.get("corpus") or "", {}
+    found["model"] = [p for p in folder.glob("*") if p.suffix in _WEIGHTS or p.name in _WITH_WEIGHTS]
+    found["corpus"] = [p for s in corpus.split(",") if (p := expanded(s.strip())).is_file()]
+    if config.get("data_dir") is not None:
+        task = get_task(config["task"], config.get("definition"))
+        splits = config["train_split"], config.get("eval_split") or task.eval_splits[0]
+        paths = [expanded(config["data_dir"]) / str(task.folder) / f"{split}.parquet" for split in splits]
+        found["data_dir"] = [p for p in paths if p.is_file()]
+    lines = {name: "\n".join(map(content_digest, sorted(paths))) for name, paths in found.items() if paths}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in lines.items()}
+
+
+_WEIGHTS = (".safetensors", ".bin")
+_WITH_WEIGHTS = ("config.json", "tokenizer.json", "vocab.txt")
+
+
+def changed_inputs(
+    record: dict,  # of a run or of a measurement
+) -> list[str]:
+    "Return which of the settings that name files name files of another content now; older records do not tell."
+    was = record.get("inputs")
+    if not was or not isinstance(was, dict): return []
+    try: now = inputs_sha256(record["config"])
+    except (OSError, KeyError, TypeError, ValueError, AttributeError): return []
+    return [name for name in was if now.get(name, was[name]) != was[name]]
 
 # %% ../nbs/20_record.ipynb #437c45cb
 def git_commit() -> str | None:

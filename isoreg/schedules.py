@@ -14,7 +14,7 @@ import numpy as np
 from torch import nn
 
 from .checks import did_you_mean, in_range, one_of
-from .fisher import FisherEstimate, load_scores
+from .fisher import FisherEstimate, scores_and_sizes
 from .sites import Site, dropout_sites, unwrapped
 from .states import base_prefix
 
@@ -176,8 +176,7 @@ def _tensor_scores(sites: Sequence[Site], scores, prefix: str | None, model: nn.
 # %% ../nbs/14_schedules.ipynb #c4e1366e
 def _read_scores(scores) -> tuple[dict[str, float], dict[str, int]]:
     "Return the scores by parameter name, read if they are a path, and the numbers of scalars that an estimate knows."
-    if isinstance(scores, (str, Path)):
-        scores = FisherEstimate.load(scores) if (Path(scores) / "fisher.json").is_file() else load_scores(scores)
+    if isinstance(scores, (str, Path)): return scores_and_sizes(scores)
     if isinstance(scores, FisherEstimate): return scores.scores(), scores.numel
     if isinstance(scores, Mapping) and scores: return dict(scores), {}
     raise ValueError("scores: need a mapping from names to mean squared gradients, a FisherEstimate, or a path")

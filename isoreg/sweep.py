@@ -37,6 +37,7 @@ from .files import (
 from .config import CONFIGS
 from .tasks import in_percent
 from .grid import Plan, Run, config_class, notebook_path
+from .record import changed_inputs
 from .notebook import check_open_files, error_name, error_words, execute, read_progress
 
 # %% ../nbs/30_sweep.ipynb #0550fa98
@@ -206,8 +207,9 @@ def _json(path: Path):
 
 # %% ../nbs/30_sweep.ipynb #5d0a27e9
 def _is_done(record, key: str) -> bool:
-    "Return whether it is the record of a finished run, made from a file of scores that has not been changed since."
+    "Return whether it is the record of a finished run, made from files that have not been changed since."
     if not isinstance(record, dict) or (record.get("key"), record.get("status")) != (key, "done"): return False
+    if changed_inputs(record): return False
     match record:
         case {"config": {"fisher": str()}, "fisher_sha256": str()}:
             from isoreg.measure import fisher_changed

@@ -186,6 +186,9 @@ def read_task(
 ) -> Task:
     "Return the task that a file defines; its files lie beside it. `ValueError` that says what is wrong with it."
     path = Path(path)
+    if not path.exists():
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")]) if path.parent.is_dir() else ""
+        raise ValueError(f"task: no file {str(path)!r}; {near}give a file that defines one")
     try: values = from_yaml(read_text(path))
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
@@ -210,12 +213,17 @@ def file_digest(split: str, file: str) -> str:
     if not path.is_file():
         raise ValueError(f"files: {split}: no file {file!r}; give its path beside the definition, or, to repeat a "
                          "stored run, its folder as data_dir")
+    return content_digest(path)
+
+
+def content_digest(path: Path) -> str:
+    "Return 16 digits of the sha256 of a file; it is read once, unless its size or time changes."
     return _digest(str(path), path.stat().st_size, path.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=64)
 def _digest(path: str, *state: int) -> str:
-    "Return the digest; a grid of many runs reads a file once, unless its size or time changes."
+    "Return the digest of a file that had this size and time."
     with open(path, "rb") as file: return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 # %% ../nbs/17_tasks.ipynb #485a543b
