@@ -12,20 +12,23 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import isoreg
 
 from isoreg.card import model_card
+from isoreg.cli import sweep_command
 from isoreg.config import DROPOUTS, PENALTIES, RunConfig, command, made, method_label, name_of, packages
 from isoreg.data import load_metric, load_task
 from isoreg.finetune import rerun, run
-from isoreg.grid import expand, load_grid
+from isoreg.grid import Run, expand, load_grid
 from isoreg.istar import CosReg, IStar
-from isoreg.record import RunRecord
+from isoreg.record import RunRecord, changed_inputs
 from isoreg.report import load
+from isoreg.sweep import is_record_of
 from isoreg.tasks import TASKS, Task, definition, from_definition, read_task
-from isoreg.toy import toy_task
+from isoreg.toy import toy_model_path, toy_task, toy_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(max_train=48, max_eval=40, epochs=1)
@@ -217,6 +220,10 @@ def test_a_bad_definition_fails_at_once_with_field_value_and_remedy(folder, chan
         ("words,label\na,x\nb,y\n", "no column sentence; it has"),
         ("sentence,label\na,x\nb\n", "cannot be read .*CSV and TSV need a head line"),
         ("sentence,label\na,1\nb,\nc,2\n", "1 of 3 rows have no valid label"),
+        ("sentence,label\na,x\nb,nan\nc,y\n", "1 of 3 rows have no valid label"),
+        ("sentence,label\na,x\n ,y\n", "1 rows of column sentence are empty; drop or fill them"),
+        ("sentence;label\na;x\nb;y\n", r"no column label; it has \['sentence;label'\]; columns end with a comma"),
+        ("a,x\nb,y\n", "no column label; it has .*first line names the columns, text: and label: of the definition"),
     ],
 )
 def test_bad_rows_are_refused_before_a_model_is_loaded(folder, text, message, monkeypatch):
@@ -224,6 +231,65 @@ def test_bad_rows_are_refused_before_a_model_is_loaded(folder, text, message, mo
     monkeypatch.setattr("isoreg.finetune.load_model", lambda *a: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=message):
         run(RunConfig(task=str(folder / "polarity.yaml")))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("labels: [right, left]", "column label holds 'wrong'; labels are the integers 0 to 1 or the names"),
+        (
+            "metric: pearson",
+            "column label holds '(right|wrong)'; a regression needs numbers; for names give metric: accuracy",
+        ),
+    ],
+)
+def test_a_label_that_the_task_has_not_is_named(folder, change, message):
+    (folder / "polarity.yaml").write_text(LEAST + change + "\n")
+    with pytest.raises(ValueError, match=message):
+        load_task(read_task(folder / "polarity.yaml"))
+
+
+def test_what_is_odd_about_rows_of_ones_own_is_noted(folder):
+    (folder / "polarity.yaml").write_text(LEAST.replace("dev.csv", "train.csv") + "metric: f1\n")
+    notes = run(RunConfig(task=str(folder / "polarity.yaml"), regularizer="none", epochs=1, max_length=8)).data["notes"]
+    assert notes[:2] == [
+        "48 of 48 evaluation rows have the texts of training rows",
+        "f1 is that of the label 'wrong'; labels in the definition set another order",
+    ]
+    lengths = [len(toy_tokenizer()(t)["input_ids"]) for t, _ in rows("train", 48)]
+    assert notes[2] == f"{sum(n >= 8 for n in lengths)} of 48 training rows fill 8 tokens; what is longer is cut"
+
+
+def test_the_name_of_a_task_file_is_corrected(folder):
+    with pytest.raises(ValueError, match="task: no file '.*polarty.yaml'; did you mean 'polarity.yaml'"):
+        read_task(folder / "polarty.yaml")
+
+
+def test_a_run_is_done_anew_when_the_weights_in_its_folder_change(folder):
+    model = shutil.copytree(toy_model_path(), folder / "model")
+    config = RunConfig(task=str(folder / "polarity.yaml"), model=str(model), regularizer="none", epochs=1)
+    record = run(config).to_dict()
+    assert set(record["inputs"]) == {"model"} and is_record_of(record, Run(config.key, "finetune", config.to_dict()))
+    weights = load_file(model / "model.safetensors")
+    save_file({n: 2 * w for n, w in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
+    assert config.key == record["key"] and changed_inputs(record) == ["model"]
+    assert not is_record_of(record, Run(config.key, "finetune", config.to_dict()))
+    assert changed_inputs(record | {"inputs": {}}) == []  # as an older record, which does not tell
+    shutil.rmtree(model)
+    assert changed_inputs(record) == []  # nor can what is not here
+
+
+def test_a_sweep_looks_at_models_and_rows_before_it_starts(folder, monkeypatch):
+    monkeypatch.setattr("isoreg.sweep.sweep", lambda *a: pytest.fail("it was started"))
+    grid = folder / "g.yaml"
+    for fixed, message in (
+        ("model: my bert, task: toy-cola", "model: no folder 'my bert' here"),
+        ("task: polarity.yaml", "has no column label"),
+    ):
+        grid.write_text(f"fixed: {{regularizer: none, {fixed}}}\naxes: {{seed: [0, 1]}}\n")
+        (folder / "train.csv").write_text("a,x\nb,y\n")
+        with pytest.raises(ValueError, match=message):
+            sweep_command(str(grid), folder / "out")
 
 
 def test_run_takes_a_task(folder):

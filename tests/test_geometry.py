@@ -659,6 +659,17 @@ def test_finished_record_is_returned_and_collected(tmp_path, monkeypatch):
     assert collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl") == [record]
 
 
+def test_a_record_of_a_text_that_has_changed_is_not_returned(tmp_path):
+    text, sentences = tmp_path / "t.txt", toy_corpus(60)
+    text.write_text("\n".join(sentences[:40]))
+    config = GeometryConfig(**TINY | {"corpus": str(text)}, layers="-1")
+    first = measure_geometry(config, tmp_path / "a")
+    assert measure_geometry(config, tmp_path / "a") == first and set(first["inputs"]) == {"corpus"}
+    text.write_text("\n".join(sentences[20:]))
+    second = measure_geometry(config, tmp_path / "a")
+    assert second["key"] == first["key"] and second["layers"] != first["layers"]
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [

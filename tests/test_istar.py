@@ -1742,6 +1742,12 @@ def test_what_is_no_schedule_of_the_strength_is_named(arguments, message):
         LambdaSchedule(*arguments)
 
 
+@pytest.mark.parametrize("warmup, steps, rise", [(0.07, 100, 7), (0.14, 50, 7), (0.29, 100, 29), (0.101, 100, 11)])
+def test_the_steps_of_the_rise_are_rounded_up_once(warmup, steps, rise):
+    schedule = LambdaSchedule(IStar(1), warmup)
+    assert schedule.at(rise, steps) == 1 > schedule.at(rise - 1, steps)
+
+
 # ---- compiled, and without waiting -----------------------------------------------------------------------------------
 
 

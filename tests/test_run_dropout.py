@@ -6,11 +6,16 @@ import json
 import numpy as np
 import pytest
 
+from transformers import BertConfig, BertForMaskedLM
+
 from isoreg.noise import HOWS, save_schedule
 from isoreg.card import model_card
 from isoreg.config import RunConfig, scores_source
+from isoreg.corpus import TextBatches
+from isoreg.fisher import empirical_fisher
 from isoreg.finetune import run
 from isoreg.record import RunRecord
+from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 SMALL = dict(task="toy-cola", max_train=64, max_eval=32, epochs=1)
 
@@ -54,6 +59,19 @@ def test_with_istar_from_files(tmp_path):
     assert load_scores(scores) == {"bert.x": 1.0}
     with pytest.raises(ValueError, match="scores: .* tensors have none"):
         run(RunConfig(**SMALL, dropout="guided", scores=str(scores)))
+
+
+@pytest.mark.parametrize("kind", ["estimate", "record"])
+def test_scores_of_a_model_of_another_width_are_refused(kind, tmp_path):
+    config = BertConfig.from_pretrained(toy_model_path(), hidden_size=48, intermediate_size=96)
+    estimate = empirical_fisher(BertForMaskedLM(config), TextBatches(toy_corpus(8), toy_tokenizer()))
+    if kind == "estimate":
+        estimate.save(tmp_path)
+    else:
+        record = {"tensor_scores": estimate.scores(), "numel": estimate.numel}
+        (tmp_path / "record.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="scalars in the estimate, .* in the model; take the scores of the same model"):
+        run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=str(tmp_path)))
 
 
 @pytest.mark.parametrize("setting", ["scores", "dropout"])
