@@ -550,7 +550,7 @@ def _show_report(report, out: Path):
         _console.print(f"{len(report.empty)} of them are done without a number, the metric is undefined "
                        f"(a report counts them as failed): {', '.join(report.empty)}")
     if report.stopped: _errors.print(Text("error:", "red"), report.stopped)
-    elif report.failed: _console.print("The same command with --retry-failed takes the failed ones up again.")
+    elif report.failed: _console.print("When the cause is mended, the same command with --retry-failed does them.")
 
 # %% ../nbs/31_cli.ipynb #65bd182f
 def _show_failures(failed: dict[str, dict], out: Path):
@@ -976,6 +976,7 @@ def _hint(message: str, command: str) -> str:
             r"connection (error|refused)|max retries|timed out|\b50[0234] (server|client)")
     found = re.search(said, message, re.IGNORECASE)
     remedy = "--model as a folder, --texts as a file" if command == "score" else "--data-dir, and --model as a folder"
+    if message.startswith("model: ") and command != "score": remedy = "--model as a folder"
     return f"\nNo network? Give {remedy}." if found else ""
 
 # %% ../nbs/31_cli.ipynb #b73e42a7

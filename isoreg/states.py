@@ -125,7 +125,7 @@ def states_of(
     "Return the hidden states of a model's output, where there is a decoder too the encoder's; `ValueError` if none."
     get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
     states = get("encoder_hidden_states") if get("hidden_states") is None else get("hidden_states")
-    if states is None: raise ValueError("model: returned no hidden_states; it must accept output_hidden_states=True")
+    if states is None: raise ValueError("model: returned no hidden_states; with output_hidden_states=True it must")
     return states
 
 # %% ../nbs/06_states.ipynb #20914372
