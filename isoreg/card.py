@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 
 from .config import RunConfig, command, earlier, method_label, scores_texts
-from .files import file_kind, own_folder
+from .files import file_kind, from_json, own_folder, read_text, write_atomically
 from .record import RunRecord
 from .tasks import get_task
 
@@ -39,9 +39,9 @@ def save_model(
 
 def _name_tokenizer(file: Path):
     "Give a tokenizer that has no class of its own the name that transformers 4 knows as well as 5."
-    config = json.loads(file.read_text())
+    config = from_json(read_text(file)) if file.is_file() else {}
     if config.get("tokenizer_class") == "TokenizersBackend":
-        file.write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
+        write_atomically(file, json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
 
 # %% ../nbs/22_card.ipynb #a75ed977
 def model_card(

@@ -262,7 +262,7 @@ def _execute(run, out: Path, save_model: bool, force: bool):
         with Folder(out).lock(run.key) as claim:
             if not force and _finished(run, out) is not None: return  # meanwhile, by another process
             if aside := set_aside(Folder(out), run):
-                _errors.print(f"note: record.json was not a record of this run; it is now {aside.name}")
+                _errors.print(f"note: record.json was of other settings or files; it is now {aside.name}")
             failure = _attempt(run, out, save_model, claim)
     except Timeout: _fail(f"another process does this run already; see isoreg status {out}", 1)
     if failure: _fail(*failure)
@@ -469,12 +469,11 @@ def _check_inputs(plan, out: Path):
     from isoreg.data import load_task
     from isoreg.models import model_source
     from isoreg.tasks import get_task
-    for model in {c["model"]: 0 for c in configs if "model" in c}: model_source(model)
-    names = ("task", "definition", "train_split", "eval_split", "split_protocol")
-    own = [{n: c[n] for n in names} for c in configs if c.get("definition")]
-    for c in {json.dumps(c, sort_keys=True): c for c in own}.values():
-        task = get_task(c.pop("task"), c.pop("definition"))
-        load_task(task, **c)
+    for model in dict.fromkeys(c["model"] for c in configs if "model" in c): model_source(model)
+    names = ("definition", "train_split", "eval_split", "split_protocol")
+    own = [[c[n] for n in names] for c in configs if (c.get("definition") or {}).get("files")]
+    for definition, train, evaluation, protocol in {json.dumps(c, sort_keys=True): c for c in own}.values():
+        load_task(get_task("", definition), None, train, evaluation, protocol)
 
 
 def _sweep(plan, out: Path, jobs: int | None, ray: str | None, retry_failed: bool):

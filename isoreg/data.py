@@ -69,15 +69,27 @@ def load_task(
     parts, sources = zip(*(_rows(task, data_dir, split, argument) for argument, split in asked.items()))
     sizes, splits = tuple(map(len, parts)), tuple(asked.values())
     notes = _notes(task, splits, sizes, split_protocol, seed)
-    if task.files: notes += _own_notes(task, *parts)
-    if "f1" in task.metrics and not named.label_names:
+    if task.kind == "classification" and "f1" in task.metrics and not named.label_names:
         notes.append(f"f1 is that of the label {task.label_names[1]!r}; labels in the definition set another order")
     keep, held = split_rows(sizes[0], sizes[1], split_protocol, seed, fixed_eval=task.folder == "glue/mnli")
     wanted = min(max(1, round(train_fraction * len(keep))), max_train or len(keep))
     if wanted < len(keep): notes.append(f"train is {wanted} of {len(keep)} rows")
     elif split_protocol == "official": keep = np.sort(keep)
     both, held = datasets.concatenate_datasets(parts), _cut(held, max_eval, notes)
-    return _task_data(task, both.select(keep[:wanted]), both.select(held), dict(zip(splits, sources)), notes)
+    train, evaluation = both.select(keep[:wanted]), both.select(held)
+    if task.files: notes += _own_notes(task, train, evaluation)
+    return _task_data(task, train, evaluation, dict(zip(splits, sources)), notes)
+
+
+def _own_notes(task: Task, train: Dataset, evaluation: Dataset) -> list[str]:
+    "Return how many rows of one's own have an empty text, and how many evaluation rows are training rows, if any."
+    seen, judged = (list(zip(*(rows[c] for c in task.text_columns))) for rows in (train, evaluation))
+    empty = sum(not all(map(str.strip, row)) for row in seen + judged)
+    known = set(seen)
+    twice = sum(row in known for row in judged)
+    counts = ((empty, len(seen + judged), "rows have an empty text"),
+              (twice, len(judged), "evaluation rows have the texts of training rows"))
+    return [f"{n} of {all_} {what}" for n, all_, what in counts if n]
 
 # %% ../nbs/18_data.ipynb #03cb24e0
 def _task_data(task: Task, train: Dataset, evaluation: Dataset, sources: dict, notes: list[str]) -> TaskData:
@@ -111,14 +123,6 @@ def _notes(task: Task, splits: Sequence[str], sizes: Sequence[int], protocol: st
 
 # %% ../nbs/18_data.ipynb #2a6dfe79
 PROTOCOLS = ("official", "joined")
-
-
-def _own_notes(task: Task, train: Dataset, evaluation: Dataset) -> list[str]:
-    "Return how many evaluation rows of files of one's own are training rows too."
-    texts = lambda rows: list(zip(*(rows[c] for c in task.text_columns)))
-    known = set(texts(train))
-    twice = sum(row in known for row in texts(evaluation))
-    return [f"{twice} of {len(evaluation)} evaluation rows have the texts of training rows"] if twice else []
 
 
 def split_rows(
@@ -221,27 +225,27 @@ def _rows(task: Task, data_dir: str | Path | None, split: str, argument: str) ->
     rows, origin = _read(task, data_dir, split, argument)
     source = f"{argument}={split!r} of {task.name}"
     stored = [task.label if c == "label" else c for c in task.columns]  # what the columns are called there
-    _require(rows, stored, source, own=bool(task.files))
+    _require(rows, stored, source, dict(task.files).get(split, ""))
     table = rows.data.table.select(stored).rename_columns(task.columns)
-    _refuse_gaps(table, [c for c in task.columns if c != "label"], source, blank=bool(task.files))
+    _refuse_gaps(table, [c for c in task.columns if c != "label"], source)
     try: rows = Dataset(_numbered(table, task).cast(_features(task).arrow_schema))  # no copy on disk, no progress bar
     except (pa.ArrowException, ValueError, TypeError) as error:
-        raise ValueError(f"{source}: {_label_fault(table, task) or error}") from error
+        integers = "" if _by_name(task) else f"the integers 0 to {task.num_labels - 1} or "
+        how = f"; labels are {integers}the names {task.label_names}" if task.kind == "classification" else ""
+        raise ValueError(f"{source}: {_strange_label(table, task) or error}{how}") from error
     if len(rows) == 0: raise ValueError(f"{source} has no rows")
     if task.kind != "qa": _check_labels(rows, task, source)
     return rows, origin
 
 # %% ../nbs/18_data.ipynb #d019a07c
-def _label_fault(table: pa.Table, task: Task) -> str | None:
-    "Return what is wrong with a label that is a text and none of the task's; None where there is no such label."
+def _strange_label(table: pa.Table, task: Task) -> str | None:
+    "Return which label is a text and none of the task's, in words; None where there is no such label."
     if task.kind == "qa": return None
-    found = [v for v in map(_plain, table["label"].to_pylist()) if isinstance(v, str) and v not in task.label_names]
-    strange = next((v for v in found if not _NUMBER.fullmatch(v) or _by_name(task)), None)
+    texts = [v for v in table["label"].to_pylist() if isinstance(v, str) and v.strip() and v not in task.label_names]
+    strange = next((v for v in texts if not _NUMBER.fullmatch(v) or _by_name(task)), None)
     if strange is None: return None
-    integers = "" if _by_name(task) else f"the integers 0 to {task.num_labels - 1} or "
-    names = f"labels are {integers}the names {task.label_names}"
-    numbers = "a regression needs numbers; for names give metric: accuracy"
-    return f"column {task.label} holds {strange!r}; {names if task.kind == 'classification' else numbers}"
+    remedy = "; a regression needs numbers, names metric: accuracy" if task.kind == "regression" else ""
+    return f"column {task.label} holds {strange!r}{remedy}"
 
 
 def _features(task: Task) -> Features:
@@ -252,32 +256,31 @@ def _features(task: Task) -> Features:
     return Features({"id": text, "context": text, "question": text, "answers": answers})
 
 # %% ../nbs/18_data.ipynb #dd3754e0
-def _require(dataset: Dataset, columns: Iterable[str], source: str, own: bool = False) -> None:
+def _require(dataset: Dataset, columns: Iterable[str], source: str, file: str = "") -> None:
     "Raise a `ValueError` for a column that is not there; of a file of one's own it says what may be the cause."
     there = dataset.column_names
     absent = [c for c in columns if c not in there]
     if not absent: return
-    hint = "; its first line names the columns, text: and label: of the definition those to read" if own else ""
-    if len(there) == 1 and re.search(r"[;\t|]", there[0]): hint = "; columns end with a comma in .csv, a tab in .tsv"
+    hint = "; text: and label: of the definition name those to read" if file else ""
+    if file.lower().endswith((".csv", ".tsv")): hint = f"; the first line of the file names them{hint}"
+    if len(there) == 1 and re.search(r"[,;\t|]", there[0]): hint = "; columns end with a comma in .csv, a tab in .tsv"
     raise ValueError(f"{source} has no column {', '.join(absent)}; it has {there}{hint}")
 
 
-def _refuse_gaps(rows: pa.Table | dict, columns: Iterable[str], source: str, blank: bool = False) -> None:
-    "Raise a `ValueError` for a text that is None or, where asked for, holds blanks alone."
+def _refuse_gaps(rows: pa.Table | dict, columns: Iterable[str], source: str) -> None:
+    "Raise a `ValueError` for a text that is None."
     for c in columns:
-        texts = rows[c].to_pylist() if isinstance(rows, pa.Table) else rows[c]
-        n = sum(t is None or (blank and not t.strip()) for t in texts)
-        what = "empty" if blank else "None"
-        if n: raise ValueError(f"{source}: {n} rows of column {c} are {what}; drop or fill them")
+        n = rows[c].null_count if isinstance(rows, pa.Table) else rows[c].count(None)
+        if n: raise ValueError(f"{source}: {n} rows of column {c} are None; drop or fill them")
 
 # %% ../nbs/18_data.ipynb #953d0f9b
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def _plain(label):
-    "Return a label as it is, but a whole float as an integer, and what is empty or NaN, in letters too, as None."
+    "Return a label as it is, but a whole float as an integer, and what is empty or NaN as None."
     if isinstance(label, float): return None if math.isnan(label) else int(label) if label.is_integer() else label
-    return None if isinstance(label, str) and label.strip() in ("", "nan", "NaN") else label
+    return None if isinstance(label, str) and not label.strip() else label
 
 
 def _by_name(task: Task) -> bool:
@@ -296,7 +299,8 @@ def _label_numbers(values: Iterable, task: Task) -> list:
     as_read = [str(_plain(float(n))) if _NUMBER.fullmatch(n) else n.title() if n.lower() in ("true", "false") else n
                for n in task.label_names]
     numbers = {n: i for names in (as_read, task.label_names) for i, n in enumerate(names)}
-    found = [_plain(v) for v in values]
+    gap = lambda v: isinstance(v, str) and v.strip().lower() == "nan" and v not in task.label_names
+    found = [None if gap(v) else _plain(v) for v in values]
     strange = [v for v in found if v is not None and str(v) not in numbers]
     if not strange: return [v if v is None else numbers[str(v)] for v in found]
     if _by_name(task) or (isinstance(strange[0], bool) and {"True", "False"} & set(numbers)):
@@ -328,10 +332,11 @@ def _with_labels(task: Task, data_dir: str | Path | None, split: str) -> Task:
     if task.kind != "classification" or task.label_names: return task
     rows, _ = _read(task, data_dir, split, "train_split")
     source = f"train_split={split!r} of {task.name}"
-    _require(rows, [task.label], source, own=bool(task.files))
+    _require(rows, [task.label], source, dict(task.files).get(split, ""))
     if pa.types.is_nested(rows.data.table[task.label].type):
         raise ValueError(f"{source}: column {task.label} holds lists; give one label a row")
-    found = {_plain(v) for v in rows.data.table[task.label].to_pylist()} - {None}
+    labels = map(_plain, rows.data.table[task.label].to_pylist())
+    found = {v for v in labels if v is not None and not (isinstance(v, str) and v.strip().lower() == "nan")}
     if len(found) < 2:
         raise ValueError(f"{source}: column {task.label} has the labels {sorted(found)}; need two or more")
     order = sorted(found, key=str if any(isinstance(v, str) for v in found) else None)

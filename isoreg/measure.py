@@ -6,6 +6,7 @@ __all__ = ['KINDS', 'measure_fisher', 'mean_loss', 'measure_landscape', 'as_surf
 
 # %% ../nbs/25_measure.ipynb #118e101d
 import json
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -46,8 +47,8 @@ def measure_fisher(
     on_progress: Callable[[str], None] = lambda line: None,  # called with what is being done
 ) -> dict:
     "Estimate, compare subsamples, write the record and return it. Goes on where a killed call stopped."
-    folder, begun = Path(folder), _begin()
-    if done := _finished(folder, config): return done
+    folder, (begun, inputs) = Path(folder), _begin(config)
+    if done := _finished(folder, config, on_progress): return done
     resumed = (folder / "full" / "fisher.json").is_file()
     model, corpus, loss, notes = _model_and_corpus(config)
     on_progress(f"{len(corpus.numbers)} samples in {len(corpus)} batches")
@@ -64,7 +65,7 @@ def measure_fisher(
         "by_function": full.by_function, "parameters": sum(full.numel.values()), "numel": full.numel,
         "tensor_scores": scores, "sites": sites, "draws": draws,
         "entries": _sorted_entries(full) if config.level == "diagonal" else {}, "seconds_full": seconds}
-    return _save(folder, record_of(config, notes, begun, resumed) | found)
+    return _save(folder, record_of(config, notes, begun, inputs, resumed) | found)
 
 # %% ../nbs/25_measure.ipynb #7da812bd
 def _options(config: FisherConfig, loss: str) -> dict:
@@ -144,11 +145,11 @@ def measure_landscape(
 ) -> dict:
     """Compute the surface, write the record and return it. Goes on where a killed call stopped.
 
-    A finished record is returned as it is, unless the file of scores that `fisher` names has been changed since.
+    A finished record is returned as it is, unless a file that it was made from has been changed since.
     """
-    folder, begun = Path(folder), _begin()
+    folder, (begun, inputs) = Path(folder), _begin(config)
     sha256 = scores_source(config.fisher)["sha256"][:16] if config.fisher is not None else None
-    if done := _finished(folder, config):
+    if done := _finished(folder, config, on_progress):
         if not fisher_changed(done): return done
         on_progress(f"{config.fisher} was changed since: the surface is computed again")
         (folder / "surface.json").unlink(missing_ok=True)
@@ -166,7 +167,7 @@ def measure_landscape(
         "fingerprint": model_fingerprint(model), "fisher_sha256": sha256, "moved": moved, "parameters": total,
         "lengths": [d.length() for d in directions], **{n: v for n, v in surface.to_dict().items() if n != "info"},
         "origin": surface.origin, "profile": surface.radius_profile().to_dict("records"), "hessian": hessian}
-    return _save(folder, record_of(config, notes, begun, resumed) | found)
+    return _save(folder, record_of(config, notes, begun, inputs, resumed) | found)
 
 # %% ../nbs/25_measure.ipynb #c8c24a80
 def _directions(config: LandscapeConfig, model: nn.Module, corpus: TextBatches, loss: str) -> list[Direction]:
@@ -230,8 +231,8 @@ def measure_geometry(
     A measure that a layer does not have (the first token before the first layer is the same in all texts) is null, and
     a note says so.
     """
-    folder, begun = Path(folder), _begin()
-    if done := _finished(folder, config): return done
+    folder, (begun, inputs) = Path(folder), _begin(config)
+    if done := _finished(folder, config, on_progress): return done
     model, tokenizer, notes = load_body(config)
     texts = _texts(config)
     notes += check_vocabulary(tokenizer, model, texts)
@@ -251,7 +252,7 @@ def measure_geometry(
         "samples": len(corpus.numbers), "corpus": _about(corpus), "fingerprint": weights_sha256(model),
         "points": count, "available": available, "dims": size, "layers": rows,
         "dimensions": _rounded(numbers[-1], dimensions)}
-    return _save(folder, record_of(config, notes, begun) | found)
+    return _save(folder, record_of(config, notes, begun, inputs) | found)
 
 # %% ../nbs/25_measure.ipynb #28a82ea7
 def _measure_layer(number: int, x: torch.Tensor, pooling: str, notes: list[str]) -> tuple[dict, Dimensions]:
@@ -420,30 +421,36 @@ def record_of(
     config: TextSettings,
     notes: list[str],
     begun: float,  # time.perf_counter() at the start
+    inputs: dict,  # inputs_sha256 at the start
     resumed: bool = False,  # seconds are those of the last sitting only
 ) -> dict:
     "Return what every record of a measurement begins with."
     return {"key": config.key, "kind": type(config).__name__.removesuffix("Config").lower(),
-            "config": config.to_dict(), "inputs": inputs_sha256(config.to_dict()), "status": "done", "notes": notes,
+            "config": config.to_dict(), "inputs": inputs, "status": "done", "notes": notes,
             "hardware": hardware() | {"precision": config.precision}, "versions": versions(),
             "git_commit": git_commit(), "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "resumed": resumed, "schema": 1, "total_seconds": time.perf_counter() - begun,
             "peak_memory_mib": peak_memory_mib()}
 
 
-def _begin() -> float:
-    "Return the time at the start; the peak of the memory on a GPU counts from here."
+def _begin(config: TextSettings) -> tuple[float, dict]:
+    "Return time and digests of the inputs at the start; the peak of the memory on a GPU counts from here."
     if torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
-    return time.perf_counter()
+    return time.perf_counter(), inputs_sha256(config.to_dict())
 
 # %% ../nbs/25_measure.ipynb #61e4cf40
-def _finished(folder: Path, config: TextSettings) -> dict | None:
-    "Return the record in the folder, if it is complete and of this configuration."
+def _finished(folder: Path, config: TextSettings, on_progress: Callable[[str], None]) -> dict | None:
+    "Return the record in the folder, if it is whole, of this configuration, and of files that have not changed since."
     try:
         record = json.loads((folder / "record.json").read_text())
         same = record["status"] == "done" and earlier(type(config)) | record["config"] == config.to_dict()
     except (OSError, ValueError, KeyError, TypeError): return None
-    return record if same and not changed_inputs(record) else None
+    if not same: return None
+    if not (changed := changed_inputs(record)): return record
+    on_progress(f"{' and '.join(changed)} changed since the record of {record['finished']}: all is computed again")
+    shutil.rmtree(folder / "full", ignore_errors=True)
+    for name in ("partial.json", "surface.json"): (folder / name).unlink(missing_ok=True)
+    return None
 
 
 def _save(folder: Path, record: dict) -> dict:

@@ -51,13 +51,16 @@ def pretrain(
     in_range("evaluations", evaluations, 1, whole=True)
     in_range("checkpoint_steps", checkpoint_steps, 1, whole=True)
     folder = Path(out) / config.key
-    if (record := load_record(folder)) is not None and not changed_inputs(record): return record
+    if (record := load_record(folder)) is not None:
+        if not (changed := changed_inputs(record)): return record
+        raise ValueError(f"{changed[0]}: changed since the run in {str(folder)!r}; remove that, or give another out")
     with process_kept(): return _pretrain(config, folder, evaluations, checkpoint_steps)
 
 # %% ../nbs/24_pretrain.ipynb #05f3daca
 def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_steps: int) -> dict:
     "Train, save the model, write the record and return it."
     begun, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
+    inputs = inputs_sha256(config.to_dict())
     tokenizer = _tokenizer(config)
     corpus, heldout = _batches(config, tokenizer)
     model, notes = with_mlm_head(config.model, corpus, config.new_head, config.seed)
@@ -71,7 +74,6 @@ def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint
         evaluations, checkpoint_steps, start=checkpoint is None)
     trainer = LikelihoodTrainer(model, arguments, corpus, heldout, [ProgressFile(folder / "progress.json")])
     _train(trainer, checkpoint, steps)
-    inputs = inputs_sha256(config.to_dict())
     record = {"key": config.key, "config": config.to_dict(), "inputs": inputs, "status": "done"} | _results(trainer) | {
         "text": text, "model": _about(model), "peak_memory_mib": peak_memory_mib(),
         "hardware": hardware() | {"precision": resolve_precision(config.precision)}, "versions": versions(),

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -177,20 +178,24 @@ def inputs_sha256(
     config: dict,  # settings of a run or of a measurement
 ) -> dict[str, str]:
     "Return 16 digits of the sha256 of the files behind model, data_dir and corpus; nothing of what is not here."
-    folder, corpus, found = expanded(config["model"]), config.get("corpus") or "", {}
-    found["model"] = [p for p in folder.glob("*") if p.suffix in _WEIGHTS or p.name in _WITH_WEIGHTS]
-    found["corpus"] = [p for s in corpus.split(",") if (p := expanded(s.strip())).is_file()]
+    model, corpus, found = config["model"], config.get("corpus") or "", {}
+    found["model"] = [expanded(model) / n for n in _files_in(model) if _OF_A_MODEL.fullmatch(n)]
+    found["corpus"] = [expanded(s.strip()) for s in corpus.split(",")]
     if config.get("data_dir") is not None:
         task = get_task(config["task"], config.get("definition"))
         splits = config["train_split"], config.get("eval_split") or task.eval_splits[0]
-        paths = [expanded(config["data_dir"]) / str(task.folder) / f"{split}.parquet" for split in splits]
-        found["data_dir"] = [p for p in paths if p.is_file()]
-    lines = {name: "\n".join(map(content_digest, sorted(paths))) for name, paths in found.items() if paths}
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in lines.items()}
+        found["data_dir"] = [expanded(config["data_dir"]) / str(task.folder) / f"{split}.parquet" for split in splits]
+    lines = {name: "\n".join(content_digest(p) for p in paths if os.path.isfile(p)) for name, paths in found.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in lines.items() if text}
 
 
-_WEIGHTS = (".safetensors", ".bin")
-_WITH_WEIGHTS = ("config.json", "tokenizer.json", "vocab.txt")
+_OF_A_MODEL = re.compile(r".*\.safetensors|pytorch_model.*\.bin|(config|tokenizer|tokenizer_config|vocab)\.json|"
+                         r"(vocab|merges)\.txt|.*\.model")
+
+
+def _files_in(model: str) -> list[str]:
+    "Return the names of what is in the folder of a model; none of the embedded one, of the hub's, and of no folder."
+    return sorted(os.listdir(expanded(model))) if model != "toy-bert" and os.path.isdir(expanded(model)) else []
 
 
 def changed_inputs(
@@ -314,7 +319,7 @@ def better(kept: dict, new: dict) -> dict:
     other = kept.get("value") != new.get("value")
     if other and new.get("status") == "done":
         both = f"{kept.get('value')} and {new.get('value')}"
-        warnings.warn(f"{new['key']}: recorded twice with values {both}; the later one counts", stacklevel=3)
+        warnings.warn(f"{new['key']}: recorded twice with values {both}; the later one counts", stacklevel=4)
     begun = [str(r.get("started") or "") for r in (new, kept)]
     return new if (begun[0], other) > (begun[1], False) else kept  # of equal ones the first
 

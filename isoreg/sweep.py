@@ -195,9 +195,9 @@ class Folder:
         return found | {name: str(found.get(name) or "") for name in ("error", "traceback")}
 
     def record(self, run: Run, part: bool = False) -> dict | None:
-        "Return the run's record, if it is whole and its parameters are those of the run."
+        "Return the run's record, if it is whole, of the run's parameters, and of files that have not changed since."
         record = _json((self.part(run.key) if part else self.out / run.key) / "record.json")
-        return record if is_record_of(record, run) else None
+        return record if is_record_of(record, run) and not changed_inputs(record) else None
 
 # %% ../nbs/30_sweep.ipynb #22a1f4ac
 def _json(path: Path):
@@ -207,9 +207,8 @@ def _json(path: Path):
 
 # %% ../nbs/30_sweep.ipynb #5d0a27e9
 def _is_done(record, key: str) -> bool:
-    "Return whether it is the record of a finished run, made from files that have not been changed since."
+    "Return whether it is the record of a finished run, made from a file of scores that has not been changed since."
     if not isinstance(record, dict) or (record.get("key"), record.get("status")) != (key, "done"): return False
-    if changed_inputs(record): return False
     match record:
         case {"config": {"fisher": str()}, "fisher_sha256": str()}:
             from isoreg.measure import fisher_changed
@@ -275,12 +274,14 @@ def restore(
     for record in sorted((r for r in stored if isinstance(r, dict)), key=lambda r: str(r.get("started", ""))):
         run = wanted.get(str(record.get("key")))
         if run is not None and is_record_of(record, run): latest[run.key] = record
+    if changed := {name for r in latest.values() for name in changed_inputs(r)}:
+        warnings.warn(f"records: those with another {' or '.join(sorted(changed))} than is here now are left out")
     for key, record in latest.items():
-        if folder.record(run := wanted[key]) is not None: continue
+        if changed_inputs(record) or folder.record(run := wanted[key]) is not None: continue
         found.add(run.key)
         if dry_run: continue
         if aside := set_aside(folder, run):
-            warnings.warn(f"{run.key}: record.json was not a record of this run; it is now {aside.name}")
+            warnings.warn(f"{run.key}: record.json was of other settings or files; it is now {aside.name}")
         write_atomically(folder.out / run.key / "record.json", json.dumps(record, indent=1) + "\n")
     return found
 
@@ -323,7 +324,7 @@ def _compute_run(
                 inherit=[lock.handle], env=env, on_start=on_start)
         if folder.record(run, part=True) is None:
             raise RuntimeError("the notebook ended without a record of this run; "
-                               "was isoreg, or a file of scores, changed while the sweep ran?")
+                               "was isoreg, or a file that the run reads, changed while the sweep ran?")
     except Exception as error:
         outcome.error, outcome.traceback = error_words(error)
         outcome.final = error_name(error) == "ValueError"
@@ -590,7 +591,7 @@ def _settled(s: _State, run: Run) -> Outcome | None:
         s.log(f"{run.key}: failed in another sweep meanwhile, and is not tried again")
         return Outcome(run, "failed", old.get("error", ""))
     if (aside := set_aside(s.folder, run)) is not None:
-        s.log(f"{run.key}: record.json was not a record of this run; it is now {aside.name}")
+        s.log(f"{run.key}: record.json was of other settings or files; it is now {aside.name}")
     if s.folder.record(run, part=True) is None: return None
     publish(s.folder, run)
     return Outcome(run, "found")

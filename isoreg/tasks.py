@@ -6,6 +6,7 @@ __all__ = ['METRICS', 'TASKS', 'Task', 'read_task', 'get_task', 'in_percent']
 # %% ../nbs/17_tasks.ipynb #9172d510
 import dataclasses
 import functools
+import os
 import hashlib
 import re
 from collections.abc import Mapping
@@ -186,8 +187,9 @@ def read_task(
 ) -> Task:
     "Return the task that a file defines; its files lie beside it. `ValueError` that says what is wrong with it."
     path = Path(path)
-    if not path.exists():
-        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")]) if path.parent.is_dir() else ""
+    if not os.path.exists(path):
+        beside = [p.name for p in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
+        near = did_you_mean(path.name, beside)
         raise ValueError(f"task: no file {str(path)!r}; {near}give a file that defines one")
     try: values = from_yaml(read_text(path))
     except (OSError, ValueError) as error:
@@ -221,7 +223,7 @@ def content_digest(path: Path) -> str:
     return _digest(str(path), path.stat().st_size, path.stat().st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def _digest(path: str, *state: int) -> str:
     "Return the digest of a file that had this size and time."
     with open(path, "rb") as file: return hashlib.file_digest(file, "sha256").hexdigest()[:16]

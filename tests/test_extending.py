@@ -22,11 +22,11 @@ from isoreg.cli import sweep_command
 from isoreg.config import DROPOUTS, PENALTIES, RunConfig, command, made, method_label, name_of, packages
 from isoreg.data import load_metric, load_task
 from isoreg.finetune import rerun, run
-from isoreg.grid import Run, expand, load_grid
+from isoreg.grid import Plan, Run, expand, load_grid
 from isoreg.istar import CosReg, IStar
-from isoreg.record import RunRecord, changed_inputs
+from isoreg.record import RunRecord, changed_inputs, inputs_sha256
 from isoreg.report import load
-from isoreg.sweep import is_record_of
+from isoreg.sweep import Folder, is_record_of, restore
 from isoreg.tasks import TASKS, Task, definition, from_definition, read_task
 from isoreg.toy import toy_model_path, toy_task, toy_tokenizer
 
@@ -221,9 +221,11 @@ def test_a_bad_definition_fails_at_once_with_field_value_and_remedy(folder, chan
         ("sentence,label\na,x\nb\n", "cannot be read .*CSV and TSV need a head line"),
         ("sentence,label\na,1\nb,\nc,2\n", "1 of 3 rows have no valid label"),
         ("sentence,label\na,x\nb,nan\nc,y\n", "1 of 3 rows have no valid label"),
-        ("sentence,label\na,x\n ,y\n", "1 rows of column sentence are empty; drop or fill them"),
         ("sentence;label\na;x\nb;y\n", r"no column label; it has \['sentence;label'\]; columns end with a comma"),
-        ("a,x\nb,y\n", "no column label; it has .*first line names the columns, text: and label: of the definition"),
+        (
+            "a,x\nb,y\n",
+            "no column label; it has .*the first line of the file names them; text: and label: of the definition name",
+        ),
     ],
 )
 def test_bad_rows_are_refused_before_a_model_is_loaded(folder, text, message, monkeypatch):
@@ -239,7 +241,7 @@ def test_bad_rows_are_refused_before_a_model_is_loaded(folder, text, message, mo
         ("labels: [right, left]", "column label holds 'wrong'; labels are the integers 0 to 1 or the names"),
         (
             "metric: pearson",
-            "column label holds '(right|wrong)'; a regression needs numbers; for names give metric: accuracy",
+            "column label holds '(right|wrong)'; a regression needs numbers, names metric: accuracy",
         ),
     ],
 )
@@ -251,13 +253,15 @@ def test_a_label_that_the_task_has_not_is_named(folder, change, message):
 
 def test_what_is_odd_about_rows_of_ones_own_is_noted(folder):
     (folder / "polarity.yaml").write_text(LEAST.replace("dev.csv", "train.csv") + "metric: f1\n")
+    (folder / "train.csv").write_text((folder / "train.csv").read_text() + " ,right\n")
     notes = run(RunConfig(task=str(folder / "polarity.yaml"), regularizer="none", epochs=1, max_length=8)).data["notes"]
-    assert notes[:2] == [
-        "48 of 48 evaluation rows have the texts of training rows",
+    assert notes[:3] == [
         "f1 is that of the label 'wrong'; labels in the definition set another order",
+        "2 of 98 rows have an empty text",
+        "49 of 49 evaluation rows have the texts of training rows",
     ]
-    lengths = [len(toy_tokenizer()(t)["input_ids"]) for t, _ in rows("train", 48)]
-    assert notes[2] == f"{sum(n >= 8 for n in lengths)} of 48 training rows fill 8 tokens; what is longer is cut"
+    lengths = [2] + [len(toy_tokenizer()(t)["input_ids"]) for t, _ in rows("train", 48)]
+    assert notes[3] == f"{sum(n >= 8 for n in lengths)} of 49 training rows fill 8 tokens; what is longer is cut"
 
 
 def test_the_name_of_a_task_file_is_corrected(folder):
@@ -269,14 +273,61 @@ def test_a_run_is_done_anew_when_the_weights_in_its_folder_change(folder):
     model = shutil.copytree(toy_model_path(), folder / "model")
     config = RunConfig(task=str(folder / "polarity.yaml"), model=str(model), regularizer="none", epochs=1)
     record = run(config).to_dict()
-    assert set(record["inputs"]) == {"model"} and is_record_of(record, Run(config.key, "finetune", config.to_dict()))
+    planned = Run(config.key, "finetune", config.to_dict())
+    (folder / "out" / config.key).mkdir(parents=True)
+    (folder / "out" / config.key / "record.json").write_text(json.dumps(record))
+    assert set(record["inputs"]) == {"model"} and Folder(folder / "out").record(planned) == record
+    (model / "pytorch_model.bin").symlink_to("nowhere")  # nobody reads it
+    (model / "notes.bin").mkdir()
+    assert changed_inputs(record) == []
     weights = load_file(model / "model.safetensors")
     save_file({n: 2 * w for n, w in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
     assert config.key == record["key"] and changed_inputs(record) == ["model"]
-    assert not is_record_of(record, Run(config.key, "finetune", config.to_dict()))
+    assert is_record_of(record, planned) and Folder(folder / "out").record(planned) is None
+    (folder / "r.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.warns(UserWarning, match="records: those with another model than is here now are left out"):
+        assert restore(folder / "r.jsonl", Plan("g", (planned,), 1), folder / "other") == set()
     assert changed_inputs(record | {"inputs": {}}) == []  # as an older record, which does not tell
     shutil.rmtree(model)
     assert changed_inputs(record) == []  # nor can what is not here
+
+
+@pytest.mark.parametrize("values", [[1, 2, 3], [1.5, 2.5, 3.5], [True, False, True]])
+def test_texts_that_are_numbers_are_read_as_texts(folder, values):
+    for name in ("train", "validation"):
+        pq.write_table(pa.table({"sentence": values, "label": ["a", "b", "a"]}), folder / f"{name}.parquet")
+    (folder / "t.yaml").write_text(
+        "name: t\nfiles: {train: train.parquet, validation: validation.parquet}\ntext: sentence\n"
+    )
+    assert load_task(read_task(folder / "t.yaml")).train["sentence"] == [str(v).lower() for v in values]
+
+
+def test_a_label_that_is_called_nan_counts_where_it_is_declared(folder):
+    (folder / "train.csv").write_text("sentence,label\na,en\nb,nan\n")
+    (folder / "dev.csv").write_text("sentence,label\nc,nan\nd,en\n")
+    (folder / "polarity.yaml").write_text(LEAST + "labels: [en, nan]\n")
+    assert load_task(read_task(folder / "polarity.yaml")).train["label"] == [0, 1]
+
+
+def test_questions_in_a_folder_are_loaded(folder):
+    answers = [{"text": ["b"], "answer_start": [2]}] * 2
+    rows = {"id": ["1", "2"], "context": ["a b"] * 2, "question": ["what?"] * 2, "answers": answers}
+    (folder / "squad").mkdir()
+    for name in ("train", "validation"):
+        pq.write_table(pa.table(rows), folder / "squad" / f"{name}.parquet")
+    assert len(load_task("squad", folder).train) == 2
+
+
+def test_a_change_of_a_data_folder_is_seen(folder):
+    (folder / "glue" / "cola").mkdir(parents=True)
+    files = [folder / "glue" / "cola" / f"{name}.parquet" for name in ("train", "validation")]
+    for file in files:
+        pq.write_table(pa.table({"sentence": ["a", "b"], "label": [0, 1], "idx": [0, 1]}), file)
+    config = RunConfig(task="cola", data_dir=str(folder)).to_dict()
+    record = {"config": config, "inputs": inputs_sha256(config)}
+    assert set(record["inputs"]) == {"data_dir"} and changed_inputs(record) == []
+    pq.write_table(pa.table({"sentence": ["a", "c"], "label": [0, 1], "idx": [0, 1]}), files[1])
+    assert changed_inputs(record) == ["data_dir"]
 
 
 def test_a_sweep_looks_at_models_and_rows_before_it_starts(folder, monkeypatch):

@@ -322,7 +322,7 @@ def test_keys_of_the_stored_records_stay(tmp_path, monkeypatch):
         assert config.key == record["key"] and config.to_dict().items() >= record["config"].items()
 
 
-def test_recipes_fill_and_can_be_overridden():
+def test_recipes_are_those_of_their_papers():
     mosbach = RECIPES["mosbach"]
     assert [mosbach[n] for n in ("lr", "epochs", "batch_size", "warmup", "weight_decay", "clip")] == [
         2e-5,

@@ -36,8 +36,8 @@ from isoreg.geometry import (
     variance_explained,
 )
 from isoreg.isoscore import isoscore
-from isoreg.config import GeometryConfig, choices
-from isoreg.measure import collect_measurements, layer_points, load_body, measure_geometry
+from isoreg.config import FisherConfig, GeometryConfig, choices
+from isoreg.measure import collect_measurements, layer_points, load_body, measure_fisher, measure_geometry
 from isoreg.notebook import execute, run_notebook_path
 from isoreg.toy import toy_corpus, toy_tokenizer
 
@@ -668,6 +668,17 @@ def test_a_record_of_a_text_that_has_changed_is_not_returned(tmp_path):
     text.write_text("\n".join(sentences[20:]))
     second = measure_geometry(config, tmp_path / "a")
     assert second["key"] == first["key"] and second["layers"] != first["layers"]
+
+
+def test_a_fisher_run_begins_anew_when_its_text_has_changed(tmp_path):
+    text, sentences, told = tmp_path / "t.txt", toy_corpus(60), []
+    text.write_text("\n".join(sentences[:40]))
+    config = FisherConfig(corpus=str(text), shares="50", draws=1)
+    first = measure_fisher(config, tmp_path / "a")
+    text.write_text("\n".join(sentences[20:]))
+    second = measure_fisher(config, tmp_path / "a", told.append)
+    assert "corpus changed since the record of" in told[0] and not second["resumed"]
+    assert second["draws"] == measure_fisher(config, tmp_path / "b")["draws"] != first["draws"]
 
 
 @pytest.mark.parametrize(

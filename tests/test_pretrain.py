@@ -325,7 +325,7 @@ def test_killed_after_the_last_step(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_save", die)
+        patch.setattr(module, "save_model", die)
         with pytest.raises(KeyboardInterrupt):
             pretrain(config, tmp_path / "killed", 2, 2)
     folder = tmp_path / "killed" / config.key

@@ -360,7 +360,7 @@ def test_truncated_and_foreign_records_are_set_aside(tmp_path):
         json.dumps(good[c] | {"config": good[c]["config"] | {"wait": 7.0}})
     )  # says its key, and other parameters
     code, output = finish(path, out, jobs=1)
-    assert code == 0 and records(out) == good and output.count("not a record of this run") == 3
+    assert code == 0 and records(out) == good and output.count("record.json was of other settings or files") == 3
     assert json.loads((out / b / "record.aside-1.json").read_text())["key"] == c
     assert sorted(logged(tmp_path, "start").count(k) for k in good) == [1, 2, 2, 2]
 
@@ -635,7 +635,7 @@ def test_measurements_say_their_peak(monkeypatch):
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: called.append(1))
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 512 * 2**20)
     monkeypatch.setattr(measure, "hardware", lambda: {"gpu": "some"})
-    record = measure.record_of(GeometryConfig(), [], measure._begin())
+    record = measure.record_of(GeometryConfig(), [], *measure._begin(GeometryConfig()))
     assert called and record["peak_memory_mib"] == 512 and record["key"] == GeometryConfig().key
 
 
