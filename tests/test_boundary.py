@@ -770,7 +770,7 @@ def test_code_of_a_data_set_is_never_run(monkeypatch, version, given):
 
 def test_a_home_that_is_nobodys_is_a_folder_that_is_not_there():
     Path("t.txt").write_text("a b\n" * 9)
-    ends(2, "score", "--model", "~nosuchuser/x", "--texts", "t.txt", words=["model: '~nosuchuser/x'"])
+    ends(2, "score", "--model", "~nosuchuser/x", "--texts", "t.txt", words=["model: no folder '~nosuchuser/x'"])
     ends(2, "run", "--model", "~nosuchuser/x", "--task", "cola", words=["model: no config.json"])
 
 
