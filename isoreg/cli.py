@@ -453,18 +453,16 @@ def sweep_command(
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
     with _warnings_shown(): stored = restore(records, plan, out, dry_run) if records else set()
     if records: _console.print(f"{len(stored)} runs are taken from {records}")
-    _show_plan(plan, out, stored, keys=dry_run)
+    done = _show_plan(plan, out, stored, keys=dry_run)
     if dry_run: return
-    if ray is None: _check_inputs(plan, out)
+    if ray is None: _check_inputs([run.config for run in plan.runs if run.key not in done])
     report = _sweep(plan, out, jobs, ray, retry_failed)
     _show_report(report, out)
     raise typer.Exit(report.code)
 
 # %% ../nbs/31_cli.ipynb #46440222
-def _check_inputs(plan, out: Path):
+def _check_inputs(configs: Sequence[dict]):
     "`ValueError` for a model that is not here, and for files of a task of one's own that cannot be learned from."
-    from isoreg.sweep import Folder
-    configs = [run.config for run in plan.runs if Folder(out).record(run) is None]
     if not configs: return
     from isoreg.data import load_task
     from isoreg.models import model_source
@@ -486,8 +484,8 @@ def _sweep(plan, out: Path, jobs: int | None, ray: str | None, retry_failed: boo
     except KeyboardInterrupt: _fail("stopped; what is done stays, and the same command goes on with the rest", 130)
 
 # %% ../nbs/31_cli.ipynb #a19c548c
-def _show_plan(plan, out: Path, stored: set[str], keys: bool):
-    "Print the blocks of a plan and count its runs."
+def _show_plan(plan, out: Path, stored: set[str], keys: bool) -> set[str]:
+    "Print the blocks of a plan, count its runs, and return the keys of those that are done."
     from isoreg.sweep import Folder
     table = _table(f"{plan.name}: {plan.description}" if plan.description else plan.name,
                    ("block", "notebook"), ("combinations", "runs"))
@@ -499,9 +497,10 @@ def _show_plan(plan, out: Path, stored: set[str], keys: bool):
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
     for note in plan.notes: _console.print(f"note: {note}")
     _say_slow([run for run in plan.runs if run.key not in done])
-    if not keys: return
+    if not keys: return done
     for run in plan.runs[:100]: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run.key}")
     if len(plan.runs) > 100: _console.print(f"  and {len(plan.runs) - 100} more")
+    return done
 
 # %% ../nbs/31_cli.ipynb #slowbf16
 def _say_slow(runs: list):

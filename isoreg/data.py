@@ -80,7 +80,7 @@ def load_task(
     if task.files: notes += _own_notes(task, train, evaluation)
     return _task_data(task, train, evaluation, dict(zip(splits, sources)), notes)
 
-
+# %% ../nbs/18_data.ipynb #03cb24e1
 def _own_notes(task: Task, train: Dataset, evaluation: Dataset) -> list[str]:
     "Return how many rows of one's own have an empty text, and how many evaluation rows are training rows, if any."
     seen, judged = (list(zip(*(rows[c] for c in task.text_columns))) for rows in (train, evaluation))
@@ -241,7 +241,7 @@ def _rows(task: Task, data_dir: str | Path | None, split: str, argument: str) ->
 def _strange_label(table: pa.Table, task: Task) -> str | None:
     "Return which label is a text and none of the task's, in words; None where there is no such label."
     if task.kind == "qa": return None
-    texts = [v for v in table["label"].to_pylist() if isinstance(v, str) and v.strip() and v not in task.label_names]
+    texts = [v for v in map(_plain, table["label"].to_pylist()) if isinstance(v, str) and v not in task.label_names]
     strange = next((v for v in texts if not _NUMBER.fullmatch(v) or _by_name(task)), None)
     if strange is None: return None
     remedy = "; a regression needs numbers, names metric: accuracy" if task.kind == "regression" else ""
@@ -277,10 +277,11 @@ def _refuse_gaps(rows: pa.Table | dict, columns: Iterable[str], source: str) -> 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
-def _plain(label):
-    "Return a label as it is, but a whole float as an integer, and what is empty or NaN as None."
+def _plain(label, names: Sequence[str] = ()):
+    "Return a label as it is, but a whole float as an integer, and what is empty or NaN and none of the names as None."
     if isinstance(label, float): return None if math.isnan(label) else int(label) if label.is_integer() else label
-    return None if isinstance(label, str) and not label.strip() else label
+    gap = isinstance(label, str) and label not in names and label.strip().lower() in ("", "nan")
+    return None if gap else label
 
 
 def _by_name(task: Task) -> bool:
@@ -299,8 +300,7 @@ def _label_numbers(values: Iterable, task: Task) -> list:
     as_read = [str(_plain(float(n))) if _NUMBER.fullmatch(n) else n.title() if n.lower() in ("true", "false") else n
                for n in task.label_names]
     numbers = {n: i for names in (as_read, task.label_names) for i, n in enumerate(names)}
-    gap = lambda v: isinstance(v, str) and v.strip().lower() == "nan" and v not in task.label_names
-    found = [None if gap(v) else _plain(v) for v in values]
+    found = [_plain(v, task.label_names) for v in values]
     strange = [v for v in found if v is not None and str(v) not in numbers]
     if not strange: return [v if v is None else numbers[str(v)] for v in found]
     if _by_name(task) or (isinstance(strange[0], bool) and {"True", "False"} & set(numbers)):
@@ -335,8 +335,7 @@ def _with_labels(task: Task, data_dir: str | Path | None, split: str) -> Task:
     _require(rows, [task.label], source, dict(task.files).get(split, ""))
     if pa.types.is_nested(rows.data.table[task.label].type):
         raise ValueError(f"{source}: column {task.label} holds lists; give one label a row")
-    labels = map(_plain, rows.data.table[task.label].to_pylist())
-    found = {v for v in labels if v is not None and not (isinstance(v, str) and v.strip().lower() == "nan")}
+    found = {_plain(v) for v in rows.data.table[task.label].to_pylist()} - {None}
     if len(found) < 2:
         raise ValueError(f"{source}: column {task.label} has the labels {sorted(found)}; need two or more")
     order = sorted(found, key=str if any(isinstance(v, str) for v in found) else None)

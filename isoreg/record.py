@@ -294,7 +294,7 @@ def gather(
         write_atomically(path, "".join(json.dumps(r) + "\n" for r in found))
     return found
 
-
+# %% ../nbs/20_record.ipynb #5b1d0c31
 def _below(folder: str | Path) -> Iterator[dict]:
     "Yield the records of the runs below a folder; warn of a file that holds none."
     for file in record_files(folder, "record.json", "failed.json"):
@@ -312,7 +312,7 @@ def _failure(file: Path) -> dict:
         raise ValueError(f"{file} is of no failed run")
     return {"status": "failed"} | {n: found[n] for n in names}
 
-
+# %% ../nbs/20_record.ipynb #5b1d0c32
 def better(kept: dict, new: dict) -> dict:
     "Return of two records of one run the finished one, and of two finished ones the later."
     if kept.get("status") != new.get("status"): return kept if kept.get("status") == "done" else new
@@ -323,7 +323,7 @@ def better(kept: dict, new: dict) -> dict:
     begun = [str(r.get("started") or "") for r in (new, kept)]
     return new if (begun[0], other) > (begun[1], False) else kept  # of equal ones the first
 
-
+# %% ../nbs/20_record.ipynb #5b1d0c33
 def _by_setting(record: dict) -> tuple:
     "Return what records are sorted by: the readable part of the key, what is not the default, the seed."
     config, usual = record.get("config") or {}, RunConfig().to_dict()

@@ -274,10 +274,12 @@ def restore(
     for record in sorted((r for r in stored if isinstance(r, dict)), key=lambda r: str(r.get("started", ""))):
         run = wanted.get(str(record.get("key")))
         if run is not None and is_record_of(record, run): latest[run.key] = record
-    if changed := {name for r in latest.values() for name in changed_inputs(r)}:
-        warnings.warn(f"records: those with another {' or '.join(sorted(changed))} than is here now are left out")
+    changed = {key: names for key, r in latest.items() if (names := changed_inputs(r))}
+    if changed:
+        names = sorted({name for found in changed.values() for name in found})
+        warnings.warn(f"records: those with another {' or '.join(names)} than is here now are left out")
     for key, record in latest.items():
-        if changed_inputs(record) or folder.record(run := wanted[key]) is not None: continue
+        if key in changed or folder.record(run := wanted[key]) is not None: continue
         found.add(run.key)
         if dry_run: continue
         if aside := set_aside(folder, run):

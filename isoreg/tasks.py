@@ -6,8 +6,8 @@ __all__ = ['METRICS', 'TASKS', 'Task', 'read_task', 'get_task', 'in_percent']
 # %% ../nbs/17_tasks.ipynb #9172d510
 import dataclasses
 import functools
-import os
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
