@@ -715,7 +715,8 @@ def _loss_for(model, batches, loss: str | Callable | None) -> str | Callable:
     if loss is None: loss = made or (known[0] if len(known) == 1 or "seq2seq" in known else None)
     if loss is None:
         remedy = " or ".join(f"loss={n!r}" for n in known or LOSSES)
-        raise ValueError(f"loss: the class {type(model).__name__} does not tell it; give {remedy}, or a function")
+        raise ValueError(f"loss: the class {type(model).__name__} does not tell it; give {remedy}, "
+                         "or a function (model, batch) -> losses of shape (batch,)")
     if callable(loss): return loss
     one_of("loss", loss, LOSSES, also="a function of model and batch")
     if made and loss != made:

@@ -22,9 +22,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
 from .checks import one_of
-from .config import (
+from isoreg.config import (
     TOY_LOSSES, FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, Settings, TextSettings, config_schema,
-    earlier, scores_source)
+    earlier)
 from .corpus import TextBatches, load_texts, looks_ahead, sample_losses
 from .schedules import guided_schedule, site_scores
 from .sites import dropout_sites
@@ -148,11 +148,7 @@ def measure_landscape(
     A finished record is returned as it is, unless a file that it was made from has been changed since.
     """
     folder, (begun, inputs) = Path(folder), _begin(config)
-    sha256 = scores_source(config.fisher)["sha256"][:16] if config.fisher is not None else None
-    if done := _finished(folder, config, on_progress):
-        if not fisher_changed(done): return done
-        on_progress(f"{config.fisher} was changed since: the surface is computed again")
-        (folder / "surface.json").unlink(missing_ok=True)
+    if done := _finished(folder, config, on_progress): return done
     resumed = (folder / "surface.json").is_file()
     model, corpus, loss, notes = _model_and_corpus(config)
     directions = _directions(config, model, corpus, loss)
@@ -164,7 +160,7 @@ def measure_landscape(
     hessian = plane_hessian(model, corpus, *directions, **how).tolist() if config.hessian else None
     found = {
         "loss": loss, "samples": len(corpus.numbers), "corpus": corpus.describe(),
-        "fingerprint": model_fingerprint(model), "fisher_sha256": sha256, "moved": moved, "parameters": total,
+        "fingerprint": model_fingerprint(model), "moved": moved, "parameters": total,
         "lengths": [d.length() for d in directions], **{n: v for n, v in surface.to_dict().items() if n != "info"},
         "origin": surface.origin, "profile": surface.radius_profile().to_dict("records"), "hessian": hessian}
     return _save(folder, record_of(config, notes, begun, inputs, resumed) | found)
@@ -202,16 +198,6 @@ def _entry_scores(config: LandscapeConfig, model: nn.Module, corpus: TextBatches
         raise ValueError(f"fisher: {config.fisher!r} was made with other weights than {config.model!r}")
     if estimate.level == "diagonal": return estimate.mean()
     return {n: torch.tensor(v) for n, v in estimate.scores().items()}
-
-# %% ../nbs/25_measure.ipynb #2d150013
-def fisher_changed(
-    record: dict,  # of measure_landscape
-) -> bool:
-    "Return whether the file of scores behind a surface is there and was changed since. Older records do not tell."
-    path, sha256 = record["config"].get("fisher"), record.get("fisher_sha256")
-    if path is None or sha256 is None: return False
-    try: return scores_source(path)["sha256"][:16] != sha256[:16]
-    except ValueError: return False  # not found from here
 
 # %% ../nbs/25_measure.ipynb #85831ee0
 def as_surface(
@@ -499,12 +485,12 @@ def _field(kinds: str, meaning: str, **more) -> dict:
 
 
 _NUMBER = {"type": ["number", "null"]}
-_LATER = ("resumed", "peak_memory_mib", "mean_loss_over", "fisher_sha256", "inputs")  # younger than the first records
+_LATER = ("resumed", "peak_memory_mib", "mean_loss_over", "inputs")  # younger than the first records
 _FIELDS = {"all": {
     "key": _field("string", "name of the measurement: a hash of its configuration, behind readable words"),
     "kind": {"description": "of the measurement"},
     "config": {"description": "all settings"},
-    "inputs": _field("object", "16 digits of the sha256 of the files behind model and corpus"),
+    "inputs": _field("object", "16 digits of the sha256 of the files behind model, corpus and fisher"),
     "status": {"enum": ["done"], "description": "the only one a record has"},
     "notes": _field("array", "what was odd, in words"),
     "hardware": _field("object", "processor, threads, GPU, system, precision"),
@@ -541,7 +527,6 @@ _FIELDS["fisher"] = _LANGUAGE | {
 # %% ../nbs/25_measure.ipynb #e1a4e2fc
 _LOSS = {"anyOf": [_NUMBER, {"enum": ["nan", "inf", "-inf"]}]}
 _FIELDS["landscape"] = _LANGUAGE | {
-    "fisher_sha256": _field("string|null", "of the file of scores, first 16 digits; null where none was named"),
     "moved": _field("integer", "parameters that move"),
     "lengths": _field("array", "of the directions", items=_NUMBER),
     "alphas": _field("array", "coordinates along the first direction", items=_NUMBER),

@@ -996,6 +996,7 @@ def _figures(df: pd.DataFrame, tables: dict) -> dict[str, bytes]:
         for suffix, metadata in (("png", None), ("pdf", {"CreationDate": None})):
             fig.savefig(buffer := BytesIO(), format=suffix, dpi=150, metadata=metadata)
             files[f"{name}.{suffix}"] = buffer.getvalue()
+            fig.set_layout_engine("none")  # the places that were found are kept
         figures.pyplot().close(fig)
     return files
 

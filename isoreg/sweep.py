@@ -207,13 +207,8 @@ def _json(path: Path):
 
 # %% ../nbs/30_sweep.ipynb #5d0a27e9
 def _is_done(record, key: str) -> bool:
-    "Return whether it is the record of a finished run, made from a file of scores that has not been changed since."
-    if not isinstance(record, dict) or (record.get("key"), record.get("status")) != (key, "done"): return False
-    match record:
-        case {"config": {"fisher": str()}, "fisher_sha256": str()}:
-            from isoreg.measure import fisher_changed
-            return not fisher_changed(record)
-    return True
+    "Return whether it is the record of a finished run."
+    return isinstance(record, dict) and (record.get("key"), record.get("status")) == (key, "done")
 
 
 def is_record_of(record, run: Run) -> bool:
@@ -845,7 +840,7 @@ def _record_of(folder: Folder, key: str, run: Run | None) -> dict | None:
     "Return the record under a key, checked as a sweep does; where none planned it, by key and status alone."
     if run is not None and run.notebook in CONFIGS: return folder.record(run)
     record = _json(folder.out / key / "record.json")
-    return record if _is_done(record, key) else None
+    return record if _is_done(record, key) and not changed_inputs(record) else None
 
 # %% ../nbs/30_sweep.ipynb #69a3b418
 def status(

@@ -383,11 +383,12 @@ def test_what_a_killed_attempt_said_does_not_hide_the_next_one(tmp_path):
 
 def test_a_surface_of_other_scores_is_not_done(tmp_path, monkeypatch):
     "The key of a surface is of the path of its Fisher scores; what is in the file is told by the digest in the record."
-    from isoreg.config import LandscapeConfig, scores_source
+    from isoreg.config import LandscapeConfig
+    from isoreg.record import inputs_sha256
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "f").mkdir()
-    write = lambda value: (tmp_path / "f" / "record.json").write_text(json.dumps({"tensor_scores": {"a": value}}))
+    write = lambda value: (tmp_path / "f" / "fisher.json").write_text(json.dumps({"tensor_scores": {"a": value}}))
     write(1.0)
     config = LandscapeConfig(subset="top", fisher="f")
     path = grid(
@@ -397,7 +398,7 @@ def test_a_surface_of_other_scores_is_not_done(tmp_path, monkeypatch):
     run = plan.runs[0]
     assert run.key == config.key
     old = {"key": run.key, "status": "done", "config": run.config}  # younger records say what the file held
-    record, file = old | {"fisher_sha256": scores_source("f")["sha256"]}, folder.out / run.key / "record.json"
+    record, file = old | {"inputs": inputs_sha256(run.config)}, folder.out / run.key / "record.json"
     (tmp_path / "all.jsonl").write_text(json.dumps(record) + "\n")
     file.parent.mkdir(parents=True)
     stands = lambda: (
@@ -416,7 +417,7 @@ def test_a_surface_of_other_scores_is_not_done(tmp_path, monkeypatch):
         assert status(folder.out)["missing"] == ([r.key for r in plan.runs] if planned else None)
         file.write_text(json.dumps(old))
         assert stands()[:2] == (True, True)
-        file.write_text(json.dumps(old | {"fisher_sha256": None}))
+        file.write_text(json.dumps(old | {"inputs": {}}))
         assert stands()[:2] == (True, True)
     file.write_text(
         json.dumps(record | {"config": {k: v for k, v in run.config.items() if k != "hessian"}})
