@@ -32,26 +32,24 @@ ROUNDING = 1e-12  # numbers closer than this are equal
 # %% ../nbs/26_statistics.ipynb #11423f3b
 def sign_flip(
     differences,  # one number a pair
-    resamples: int = 99_999,  # random patterns, drawn for more than EXACT pairs with more patterns than this
-    seed: int = 0,  # of the random patterns
 ) -> tuple[float, str]:  # two-sided p, and how it was found; p is NaN without pairs
-    """Return p of the sign-flip test of paired differences (Fisher 1935), exact up to EXACT pairs.
+    """Return p of the sign-flip test of paired differences (Fisher 1935), exact up to 16 pairs.
 
+    Beyond, it is of RESAMPLES random sign patterns, the same at each call.
     `ValueError` for a difference that is not finite."""
     d = np.asarray(differences, dtype=float)
     if not np.isfinite(d).all(): raise ValueError(_INCOMPLETE)
     d, n = np.where(abs(d) <= ROUNDING, 0.0, d), len(d)
     if n < 2: return (1.0, "exact, 2 sign patterns") if n else (math.nan, "no pair")
-    exact, scale = n <= EXACT or 2**n <= resamples, max(abs(d).max(), 1e-300)
+    exact, scale = 2**n <= RESAMPLES, max(abs(d).max(), 1e-300)
     mean = lambda x, axis: np.round(np.mean(x / scale, axis=axis), 10)  # sums that differ by rounding count as equal
     found = stats.permutation_test((d,), mean, permutation_type="samples", vectorized=True, batch=10_000,
-                                   n_resamples=np.inf if exact else resamples, random_state=np.random.default_rng(seed))
-    how = f"exact, {2**n} sign patterns" if exact else f"{resamples} random sign patterns"
+                                   n_resamples=np.inf if exact else RESAMPLES, random_state=np.random.default_rng(0))
+    how = f"exact, {2**n} sign patterns" if exact else f"{RESAMPLES} random sign patterns"
     return float(min(1.0, found.pvalue)), how
 
 # %% ../nbs/26_statistics.ipynb #ef1a9b45
-EXACT = 16  # pairs up to which all sign patterns are tried
-RESAMPLES = 99_999  # random sign patterns beyond
+RESAMPLES = 99_999  # sign patterns at most: all of them up to 16 pairs, random ones beyond
 _INCOMPLETE = "differences: not all are finite; leave incomplete pairs out, and say so"
 
 # %% ../nbs/26_statistics.ipynb #c1595acb
