@@ -21,7 +21,7 @@ KNOWN_KEYS = {
     "project": "type output-dir pre-render render resources",
     "execute": "enabled echo warning",
     "format": "html",
-    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow tbl-colwidths df-print css "
+    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow lightbox tbl-colwidths df-print css "
     "smooth-scroll include-before-body include-after-body respect-user-color-scheme highlight-style",
     "format.html.theme": "light dark",
     "website": "title description site-url repo-url repo-branch repo-actions search page-navigation favicon "

@@ -981,7 +981,8 @@ def options_table(
         for name, f in fields.items():
             words = f" ({', '.join(choices(f)) or bounds(f)})" if choices(f) or bounds(f) else ""
             given = f"--{name.replace('_', '-')}" if about(f).flag else f"--set {name}="
-            lines.append(f"| `{given if flags else name}` | {default_text(f)} | {f.description}{words} |")
+            meaning = f"{f.description}{words}".replace("<", r"\<")
+            lines.append(f"| `{given if flags else name}` | {default_text(f)} | {meaning} |")
     return "\n".join(lines)
 
 # %% ../nbs/19_config.ipynb #b7a13cad

@@ -308,7 +308,8 @@ def plot_forest(
     if several: names = [f"{name}\nagainst {b}" for name, b in zip(names, table.baseline)]
     ax.set_yticks(-place, names, fontsize=8)
     for i, title in titles.items():
-        ax.text(0, -i, title, transform=ax.get_yaxis_transform(), va="center", fontsize=8, weight="bold")
+        ax.text(0, -i, title, transform=ax.get_yaxis_transform(), va="center", fontsize=8, weight="bold",
+                zorder=4, bbox=dict(facecolor="white", edgecolor="none", pad=1.5))
     ax.axvline(0, color="grey", lw=0.8)
     ax.locator_params(axis="x", nbins=5)
     _cut(ax, table, place)
@@ -326,7 +327,7 @@ def _draw_difference(ax, i: int, r):
     look = {"marker": "o", "mfc": colour} if shown else {"marker": "s", "mfc": "white"}
     if r.n: ax.errorbar(r.difference, -i, xerr=reach, color=colour, capsize=3, lw=1.2, **look)
     words = r.verdict.split(":")[0] + (f", one class only in {r.collapsed}" if r.collapsed else "")
-    ax.text(1.02, -i, f"n={r.n}, p (Holm) {p_text(r.p_holm) or 'none'}: {words}", transform=ax.get_yaxis_transform(),
+    ax.text(1.04, -i, f"n={r.n}, p (Holm) {p_text(r.p_holm) or 'none'}: {words}", transform=ax.get_yaxis_transform(),
             va="center", fontsize=8)
 
 # %% ../nbs/33_figures.ipynb #f54b6dc6

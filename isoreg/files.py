@@ -253,8 +253,10 @@ def from_yaml(text: str):
         if "integer string" in str(error): raise ValueError("holds a whole number of more than 64 bits") from None
         raise
     except RecursionError: raise ValueError("its brackets nest too deep") from None
-    except Exception as error:  # PyYAML lets through what the constructors of its types raise
+    except yaml.YAMLError as error:
         raise ValueError(f"is no readable YAML ({' '.join(str(error).split()) or type(error).__name__})") from None
+    except Exception:  # PyYAML lets through what the constructors of its types raise
+        raise ValueError("is no readable YAML (a value does not fit the tag before it, such as !!int)") from None
     if _count(found, {}) > LARGEST:
         raise ValueError(f"holds more than {LARGEST} values once its aliases are written out, or holds itself")
     return found

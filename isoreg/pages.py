@@ -8,6 +8,7 @@ import ast
 import contextlib
 import hashlib
 import importlib
+import json
 import multiprocessing
 import os
 import pkgutil
@@ -66,7 +67,7 @@ def filter_pages(
     "Filter notebooks for Quarto as `nbdev_filter` does."
     here = Path.cwd()
     root = next(folder for folder in (here, *here.parents) if (folder / "settings.ini").exists())
-    if not (words or sys.argv[1:]): return print(_filtered(sys.stdin.read(), root)[0], flush=True)
+    if not (words or sys.argv[1:]): return print(json.dumps(json.loads(_filtered(sys.stdin.read(), root)[0])))
     for module in pkgutil.iter_modules([root / "isoreg"], "isoreg."):
         try: importlib.import_module(module.name)
         except ImportError: pass  # a library that is not installed

@@ -29,7 +29,7 @@ def public_names(room: str) -> dict[str, object]:
 def first_sentence(documented) -> str:
     "Return the first sentence of its docstring, in one line."
     paragraph = (inspect.getdoc(documented) or "").split("\n\n")[0]
-    return re.split(r"(?<=[^.][.!?])\s+(?=[A-Z`])", " ".join(paragraph.split()))[0]
+    return re.split(r"(?<=[^.][.!?])\s+(?=[A-Z`])", " ".join(paragraph.split()))[0].rstrip(":")
 
 # %% ../nbs/32_reference.ipynb #7ef0000a
 class Field(NamedTuple):
@@ -60,10 +60,19 @@ def _written(kind: type) -> dict[str, Field]:
         behind = lines[node.end_lineno - 1].encode()[node.end_col_offset:].decode().partition("#")[2].strip()
         default = "" if node.value is None else ast.unparse(node.value)
         if default.startswith(("field(", "dataclasses.field(")): default = "..."
+        if isinstance(node.value, ast.Call) and default.startswith(("kept(", "Field(")):
+            default, behind = _described(node.value)
         found[node.target.id] = Field(node.target.id, ast.unparse(node.annotation), default, behind)
     return found
 
 # %% ../nbs/32_reference.ipynb #7ef0000d
+def _described(call: ast.Call) -> tuple[str, str]:
+    "Return default and description of a field of a record, which the call that makes it names."
+    text, *default = [*call.args, *(word.value for word in call.keywords)]
+    required = ast.unparse(call.func) == "Field"
+    return "" if required else ast.unparse(default[0]) if default else "None", ast.literal_eval(text)
+
+
 def _setting(name: str, field) -> Field:
     "Return a setting of a configuration."
     kind = getattr(field.annotation, "__name__", None) if isinstance(field.annotation, type) else str(field.annotation)
@@ -103,10 +112,16 @@ def entry(
     "Return the entry of a name on its page: nbdev's, marked for the index, the fields of a class in place of `*args`."
     shown = importlib.import_module("nbdev.showdoc").BasicMarkdownRenderer(sym, name=name, title_level=title_level)
     room, held = _library(sym)
-    if inspect.isclass(held): shown.dm = _call(held, str(shown.dm))
+    shown.dm = _call(held, str(shown.dm)) if inspect.isclass(held) else _short(str(shown.dm))
     return _Entry(shown, _mark(room, held) if room else "")
 
 # %% ../nbs/32_reference.ipynb #7ef00013
+def _short(signature: str) -> str:
+    "Return a signature without the types that say nothing, and without the modules of the others."
+    bare = re.sub(r":(NoneType|Annotated)(?==)|__main__\.|collections\.abc\.|pathlib\.", "", signature)
+    return bare.replace("torch.nn.modules.module.", "nn.").replace("<lambda>", "...")
+
+
 class _Entry(NamedTuple):
     "What nbdev shows of a name, and the mark before it."
     shown: object
@@ -121,7 +136,7 @@ def _call(kind: type, signature: str) -> str:
              for f in fields(kind)]
     if lines: return f"{kind.__name__}(\n{''.join(lines)})"
     bare = re.fullmatch(r"def \w+\(\s*\*args,\s*\*\*kwargs\s*\)\s*(->\s*None)?:?", signature.strip())
-    return f"class {kind.__name__}({', '.join(b.__name__ for b in kind.__bases__)})" if bare else signature
+    return f"class {kind.__name__}({', '.join(b.__name__ for b in kind.__bases__)})" if bare else _short(signature)
 
 # %% ../nbs/32_reference.ipynb #7ef00018
 def rooms(folder: str | Path) -> Iterator[tuple[str, str, str]]:
@@ -140,7 +155,8 @@ def index_page(
     "Return the index of public names in Markdown, each with its line and a link to its entry."
     parts = []
     for room, file, title in rooms(folder):
-        lines = [f"- [{name}](../{file}#{anchor(room, value.__name__)}): {_plain(first_sentence(value))}"
+        says = lambda n, v: _plain(first_sentence(v)) if v.__name__ == n else f"the same as {v.__name__}"
+        lines = [f"- [{name}](../{file}#{anchor(room, value.__name__)}): {says(name, value)}"
                  for name, value in public_names(room).items()]
         if lines: parts += [f"## {room}: [{title}](../{file})", _SMALL, "\n".join(lines), ":::"]
     return "\n\n".join(parts) + "\n"
@@ -149,7 +165,7 @@ def index_page(
 def _plain(text: str) -> str:
     "Return a text whose code stands as it is, and all else without a meaning in Markdown."
     parts = text.split("`")
-    return "`".join(part if n % 2 else re.sub(r"[<$@*|]", r"\\\g<0>", part) for n, part in enumerate(parts))
+    return "`".join(part if n % 2 else re.sub(r"[<$@*|]|--", r"\\\g<0>", part) for n, part in enumerate(parts))
 
 # %% ../nbs/32_reference.ipynb #7ef0001d
 EXAMPLES = {  # in this order they build on each other
@@ -184,13 +200,18 @@ def _command(name: str, command) -> str:
     usage = " ".join([f"isoreg {name}", "[OPTIONS]", *map(_placeholder, arguments)])
     parts = [f"## isoreg {name}", inspect.cleandoc(command.help or ""), f"```text\n{usage}\n```"]
     for heading, options in groups.items():
-        if options: parts.append(f"**{heading}**\n\n| | |\n|:---|:------|\n" + "\n".join(map(_option, options)))
+        if options: parts.append(f"**{heading}**\n\n::: {{.flags}}\n\n" + _table(options))
     return "\n\n".join([*parts, f"**Example**\n\n```bash\n{EXAMPLES[name]}\n```"])
 
 # %% ../nbs/32_reference.ipynb #7ef00020
 def _placeholder(argument) -> str:
     "Return an argument as usage shows it."
     return argument.metavar or argument.name.upper() + "..." * (argument.nargs == -1)
+
+
+def _table(options: list) -> str:
+    "Return the table of a group of options, in a block whose flags the site leaves whole."
+    return "\n".join(["| | |", "|:---|:------|", *map(_option, options), "", ":::"])
 
 
 def _option(p) -> str:

@@ -39,8 +39,8 @@ def load(
     """Return one row a run: every setting, and what was measured.
 
     Besides: key, status ("done" or "failed"), error, method (see `label`), protocol ("as released" or "corrected"),
-    metric, value, metrics, collapsed (one class only), majority, isoscore_*, intrinsic_dimension_* and
-    mean_activation_* before and after, data ("whole", "part", "rebuilt", "toy"), notes, seconds, hardware, commit,
+    metric, value, metrics, collapsed (one class only), majority, `isoscore_*`, `intrinsic_dimension_*` and
+    `mean_activation_*` before and after, data ("whole", "part", "rebuilt", "toy"), notes, seconds, hardware, commit,
     attempts, file and line. A run that was evaluated on further tasks has a row for each, with the task behind its key.
     What is no record of a run is counted in one warning. `ValueError` if nothing is there."""
     rows, wrong = {}, []
