@@ -1,10 +1,12 @@
--- What belongs together stays in one line: an interval such as [0.1, 0.2] or 0.1 to 0.2, 0.3 ± 0.1, and n = 3.
+-- What belongs together stays in one line: an interval such as [0.1, 0.2] or 0.1 to 0.2, 0.3 ± 0.1, n = 3, < 0.001
+-- and 95 %.
 local function number(inline) return inline and inline.t == "Str" and inline.text:match("%d") end
-local function sign(inline) return inline.t == "Str" and (inline.text == "±" or inline.text == "=") end
+local function sign(inline) return inline.t == "Str" and inline.text:match("^[±=<]+$") end
 
 local function together(before, left, right, after)
   if sign(left) or sign(right) then return true end
   if left.t ~= "Str" or right.t ~= "Str" then return false end
+  if right.text:match("^%%") or left.text:match("^%(?p$") then return number(left) or number(right) end
   if right.text == "to" then return number(left) and number(after) end
   if left.text == "to" then return number(before) and number(right) end
   return left.text:match("%[[^%s%[]*%d,$") and right.text:match("^[^%s%]]*%d%]")
