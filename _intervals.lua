@@ -1,7 +1,8 @@
 -- What belongs together stays in one line: an interval such as [0.1, 0.2] or 0.1 to 0.2, 0.3 ± 0.1, n = 3, < 0.001
 -- and 95 %.
 local function number(inline) return inline and inline.t == "Str" and inline.text:match("%d") end
-local function sign(inline) return inline.t == "Str" and inline.text:match("^[±=<]+$") end
+local SIGNS = { ["±"] = true, ["="] = true, ["<"] = true, [">"] = true, ["≤"] = true, ["≥"] = true }
+local function sign(inline) return inline.t == "Str" and SIGNS[inline.text] end
 
 local function together(before, left, right, after)
   if sign(left) or sign(right) then return true end

@@ -858,7 +858,7 @@ def report_command(
     methods = list(runs.method.unique())
     if baseline != "base": one_of("baseline", baseline, methods)
     compared = baseline in methods and len(methods) > 1
-    with _warnings_shown(), _errors.status(f"tables and figures of {len(runs)} runs"):
+    with _warnings_shown(), _errors.status(f"tables and figures, runs: {len(runs)}"):
         files, summary = write_report(runs, out, baseline if compared else None, by), summarise(runs, by)
     if not compared:
         _errors.print(f"no comparisons: no run of {baseline!r} beside others; methods are {', '.join(methods)}")

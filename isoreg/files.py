@@ -256,7 +256,7 @@ def from_yaml(text: str):
     except yaml.YAMLError as error:
         raise ValueError(f"is no readable YAML ({' '.join(str(error).split()) or type(error).__name__})") from None
     except Exception:  # PyYAML lets through what the constructors of its types raise
-        raise ValueError("is no readable YAML (a value does not fit the tag before it, such as !!int)") from None
+        raise ValueError("is no readable YAML (a value unlike its tag, or an escape of no character)") from None
     if _count(found, {}) > LARGEST:
         raise ValueError(f"holds more than {LARGEST} values once its aliases are written out, or holds itself")
     return found

@@ -177,16 +177,16 @@ def hardware() -> dict:
 def inputs_sha256(
     config: dict,  # settings of a run or of a measurement
 ) -> dict[str, str]:
-    "Return 16 digits of the sha256 of the files behind model, corpus, fisher and data_dir, of those that are here."
+    "Return 16 digits of the sha256 of the files behind model, corpus, fisher and data_dir, as far as they are here."
     model, corpus, found = config["model"], config.get("corpus") or "", {}
     found["model"] = [expanded(model) / n for n in _files_in(model) if _OF_A_MODEL.fullmatch(n)]
     found["corpus"] = [expanded(s.strip()) for s in corpus.split(",")]
     if scores := config.get("fisher"): found["fisher"] = [expanded(scores), expanded(scores) / "fisher.json"]
     if config.get("data_dir") is not None:
         task, split = get_task(config["task"], config.get("definition")), config.get("eval_split")
-        splits = [split] if split else [t.eval_splits[0] for t in (task, *map(get_task, task.also))]
-        names = [f"{name}.parquet" for name in (config["train_split"], *splits)]
-        found["data_dir"] = [expanded(config["data_dir"]) / str(task.folder) / name for name in names]
+        parts = [(task, config["train_split"]), (task, split or task.eval_splits[0])]
+        if not split: parts += [(other, other.eval_splits[0]) for other in map(get_task, task.also)]
+        found["data_dir"] = [expanded(config["data_dir"]) / str(t.folder) / f"{name}.parquet" for t, name in parts]
     lines = {name: "\n".join(content_digest(p) for p in paths if os.path.isfile(p)) for name, paths in found.items()}
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in lines.items() if text}
 

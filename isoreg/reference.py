@@ -69,8 +69,8 @@ def _written(kind: type) -> dict[str, Field]:
 def _described(call: ast.Call) -> tuple[str, str]:
     "Return default and description of a field of a record, which the call that makes it names."
     text, *default = [*call.args, *(word.value for word in call.keywords)]
-    required = ast.unparse(call.func) == "Field"
-    return "" if required else ast.unparse(default[0]) if default else "None", ast.literal_eval(text)
+    given = ast.unparse(default[0]) if default else "None" if ast.unparse(call.func) == "kept" else ""
+    return {"dict": "{}", "list": "[]"}.get(given, given), ast.literal_eval(text)
 
 
 def _setting(name: str, field) -> Field:
@@ -112,14 +112,16 @@ def entry(
     "Return the entry of a name on its page: nbdev's, marked for the index, the fields of a class in place of `*args`."
     shown = importlib.import_module("nbdev.showdoc").BasicMarkdownRenderer(sym, name=name, title_level=title_level)
     room, held = _library(sym)
-    shown.dm = _call(held, str(shown.dm)) if inspect.isclass(held) else _short(str(shown.dm))
+    call = _call(held, str(shown.dm)) if inspect.isclass(held) else _short(str(shown.dm))
+    shown.dm = call.replace("`", "")  # else nbdev writes links, which code does not show as such
     return _Entry(shown, _mark(room, held) if room else "")
 
 # %% ../nbs/32_reference.ipynb #7ef00013
 def _short(signature: str) -> str:
     "Return a signature without the types that say nothing, and without the modules of the others."
-    bare = re.sub(r":(NoneType|Annotated)(?==)|__main__\.|collections\.abc\.|pathlib\.", "", signature)
-    return bare.replace("torch.nn.modules.module.", "nn.").replace("<lambda>", "...")
+    lines = [line.partition(" # ") for line in signature.replace("<lambda>", "...").split("\n")]
+    bare = lambda code: re.sub(r":(NoneType|Annotated)(?=[=,]|$)|\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", code)
+    return "\n".join(bare(code) + mark + comment for code, mark, comment in lines)
 
 
 class _Entry(NamedTuple):
@@ -165,7 +167,7 @@ def index_page(
 def _plain(text: str) -> str:
     "Return a text whose code stands as it is, and all else without a meaning in Markdown."
     parts = text.split("`")
-    return "`".join(part if n % 2 else re.sub(r"[<$@*|]|--", r"\\\g<0>", part) for n, part in enumerate(parts))
+    return "`".join(part if n % 2 else re.sub(r"[<$@*|]|-(?=-)", r"\\\g<0>", part) for n, part in enumerate(parts))
 
 # %% ../nbs/32_reference.ipynb #7ef0001d
 EXAMPLES = {  # in this order they build on each other

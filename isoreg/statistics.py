@@ -35,7 +35,7 @@ def sign_flip(
 ) -> tuple[float, str]:  # two-sided p, and how it was found; p is NaN without pairs
     """Return p of the sign-flip test of paired differences (Fisher 1935), exact up to 16 pairs.
 
-    Beyond, it is of RESAMPLES random sign patterns, the same at each call.
+    For more pairs RESAMPLES random sign patterns are drawn, the same at each call.
     `ValueError` for a difference that is not finite."""
     d = np.asarray(differences, dtype=float)
     if not np.isfinite(d).all(): raise ValueError(_INCOMPLETE)

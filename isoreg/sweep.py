@@ -837,7 +837,7 @@ def _plans(folder: Folder) -> dict[str, _Planned]:
 
 
 def _record_of(folder: Folder, key: str, run: Run | None) -> dict | None:
-    "Return the record under a key, checked as a sweep does; where none planned it, by key and status alone."
+    "Return the record under a key, checked as a sweep does; where none planned it, without its settings."
     if run is not None and run.notebook in CONFIGS: return folder.record(run)
     record = _json(folder.out / key / "record.json")
     return record if _is_done(record, key) and not changed_inputs(record) else None

@@ -318,15 +318,18 @@ def test_questions_in_a_folder_are_loaded(folder):
     assert len(load_task("squad", folder).train) == 2
 
 
-def test_a_change_of_a_data_folder_is_seen(folder):
-    (folder / "glue" / "cola").mkdir(parents=True)
-    files = [folder / "glue" / "cola" / f"{name}.parquet" for name in ("train", "validation")]
+@pytest.mark.parametrize(
+    "task, names", [("cola", "train validation"), ("mnli", "train validation_matched validation_mismatched")]
+)
+def test_a_change_of_a_data_folder_is_seen(folder, task, names):
+    (folder / "glue" / task).mkdir(parents=True)
+    files = [folder / "glue" / task / f"{name}.parquet" for name in names.split()]
     for file in files:
         pq.write_table(pa.table({"sentence": ["a", "b"], "label": [0, 1], "idx": [0, 1]}), file)
-    config = RunConfig(task="cola", data_dir=str(folder)).to_dict()
+    config = RunConfig(task=task, data_dir=str(folder)).to_dict()
     record = {"config": config, "inputs": inputs_sha256(config)}
     assert set(record["inputs"]) == {"data_dir"} and changed_inputs(record) == []
-    pq.write_table(pa.table({"sentence": ["a", "c"], "label": [0, 1], "idx": [0, 1]}), files[1])
+    pq.write_table(pa.table({"sentence": ["a", "c"], "label": [0, 1], "idx": [0, 1]}), files[-1])
     assert changed_inputs(record) == ["data_dir"]
 
 
