@@ -280,5 +280,5 @@ def in_percent(
     config, value = record.get("config"), record.get("value")
     if not isinstance(config, dict): return False
     own = config.get("definition")
-    kind = own.get("kind") if isinstance(own, dict) else getattr(TASKS.get(config.get("task")), "kind", None)
+    kind = own.get("kind") if isinstance(own, dict) else getattr(TASKS.get(str(config.get("task"))), "kind", None)
     return kind == "qa" and isinstance(value, (int, float)) and value > 1
