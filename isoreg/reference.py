@@ -202,7 +202,7 @@ def _command(name: str, command) -> str:
     usage = " ".join([f"isoreg {name}", "[OPTIONS]", *map(_placeholder, arguments)])
     parts = [f"## isoreg {name}", inspect.cleandoc(command.help or ""), f"```text\n{usage}\n```"]
     for heading, options in groups.items():
-        if options: parts.append(f"**{heading}**\n\n::: {{.flags}}\n\n" + _table(options))
+        if options: parts.append(f"**{heading}**\n\n{_table(options)}")
     return "\n\n".join([*parts, f"**Example**\n\n```bash\n{EXAMPLES[name]}\n```"])
 
 # %% ../nbs/32_reference.ipynb #7ef00020
@@ -213,7 +213,7 @@ def _placeholder(argument) -> str:
 
 def _table(options: list) -> str:
     "Return the table of a group of options, in a block whose flags the site leaves whole."
-    return "\n".join(["| | |", "|:---|:------|", *map(_option, options), "", ":::"])
+    return "\n".join(["::: {.flags}", "", "| | |", "|:---|:------|", *map(_option, options), "", ":::"])
 
 
 def _option(p) -> str:
