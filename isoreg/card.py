@@ -32,7 +32,7 @@ def save_model(
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         _name_tokenizer(fresh / "tokenizer_config.json")
-        if record is not None: (fresh / "README.md").write_text(model_card(record))
+        if record is not None: write_atomically(fresh / "README.md", model_card(record))
         if folder.exists(): folder.rename(Path(there) / "old")
         fresh.rename(folder)
 

@@ -72,7 +72,7 @@ def listed(
     also: str = "",  # what else is allowed
 ) -> str:
     "Return the choices as a message lists them: 1, 2 or 'all'."
-    *rest, last = [repr(c) for c in choices] + ([also] if also else [])
+    *rest, last = [repr(c) for c in choices] + ([also] if also else []) or ["nothing"]
     return f"{', '.join(rest)} or {last}" if rest else last
 
 # %% ../nbs/00_checks.ipynb #5f1c0a11

@@ -555,11 +555,15 @@ def encode_squad_train(
     max_length: int = 384,  # tokens a window
     stride: int = 128,  # tokens that successive windows share
 ) -> Dataset:  # the tokenizer's columns, start_positions, end_positions, length; one row a window
-    "Return windows with the first answer's first and last token; both at `[CLS]` where the window lacks it."
+    """Return windows with the first answer's first and last token; both at `[CLS]` where the window lacks it.
+
+    `ValueError` for a question without an answer, as SQuAD 2 has them."""
     rows = []
     for example, window, places in _windows(examples, tokenizer, max_length, stride):
         ids = window["input_ids"]
         cls = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
+        if not example["answers"]["text"]:
+            raise ValueError(f"examples: the question {example['question']!r:.80} has no answer; leave such rows out")
         start, end = _answer_tokens(example["answers"], places) or (cls, cls)
         rows.append(window | {"start_positions": start, "end_positions": end, "length": len(ids)})
     return Dataset.from_list(rows)

@@ -15,6 +15,7 @@ import io
 import math
 import os
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -52,8 +53,9 @@ def read_points(
     "Return the points in an embedding file. `ValueError` that says what the file holds; nothing is unpickled."
     path = Path(path)
     if not path.is_file(): raise ValueError(f"file: no file {str(path)!r}")
-    one_of("file", path.suffix or path.name, (*_ARRAYS, *_TABLES), also="a text file with --model")
-    return _two_dimensional((_from_arrays if path.suffix in _ARRAYS else _from_table)(path, array), path)
+    kind = path.suffix.lower()
+    one_of("file", kind or path.name, (*_ARRAYS, *_TABLES), also="a text file with --model")
+    return _two_dimensional((_from_arrays if kind in _ARRAYS else _from_table)(path, array), path)
 
 # %% ../nbs/36_embeddings.ipynb #eda6f845
 def _from_arrays(path: Path, array: str | None):
@@ -72,10 +74,11 @@ def _from_arrays(path: Path, array: str | None):
 # %% ../nbs/36_embeddings.ipynb #4207cfb8
 def _load(path: Path):
     "Return an array, or arrays by name."
-    if path.suffix == ".safetensors":
+    kind = path.suffix.lower()
+    if kind == ".safetensors":
         from safetensors.torch import load_file
         return load_file(path)
-    if path.suffix not in (".pt", ".pth"): return np.load(path, allow_pickle=False)
+    if kind not in (".pt", ".pth"): return np.load(path, allow_pickle=False)
     return torch.load(path, map_location="cpu", weights_only=True)  # tensors in lists and dicts, and no other object
 
 
@@ -157,9 +160,10 @@ def _table_of(path: Path):
     "Return the table in a file of any of the four kinds."
     import pyarrow as pa
     import pyarrow.parquet as pq
-    if path.suffix == ".parquet": return pq.read_table(path)
-    if path.suffix in (".csv", ".tsv"):
-        mark = "," if path.suffix == ".csv" else "\t"
+    kind = path.suffix.lower()
+    if kind == ".parquet": return pq.read_table(path)
+    if kind in (".csv", ".tsv"):
+        mark = "," if kind == ".csv" else "\t"
         table = pd.read_csv(path, sep=mark, header=0 if _has_heads(path, mark) else None)
         if not _has_heads(path, mark): table = _all_dimensions(table)
         return pa.Table.from_pandas(table, preserve_index=False)
@@ -207,6 +211,8 @@ def _from_columns(table):
                       "file what is none, write with a point what is one")
         return table.select(names).to_pandas().to_numpy(dtype="float64")
     held = ", ".join(f"{field.name} ({field.type})" for field in list(table.schema)[:20])
+    if len(table.schema) == 1 and re.search(r"\d[;\t|]\S", f"{table.schema[0].name} {table[0][:1].to_pylist()}"):
+        raise ValueError(f"array: a single column of words, {held}; columns end with a comma in .csv, a tab in .tsv")
     raise ValueError(f"array: no column of numbers or of lists of numbers in {held or 'the empty file'}; "
                      "score text with --model on a text file")
 
@@ -249,6 +255,7 @@ def _lines(source: str | Path, column: str) -> Iterable[str]:
 # %% ../nbs/36_embeddings.ipynb #4c5f92b9
 def _drawn(texts, limit: int, seed: int) -> tuple[list, int]:
     "Return so many of the texts, each as likely as any other, and how many there were."
+    in_range("limit", limit, 1, whole=True)
     rng, drawn, total = random.Random(seed), [], 0
     for total, text in enumerate(texts, 1):
         place = len(drawn) if total <= limit else rng.randrange(total)
@@ -261,17 +268,13 @@ def spectrum(
 ) -> dict:  # share: of the first 10 axes; axes_for: "50%", "90%" and "99%" of the variance
     """Return the share of the variance on the first principal axes, and how many axes hold 50, 90 and 99 per cent.
 
-    `ValueError` where all points are equal.
+    `ValueError` where all points are equal, NaN or infinite.
     """
-    x = floating(points, "points").double()  # before the mean, which half precision rounds
-    x = x - x.mean(0)
-    return _spectrum(x @ x.T if len(x) < x.shape[1] else x.T @ x, len(x))
+    return _shares(Cloud(points).centred)
 
 # %% ../nbs/36_embeddings.ipynb #73aadcd5
-def _spectrum(products, n: int) -> dict:
-    "Return the spectrum of n points from their matrix of products, (d, d) or (n, n)."
-    variance = torch.linalg.eigvalsh(products).flip(0).clamp(min=0)[:n]
-    if not variance.sum() > 0: raise ValueError("points: all are equal, no axis has a variance; give different ones")
+def _shares(variance: Tensor) -> dict:
+    "Return the spectrum of the variances of the principal axes, in descending order."
     share = variance / variance.sum()
     needed = {f"{int(100 * p)}%": int((share.cumsum(0) < p - 1e-12).sum()) + 1 for p in (0.5, 0.9, 0.99)}
     return {"share": share[:10].tolist(), "axes_for": needed}
@@ -282,14 +285,16 @@ def score_points(
 ) -> dict:  # points, dims, isoscore, dimensions_in_use, spectrum; of 5 points or more also corrected, standard_error
     """Return the score of a cloud of vectors, plain and corrected with its standard error, and the spectrum.
 
-    The dimensions in even use are those of the corrected score where there is one. `ValueError` as `isoscore`.
+    The dimensions in even use are those of the corrected score where there is one; a cloud as even as so few points
+    can be, such as a basis, has none, with a warning. `ValueError` as `isoscore`.
     """
     points = floating(points, "points")
     plain, (n, d) = float(isoscore(points)), points.shape
     result = {"points": n, "dims": d, "isoscore": plain}
     if n >= 5:
-        best = isoscore_with_error(points, correction="ustat")
-        result |= {"corrected": best.score, "standard_error": best.stderr}
+        try: best = isoscore_with_error(points, correction="ustat")
+        except ValueError as error: warnings.warn(f"no corrected score: {error}")
+        else: result |= {"corrected": best.score, "standard_error": best.stderr}
     used = dimensions_in_use(result.get("corrected", plain), d)
     return result | {"dimensions_in_use": used, "spectrum": spectrum(points)}
 
@@ -353,7 +358,7 @@ def _tokens(tokenizer, lines: list[str], max_length: int, each: bool = False, le
 
     With `each` a line without is refused: the vectors of those behind it would be taken for others'.
     """
-    length = min(max_length, tokenizer.model_max_length)
+    length = min(in_range("max_length", max_length, 1, whole=True), tokenizer.model_max_length)
     how = {"truncation": True, "padding": True, "return_tensors": "pt", "return_attention_mask": True}
     batch = tokenizer(lines, max_length=length, **how) if lines else {}
     some = batch["attention_mask"].any(-1) if lines else torch.zeros(0)
@@ -396,7 +401,7 @@ def _scores(stream) -> dict:
     plain = float(isoscore_from_cov(stream.moments.cov()))
     return {"dims": d, "isoscore": plain, "corrected": best.score, "standard_error": best.stderr,
             "dimensions_in_use": dimensions_in_use(best.score, d), "tokens": tokens, "sequences": best.count,
-            "spectrum": _spectrum(stream.moments.m2, tokens)}
+            "spectrum": _shares(torch.linalg.eigvalsh(stream.moments.m2).flip(0).clamp(min=0))}
 
 # %% ../nbs/36_embeddings.ipynb #d1c0a001
 POOLINGS = ("tokens", "mean", "cls", "last")
@@ -417,6 +422,10 @@ def embed_layers(
 
     `ValueError` for an unknown pooling or layer, as `score_model`, and for a text without tokens to be pooled."""
     one_of("pooling", pooling, POOLINGS)
+    in_range("limit", limit, 1, whole=True, optional=True)
+    in_range("seed", seed, 0, whole=True)
+    if layers is not None and not len(layers): raise ValueError("layers: none is given; leave it out for all")
+    for k in layers or (): in_range("layers", k, whole=True)
     encoder, batch = _encoder_and_tokens(model, texts, max_length, each=pooling != "tokens", least=1)
     long = batch["attention_mask"].sum(1)
     order = torch.arange(len(long)) if pooling == "tokens" or limit else long.argsort()  # long ones with long ones
@@ -546,6 +555,8 @@ def describe(
 def _some(points, partners, limit: int, seed: int) -> tuple[Tensor, Tensor | None]:
     "Return so many of the rows, drawn at random, and their partners."
     points = floating(points, "points")
+    in_range("limit", limit, 1, whole=True)
+    in_range("seed", seed, 0, whole=True)
     if partners is not None and len(partners) != len(points):
         raise ValueError(f"pairs: {len(partners)} rows beside {len(points)}; give one partner a row")
     rows = np.sort(np.random.default_rng([seed, 4]).permutation(len(points))[:limit])

@@ -22,11 +22,9 @@ from pathlib import Path
 import yaml
 from filelock import FileLock
 
+from .checks import one_of
+
 # %% ../nbs/08_files.ipynb #09707923
-_UMASK = os.umask(0)
-os.umask(_UMASK)  # it can be read only by setting it
-
-
 def write_atomically(
     path: str | Path,  # the file; its folder is made
     content: str | bytes,  # all of it
@@ -39,11 +37,11 @@ def write_atomically(
     path, handle, name = _begin_file(path)
     try:
         with os.fdopen(handle, "wb") as file:
+            if path.exists(): os.chmod(name, path.stat().st_mode & 0o777)
             with contextlib.suppress(OSError): _claim(file)  # no locks on this file system
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_UMASK)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -61,7 +59,9 @@ def _begin_file(
         if path.exists() and not path.is_file():
             raise ValueError(f"path: {str(asked)!r} is no plain file and is not replaced; give the name of a file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path, *tempfile.mkstemp(dir=path.parent, prefix=".isoreg-writing-", suffix=".tmp")
+        name = str(path.parent / f".isoreg-writing-{os.urandom(8).hex()}.tmp")
+        how = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)  # the last on Windows
+        return path, os.open(name, how, 0o666), name  # unlike tempfile's, with the permissions of the umask
     except OSError as error:
         error.filename = str(asked)
         raise
@@ -308,26 +308,37 @@ def _count(x, known: dict[int, float]) -> float:
         known[id(x)] = 1 + sum(_count(v, known) for v in ([*x, *x.values()] if isinstance(x, dict) else x))
     return known[id(x)]
 
+# %% ../nbs/08_files.ipynb #9de5db95
+STORED = "int16", "int32", "float32", "json"  # kinds of predictions in a record
+
 # %% ../nbs/08_files.ipynb #9de5db96
 def pack(
     predictions,  # class numbers, real numbers, or a list of dicts (answers to questions)
-) -> dict:  # kind "int16", "float32" or "json", rows, and data: zlib, then base64
-    "Return predictions as a record keeps them."
+) -> dict:  # kind "int16", "int32", "float32" or "json", rows, and data: zlib, then base64
+    "Return predictions as a record keeps them: class numbers in 32 bits at most, real numbers in float32."
     import numpy as np  # here and below: the command line reads files without it
     if isinstance(predictions, list): kind, content = "json", json.dumps(predictions).encode()
     else:
-        kind = "int16" if np.issubdtype(np.asarray(predictions).dtype, np.integer) else "float32"
-        content = np.asarray(predictions).astype(np.dtype(kind).newbyteorder("<")).tobytes()
+        x = np.asarray(predictions)
+        fit = [k for k in STORED[:2] if np.issubdtype(x.dtype, np.integer) and (x.astype(k) == x).all()]
+        kind = fit[0] if fit else "float32"
+        content = x.astype(np.dtype(kind).newbyteorder("<")).tobytes()
     return {"kind": kind, "rows": len(predictions), "data": base64.b64encode(zlib.compress(content, 9)).decode()}
 
 
 def unpack(
     packed: dict,  # predictions of a record
 ):  # array of class numbers or of real numbers, or list of dicts
-    "Return what `pack` was given."
+    "Return what `pack` was given. `ValueError` for what it did not write."
     import numpy as np
     unzip = zlib.decompressobj()
-    content = unzip.decompress(base64.b64decode(packed["data"]), 2**28)
-    if unzip.unconsumed_tail: raise ValueError("predictions: hold more than 256 MB; give another record")
-    if packed["kind"] == "json": return json.loads(content)
-    return np.frombuffer(content, dtype=np.dtype(packed["kind"]).newbyteorder("<"))
+    try:
+        one_of("kind", packed["kind"], STORED)
+        content = unzip.decompress(base64.b64decode(packed["data"], validate=True), 2**28)
+        if unzip.unconsumed_tail: raise ValueError("more than 256 MB")
+        if packed["kind"] == "json": found = from_json(content.decode())
+        else: found = np.frombuffer(content, dtype=np.dtype(packed["kind"]).newbyteorder("<"))
+        if len(found) != packed["rows"]: raise ValueError(f"{len(found)} rows, where {packed['rows']} are named")
+    except (KeyError, TypeError, ValueError, zlib.error) as error:
+        raise ValueError(f"predictions: cannot be read ({error}); give another record") from None
+    return found

@@ -345,7 +345,8 @@ def _encoded(config: RunConfig, data: TaskData, tokenizer, model: nn.Module) -> 
         train, rows = (encode(part, data.task, tokenizer, config.max_length) for part in parts)
         limit = min(config.max_length, tokenizer.model_max_length)
         cut = sum(n >= limit for n in train["length"])
-        if cut: data.notes.append(f"{cut} of {len(train)} training rows fill {limit} tokens; what is longer is cut")
+        note = f"{cut} of {len(train)} training rows fill {limit} tokens; what is longer is cut"
+        if cut and note not in data.notes: data.notes.append(note)  # once, however often the run begins anew
     if not config.segment_ids or "token_type_ids" not in inspect.signature(model.forward).parameters:
         train, rows = (d.remove_columns([c for c in d.column_names if c == "token_type_ids"]) for d in (train, rows))
     return train, rows, Scores(data, windows)

@@ -590,7 +590,7 @@ def _load(folder: Path) -> FisherEstimate:
     if not path.is_file():
         raise ValueError(f"folder: {str(folder)!r} holds no fisher.json; give a folder that FisherEstimate.save wrote")
     try:
-        about = json.loads(path.read_text())
+        about = from_json(read_text(path))
         sums = load_file(path.parent / about.pop("tensors"))
         about.pop("unit"), about.pop("schema")
         return FisherEstimate(sums={n: sums[n] for n in about["numel"] if n in sums}, **about)

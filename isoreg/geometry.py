@@ -322,8 +322,8 @@ def _two_by_product(x: Tensor, y: Tensor, rows: Tensor, scale: float, chunk: int
 # %% ../nbs/05_geometry.ipynb #f203105b
 def two_nn(
     points,  # (n, d) array or tensor
-    discard: float = 0.1,  # share of the largest ratios left out of the fit
     mask=None,  # (n,), true or 1 where a row counts
+    discard: float = 0.1,  # share of the largest ratios left out of the fit
 ) -> float:
     """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(mu)) on log(mu) (Facco et al. 2017).
 

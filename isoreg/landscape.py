@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from .checks import in_range, one_of
 from .corpus import LOSSES, predicted_positions, sample_losses
-from .files import check_writable, write_atomically
+from .files import check_writable, from_json, read_text, write_atomically
 from .fisher import check_named
 from .states import eval_mode, same_draws
 
@@ -276,7 +276,7 @@ def subset(
 def _ranking(scores: dict | None, name: str, p: Tensor, by: str, seed: int) -> np.ndarray:
     "Return what a tensor is ranked by, (scalars,) or (1,): its scores, their mean, or random numbers."
     if scores is None: return _noise(seed, f"subset/{name}", (p.numel() if by == "scalar" else 1,), torch.rand).numpy()
-    if by == "scalar": return scores[name].float().flatten().cpu().numpy()
+    if by == "scalar": return scores[name].double().flatten().cpu().numpy()
     return np.array([float(scores[name].double().mean())])
 
 # %% ../nbs/12_landscape.ipynb #0ce34ea4
@@ -406,7 +406,7 @@ class _MeanLoss:
         "Yield the losses of the samples of each batch, (batch,)."
         for number, (batch, rows) in enumerate(zip(self.batches, self.rows)):
             if rows is not None and not len(rows): continue
-            _seed(number)
+            _seed(number, self.device)
             values = sample_losses(self.model, _copied(batch, self.device), self.loss, self.reduction)
             if isinstance(values, Tensor) and values.ndim == 1:
                 yield values if rows is None else values[rows.to(self.device)]
@@ -433,6 +433,7 @@ def _fingerprint(x: Any, into=None) -> str:
     elif isinstance(x, (list, tuple)):
         h.update(f"{len(x)}[".encode())
         for v in x: _fingerprint(v, h)
+    elif isinstance(x, np.ndarray) and x.dtype.kind not in "biufc": _fingerprint(x.tolist(), h)  # of texts
     elif isinstance(x, (Tensor, np.ndarray)):
         x = torch.as_tensor(x).detach().cpu().contiguous()
         h.update(f"{x.dtype}{tuple(x.shape)}".encode())
@@ -454,10 +455,10 @@ def _read_once(batches: Iterable, device: torch.device) -> list:
     "Return copies of the batches; what a loader draws depends on the number of the batch alone."
     found: list = []
     with same_draws(device):
-        _seed(0)
+        _seed(0, device)
         for batch in batches:
             found.append(_copied(batch))
-            _seed(len(found))
+            _seed(len(found), device)
     return found
 
 
@@ -469,10 +470,10 @@ def _rows_asked(batch: dict, loss: str) -> Tensor | None:
     return rows if len(rows) < len(labels) else None
 
 
-def _seed(number: int):
-    "Seed as torch.manual_seed, which takes long where CUDA is not in use, and the generators of Python and NumPy."
+def _seed(number: int, device: torch.device):
+    "Seed what `same_draws` sets back: the generators of PyTorch, on the CPU and this device, of Python and of NumPy."
     torch.default_generator.manual_seed(number); random.seed(number); np.random.seed(number)
-    if torch.cuda.is_initialized(): torch.cuda.manual_seed_all(number)
+    if device.type == "cuda": torch.cuda.default_generators[device.index or 0].manual_seed(number)
 
 # %% ../nbs/12_landscape.ipynb #75c6e8f7
 def _check_batches(batches, loss, precision: str, reduction: str):
@@ -575,7 +576,7 @@ def _as_json(alphas: np.ndarray, betas: np.ndarray, rows: list, info: dict) -> s
 def _from_json(source: str | Path | Mapping) -> tuple[np.ndarray, np.ndarray, list, dict]:
     "Return grid, rows and info of a file, or of what was read from one."
     try:
-        body: Any = source if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+        body: Any = source if isinstance(source, Mapping) else from_json(read_text(source))
         rows = [row and [float(v) for v in row] for row in body["losses"]]
         alphas, betas = (np.array(body[k], dtype=np.float64) for k in ("alphas", "betas"))
         if len(rows) != len(alphas) or any(row and len(row) != len(betas) for row in rows): raise KeyError("losses")

@@ -41,7 +41,7 @@ class _Steady(torchmetrics.Metric):
 class MomentsMetric(_Steady):
     "Moments of all points that `update` has seen, over all batches and ranks, in float64."
 
-    higher_is_better, is_differentiable, full_state_update = None, False, True
+    higher_is_better, is_differentiable, full_state_update = None, False, False
 
     def __init__(self, num_dims: int, order: int, **kwargs):
         super().__init__(**kwargs)
@@ -71,8 +71,21 @@ class MomentsMetric(_Steady):
 
     def _seen(self) -> "_Seen": return _read({name: getattr(self, name) for name in self._defaults})
 
-    def _add(self, cloud: "_Seen"):
-        for name, value in _states(_join([self._seen(), cloud])).items(): setattr(self, name, value)
+    def _set(self, cloud: "_Seen"):
+        for name, value in _states(cloud).items(): setattr(self, name, value)
+
+    def _add(self, cloud: "_Seen"): self._set(_join([self._seen(), cloud]))
+
+    def _reduce_states(self, incoming_state):  # of torchmetrics: what was seen before a batch, in `forward`
+        self._set(_join([_read(incoming_state), self._seen()]))
+
+    def _apply(self, fn, *args, **kwargs):
+        "Move the metric with the model that holds it; the model's `half()` leaves it in float64, `set_dtype` does not."
+        def moved(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            return new if self._dtype_convert or new.dtype == tensor.dtype else tensor.to(new.device)
+
+        return super()._apply(moved, *args, **kwargs)
 
 # %% ../nbs/04_metric.ipynb #e5b37bea
 class IsoScore(MomentsMetric):

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from .checks import in_range
 from .config import RunConfig
-from .files import expanded, lacks_room, limit_hub
+from .files import expanded, lacks_room, limit_hub, read_text
 from .tasks import Task, get_task
 from .toy import toy_model_path
 
@@ -33,8 +33,8 @@ def load_model(
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:  # model, tokenizer, notes
     """Return the pretrained encoder with a fresh head for the task, in float32, drawn with the seed of the run.
 
-    A head and a pooler may be new, and the notes name them. `ValueError` where any other weight is missing, and as
-    `load_tokenizer`.
+    Random states of Python, NumPy and PyTorch begin anew with that seed. A head and a pooler may be new, and the notes
+    name them. `ValueError` where any other weight is missing, and as `load_tokenizer`.
     """
     tokenizer, notes = load_tokenizer(config.model), []
     model, missing, body = _with_head(config, task or get_task(config.task, config.definition))
@@ -245,7 +245,7 @@ def _has_vocabulary(folder: Path) -> bool:
     "Return whether a folder holds the file of a vocabulary, or names a tokenizer that reads bytes and needs none."
     if any(any(folder.glob(name)) for name in _VOCABULARY): return True
     config = folder / "tokenizer_config.json"
-    return config.is_file() and _BYTES.search(config.read_text()) is not None
+    return config.is_file() and _BYTES.search(read_text(config)) is not None
 
 # %% ../nbs/21_models.ipynb #0e179944
 def check_vocabulary(

@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from .checks import one_of
-from .files import write_atomically
+from .files import from_json, read_text, write_atomically
 from .fisher import FisherEstimate
 from .schedules import (CONTROLS, check_names, check_rate, check_schedule, control_schedule, guided_schedule,
                               released_schedule, site_scores)
@@ -461,7 +461,7 @@ def load_schedule(
     path: str | Path,  # written by save_schedule, or a plain JSON object of rates
 ) -> dict[str, float]:  # site -> p
     "Return the schedule of a file. `ValueError` that names it if it is missing, no JSON, or holds no rates in [0, 1)."
-    try: content = json.loads(Path(path).read_text(encoding="utf-8"))
+    try: content = from_json(read_text(path))
     except (OSError, ValueError) as e:
         raise ValueError(f"schedule: {path} cannot be read as JSON ({e}); write it with save_schedule") from e
     rates = content.get("rates") if isinstance(content, dict) and "format" in content else content
@@ -520,7 +520,7 @@ def apply_dropout(
     p: float | None = None,  # constant, gaussian: the rate (None: the model's); mixout: probability (None: 0.7)
     scores: Mapping[str, float] | FisherEstimate | str | Path | None = None,  # guided, controls: as for site_scores
     schedule: Mapping[str, float] | str | Path | None = None,  # guided and its controls: a schedule in place of scores
-    seed: int = 0,  # of "shuffled"
+    seed: int = 0,  # of "shuffled"; any other passes over it
     p_max: float = 0.1,  # guided: rate of the least informative site
     p_min: float = 0.0,  # guided: rate of the most informative site
     shape: str | Callable[[float], float] = "linear",  # of guided_schedule
@@ -530,7 +530,7 @@ def apply_dropout(
 ) -> Applied:  # how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
     """Put a dropout regulariser on a model and return what was done, for JSON; `standard` changes nothing.
 
-    `ValueError` for an unknown name, and for arguments that are missing or have no meaning for `how`."""
+    `ValueError` for an unknown name, and for arguments (but the seed) that are missing or have no meaning for `how`."""
     model = unwrapped(model)
     how, schedule = _read_how(how, schedule)
     of_scores = dict(p_max=p_max, p_min=p_min, shape=shape, aggregate=aggregate, grouping=grouping)

@@ -86,11 +86,11 @@ def _filtered(text: str, root: Path) -> tuple[str, Path]:
         from nbdev.cli import nbdev_filter
         with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
             write_atomically(stored, nbdev_filter.__wrapped__(text, printit=False))
-    return stored.read_text(), stored
+    return stored.read_text(encoding="utf-8"), stored
 
 # %% ../nbs/34_pages.ipynb #f0d01de1
 def _store(path: Path, root: Path) -> Path | None:
     "Filter a notebook into the store and return its file; what the filter refuses is said when Quarto comes to it."
     os.chdir(path.parent)
-    try: return _filtered(path.read_text(), root)[1]
+    try: return _filtered(path.read_text(encoding="utf-8"), root)[1]
     except Exception: return None

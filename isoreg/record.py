@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 
 import isoreg
 from .config import RunConfig, bare, config_schema
-from .files import alone, expanded, from_json, read_text, record_files, write_atomically
+from .files import STORED, alone, expanded, from_json, read_text, record_files, write_atomically
 from .tasks import content_digest, get_task
 
 # %% ../nbs/20_record.ipynb #eb06837b
@@ -115,7 +115,7 @@ _SCORE = {
     "type": "object", "required": ["union", "layers", "embeddings", "points"],
     "properties": {"union": _NUMBER, "layers": {"type": "array", "items": _NUMBER}, "embeddings": _NUMBER,
                    "points": {"type": "integer"}}}
-_PACKED = {"kind": {"enum": ["int16", "float32", "json"]}, "rows": {"type": "integer"},
+_PACKED = {"kind": {"enum": list(STORED)}, "rows": {"type": "integer"},
            "data": {"type": "string", "contentEncoding": "base64"}}
 
 

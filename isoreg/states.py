@@ -31,7 +31,9 @@ def hidden_states(
     if getattr(getattr(inside_wrapper(model), "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("model: its learned prompt stands before the body, whose own states are those without it; "
                          "adapt the weights, as LoRA does")
-    device = check_readable(next(body.parameters()), "model").device
+    weight = next(body.parameters(), None)
+    if weight is None: raise ValueError(f"model: a {type(body).__name__} has no weights; pass a transformers model")
+    device = check_readable(weight, "model").device
     read, request = _inputs_read(body, batch), request_states(body)
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k in read}
     if "use_cache" in read: request["use_cache"] = False  # with a cache, texts in one row would see each other

@@ -79,7 +79,9 @@ def seeds_needed(
     tests: int = 1,  # comparisons in the table
     alpha: float = 0.05,  # level
 ) -> int:
-    "Return the pairs from which an exact sign-flip test can reach the level, after Holm's correction for the table."
+    """Return the pairs from which a sign-flip test can reach the level, after Holm's correction for the table.
+
+    This counts all sign patterns; `sign_flip` draws from them beyond 16 pairs, and its p ends at 2/(RESAMPLES + 1)."""
     in_range("tests", tests, 1)
     in_range("alpha", alpha, 0, 1, ends="()")
     return math.ceil(math.log2(2 * tests / alpha) - 1e-12)
@@ -147,8 +149,13 @@ def ratio_interval(
     pairs: Sequence,  # of each task (n, 2): numerator and denominator of each seed, two seeds or more
     level: float = 0.95,  # of the interval
 ) -> tuple[float, float, float]:  # ratio, low, high; unbounded (-inf, inf) where the denominator is not clear of zero
-    "Return the ratio of two means over tasks and seeds, with Fieller's interval (1954) for other seeds."
+    """Return the ratio of two means over tasks and seeds, with Fieller's interval (1954) for other seeds.
+
+    `ValueError` for no task, or one with fewer than two seeds."""
+    in_range("level", level, 0, 1, ends="()")
     x = [np.asarray(task, float) for task in pairs]
+    if not x or any(task.ndim != 2 or len(task) < 2 or task.shape[1] != 2 for task in x):
+        raise ValueError("pairs: need an array (n, 2) for each task, of two seeds or more")
     a, b = np.mean([task.mean(0) for task in x], axis=0)
     each = np.array([np.cov(task.T) / len(task) for task in x]) / len(x) ** 2  # (T, 2, 2)
     V, w = each.sum(0), np.array([1, -a / b])
@@ -174,6 +181,9 @@ def mean_rank_correlation(
     A seed with fewer than three settings, or all equal, has none. `ValueError` if no seed has one, or a number is not
     finite."""
     one_of("kind", kind, ("spearman", "kendall"))
+    in_range("level", level, 0, 1, ends="()")
+    in_range("resamples", resamples, 1, whole=True)
+    if any(len(x) != len(y) for x, y in pairs): raise ValueError("pairs: x and y of a seed differ in length")
     if not all(np.isfinite(np.asarray(v, dtype=float)).all() for pair in pairs for v in pair):
         raise ValueError("pairs: not all are finite; leave those settings out")
     rng, each, null = np.random.default_rng(seed), [], np.zeros(resamples)
@@ -207,8 +217,11 @@ def missing_bounds(
     b,  # of the other, the same seeds
     seen: Sequence[float] = (),  # further scores that a run could have had, such as the majority rate
 ) -> tuple[float, float]:  # NaN where nothing is known
-    "Return the least and the most mean difference, with each failed run at the lowest or the highest score seen."
+    """Return the least and the most mean difference, with each failed run at the lowest or the highest score seen.
+
+    `ValueError` unless both have the same number of scores."""
     a, b = np.asarray(a, float), np.asarray(b, float)
+    if a.shape != b.shape: raise ValueError(f"b: {len(b)} scores for the {len(a)} of a; give both one a seed")
     known = np.concatenate([a, b, np.asarray(seen, float)])
     known = known[~np.isnan(known)]
     if not len(known): return math.nan, math.nan

@@ -959,8 +959,8 @@ def test_a_name_is_no_word_of_a_network(command):
     assert "No network?" not in ends(2, *command).output
 
 
-def _packed(kind, content):
-    return {"kind": kind, "rows": 1, "data": base64.b64encode(zlib.compress(content)).decode()}
+def _packed(kind, content, rows=1):
+    return {"kind": kind, "rows": rows, "data": base64.b64encode(zlib.compress(content)).decode()}
 
 
 @pytest.mark.parametrize(
@@ -969,12 +969,12 @@ def _packed(kind, content):
         {"key": ["a"]},
         {"isoscore": {"after": {"union": {"a": 1}}}},
         *({"predictions": _packed("json", text)} for text in (b"5", b"null", b"[[1, 2]]")),
-        *({"predictions": _packed(kind, bytes(160))} for kind in ("i2,i2", "U2", "O", "datetime64[s]")),
+        *({"predictions": _packed(kind, bytes(160), 40)} for kind in ("i2,i2", "U1", "O", "datetime64[s]")),
     ],
 )
 def test_a_record_that_cannot_be_compared_is_not_repeated(monkeypatch, odd):
     monkeypatch.setattr(isoreg.finetune, "run", lambda config: pytest.fail("it was run"))
-    whole = {"predictions": _packed("int16", bytes(20)), "isoscore": {"after": {"union": 0.5}}, "git_commit": "x"}
+    whole = {"predictions": _packed("int16", bytes(20), 10), "isoscore": {"after": {"union": 0.5}}, "git_commit": "x"}
     whole |= {"versions": {}, "hardware": {}}
     Path("record.json").write_text(json.dumps(RECORD | whole | odd))
     ends(2, "rerun", "record.json", words=["record:", "give another"])
@@ -1083,7 +1083,7 @@ def test_a_model_that_lacks_memory_is_not_called_damaged(monkeypatch):
 
 def test_predictions_that_unpack_to_too_much():
     packed = {"kind": "json", "rows": 1, "data": base64.b64encode(zlib.compress(bytes(2**28 + 9), 9)).decode()}
-    with pytest.raises(ValueError, match="predictions: hold more than 256 MB"):
+    with pytest.raises(ValueError, match="predictions: cannot be read .more than 256 MB"):
         unpack(packed)
 
 

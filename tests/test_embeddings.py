@@ -513,3 +513,52 @@ def test_texts_of_a_data_set_by_its_name(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or stored)
     assert draw_texts("some/set:part:test", column="sentence") == (["a", "b", "c"], 3)
     assert asked == [(("some/set", "part"), {"split": "test"})]
+
+
+def test_a_basis_has_a_plain_score_and_no_corrected_one(tmp_path):
+    x = np.eye(8)
+    with pytest.warns(UserWarning, match="no corrected score: points: as even as so few rows can be"):
+        found = embeddings.score_points(x)
+    assert found["isoscore"] == pytest.approx(float(isoscore(x))) and "corrected" not in found
+    assert found["dimensions_in_use"] == pytest.approx(7) and len(found["spectrum"]["share"]) == 8
+    np.save(tmp_path / "basis.npy", x)
+    done = CliRunner().invoke(app, ["score", str(tmp_path / "basis.npy")])
+    assert done.exit_code == 0 and "no corrected score" in done.output and "0.8571" in done.output
+
+
+@pytest.mark.parametrize("shape, scale", [((40, 6), 1), ((6, 40), 1), ((40, 6), 1e200), ((6, 40), 1e-200)])
+def test_the_spectrum_is_that_of_singular_values_at_any_scale(shape, scale):
+    x = np.random.default_rng(0).normal(size=shape) + 3
+    share = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
+    found = embeddings.spectrum(x * scale)
+    np.testing.assert_allclose(found["share"], (share / share.sum())[:10], atol=1e-12)
+    assert found["axes_for"]["90%"] == 1 + (np.cumsum(share / share.sum()) < 0.9).sum()
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda: embeddings.spectrum(np.full((4, 3), np.nan)), "points"),
+        (lambda: embeddings.spectrum(np.ones(4)), "points"),
+        (lambda: embeddings.draw_texts(__file__, limit=0), "limit"),
+        (lambda: embeddings.describe(np.eye(5), limit=-5), "limit"),
+        (lambda: embeddings.describe(np.eye(5), seed=-1), "seed"),
+        (lambda: embeddings.embed_layers("toy-bert", ["a dog."], limit=-5), "limit"),
+        (lambda: embeddings.embed_layers("toy-bert", ["a dog."], layers=[]), "layers"),
+        (lambda: embeddings.embed_layers("toy-bert", ["a dog."], layers=[1.0]), "layers"),
+        (lambda: embeddings.embed_layers("toy-bert", ["a dog."], max_length=0), "max_length"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(call, name):
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        call()
+
+
+def test_a_name_in_capitals_and_other_separators(tmp_path):
+    np.save(tmp_path / "x.npy", np.eye(5))
+    (tmp_path / "x.npy").rename(tmp_path / "X.NPY")
+    assert read_points(tmp_path / "X.NPY").shape == (5, 5)
+    for mark in ";\t|":
+        (tmp_path / "x.csv").write_text(f"1{mark}2\n3{mark}4\n")
+        with pytest.raises(ValueError, match="array: a single column of words, .*; columns end with a comma in .csv"):
+            read_points(tmp_path / "x.csv")

@@ -1,14 +1,15 @@
 """Files that are whole or not there."""
 
+import os
 import stat
 
+import numpy as np
 import pytest
 
-import isoreg.files as files
-from isoreg.files import from_yaml, to_yaml, write_atomically
+from isoreg.files import from_yaml, pack, to_yaml, unpack, write_atomically
 
 
-def test_permissions_are_those_of_the_file_or_of_the_umask(tmp_path, monkeypatch):
+def test_permissions_are_those_of_the_file_or_of_the_umask(tmp_path):
     mode = lambda path: stat.S_IMODE(path.stat().st_mode)
     (tmp_path / "plain").touch()
     write_atomically(tmp_path / "new", "first")
@@ -17,9 +18,38 @@ def test_permissions_are_those_of_the_file_or_of_the_umask(tmp_path, monkeypatch
         (tmp_path / "new").chmod(kept)
         write_atomically(tmp_path / "new", "second")
         assert mode(tmp_path / "new") == kept and (tmp_path / "new").read_text() == "second"
-    monkeypatch.setattr(files, "_UMASK", 0o027)
-    write_atomically(tmp_path / "strict", "first")
+    before = os.umask(0o027)
+    try:
+        write_atomically(tmp_path / "strict", "first")
+    finally:
+        os.umask(before)
     assert mode(tmp_path / "strict") == 0o640
+
+
+@pytest.mark.parametrize("kind, largest", [("int16", 2**15 - 1), ("int32", 2**15), ("int32", 2**31 - 1)])
+def test_class_numbers_come_back_however_large(kind, largest):
+    packed = pack(np.array([0, largest, -1]))
+    assert packed["kind"] == kind and unpack(packed).tolist() == [0, largest, -1]
+
+
+@pytest.mark.parametrize(
+    "damage, why",
+    [
+        ({"data": "aGVsbG8="}, "incorrect header check"),
+        ({"data": "@@@@"}, "base64"),
+        ({"data": None}, "NoneType"),
+        ({"rows": 4}, "3 rows, where 4 are named"),
+        ({"kind": "O"}, "kind: 'O' is unknown; use 'int16', 'int32', 'float32' or 'json'"),
+        ({"kind": "json"}, "Expecting value|decode"),
+    ],
+)
+def test_damaged_predictions_are_called_so(damage, why):
+    packed = pack(np.array([0.5, 1.5, 2.5]))
+    assert unpack(packed).tolist() == [0.5, 1.5, 2.5]
+    with pytest.raises(ValueError, match=rf"predictions: cannot be read \(.*({why}).*\); give another record"):
+        unpack(packed | damage)
+    with pytest.raises(ValueError, match="predictions: cannot be read"):
+        unpack({})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import inspect
 import json
 import os
 import shutil
-import stat
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -43,7 +44,6 @@ from transformers import (
     RobertaModel,
 )
 
-from isoreg.files import _UMASK
 from isoreg.card import model_card
 from isoreg.config import PENALTIES, RECIPES, RunConfig
 from isoreg.data import resample
@@ -374,7 +374,9 @@ def test_record_holds_what_it_promises(records, tmp_path):
     assert values["data"]["train_rows"] == 320 and len(values["data"]["fingerprint"]) == 64
     assert {"task_loss", "istar", "isoscore", "step"} <= set(values["loss"][0])
     assert RunRecord.load(tmp_path).to_dict() == values
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~_UMASK
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "plain").unlink()
     assert [p.name for p in tmp_path.iterdir()] == ["record.json"]
 
 
@@ -989,3 +991,31 @@ def test_two_runs_that_diverged_alike_are_equal(monkeypatch):
     record.predictions, record.value = pack(np.array([np.nan, 1.0])), None
     monkeypatch.setattr("isoreg.finetune.run", lambda config: record)
     assert rerun(record.to_dict())["equal"]
+
+
+def test_a_note_stands_once_however_often_a_run_begins_anew():
+    from isoreg.finetune import _encoded
+
+    config = RunConfig(max_train=40, max_eval=10, max_length=8)
+    data, (model, tokenizer, _) = load_task("toy-cola", max_train=40, max_eval=10), load_model(config)
+    for _ in range(2):
+        _encoded(config, data, tokenizer, model)
+    assert sum("fill 8 tokens" in note for note in data.notes) == 1
+
+
+def test_a_model_and_its_card_are_written_where_text_is_ascii(tmp_path):
+    "Under the locale C, as on Windows, Python writes text that is not UTF-8 unless it is told."
+    run(RunConfig(max_train=32, max_eval=20, epochs=1, lam=0.5)).save(tmp_path)
+    code = """
+import locale, sys
+from transformers import AutoModel, AutoTokenizer
+from isoreg.card import save_model
+from isoreg.record import RunRecord
+from isoreg.toy import toy_model_path
+assert locale.getpreferredencoding(False) != "UTF-8"
+parts = (kind.from_pretrained(toy_model_path()) for kind in (AutoModel, AutoTokenizer))
+save_model(*parts, RunRecord.load(sys.argv[1]), sys.argv[1] + "/model")
+"""
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, tmp_path], env=env, check=True, capture_output=True)
+    assert "λ" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")

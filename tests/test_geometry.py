@@ -196,9 +196,11 @@ def test_nearest_two_property(n, d, chunk, seed, copies, coarse):
 def test_two_nn_is_scikit_dimension(n, d, discard):
     x = cloud(n, d, n)
     if discard:
-        assert two_nn(x, discard) == pytest.approx(reference_skdim(x, discard), rel=1e-6)
+        assert two_nn(x, discard=discard) == pytest.approx(reference_skdim(x, discard), rel=1e-6)
     else:
-        assert two_nn(x, 1e-9) == pytest.approx(reference_skdim(x, 1e-9), rel=1e-6) and math.isfinite(two_nn(x, 0))
+        assert two_nn(x, discard=1e-9) == pytest.approx(reference_skdim(x, 1e-9), rel=1e-6) and math.isfinite(
+            two_nn(x, discard=0)
+        )
     assert two_nn(torch.from_numpy(x).float()) == pytest.approx(two_nn(x), rel=1e-3)
 
 
@@ -236,7 +238,7 @@ def test_two_nn_finds_the_dimension_and_keeps_its_numbers():
 @pytest.mark.parametrize("discard", [-0.1, 1, "0.1", None, math.nan])
 def test_two_nn_refuses_a_bad_share(discard):
     with pytest.raises(ValueError, match="discard"):
-        two_nn(cloud(), discard)
+        two_nn(cloud(), discard=discard)
 
 
 def test_memory_of_two_nn_is_bounded(monkeypatch):

@@ -13,7 +13,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from IsoScore.IsoScore import IsoScore as published, IsoScore_star as published_star, istar
 from ranks import on_ranks
+from torch import nn
+from torchmetrics.wrappers import Running
 
+import isoreg.metric
 from isoreg.isoscore import (
     CONVENTIONS,
     _gaussian_terms,
@@ -836,6 +839,37 @@ def test_a_batch_without_a_score_leaves_the_metric_as_it_was(correction, batch):
         m.update(x[100:])
     assert metric.count == 110 and metric.compute() == other.compute()
     assert metric(x[:60]) == seen(x[:60], correction=correction).compute() and metric.count == 170
+
+
+@pytest.mark.parametrize("correction", [None, "gaussian", "ustat"])
+def test_forward_reads_a_batch_once_and_adds_what_update_adds(correction, monkeypatch):
+    read, see = [], isoreg.metric._see
+    monkeypatch.setattr(isoreg.metric, "_see", lambda *arguments: read.append(1) or see(*arguments))
+    metric, other = IsoScore(16, correction=correction), IsoScore(16, correction=correction)
+    for batch in torch.randn(4, 30, 16) + 3:
+        assert metric(batch) == seen(batch, correction=correction).compute()
+        other.update(batch)
+    assert len(read) == 12  # forward, its check, update
+    assert all(torch.equal(v, other.metric_state[n]) for n, v in metric.metric_state.items())
+    window = Running(IsoScore(16, correction=correction), window=2)
+    for batch in (x := torch.randn(3, 30, 16)):
+        window.update(batch)
+    torch.testing.assert_close(window.compute(), seen(*x[1:], correction=correction).compute(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("cast", [nn.Module.half, lambda m: m.to(torch.bfloat16)], ids=["half", "to"])
+def test_a_model_in_half_precision_leaves_its_metric_in_float64(cast):
+    x, reference = torch.randn(60, 6) * 1e4, torch.eye(6) / 3
+    metric, model = IsoScore(6, reference_cov=reference, zeta=0.2), nn.Linear(6, 6)
+    model.metric = metric
+    metric.update(x[:30])
+    cast(model)
+    metric.update(x[30:])
+    other = IsoScore(6, reference_cov=reference, zeta=0.2)
+    other.update(x[:30])
+    other.update(x[30:])
+    assert model.weight.itemsize == 2 and metric.compute() == other.compute()
+    assert metric.set_dtype(torch.float32).m2.dtype == torch.float32, "asked for by name"
 
 
 def test_an_error_over_ranks_leaves_each_its_own_points():

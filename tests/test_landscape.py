@@ -266,6 +266,46 @@ def test_tensors_against_the_released_ranks(per_scalar):
     assert {k for k, m in matrices.items() if m.any()} == set(ranked[-round(0.25 * len(ranked)) :])
 
 
+def test_scalars_are_ranked_in_the_precision_of_their_scores():
+    scores = {
+        "weight": torch.tensor([[1, 1 + 1e-9], [1 + 3e-9, 1 + 2e-9]], dtype=torch.float64),
+        "bias": torch.zeros(2),
+    }
+    for seed in range(3):
+        chosen = subset(nn.Linear(2, 2).double(), scores, 1 / 6, seed=seed)
+        assert chosen["weight"].tolist() == [[False, False], [True, False]] and not chosen["bias"].any()
+
+
+def test_a_model_on_the_cpu_leaves_the_random_state_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for name in ("manual_seed", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, lambda seed: pytest.fail("a GPU was seeded"))
+    batches = [{"x": torch.ones(3, 2)}]
+    loss_line(nn.Linear(2, 1), batches, direction(nn.Linear(2, 1), 0), [0, 1], loss=of_first_output)
+
+
+def of_first_output(model, batch):
+    return model(batch["x"])[:, 0]
+
+
+def test_a_surface_knows_its_batches_by_their_texts_too(tmp_path):
+    model = nn.Linear(2, 1)
+    axes, path = [direction(model, seed) for seed in (0, 1)], tmp_path / "surface.json"
+    batches = lambda *names: [{"x": torch.ones(2, 2), "name": np.array(names)}]
+    made = lambda *names: loss_surface(model, batches(*names), *axes, [0, 1], loss=of_first_output, path=path)
+    assert np.array_equal(made("a", "b").losses, made("a", "b").losses)
+    with pytest.raises(ValueError, match="batches"):
+        made("a", "c")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}"])
+def test_what_is_no_surface_is_called_so(tmp_path, text):
+    (tmp_path / "surface.json").write_text(text)
+    for path in (tmp_path / "surface.json", tmp_path / "none.json"):
+        with pytest.raises(ValueError, match=f"path: {path} is no landscape"):
+            Surface.load(path)
+
+
 @pytest.mark.parametrize("by", ["scalar", "tensor"])
 def test_random_subsets_are_seeded(by):
     model = tiny_bert()

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import math
+import os
 import pickle
 import warnings
 from collections import Counter
@@ -375,8 +376,14 @@ def test_schedule_files(tmp_path):
     )
     (tmp_path / "plain.json").write_text('{"embeddings": 0.2}')
     assert load_schedule(tmp_path / "plain.json") == {"embeddings": 0.2}
+    (tmp_path / "marked.json").write_text('{"embeddings": 0.2}', encoding="utf-8-sig")
+    assert load_schedule(tmp_path / "marked.json") == {"embeddings": 0.2}
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ValueError, match="pipe.json.*is no file"):
+        load_schedule(tmp_path / "pipe.json")
     for text, message in (
         ("{", "cannot be read"),
+        ("[" * 100_000, "nest too deep"),
         ('{"a": 2}', "is out of range"),
         ("[1]", "no mapping"),
         ('{"a": NaN}', "is out of range"),

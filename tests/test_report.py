@@ -1872,6 +1872,12 @@ def test_comparison_knows_the_error_of_the_rows_and_mixed_commits():
     per_row = np.mean([(a[0] == truth) * 1.0 - (b[0] == truth) for a, b in zip(arms[0.1], arms[0.0])], 0)
     assert row.row_error == pytest.approx(per_row.std() / 300**0.5, rel=0.1)
     assert "commit" in row.differ
+    arms[0.1][0][1]["resampled"]["data"] = "damaged"
+    with pytest.warns(
+        UserWarning, match="resampled scores of a run cannot be read, so its intervals count seeds alone"
+    ):
+        alone = compare(load([r for arm in arms.values() for _, r in arm])).iloc[0]
+    assert math.isnan(alone.row_error) and alone.difference == row.difference
 
 
 # ---- one training, evaluated on two tasks

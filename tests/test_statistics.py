@@ -318,3 +318,20 @@ def test_the_p_of_a_mean_rank_correlation_is_that_of_all_shuffles():
 
 def test_a_ratio_that_all_pairs_have_is_exact():
     assert ratio_interval([np.array([[2, 1], [2.2, 1.1], [1.8, 0.9]])]) == pytest.approx((2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda: ratio_interval([]), "pairs"),
+        (lambda: ratio_interval([np.ones((1, 2))]), "pairs"),
+        (lambda: ratio_interval([np.ones((4, 2))], level=2), "level"),
+        (lambda: mean_rank_correlation([([1, 2, 3], [1, 2])]), "pairs"),
+        (lambda: mean_rank_correlation([([1, 2, 3], [1, 3, 2])], resamples=0), "resamples"),
+        (lambda: mean_rank_correlation([([1, 2, 3], [1, 3, 2])], level=1), "level"),
+        (lambda: missing_bounds([0.1, 0.2], [0.1]), "b"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(call, name):
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        call()

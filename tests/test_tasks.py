@@ -616,6 +616,17 @@ def test_missing_and_rebuilt_splits():
     )
 
 
+def test_a_question_without_an_answer_is_named():
+    row = {
+        "id": "a",
+        "question": "who sleeps?",
+        "context": "the dog sleeps.",
+        "answers": {"text": [], "answer_start": []},
+    }
+    with pytest.raises(ValueError, match="examples: the question 'who sleeps.' has no answer; leave such rows out"):
+        encode_squad_train(Dataset.from_list([row]), toy_tokenizer())
+
+
 @real
 def test_squad_answers_come_back():
     from transformers import AutoTokenizer
