@@ -351,7 +351,7 @@ def _show_record(record, folder: Path):
 # %% ../nbs/31_cli.ipynb #03fbac78
 _WHAT = typer.Argument(metavar="KEY|RECORD", show_default=False,
                        help="Key of a stored run, a record.json, or the folder of a run.")
-_WHERE = _option("Records (.jsonl) in which a key is looked up, or a folder of them (default: nbs/results).")
+_WHERE = _option("Records (.jsonl) in which a key is looked up, or a folder of them or of runs (default: nbs/results).")
 
 
 @app.command("rerun")
@@ -376,7 +376,8 @@ def _stored(what: str, records: Path) -> dict:
     "Return the record in a file or folder, or that of a key in files of records; `ValueError` if there is none."
     from isoreg.files import from_json, read_text
     from isoreg.record import read_lines
-    path = Path(what) / "record.json" if Path(what).is_dir() else Path(what)
+    folders = [f for f in (Path(what), records / what) if f.is_dir()]
+    path = folders[0] / "record.json" if folders else Path(what)
     if path.is_file():
         try: found = from_json(read_text(path))
         except (ValueError, OSError) as error: raise ValueError(f"record: {what!r} cannot be read ({error})") from None
@@ -833,7 +834,7 @@ def _show_measures(one):
         table.add_row(f"outlier dimensions, {rule.replace('_', ' ')}", str(len(found)), names, "")
     _console.print(table)
     steps = _table("what a linear step, fitted on these vectors, would make of them", ("",), [
-        MEASURES[k].title if k in MEASURES else "IsoScore" for k in one.details["steps"][0] if k != "step"])
+        MEASURES["corrected" if k == "isoscore" else k].title for k in one.details["steps"][0] if k != "step"])
     for row in one.details["steps"]:
         steps.add_row(*(v if isinstance(v, str) else "undefined" if v is None else f"{v:.3f}" for v in row.values()))
     _console.print(steps)

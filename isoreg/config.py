@@ -273,7 +273,7 @@ class PenaltySettings(Settings):
     layers: str | int = option("union", "istar: union, mean, or the number of one layer", label=_layers)
     zeta: float = option(0.2, "istar: weight of the reference covariance", ge=0, le=1, label=_zeta)
     correction: Literal["gaussian", "ustat"] | None = option(
-        None, "istar: the score without bias and without a reference",
+        None, "istar: the score corrected for the number of tokens, without a reference",
         label=lambda c: c["correction"] and f"corrected score ({c['correction']})")
     convention: Literal["released", "text"] = option(
         "released", "istar: what zeta weighs, the reference (released) or the sample (text)",

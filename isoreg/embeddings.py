@@ -559,6 +559,9 @@ def _some(points, partners, limit: int, seed: int) -> tuple[Tensor, Tensor | Non
     in_range("seed", seed, 0, whole=True)
     if partners is not None and len(partners) != len(points):
         raise ValueError(f"pairs: {len(partners)} rows beside {len(points)}; give one partner a row")
+    width = points.shape[-1] if partners is None else floating(partners, "partners").shape[-1]
+    if width != points.shape[-1]:
+        raise ValueError(f"pairs: vectors of {width} values beside {points.shape[-1]}; give those of one model")
     rows = np.sort(np.random.default_rng([seed, 4]).permutation(len(points))[:limit])
     return points[rows], None if partners is None else floating(partners, "partners")[rows]
 
@@ -806,7 +809,7 @@ def _section(m: Measured) -> list[str]:
     table = pd.DataFrame([{"measure": n.title, "value": values[k], "what it says": n.says, "after": n.source,
                            "elsewhere": n.elsewhere} for k, n in names.items()])
     table["value"] = table["value"].astype(float)
-    titles = {name: measure.title for name, measure in MEASURES.items()} | {"isoscore": "IsoScore"}
+    titles = {name: measure.title for name, measure in MEASURES.items()} | {"isoscore": MEASURES["corrected"].title}
     steps = pd.DataFrame(found["steps"]).rename(columns=titles)
     outliers = ", ".join(f"by {k[3:]} {v[:8] or 'none'}" for k, v in found["outliers"].items())
     return [f"<h2>{html.escape(m.name)}</h2>", _html(table), f"<p>Measures of pairs: of {found['pairs_of']} vectors, "

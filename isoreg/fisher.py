@@ -40,7 +40,7 @@ def empirical_fisher(
     model: nn.Module,  # evaluated in eval mode; parameters that require no gradient are left out
     batches: Iterable[dict],  # TextBatches, or any iterable of dicts of tensors, samples first
     level: str = "tensor",  # "tensor": squared norms; "diagonal": every scalar
-    loss: str | Callable | None = None,  # "mlm", "clm", "seq2seq", or (model, batch) -> (batch,); None: the model's
+    loss: str | Callable | None = None,  # "mlm", "clm", "seq2seq"; (model, part of a batch) -> (n,); None: the model's
     reduction: str = "mean",  # over the predicted tokens of a sample, as released; "sum" is its log-likelihood
     sample: str = "sequence",  # "position": every predicted token is a sample of its own
     precision: str = "fp32",  # "bf16" for autocast; sums stay in float32 or wider
@@ -786,7 +786,10 @@ def _check_checkpoint(checkpoint: str | Path, about: dict, loss: str | Callable,
 
 
 def check_named(loss: str | Callable, what: str):
-    "Raise a `ValueError` for a function that no name tells from another one."
+    "Raise a `ValueError` for a function that no name tells from another one, or that reads values from around it."
+    if around := getattr(getattr(loss, "__code__", None), "co_freevars", ()):
+        raise ValueError(f"loss: {loss.__qualname__} reads {', '.join(around)} of the function around it, whose value "
+                         f"{what} does not hold; define it by def at the top of a file, with the value in its body")
     if isinstance(loss, functools.partial) or getattr(loss, "__name__", "") == "<lambda>":
         raise ValueError(f"loss: {loss!r:.60} has no name that tells it from another one in {what}; define it by "
                          f"def, and give another {what} whenever it changes")

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from .checks import in_range, one_of
 from .corpus import LOSSES, predicted_positions, sample_losses
 from .files import check_writable, from_json, read_text, write_atomically
-from .fisher import check_named
+from .fisher import FisherEstimate, check_named
 from .states import eval_mode, same_draws
 
 # %% ../nbs/12_landscape.ipynb #6d5ae0cf
@@ -247,7 +247,7 @@ WHICH = ("top", "bottom", "random")
 # %% ../nbs/12_landscape.ipynb #68aafc10
 def subset(
     model: nn.Module,  # its parameters are ranked; not changed
-    scores: Mapping[str, Tensor] | None,  # per scalar, or per tensor (0-d, or averaged); None for which="random"
+    scores: Mapping[str, Tensor] | FisherEstimate | None,  # per scalar, or tensor (0-d, or averaged); None for "random"
     share: float,  # in (0, 1], of the scalars or of the number of tensors; at least one is taken
     which: str = "top",  # "top", "bottom" or "random"
     by: str = "scalar",  # "scalar", or "tensor" as released
@@ -291,6 +291,11 @@ def _best(values: np.ndarray, k: int, seed: int) -> np.ndarray:
 # %% ../nbs/12_landscape.ipynb #47e5ef50
 def _check_scores(scores, params: dict, by: str) -> dict[str, Tensor]:
     "Return the scores as tensors. `ValueError` for scores that are missing, misshapen or not finite."
+    if isinstance(scores, FisherEstimate):
+        if by == "scalar" and scores.level != "diagonal":
+            raise ValueError(f"scores: level {scores.level!r} has none of each scalar; estimate them with "
+                             "empirical_fisher(..., level='diagonal'), or use by='tensor'")
+        scores = scores.mean() if by == "scalar" else scores.scores()
     if scores is None: raise ValueError("scores: None; give parameter name -> tensor, or use which='random'")
     tensors = _fitting(scores, params, "scores", one=by == "tensor")
     for n in params:

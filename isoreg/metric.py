@@ -123,7 +123,9 @@ class IsoScore(MomentsMetric):
 
     def stderr(self) -> float:
         "Return the standard error of the Gaussian-corrected score of independent rows; all ranks must call it."
-        one_of("correction", self.correction, ["gaussian"], also="isoscore_with_error, which streams nothing")
+        if self.correction != "gaussian":
+            raise ValueError(f"correction: {self.correction!r} gives no error of what is streamed; build the metric "
+                             "with correction='gaussian', or pass all points to isoscore_with_error")
         with self.sync_context(self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync):
             m = _check_seen(self._seen(), self, 5)
             return gaussian_stderr(m.cov(), int(m.count))

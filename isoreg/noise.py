@@ -373,7 +373,7 @@ def _not_mixed(model: nn.Module, linear: Mapping, mixed: Mapping) -> list[str]:
     "Return the linear maps that do not run as modules, and the other matrices of the encoder, such as experts."
     found, prefix = [q for q in linear if q not in mixed], base_prefix(model)
     for path, m in model.named_modules():
-        if path in linear or isinstance(m, (nn.Embedding, nn.modules.conv._ConvNd)): continue
+        if path in linear or isinstance(m, nn.Embedding): continue
         names = [n for n, p in m.named_parameters(path, recurse=False) if p.ndim > 1]
         found += [n for n in names if n.startswith(prefix) and not _HEAD.search(n)]
     return found
@@ -425,7 +425,8 @@ def load_dropout(
 def _checked_note(model: nn.Module, pretrained) -> dict:
     "Return the configuration's note; `ValueError` if there is none, of a known kind, that goes with `pretrained`."
     if not getattr(getattr(model, "config", None), _NOTE, None):
-        raise ValueError(f"model: its configuration has no {_NOTE}; it was saved without set_dropout")
+        raise ValueError(f"model: its configuration has no {_NOTE}; it was saved without set_dropout"
+                         " (a model of your own has none: keep its rates by save_schedule)")
     note = _read_note(model)
     known = ("rates", *sorted(_GAUSSIAN), "mixout")
     kinds = [one_of(f"model: the kind in its {_NOTE}", kind, known) for kind in str(note["kind"]).split("+")]
@@ -566,7 +567,7 @@ def _describe(model: nn.Module, how: str, done: Mapping, new: int = 0, **extra) 
     checked = f", {done['calls']} calls checked" if done.get("calls") else ""
     notes = [f"mean rate {done['mean']:.4f} over {sites} sites{checked}"]
     if how == "standard": notes = ["the model's own rates, untouched" if done["rates"] else "the model has no dropout"]
-    if new: notes.append(f"{new} of {sites} sites had rate 0 before: dropout is new there")
+    if new: notes.append(f"{new} of {sites} sites drop now and did not before")
     if how == "gaussian-released": notes.append("noise is on at evaluation too, standard deviation p/(1-p)")
     missed = len(done.get("not_called", ()))
     if missed: notes.append(f"{missed} matrices of the encoder are not mixed, see not_called")

@@ -168,7 +168,8 @@ def _tensor_scores(sites: Sequence[Site], scores, prefix: str | None, model: nn.
                          "where the encoder is a part of it, such as model.enc, give that part in place of the model; "
                          "of a model that PEFT has wrapped, take the sites before it is wrapped")
     for s in sites:
-        if not s.tensors: raise ValueError(f"sites: {s.name!r} stands for no tensor; use grouping='preceding'")
+        if not s.tensors: raise ValueError(f"sites: {s.name!r} stands for no tensor, as no weight runs before "
+                                            "it; try the other grouping, or give a schedule of rates")
     for t in wanted: in_range(f"scores[{t!r}]", f[t], 0, hint="pass an estimate or its .scores()")
     _check_sizes(sites, {rename(n): m for n, m in sizes.items()})
     return f

@@ -103,7 +103,7 @@ class _Call:
     attention: bool  # it drops attention probabilities
     origin: str | None  # what its input is
     maps: int | None  # linear maps since the last attention; None before the first
-    embedded: bool  # an embedding was looked up since the last call
+    embedded: bool  # an embedding was looked up since the last call, with no convolution or recurrence behind it
     tensors: tuple[str, ...]  # parameters used since the last call
     opaque: bool = False  # the rate went into an attention kernel that PyTorch does not see
     noise: bool = False  # Gaussian noise took its place
@@ -124,20 +124,30 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        inputs = _tensors([*args, *kwargs.values()])
-        if getattr(func, "__name__", "") not in _READ_NO_VALUE: self.note_parameters(inputs)
+        inputs, late = _tensors([*args, *kwargs.values()]), _output_map(func, args, kwargs)
+        first = [t for t in inputs if id(t) not in set(map(id, late))]
+        if getattr(func, "__name__", "") not in _READ_NO_VALUE: self.note_parameters(first)
         if func in _SIGNATURES: self.note_call(func, args, kwargs)
         output = func(*args, **kwargs)
+        self.note_parameters(late)
         self.note_origin(func, inputs, output)
         return output
 
 _READ_NO_VALUE = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__len__"}
+
+def _output_map(func, args, kwargs) -> list[Tensor]:
+    "Return the weights that `nn.MultiheadAttention` applies behind its dropout, in one function with the rest."
+    if func is not F.multi_head_attention_forward: return []
+    given = _SIGNATURES[func].bind(*args, **kwargs).arguments
+    return _tensors(given[n] for n in ("out_proj_weight", "out_proj_bias"))
 
 def _tensors(values: Iterable) -> list[Tensor]:
     "Return the tensors among some values, and those in their lists and tuples."
     return [t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)]
 
 # %% ../nbs/13_sites.ipynb #2b0ae70d
+_BEYOND = set("conv1d conv2d lstm gru rnn_tanh rnn_relu".split())  # what comes out is no embedding any more
+
 @property
 def _calls(self) -> list[_Call]: return [e for e in self.events if isinstance(e, _Call)]
 
@@ -151,7 +161,8 @@ def _note_origin(self, func, inputs, output):
     "Note what a function's outputs are."
     origin = _origin(func, [self.origins.get(id(t)) for t in inputs])
     if func in _LINEAR and self.maps is not None: self.maps += 1
-    self.embedded |= getattr(func, "__name__", "") == "embedding"
+    name = getattr(func, "__name__", "")
+    self.embedded = name == "embedding" or (self.embedded and name not in _BEYOND)
     if origin is None: return
     outputs = _tensors([output])
     self.origins.update({id(t): origin for t in outputs})
@@ -337,7 +348,7 @@ def _record_candidates(model: nn.Module, batch) -> tuple[_Recorder, list[str], l
     with trial(model), rates_at(model, handles):
         rates = [math.sqrt(0.0203 + 0.0191 * (k + 1) / (len(handles) + 1)) for k in range(len(handles))]
         for h, p in zip(handles, rates): set_rate(model, h, p)
-        record = record_calls(model, batch) if handles else _Recorder(model)
+        record = record_calls(model, batch) if handles or batch is not None else _Recorder(model)
         for c in record.calls: c.handle = dict(zip(rates, handles)).get(c.p)
         arrived = {c.handle: c.attention for c in record.calls if c.handle}
         for h in handles: set_rate(model, h, 0.0)
@@ -375,7 +386,7 @@ def _same_probabilities(a: str, b: str) -> bool:
 def _kind_of_call(c: _Call, path: str) -> str:
     "Return the kind of site that a call of the base model tells of."
     if c.attention: return "attention_probs"
-    if c.embedded and not _NUMBERED.search(path): return "embedding"
+    if c.embedded and c.origin != "inner" and not _NUMBERED.search(path): return "embedding"
     if c.origin == "linear" and c.maps: return "attention_output" if c.maps == 1 else "ffn_output"
     return "ffn_inner" if c.origin == "inner" and c.maps else "other"
 
@@ -436,7 +447,7 @@ def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, 
         elif e in own:
             if e in used and sites and used[e] < sites[-1][0]: break
             used.setdefault(e, len(used))
-    last = next((h for _, h in reversed(sites) if h in inside), None)
+    last = next((h for _, h in reversed(sites) if h in inside and kinds[h] != "embedding"), None)
     return {t for t, i in used.items() if next((h for at, h in sites if at > i), last) == handle}
 
 # %% ../nbs/13_sites.ipynb #5956ed52
@@ -505,4 +516,6 @@ def _stray(model: nn.Module, calls: Sequence[_Call]) -> str:
     calls = [c for c in calls if c.handle is None and c.p > 0]
     rates = dict.fromkeys(f"p={c.p:g} in {shown_module(model, c.module)}" for c in calls)
     if not rates: return ""
-    return f"model: applies dropout at rates that cannot be set: {', '.join(rates)}; {versions_of(model)}"
+    remedy = "keep each in an nn.Dropout, or in an attribute of the module with 'drop' in its name"
+    return ("model: applies dropout at rates that cannot be set: "
+            f"{', '.join(rates)}; {versions_of(model) if hasattr(model, 'config') else remedy}")

@@ -153,6 +153,7 @@ def test_a_run_is_repeated_and_compared(done, tmp_path):
     folder, _ = done
     path = folder / "runs" / RunConfig(**TINY, lam=0.5, seed=3).key / "record.json"
     assert "equal: score and all predictions" in invoke("rerun", path).output
+    assert "equal: score and all predictions" in invoke("rerun", path.parent.name, "--records", path.parents[1]).output
     record = json.loads(path.read_text())
     changed = record | {"value": record["value"] + 0.1, "versions": record["versions"] | {"torch": "1.0"}}
     (tmp_path / "record.json").write_text(json.dumps(changed))

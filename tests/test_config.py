@@ -417,7 +417,11 @@ def test_what_plays_no_part_has_one_value(given, settled):
         (RunConfig, "lam", "strength; without it -0.1 for istar, 1 for the others"),
         (RunConfig, "seed", "of head, order, dropout and masks (0 or more; default 0)"),
         (RunConfig, "zeta", "istar: weight of the reference covariance (0 to 1; default 0.2)"),
-        (RunConfig, "correction", "istar: the score without bias and without a reference (gaussian, ustat)"),
+        (
+            RunConfig,
+            "correction",
+            "istar: the score corrected for the number of tokens, without a reference (gaussian, ustat)",
+        ),
         (RunConfig, "lr", "largest learning rate (more than 0, less than 1)"),
         (PretrainConfig, "heldout_share", "of the texts of each source (0 or more, less than 1; default 0.02)"),
         (LandscapeConfig, "hessian", "curvature by Hessian-vector products beside the fit (default true)"),

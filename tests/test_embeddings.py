@@ -562,3 +562,8 @@ def test_a_name_in_capitals_and_other_separators(tmp_path):
         (tmp_path / "x.csv").write_text(f"1{mark}2\n3{mark}4\n")
         with pytest.raises(ValueError, match="array: a single column of words, .*; columns end with a comma in .csv"):
             read_points(tmp_path / "x.csv")
+
+
+def test_partners_of_another_width_are_refused():
+    with pytest.raises(ValueError, match="pairs: vectors of 4 values beside 6; give those of one model"):
+        embeddings.describe(np.random.default_rng(0).normal(size=(9, 6)), np.ones((9, 4)))

@@ -374,9 +374,9 @@ def test_llama_has_a_site_a_layer_at_rate_0_and_guided_says_that_it_adds_dropout
     assert [(s.kind, s.p) for s in dropout_sites(model)] == [("attention_probs", 0.0)] * 3
     scores = {n: float(p.detach().abs().mean()) for n, p in model.named_parameters()}
     notes = apply_dropout(model, "guided", scores=scores)["notes"]
-    assert any("2 of 3 sites had rate 0 before" in note for note in notes)
+    assert any("2 of 3 sites drop now and did not before" in note for note in notes)
     scores = {n: float(p.detach().abs().mean()) for n, p in bert().named_parameters()}
-    assert not any("rate 0 before" in note for note in apply_dropout(bert(), "guided", scores=scores)["notes"])
+    assert not any("did not before" in note for note in apply_dropout(bert(), "guided", scores=scores)["notes"])
 
 
 # ---- images and sound
@@ -492,3 +492,19 @@ def test_a_collection_computes_and_plots():
     assert len(drawn) == 2
     figure, axes = metrics.plot([metrics.compute()] * 3, together=True)
     assert sorted(line.get_label() for line in axes.get_lines())[-2:] == ["corrected", "plain"]
+
+
+def test_the_fisher_information_of_a_language_model_with_adapters():
+    peft = pytest.importorskip("peft")
+    config = LlamaConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    batch, found = {"input_ids": torch.arange(3, 27).view(4, 6)}, []
+    batch |= {"attention_mask": torch.ones(4, 6, dtype=torch.long), "labels": batch["input_ids"]}
+    for task in (None, "CAUSAL_LM"):
+        torch.manual_seed(0)
+        settings = peft.LoraConfig(task_type=task, r=2, target_modules=["q_proj"], init_lora_weights=False)
+        found.append(empirical_fisher(peft.get_peft_model(LlamaForCausalLM(config), settings), [batch], loss="clm"))
+    assert (
+        found[0].scores() == found[1].scores() and len(found[0].scores()) == 4 and min(found[0].scores().values()) > 0
+    )

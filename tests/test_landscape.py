@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from isoreg.corpus import TextBatches, sample_losses
+from isoreg.fisher import empirical_fisher
 from isoreg.landscape import (
     RINGS,
     Direction,
@@ -1189,3 +1190,28 @@ def test_a_direction_does_not_depend_on_the_usual_dtype(dtype):
     finally:
         torch.set_default_dtype(torch.float32)
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_scores_may_be_an_estimate():
+    model = nn.Linear(2, 1)
+    batches = [{"x": torch.randn(5, 2, generator=torch.Generator().manual_seed(0))}]
+    whole = empirical_fisher(model, batches, "diagonal", loss=of_first_output)
+    for by, scores in (("scalar", whole.mean()), ("tensor", whole.scores())):
+        ours, given = (subset(model, s, 0.5, by=by) for s in (whole, scores))
+        assert all(torch.equal(ours[n], given[n]) for n in given)
+    with pytest.raises(ValueError, match="scores: level 'tensor' has none of each scalar; .*level='diagonal'"):
+        subset(model, empirical_fisher(model, batches, loss=of_first_output), 0.5)
+
+
+def test_a_loss_that_reads_values_around_it_stores_no_surface(tmp_path):
+    def scaled(k):
+        def loss(model, batch):
+            return k * model(batch["x"])[:, 0]
+
+        return loss
+
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"loss: .*scaled.<locals>.loss reads k of the function around it"):
+        loss_line(
+            model, [{"x": torch.ones(2, 2)}], direction(model, 0), [0, 1], loss=scaled(5), path=tmp_path / "line.json"
+        )

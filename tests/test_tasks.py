@@ -640,3 +640,13 @@ def test_squad_answers_come_back():
     logits = [np.eye(384)[gold[f"{end}_positions"]] for end in ("start", "end")]
     said = squad_predictions(*logits, windows, rows, max_answer=100)
     assert compute("squad", said, rows.select_columns(["id", "answers"]).to_list())["exact_match"] > 0.98
+
+
+def test_a_folder_is_no_name_on_the_hub(tmp_path):
+    Dataset.from_dict({"text": ["a"], "label": [0]}).save_to_disk(tmp_path / "own")
+    with pytest.raises(
+        ValueError, match="hub: .*own' is a folder here, in which a name decides nothing; give its files"
+    ):
+        Task(
+            "own", "classification", ("text",), ("no", "yes"), "accuracy", ("accuracy",), (str(tmp_path / "own"), None)
+        )
