@@ -376,8 +376,8 @@ def _stored(what: str, records: Path) -> dict:
     "Return the record in a file or folder, or that of a key in files of records; `ValueError` if there is none."
     from isoreg.files import from_json, read_text
     from isoreg.record import read_lines
-    folders = [f for f in (Path(what), records / what) if f.is_dir()]
-    path = folders[0] / "record.json" if folders else Path(what)
+    there = (Path(what), Path(what) / "record.json", records / what / "record.json")
+    path = next((p for p in there if p.is_file()), Path(what))
     if path.is_file():
         try: found = from_json(read_text(path))
         except (ValueError, OSError) as error: raise ValueError(f"record: {what!r} cannot be read ({error})") from None
@@ -822,7 +822,7 @@ def _axes(row: dict) -> str: return ", ".join(map(str, row["spectrum"]["axes_for
 # %% ../nbs/31_cli.ipynb #899c42df
 def _show_measures(one):
     "Print what else was measured, with what it says and whose it is; then the linear steps."
-    from isoreg.embeddings import MEASURES
+    from isoreg.embeddings import MEASURES, STEPS_SCORE
     layer = one.rows[one.shown].get("layer")
     table = _table("also" if layer is None else f"also, layer {layer}", ("measure",), ("value",))
     for name in ("what it says", "after"): table.add_column(name, overflow="fold")
@@ -834,7 +834,7 @@ def _show_measures(one):
         table.add_row(f"outlier dimensions, {rule.replace('_', ' ')}", str(len(found)), names, "")
     _console.print(table)
     steps = _table("what a linear step, fitted on these vectors, would make of them", ("",), [
-        MEASURES["corrected" if k == "isoscore" else k].title for k in one.details["steps"][0] if k != "step"])
+        MEASURES[k].title if k in MEASURES else STEPS_SCORE for k in one.details["steps"][0] if k != "step"])
     for row in one.details["steps"]:
         steps.add_row(*(v if isinstance(v, str) else "undefined" if v is None else f"{v:.3f}" for v in row.values()))
     _console.print(steps)

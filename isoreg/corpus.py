@@ -327,7 +327,9 @@ def predicted_positions(batch: dict, loss: str = "mlm") -> tuple[Tensor, Tensor,
 # %% ../nbs/10_corpus.ipynb #c2d8a35e
 def head_input(model: nn.Module, loss: str = "mlm") -> nn.Module | None:
     "Return the submodule whose `last_hidden_state` the language-model head reads; None where there is none."
-    if hasattr(model, "get_base_model"): model = model.get_base_model()  # of PEFT; its adapters stay in
+    if hasattr(model, "get_base_model"):  # of PEFT
+        if model.active_peft_config.is_prompt_learning: return None  # its virtual tokens stand before the others
+        model = model.get_base_model()  # adapters stay in it
     part = model.get_decoder() if loss == "seq2seq" else model  # a decoder may have a head of its own, and so a body
     body = getattr(part, "base_model", part)
     return None if body is model else body

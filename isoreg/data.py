@@ -153,6 +153,9 @@ def _read(task: Task, data_dir: str | Path | None, split: str, argument: str) ->
     if task.hub is None:
         raise ValueError(f"data_dir=None, but {task.name} has hub=None; "
                          f"give the data_dir that holds {task.folder}/{split}.parquet")
+    if Path(task.hub[0]).is_dir():
+        raise ValueError(f"hub: {task.hub[0]!r} is also a folder here and would be read in place of the hub; name its "
+                         "files under files: of the definition, one a split, as .parquet, .jsonl or .csv")
     try: rows = load_rows(*task.hub, split=split)
     except ValueError as error:
         raise ValueError(f"{argument}={split!r}: the hub does not give {task.name} ({error})") from None

@@ -315,13 +315,14 @@ STORED = "int16", "int32", "float32", "json"  # kinds of predictions in a record
 def pack(
     predictions,  # class numbers, real numbers, or a list of dicts (answers to questions)
 ) -> dict:  # kind "int16", "int32", "float32" or "json", rows, and data: zlib, then base64
-    "Return predictions as a record keeps them: class numbers in 32 bits at most, real numbers in float32."
+    "Return predictions as a record keeps them, real numbers in float32. `ValueError` for whole ones beyond 32 bits."
     import numpy as np  # here and below: the command line reads files without it
     if isinstance(predictions, list): kind, content = "json", json.dumps(predictions).encode()
     else:
         x = np.asarray(predictions)
-        fit = [k for k in STORED[:2] if np.issubdtype(x.dtype, np.integer) and (x.astype(k) == x).all()]
-        kind = fit[0] if fit else "float32"
+        whole = np.issubdtype(x.dtype, np.integer)
+        if whole and (x.astype("int32") != x).any(): raise ValueError("predictions: a class number exceeds 32 bits")
+        kind = "float32" if not whole else "int16" if (x.astype("int16") == x).all() else "int32"
         content = x.astype(np.dtype(kind).newbyteorder("<")).tobytes()
     return {"kind": kind, "rows": len(predictions), "data": base64.b64encode(zlib.compress(content, 9)).decode()}
 

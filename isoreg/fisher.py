@@ -4,8 +4,8 @@
 __all__ = ['empirical_fisher', 'FisherEstimate', 'model_fingerprint', 'sum_over_ranks', 'agreement', 'load_scores']
 
 # %% ../nbs/11_fisher.ipynb #06e53394
-import functools
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -787,10 +787,16 @@ def _check_checkpoint(checkpoint: str | Path, about: dict, loss: str | Callable,
 
 def check_named(loss: str | Callable, what: str):
     "Raise a `ValueError` for a function that no name tells from another one, or that reads values from around it."
-    if around := getattr(getattr(loss, "__code__", None), "co_freevars", ()):
-        raise ValueError(f"loss: {loss.__qualname__} reads {', '.join(around)} of the function around it, whose value "
-                         f"{what} does not hold; define it by def at the top of a file, with the value in its body")
-    if isinstance(loss, functools.partial) or getattr(loss, "__name__", "") == "<lambda>":
+    if isinstance(loss, str): return
+    function = inspect.unwrap(loss)  # without decorators
+    if inspect.isfunction(function):
+        cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+        values = [name for name, cell in cells if not (inspect.ismodule(cell.cell_contents) or
+                                                       inspect.isroutine(cell.cell_contents))]
+        if values:
+            raise ValueError(f"loss: {function.__qualname__} reads {', '.join(values)} of the function around it, and "
+                             f"the {what} does not record the value; define it by def at the top of a file")
+    if not inspect.isroutine(function) or inspect.ismethod(function) or function.__name__ == "<lambda>":
         raise ValueError(f"loss: {loss!r:.60} has no name that tells it from another one in {what}; define it by "
                          f"def, and give another {what} whenever it changes")
 

@@ -476,9 +476,9 @@ def _rows_asked(batch: dict, loss: str) -> Tensor | None:
 
 
 def _seed(number: int, device: torch.device):
-    "Seed what `same_draws` sets back: the generators of PyTorch, on the CPU and this device, of Python and of NumPy."
+    "Seed the generators of Python, of NumPy and of PyTorch, on the CPU and, for a model on a GPU, on GPUs."
     torch.default_generator.manual_seed(number); random.seed(number); np.random.seed(number)
-    if device.type == "cuda": torch.cuda.default_generators[device.index or 0].manual_seed(number)
+    if device.type == "cuda": torch.cuda.manual_seed_all(number)  # a model may lie on several
 
 # %% ../nbs/12_landscape.ipynb #75c6e8f7
 def _check_batches(batches, loss, precision: str, reduction: str):

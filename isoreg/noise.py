@@ -426,7 +426,7 @@ def _checked_note(model: nn.Module, pretrained) -> dict:
     "Return the configuration's note; `ValueError` if there is none, of a known kind, that goes with `pretrained`."
     if not getattr(getattr(model, "config", None), _NOTE, None):
         raise ValueError(f"model: its configuration has no {_NOTE}; it was saved without set_dropout"
-                         " (a model of your own has none: keep its rates by save_schedule)")
+                         " ; without a configuration, use save_schedule and load_schedule")
     note = _read_note(model)
     known = ("rates", *sorted(_GAUSSIAN), "mixout")
     kinds = [one_of(f"model: the kind in its {_NOTE}", kind, known) for kind in str(note["kind"]).split("+")]
@@ -521,7 +521,7 @@ def apply_dropout(
     p: float | None = None,  # constant, gaussian: the rate (None: the model's); mixout: probability (None: 0.7)
     scores: Mapping[str, float] | FisherEstimate | str | Path | None = None,  # guided, controls: as for site_scores
     schedule: Mapping[str, float] | str | Path | None = None,  # guided and its controls: a schedule in place of scores
-    seed: int = 0,  # of "shuffled"; any other passes over it
+    seed: int = 0,  # of "shuffled"; the others ignore it
     p_max: float = 0.1,  # guided: rate of the least informative site
     p_min: float = 0.0,  # guided: rate of the most informative site
     shape: str | Callable[[float], float] = "linear",  # of guided_schedule
@@ -531,7 +531,7 @@ def apply_dropout(
 ) -> Applied:  # how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
     """Put a dropout regulariser on a model and return what was done, for JSON; `standard` changes nothing.
 
-    `ValueError` for an unknown name, and for arguments (but the seed) that are missing or have no meaning for `how`."""
+    `ValueError` for an unknown name, and for arguments, other than the seed, that are missing or mean nothing here."""
     model = unwrapped(model)
     how, schedule = _read_how(how, schedule)
     of_scores = dict(p_max=p_max, p_min=p_min, shape=shape, aggregate=aggregate, grouping=grouping)

@@ -572,16 +572,16 @@ def _error_of_rows(arm: pd.DataFrame, base: pd.DataFrame) -> float:
     "Return the standard error of the mean difference from the evaluation rows, which all runs share; NaN if not known."
     runs = pd.concat([arm.sort_values("seed"), base.sort_values("seed")])
     same = all(runs[c].map(str).nunique() <= 1 for c in ("fingerprint", "evaluation_rows"))
-    draws = [_draws(p) for p in runs.resampled]
+    draws = [_draws(p, key) for p, key in zip(runs.resampled, runs.key)]
     if not same or any(d is None for d in draws) or len(set(map(len, draws))) != 1: return math.nan
     return float((np.stack(draws[: len(arm)]) - np.stack(draws[len(arm) :])).mean(0).std(ddof=1))
 
 
-def _draws(packed: dict) -> np.ndarray | None:
+def _draws(packed: dict, key: str) -> np.ndarray | None:
     "Return the scores of the resampled rows; None where a run has none, or, with a warning, none that can be read."
     try: return unpack(packed) if packed.get("data") else None
     except ValueError:
-        warnings.warn("resampled scores of a run cannot be read, so its intervals count seeds alone; run it again")
+        warnings.warn(f"resampled scores of {key} cannot be read: its comparisons count seeds alone; run it again")
         return None
 
 # %% ../nbs/27_report.ipynb #d1a66eef

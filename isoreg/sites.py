@@ -125,7 +125,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         inputs, late = _tensors([*args, *kwargs.values()]), _output_map(func, args, kwargs)
-        first = [t for t in inputs if id(t) not in set(map(id, late))]
+        first = [t for t in inputs if not any(t is later for later in late)]
         if getattr(func, "__name__", "") not in _READ_NO_VALUE: self.note_parameters(first)
         if func in _SIGNATURES: self.note_call(func, args, kwargs)
         output = func(*args, **kwargs)
@@ -146,7 +146,9 @@ def _tensors(values: Iterable) -> list[Tensor]:
     return [t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)]
 
 # %% ../nbs/13_sites.ipynb #2b0ae70d
-_BEYOND = set("conv1d conv2d lstm gru rnn_tanh rnn_relu".split())  # what comes out is no embedding any more
+_BEYOND = set(  # what comes out of these is no embedding any more
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu "
+    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
 
 @property
 def _calls(self) -> list[_Call]: return [e for e in self.events if isinstance(e, _Call)]
@@ -386,7 +388,8 @@ def _same_probabilities(a: str, b: str) -> bool:
 def _kind_of_call(c: _Call, path: str) -> str:
     "Return the kind of site that a call of the base model tells of."
     if c.attention: return "attention_probs"
-    if c.embedded and c.origin != "inner" and not _NUMBERED.search(path): return "embedding"
+    of_embedding = c.embedded and (c.origin != "inner" or "embed" in path)  # a few map it in their embedding module
+    if of_embedding and not _NUMBERED.search(path): return "embedding"
     if c.origin == "linear" and c.maps: return "attention_output" if c.maps == 1 else "ffn_output"
     return "ffn_inner" if c.origin == "inner" and c.maps else "other"
 
@@ -516,6 +519,6 @@ def _stray(model: nn.Module, calls: Sequence[_Call]) -> str:
     calls = [c for c in calls if c.handle is None and c.p > 0]
     rates = dict.fromkeys(f"p={c.p:g} in {shown_module(model, c.module)}" for c in calls)
     if not rates: return ""
-    remedy = "keep each in an nn.Dropout, or in an attribute of the module with 'drop' in its name"
+    remedy = "keep each in an nn.Dropout, or in an attribute that __init__ sets, such as self.drop"
     return ("model: applies dropout at rates that cannot be set: "
             f"{', '.join(rates)}; {versions_of(model) if hasattr(model, 'config') else remedy}")

@@ -81,7 +81,7 @@ def seeds_needed(
 ) -> int:
     """Return the pairs from which a sign-flip test can reach the level, after Holm's correction for the table.
 
-    This counts all sign patterns; `sign_flip` draws from them beyond 16 pairs, and its p ends at 2/(RESAMPLES + 1)."""
+    This counts all sign patterns; `sign_flip` draws some beyond 16 pairs; its p is never below 2/(RESAMPLES + 1)."""
     in_range("tests", tests, 1)
     in_range("alpha", alpha, 0, 1, ends="()")
     return math.ceil(math.log2(2 * tests / alpha) - 1e-12)
@@ -221,7 +221,7 @@ def missing_bounds(
 
     `ValueError` unless both have the same number of scores."""
     a, b = np.asarray(a, float), np.asarray(b, float)
-    if a.shape != b.shape: raise ValueError(f"b: {len(b)} scores for the {len(a)} of a; give both one a seed")
+    if a.shape != b.shape: raise ValueError(f"b: shape {b.shape} beside {a.shape} of a; give both one score a seed")
     known = np.concatenate([a, b, np.asarray(seen, float)])
     known = known[~np.isnan(known)]
     if not len(known): return math.nan, math.nan

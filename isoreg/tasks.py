@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checks import did_you_mean, listed, one_of
-from .files import expanded, from_yaml, read_text
+from .files import from_yaml, read_text
 
 # %% ../nbs/17_tasks.ipynb #80e8a5ea
 @dataclass(frozen=True)
@@ -112,11 +112,9 @@ def _check_sources(task: Task) -> None:
     "Raise a `ValueError` for a record that does not say where its rows lie."
     if not task.eval_splits: raise ValueError("eval_splits: are empty; name one, such as ('validation',)")
     if task.also and task.kind == "qa": raise ValueError(f"also: {task.also} is not for qa; pass ()")
-    if task.hub is not None and (not isinstance(task.hub, (tuple, list)) or len(task.hub) != 2):
+    pair = isinstance(task.hub, (tuple, list)) and len(task.hub) == 2 and isinstance(task.hub[0], str)
+    if task.hub is not None and not pair:
         raise ValueError(f"hub: {task.hub!r} is no pair (path, configuration); pass one, None for no configuration")
-    if task.hub is not None and os.path.isdir(expanded(task.hub[0])):
-        raise ValueError(f"hub: {task.hub[0]!r} is a folder here, in which a name decides nothing; give its files "
-                         "under files, one a split, as .parquet, .jsonl or .csv")
     if task.files: return _check_files(task)
     if task.hub is None and task.folder is None and not task.name.startswith("toy-"):
         raise ValueError("hub, folder, files: none is given; name the files of the splits, the hub's data set, "

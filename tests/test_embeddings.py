@@ -558,8 +558,8 @@ def test_a_name_in_capitals_and_other_separators(tmp_path):
     np.save(tmp_path / "x.npy", np.eye(5))
     (tmp_path / "x.npy").rename(tmp_path / "X.NPY")
     assert read_points(tmp_path / "X.NPY").shape == (5, 5)
-    for mark in ";\t|":
-        (tmp_path / "x.csv").write_text(f"1{mark}2\n3{mark}4\n")
+    for text in ("1;2\n3;4\n", "x\ty\n3\t4\n", "x|y\n3|4e-1\n"):
+        (tmp_path / "x.csv").write_text(text)
         with pytest.raises(ValueError, match="array: a single column of words, .*; columns end with a comma in .csv"):
             read_points(tmp_path / "x.csv")
 
@@ -567,3 +567,17 @@ def test_a_name_in_capitals_and_other_separators(tmp_path):
 def test_partners_of_another_width_are_refused():
     with pytest.raises(ValueError, match="pairs: vectors of 4 values beside 6; give those of one model"):
         embeddings.describe(np.random.default_rng(0).normal(size=(9, 6)), np.ones((9, 4)))
+
+
+def test_a_column_of_words_is_no_table_of_another_separator(tmp_path):
+    (tmp_path / "x.csv").write_text("text\nI paid 5;then left\n")
+    with pytest.raises(ValueError, match="score text with --model"):
+        read_points(tmp_path / "x.csv")
+
+
+def test_layers_may_be_an_array(texts):
+    numbers, points = embeddings.embed_layers("toy-bert", texts, layers=np.array([0, -1]))
+    again = embeddings.embed_layers("toy-bert", texts, layers=torch.tensor([0, -1]))
+    assert numbers == again[0] == [0, 4] and torch.equal(points, again[1])
+    with pytest.raises(ValueError, match=r"layers: 1 is no list; give \[1\]"):
+        embeddings.embed_layers("toy-bert", texts, layers=1)

@@ -27,9 +27,11 @@ def test_permissions_are_those_of_the_file_or_of_the_umask(tmp_path):
 
 
 @pytest.mark.parametrize("kind, largest", [("int16", 2**15 - 1), ("int32", 2**15), ("int32", 2**31 - 1)])
-def test_class_numbers_come_back_however_large(kind, largest):
+def test_class_numbers_of_32_bits_come_back(kind, largest):
     packed = pack(np.array([0, largest, -1]))
     assert packed["kind"] == kind and unpack(packed).tolist() == [0, largest, -1]
+    with pytest.raises(ValueError, match="predictions: a class number exceeds 32 bits"):
+        pack(np.array([2**31]))
 
 
 @pytest.mark.parametrize(

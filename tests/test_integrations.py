@@ -508,3 +508,15 @@ def test_the_fisher_information_of_a_language_model_with_adapters():
     assert (
         found[0].scores() == found[1].scores() and len(found[0].scores()) == 4 and min(found[0].scores().values()) > 0
     )
+
+
+def test_learned_prompts_are_no_part_of_a_loss():
+    peft = pytest.importorskip("peft")
+    config = LlamaConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    batch = {"input_ids": torch.arange(3, 27).view(4, 6), "attention_mask": torch.ones(4, 6, dtype=torch.long)}
+    batch["labels"] = batch["input_ids"]
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="model: gives logits of shape"):
+        empirical_fisher(peft.get_peft_model(LlamaForCausalLM(config), prompt), [batch], loss="clm")

@@ -1203,15 +1203,46 @@ def test_scores_may_be_an_estimate():
         subset(model, empirical_fisher(model, batches, loss=of_first_output), 0.5)
 
 
-def test_a_loss_that_reads_values_around_it_stores_no_surface(tmp_path):
-    def scaled(k):
-        def loss(model, batch):
-            return k * model(batch["x"])[:, 0]
+class Scaled:
+    def __init__(self, k):
+        self.k = k
 
-        return loss
+    def __call__(self, model, batch):
+        return self.k * model(batch["x"])[:, 0]
 
-    model = nn.Linear(2, 1)
-    with pytest.raises(ValueError, match=r"loss: .*scaled.<locals>.loss reads k of the function around it"):
-        loss_line(
-            model, [{"x": torch.ones(2, 2)}], direction(model, 0), [0, 1], loss=scaled(5), path=tmp_path / "line.json"
-        )
+
+def scaled(k):
+    def loss(model, batch):
+        return k * model(batch["x"])[:, 0]
+
+    return loss
+
+
+@torch.enable_grad()
+def decorated(model, batch):
+    return model(batch["x"])[:, 0]
+
+
+@pytest.mark.parametrize(
+    "loss, words",
+    [
+        (scaled(5), "scaled.<locals>.loss reads k of the function around it"),
+        (Scaled(5), "has no name that tells it from another one"),
+        (Scaled(5).__call__, "has no name that tells it from another one"),
+    ],
+)
+def test_a_loss_that_carries_values_stores_no_surface(loss, words, tmp_path):
+    model, batches = nn.Linear(2, 1), [{"x": torch.ones(2, 2)}]
+    with pytest.raises(ValueError, match=f"loss: .*{words}"):
+        loss_line(model, batches, direction(model, 0), [0, 1], loss=loss, path=tmp_path / "line.json")
+
+
+def test_a_decorated_loss_and_one_that_reads_a_module_have_a_name(tmp_path):
+    import torch.nn.functional as functional
+
+    def own(model, batch):
+        return functional.relu(model(batch["x"])[:, 0])
+
+    model, batches = nn.Linear(2, 1), [{"x": torch.ones(2, 2)}]
+    for loss in (decorated, own):
+        loss_line(model, batches, direction(model, 0), [0, 1], loss=loss, path=tmp_path / f"{loss.__name__}.json")

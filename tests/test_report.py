@@ -1873,9 +1873,7 @@ def test_comparison_knows_the_error_of_the_rows_and_mixed_commits():
     assert row.row_error == pytest.approx(per_row.std() / 300**0.5, rel=0.1)
     assert "commit" in row.differ
     arms[0.1][0][1]["resampled"]["data"] = "damaged"
-    with pytest.warns(
-        UserWarning, match="resampled scores of a run cannot be read, so its intervals count seeds alone"
-    ):
+    with pytest.warns(UserWarning, match="resampled scores of 0.1-0 cannot be read: its comparisons count seeds alone"):
         alone = compare(load([r for arm in arms.values() for _, r in arm])).iloc[0]
     assert math.isnan(alone.row_error) and alone.difference == row.difference
 

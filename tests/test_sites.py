@@ -304,14 +304,14 @@ class Perceptron(nn.Module):
     def __init__(self):
         super().__init__()
         self.word, self.mid, self.drop, self.out = (
-            nn.EmbeddingBag(50, 16),
+            nn.Embedding(50, 16),
             nn.Linear(16, 8),
             nn.Dropout(0.5),
             nn.Linear(8, 2),
         )
 
     def forward(self, ids):
-        return self.out(self.drop(F.relu(self.mid(self.word(ids)))))
+        return self.out(self.drop(F.relu(self.mid(self.word(ids).mean(1)))))
 
 
 IDS = torch.arange(24).view(4, 6)
@@ -359,3 +359,41 @@ def test_a_rate_out_of_reach_is_named_with_its_remedy():
         dropout_sites(Kept(), batch=torch.ones(2, 3))
     with pytest.raises(ValueError, match="Linear has no dropout site$"):
         dropout_sites(nn.Linear(3, 3), batch=torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_a_dropout_behind_a_cell_is_none_of_the_embedding(kind):
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.word, self.cell, self.drop = nn.Embedding(50, 16), kind(16, 16), nn.Dropout(0.2)
+
+        def forward(self, ids):
+            h = self.cell(self.word(ids[:, 0]))
+            return self.drop(h[0] if isinstance(h, tuple) else h)
+
+    (site,) = dropout_sites(Cell(), batch=IDS)
+    assert (site.name, site.kind) == ("drop", "other")
+
+
+def test_an_embedding_module_may_map_what_it_looks_up():
+    "As that of MarkupLM does."
+
+    class Mapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.word, self.mid, self.drop = nn.Embedding(50, 16), nn.Linear(16, 8), nn.Dropout(0.1)
+
+        def forward(self, ids):
+            return self.drop(F.relu(self.mid(self.word(ids))))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.path_embeddings, self.out = Mapped(), nn.Linear(8, 2)
+
+        def forward(self, ids):
+            return self.out(self.path_embeddings(ids).mean(1))
+
+    (site,) = dropout_sites(Model(), batch=IDS)
+    assert (site.name, site.kind) == ("path_embeddings.embeddings", "embedding")

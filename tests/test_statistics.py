@@ -330,6 +330,7 @@ def test_a_ratio_that_all_pairs_have_is_exact():
         (lambda: mean_rank_correlation([([1, 2, 3], [1, 3, 2])], resamples=0), "resamples"),
         (lambda: mean_rank_correlation([([1, 2, 3], [1, 3, 2])], level=1), "level"),
         (lambda: missing_bounds([0.1, 0.2], [0.1]), "b"),
+        (lambda: missing_bounds([0.1, 0.2], 0.1), "b"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(call, name):

@@ -642,11 +642,16 @@ def test_squad_answers_come_back():
     assert compute("squad", said, rows.select_columns(["id", "answers"]).to_list())["exact_match"] > 0.98
 
 
-def test_a_folder_is_no_name_on_the_hub(tmp_path):
-    Dataset.from_dict({"text": ["a"], "label": [0]}).save_to_disk(tmp_path / "own")
+def test_a_folder_is_not_read_in_place_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Dataset.from_dict({"text": ["a"], "label": [0]}).save_to_disk("nyu-mll/glue")
+    assert get_task("cola").hub[0] == "nyu-mll/glue"
     with pytest.raises(
-        ValueError, match="hub: .*own' is a folder here, in which a name decides nothing; give its files"
+        ValueError, match="hub: 'nyu-mll/glue' is also a folder here and would be read in place of the hub"
     ):
-        Task(
-            "own", "classification", ("text",), ("no", "yes"), "accuracy", ("accuracy",), (str(tmp_path / "own"), None)
-        )
+        load_task("cola")
+
+
+def test_a_name_on_the_hub_is_text():
+    with pytest.raises(ValueError, match=r"hub: \(5, 'x'\) is no pair"):
+        Task("own", "classification", ("text",), ("no", "yes"), "accuracy", ("accuracy",), (5, "x"))
