@@ -706,13 +706,20 @@ def score_command(
             raise ValueError(f"{name}: belongs to texts; leave it out, or give --model and --texts")
         else: measured, drawn = _score_files(files, texts, pairs, pooling, layer, normalize, array, seed), None
         measured = _told_apart(measured)
-        differences = [(m.name, measured[0].name, compare(m, measured[0])) for m in measured[1:]]
+        first, *others = measured
+        differences = [(m.name, first.name, compare(m, first)) for m in others if not _too_even(m, first)]
         if html: write_atomically(html, report_page(measured, differences, _about(drawn, pooling, normalize)))
     if as_json: return print(json.dumps(_scores_json(measured, differences, drawn), indent=1))
     _show_scores(measured, differences, drawn)
     if html: _console.print(str(html))
 
 # %% ../nbs/31_cli.ipynb #a71d602c
+def _too_even(*measured) -> bool:
+    "Return whether a cloud is too even for a corrected score, which a warning has said already."
+    rows = [m.rows[m.shown] for m in measured]
+    return any("corrected" not in row and row.get("points", 0) >= 5 for row in rows)
+
+
 def _told_apart(measured: list) -> list:
     "Return what was measured, the second of a name with its number: one file may be given twice."
     names = [m.name for m in measured]
@@ -822,7 +829,7 @@ def _axes(row: dict) -> str: return ", ".join(map(str, row["spectrum"]["axes_for
 # %% ../nbs/31_cli.ipynb #899c42df
 def _show_measures(one):
     "Print what else was measured, with what it says and whose it is; then the linear steps."
-    from isoreg.embeddings import MEASURES, STEPS_SCORE
+    from isoreg.embeddings import MEASURES
     layer = one.rows[one.shown].get("layer")
     table = _table("also" if layer is None else f"also, layer {layer}", ("measure",), ("value",))
     for name in ("what it says", "after"): table.add_column(name, overflow="fold")
@@ -834,10 +841,11 @@ def _show_measures(one):
         table.add_row(f"outlier dimensions, {rule.replace('_', ' ')}", str(len(found)), names, "")
     _console.print(table)
     steps = _table("what a linear step, fitted on these vectors, would make of them", ("",), [
-        MEASURES[k].title if k in MEASURES else STEPS_SCORE for k in one.details["steps"][0] if k != "step"])
+        MEASURES["corrected" if k == "isoscore" else k].title for k in one.details["steps"][0] if k != "step"])
     for row in one.details["steps"]:
         steps.add_row(*(v if isinstance(v, str) else "undefined" if v is None else f"{v:.3f}" for v in row.values()))
     _console.print(steps)
+    _console.print("whitened: the plain IsoScore, 1 by construction")
 
 # %% ../nbs/31_cli.ipynb #0f45d5da
 _BASELINE = typer.Option(help="The method that the others are compared with, as the report calls it.")

@@ -524,6 +524,9 @@ def test_a_basis_has_a_plain_score_and_no_corrected_one(tmp_path):
     np.save(tmp_path / "basis.npy", x)
     done = CliRunner().invoke(app, ["score", str(tmp_path / "basis.npy")])
     assert done.exit_code == 0 and "no corrected score" in done.output and "0.8571" in done.output
+    np.save(tmp_path / "other.npy", np.random.default_rng(0).normal(size=(20, 8)))
+    done = CliRunner().invoke(app, ["score", str(tmp_path / "basis.npy"), str(tmp_path / "other.npy")])
+    assert done.exit_code == 0 and "0.8571" in done.output and " less " not in done.output
 
 
 @pytest.mark.parametrize("shape, scale", [((40, 6), 1), ((6, 40), 1), ((40, 6), 1e200), ((6, 40), 1e-200)])
