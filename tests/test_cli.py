@@ -495,7 +495,7 @@ def test_spectrum_against_the_singular_values():
     found = score_points(torch.tensor(x))  # in even use: by the corrected score, not the plain one
     assert found["dimensions_in_use"] == pytest.approx(1 + 59 * found["corrected"])
     assert found["corrected"] > found["isoscore"]
-    with pytest.raises(ValueError, match="points: all are equal"):
+    with pytest.raises(ValueError, match="points: all rows are equal: zero variance has no spectrum"):
         spectrum(np.ones((4, 3)))
 
 
