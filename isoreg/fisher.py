@@ -658,7 +658,8 @@ def sum_over_ranks(
 def _begin(model, level, loss, reduction, sample, precision, corpus, checkpoint) -> FisherEstimate:
     "Return an empty estimate, or the checkpoint of the same one."
     numel = {n: p.numel() for n, p in named_weights(model).items() if p.requires_grad}
-    name = getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
+    own = getattr(loss, "__qualname__", type(loss).__name__)  # of an object
+    name = getattr(loss, "__name__", own) if callable(loss) else loss
     source = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     reduction = "own" if callable(loss) else reduction
     new = FisherEstimate({}, 0, level, name, reduction, sample, numel, Path(source).name, model_fingerprint(model),
@@ -796,9 +797,11 @@ def check_named(loss: str | Callable, what: str):
         if values:
             raise ValueError(f"loss: {function.__qualname__} reads {', '.join(values)} of the function around it, and "
                              f"the {what} does not record the value; define it by def at the top of a file")
-    if not inspect.isroutine(function) or inspect.ismethod(function) or function.__name__ == "<lambda>":
+    told = "__qualname__" in getattr(loss, "__dict__", {})  # an object that says its name
+    plain = inspect.isroutine(function) and not inspect.ismethod(function) and function.__name__ != "<lambda>"
+    if not (plain or told):
         raise ValueError(f"loss: {loss!r:.60} has no name that tells it from another one in {what}; define it by "
-                         f"def, and give another {what} whenever it changes")
+                         f"def, or set its __qualname__, and give another {what} whenever it changes")
 
 # %% ../nbs/11_fisher.ipynb #8cab9906
 def agreement(

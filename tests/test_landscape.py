@@ -748,7 +748,7 @@ def test_nan_and_infinity_are_kept(tmp_path):
     model = Nowhere()
     values = {-2.0: float("nan"), -1.0: float("inf"), 0.0: 1.0, 1.0: 2.0, 2.0: float("-inf")}
 
-    def loss(model, batch):
+    def loss(model, batch, values=values):
         return batch["x"] * values[round(float(model.w[0, 0].detach()) - 1, 4)]
 
     s = loss_line(model, [{"x": torch.ones(2)}], {"w": torch.ones(2, 2)}, list(values), loss, tmp_path / "line.json")
@@ -793,10 +793,10 @@ def test_bf16_sees_the_weights_of_each_point(surrounding):
 class Stops:
     "A loss that counts its calls and gives up after some."
 
-    __module__, __qualname__ = "test", "loss"
+    __module__ = "test"
 
     def __init__(self, after=10**9):
-        self.after, self.calls = after, 0
+        self.after, self.calls, self.__qualname__ = after, 0, "loss"
 
     def __call__(self, model, batch):
         self.calls += 1
@@ -1122,7 +1122,7 @@ def test_what_a_path_could_not_tell_or_take_is_refused_before_a_loss(tmp_path, m
     model, calls = Quadratic(), []
     d = direction(model, 0)
 
-    def counted(model, batch):
+    def counted(model, batch, calls=calls):
         calls.append(1)
         return model.loss(batch)
 
