@@ -81,10 +81,10 @@ class Claim:
     def __exit__(self, *error) -> None: self.release()
 
 # %% ../nbs/30_sweep.ipynb #f7b11a66
-def _flock(handle: int) -> bool:
+def _flock(handle: int, tries: int = 6) -> bool:
     "Lock an open file. False if another has it; True, too, where the file system has no such locks."
     if fcntl is None: return True
-    for _ in range(2):  # another process may have it for a moment, to see whether it is held
+    for _ in range(tries):  # another process may have it for a moment, to see whether it is held
         try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES): return True
@@ -185,7 +185,7 @@ class Folder:
             if _lives(path.with_name(f"{path.name}.owner")): return True
             handle = os.open(path, os.O_RDWR)
         except OSError: return False  # a folder that cannot be written: nobody works there
-        try: return not _flock(handle)
+        try: return not _flock(handle, tries=2)
         finally: os.close(handle)
 
     def failure(self, key: str) -> dict | None:
