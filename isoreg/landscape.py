@@ -476,7 +476,7 @@ def _rows_asked(batch: dict, loss: str) -> Tensor | None:
 
 
 def _seed(number: int, device: torch.device):
-    "Seed the generators of Python, of NumPy and of PyTorch, on the CPU and, for a model on a GPU, on GPUs."
+    "Seed the generators of Python, of NumPy and of PyTorch: on the CPU and, for a model on a GPU, on all GPUs."
     torch.default_generator.manual_seed(number); random.seed(number); np.random.seed(number)
     if device.type == "cuda": torch.cuda.manual_seed_all(number)  # a model may lie on several
 

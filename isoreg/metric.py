@@ -5,6 +5,7 @@ __all__ = ['IsoScore']
 
 # %% ../nbs/04_metric.ipynb #431cddc4
 import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from .moments import Moments, check_points, merge, moments
 
 # %% ../nbs/04_metric.ipynb #3adfe94d
 class _Steady(torchmetrics.Metric):
-    "A metric that an error leaves as it was."
+    "A metric that an error, and half precision of the model around it, leave as it was."
 
     def forward(self, *args, **kwargs):
         "Add a batch and return its own value. A batch whose value cannot be computed raises, and is not added."
@@ -36,6 +37,14 @@ class _Steady(torchmetrics.Metric):
         self.sync(dist_sync_fn, process_group, should_sync, distributed_available)
         try: yield
         finally: self.unsync(self._is_synced and should_unsync)
+
+    def _apply(self, fn, *args, **kwargs):
+        "Move the metric with the model that holds it, in its own precision, which `set_dtype` alone changes."
+        def moved(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            return new if self._dtype_convert or new.dtype == tensor.dtype else tensor.to(new.device)
+
+        return super()._apply(moved, *args, **kwargs)
 
 # %% ../nbs/04_metric.ipynb #3adfe94e
 class MomentsMetric(_Steady):
@@ -55,37 +64,28 @@ class MomentsMetric(_Steady):
     ) -> None:
         "Add a batch. `ValueError` for a wrong shape or mask, and for NaN or infinite values; it is then left out."
         x, keep = check_points(points, mask)
-        d = x.shape[-1]
-        if d != self.num_dims:
+        if (d := x.shape[-1]) != self.num_dims:
             raise ValueError(f"points: last dimension is {d}, the metric was built for num_dims={self.num_dims}")
-        with torch.no_grad(): self._add(_see(x.flatten(0, -2), None if keep is None else keep.flatten(), self.order))
+        with torch.no_grad():
+            batch = _see(x.flatten(0, -2), None if keep is None else keep.flatten(), self.order)
+            self._hold(self._seen(), batch)
 
     def merge_state(
         self,
         incoming_state,  # another metric of this class, or its state dictionary
     ) -> None:
         "Add what another metric has seen; `ValueError` for other dimensions, or without the sums that 'ustat' needs."
-        self._add(_check_incoming(incoming_state, self))
+        self._hold(self._seen(), _check_incoming(incoming_state, self))
         self._computed = None  # the cached score
         self._update_count += 1
 
     def _seen(self) -> "_Seen": return _read({name: getattr(self, name) for name in self._defaults})
 
-    def _set(self, cloud: "_Seen"):
-        for name, value in _states(cloud).items(): setattr(self, name, value)
+    def _hold(self, *clouds: "_Seen"):
+        for name, value in _states(_join(clouds)).items(): setattr(self, name, value)
 
-    def _add(self, cloud: "_Seen"): self._set(_join([self._seen(), cloud]))
-
-    def _reduce_states(self, incoming_state):  # of torchmetrics: what was seen before a batch, in `forward`
-        self._set(_join([_read(incoming_state), self._seen()]))
-
-    def _apply(self, fn, *args, **kwargs):
-        "Move the metric with the model that holds it; the model's `half()` leaves it in float64, `set_dtype` does not."
-        def moved(tensor: Tensor) -> Tensor:
-            new = fn(tensor)
-            return new if self._dtype_convert or new.dtype == tensor.dtype else tensor.to(new.device)
-
-        return super()._apply(moved, *args, **kwargs)
+    def _reduce_states(self, incoming_state):  # `forward` calls it with what was seen before the batch
+        self._hold(_read(incoming_state), self._seen())
 
 # %% ../nbs/04_metric.ipynb #e5b37bea
 class IsoScore(MomentsMetric):
@@ -123,9 +123,7 @@ class IsoScore(MomentsMetric):
 
     def stderr(self) -> float:
         "Return the standard error of the Gaussian-corrected score of independent rows; all ranks must call it."
-        if self.correction != "gaussian":
-            raise ValueError(f"correction: {self.correction!r} gives no error of what is streamed; build the metric "
-                             "with correction='gaussian', or pass all points to isoscore_with_error")
+        _check_error(self.correction)
         with self.sync_context(self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync):
             m = _check_seen(self._seen(), self, 5)
             return gaussian_stderr(m.cov(), int(m.count))
@@ -148,7 +146,7 @@ class _Seen(NamedTuple):
     varies: Tensor  # 0 or 1
 
 # %% ../nbs/04_metric.ipynb #a1b00031
-def _join(clouds: list[_Seen]) -> _Seen:
+def _join(clouds: Sequence[_Seen]) -> _Seen:
     "Return the union of clouds."
     counts, first = torch.stack([c.moments.count for c in clouds]), torch.stack([c.first for c in clouds])
     start = first[(counts > 0).int().argmax()]
@@ -209,6 +207,13 @@ def _check_settings(correction, reference_cov, zeta, convention):
                          "zeta and convention")
 
 # %% ../nbs/04_metric.ipynb #141d1d8c
+def _check_error(correction: str | None):
+    "Raise a `ValueError` for a score whose error does not follow from the moments."
+    if correction != "gaussian":
+        raise ValueError(f"correction: {correction!r} gives no error of what is streamed; build the metric "
+                         "with correction='gaussian', or pass all points to isoscore_with_error")
+
+
 def _check_seen(seen: _Seen, metric: IsoScore, need: int) -> Moments:
     "Return the moments of all points; `ValueError` where they have no score."
     if seen.moments.count < need:

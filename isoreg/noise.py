@@ -370,7 +370,7 @@ def _linear_maps(model: nn.Module) -> dict[str, nn.Module]:
             if isinstance(m, (nn.Linear, Conv1D)) and path.startswith(prefix) and not _HEAD.search(path)}
 
 def _not_mixed(model: nn.Module, linear: Mapping, mixed: Mapping) -> list[str]:
-    "Return the linear maps that do not run as modules, and the other matrices of the encoder, such as experts."
+    "Return the linear maps that do not run as modules, and the encoder's other matrices: experts, convolutions."
     found, prefix = [q for q in linear if q not in mixed], base_prefix(model)
     for path, m in model.named_modules():
         if path in linear or isinstance(m, nn.Embedding): continue
@@ -425,8 +425,8 @@ def load_dropout(
 def _checked_note(model: nn.Module, pretrained) -> dict:
     "Return the configuration's note; `ValueError` if there is none, of a known kind, that goes with `pretrained`."
     if not getattr(getattr(model, "config", None), _NOTE, None):
-        raise ValueError(f"model: its configuration has no {_NOTE}; it was saved without set_dropout"
-                         " ; without a configuration, use save_schedule and load_schedule")
+        raise ValueError(f"model: its configuration has no {_NOTE}; it was saved without set_dropout; "
+                         "without a configuration, use save_schedule and load_schedule")
     note = _read_note(model)
     known = ("rates", *sorted(_GAUSSIAN), "mixout")
     kinds = [one_of(f"model: the kind in its {_NOTE}", kind, known) for kind in str(note["kind"]).split("+")]

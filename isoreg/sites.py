@@ -83,6 +83,9 @@ _SAME = set("to type type_as float half bfloat16 view reshape transpose permute 
             "__getitem__ chunk split clone detach".split())
 _ENDS = set("add add_ __add__ __radd__ __iadd__ layer_norm rms_norm embedding matmul __matmul__ bmm baddbmm einsum "
             "scaled_dot_product_attention".split())
+_BEYOND = set(  # what comes out of these is no embedding any more
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu "
+    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
 
 def _origin(func: Callable, inputs: Sequence[str | None]) -> str | None:
     "Return what a function's output is, given what its inputs are: 'probs', 'linear', 'inner' or None."
@@ -146,10 +149,6 @@ def _tensors(values: Iterable) -> list[Tensor]:
     return [t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)]
 
 # %% ../nbs/13_sites.ipynb #2b0ae70d
-_BEYOND = set(  # what comes out of these is no embedding any more
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu "
-    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
-
 @property
 def _calls(self) -> list[_Call]: return [e for e in self.events if isinstance(e, _Call)]
 
