@@ -774,7 +774,7 @@ def _scores_json(measured: Sequence, differences: Sequence, drawn: dict | None):
         if drawn: rows = [r | {"texts": drawn["texts"], "seed": drawn["seed"]} for r in rows]
         found[m.name] = rows if drawn else rows[0]
     if len(measured) == 1: return found[measured[0].name]
-    return {"scores": found, "differences": [{"of": a, "less": b} | d._asdict() for a, b, d in differences]}
+    return {"scores": found, "differences": [{"of": a, "minus": b} | d._asdict() for a, b, d in differences]}
 
 # %% ../nbs/31_cli.ipynb #2e7f58ab
 def _show_scores(measured: Sequence, differences: Sequence, drawn: dict | None):
@@ -792,7 +792,7 @@ def _show_scores(measured: Sequence, differences: Sequence, drawn: dict | None):
     _console.print(table)
     for a, b, d in differences:
         how = "paired by row" if d.paired else "not paired: different numbers of rows"
-        _console.print(f"{a} less {b}: {d.difference:+.4f} [{d.low:+.4f}, {d.high:+.4f}], {how}")
+        _console.print(f"{a} minus {b}: {d.difference:+.4f} [{d.low:+.4f}, {d.high:+.4f}], {how}")
 
 # %% ../nbs/31_cli.ipynb #70fad414
 def _show_points(rows: Sequence[dict], drawn: dict | None):

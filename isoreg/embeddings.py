@@ -145,6 +145,8 @@ def _two_dimensional(x, path: Path):
 def _from_table(path: Path, column: str | None):
     "Return the vectors of a table, (n, d): its only column of lists of numbers, else its columns of numbers."
     with _reading(path): table = _table_of(path)
+    twice = {name for name in table.column_names if table.column_names.count(name) > 1}
+    if twice: raise ValueError(f"array: {path.name} has several columns called {min(twice)!r}; rename all but one")
     if column is not None: table = table.select([_pick(table.column_names, column, "column")])
     lists = [field.name for field in table.schema if _is_vector(field.type)]
     if not lists: return _from_columns(table)
@@ -161,7 +163,7 @@ def _table_of(path: Path):
     import pyarrow as pa
     import pyarrow.parquet as pq
     kind = path.suffix.lower()
-    if kind == ".parquet": return pq.read_table(path)
+    if kind == ".parquet": return pq.ParquetFile(path).read()
     if kind in (".csv", ".tsv"):
         mark = "," if kind == ".csv" else "\t"
         table = pd.read_csv(path, sep=mark, header=0 if _has_heads(path, mark) else None)
@@ -185,11 +187,20 @@ def _all_dimensions(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _has_heads(path: Path, mark: str) -> bool:
-    "Return whether the first line of a table names its columns: words, or the 0, 1, 2, ... of pandas."
-    with path.open(encoding="utf-8-sig", newline="") as file: first = next(csv.reader(file, delimiter=mark), [])
-    try: [float(word) for word in first]
-    except ValueError: return True
-    return first == [str(i) for i in range(len(first))]
+    """Return whether the first line of a table names its columns: by words, or by 0, 1, 2, ... as pandas does.
+
+    A word before other numbers is the name of a vector, an empty cell a value that is missing."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        first = next(filter(any, csv.reader(file, delimiter=mark)), [])
+    numbers = [word for word in first if _is_number(word)]
+    counted = numbers == [str(i) for i in range(len(numbers))]
+    return counted or len(numbers) < len(first) / 2
+
+
+def _is_number(word: str) -> bool:
+    try: float(word)
+    except ValueError: return False
+    return True
 
 # %% ../nbs/36_embeddings.ipynb #ecc84265
 def _is_vector(kind) -> bool:
@@ -210,10 +221,10 @@ def _from_columns(table):
     "Return the columns of numbers side by side, (n, d), and warn of what was taken. `ValueError` if there is none."
     from pyarrow import types
     named = lambda is_kind: [field.name for field in table.schema if is_kind(field.type)]
-    whole = named(types.is_integer)
-    if names := named(types.is_floating) or whole:
+    if names := named(types.is_floating) or named(types.is_integer):
         some = lambda names: ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-3:]])
-        others = f"; whole numbers are left out: {some(whole)}" if whole and whole != names else ""
+        left = [name for name in table.column_names if name not in names]
+        others = f"; left out are {some(left)}" if left else ""
         warnings.warn(f"array: {len(names)} columns are read as dimensions: {some(names)}{others}; leave out of the "
                       "file what is none, write with a point what is one")
         return table.select(names).to_pandas().to_numpy(dtype="float64")
@@ -295,7 +306,7 @@ def score_points(
     The dimensions in even use are those of the corrected score where there is one; a cloud as even as so few points
     can be, such as a basis, has none, with a warning. `ValueError` as `isoscore`.
     """
-    points = floating(points, "points")
+    points = floating(points, "points").detach()
     plain, (n, d) = float(isoscore(points)), points.shape
     result = {"points": n, "dims": d, "isoscore": plain}
     if n >= 5:
@@ -346,18 +357,20 @@ def _texts(texts: Iterable[str]) -> list[str]:
 
 
 def _check_runs(model: str, encoder: torch.nn.Module, batch: dict):
-    "Raise a `ValueError` unless the encoder takes the row of the largest token id and gives its hidden states."
-    row = batch["input_ids"].amax(1).argmax()[None]
+    "Raise a `ValueError` unless the encoder gives the hidden states of the longest row and of that of the largest id."
+    largest, longest = batch["input_ids"].amax(1).argmax(), batch["attention_mask"].sum(1).argmax()
     try:
-        inputs = _rows(batch, row)
-        with torch.no_grad(): states = states_of(encoder(**inputs, output_hidden_states=True))
-        if len(states) < 2: raise ValueError("it has no layer")
-        if any(h.shape[:2] != inputs["input_ids"].shape for h in states): raise ValueError("no state for each token")
+        for row in torch.stack([largest, longest]).unique():
+            inputs = _rows(batch, row[None])
+            with torch.no_grad(): states = states_of(encoder(**inputs, output_hidden_states=True))
+            if len(states) < 2: raise ValueError("it has no layer")
+            if any(h.shape[:2] != inputs["input_ids"].shape for h in states):
+                raise ValueError("no state for each token")
     except MemoryError: raise
     except Exception as error:  # of any of its parts
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
         raise ValueError(f"model: {model!r} does not run on these texts ({why}); give a model that reads text alone, "
-                         "with the config.json and the tokenizer of its weights") from None
+                         "with the config.json and the tokenizer of its weights, or lower max_length") from None
 
 # %% ../nbs/36_embeddings.ipynb #95368d0c
 def _tokens(tokenizer, lines: list[str], max_length: int, each: bool = False, least: int = 6) -> dict:
@@ -365,7 +378,9 @@ def _tokens(tokenizer, lines: list[str], max_length: int, each: bool = False, le
 
     With `each` a line without is refused: the vectors of those behind it would be taken for others'.
     """
-    length = min(in_range("max_length", max_length, 1, whole=True), tokenizer.model_max_length)
+    beside = tokenizer.num_special_tokens_to_add()
+    hint = f"the tokenizer adds {beside} tokens to each text"
+    length = min(in_range("max_length", max_length, beside + 1, whole=True, hint=hint), tokenizer.model_max_length)
     how = {"truncation": True, "padding": True, "return_tensors": "pt", "return_attention_mask": True}
     batch = tokenizer(lines, max_length=length, **how) if lines else {}
     some = batch["attention_mask"].any(-1) if lines else torch.zeros(0)
@@ -624,7 +639,7 @@ def compare_points(
     level: float = 0.95,  # of the interval
     groups: int = 50,  # of rows that are left out
 ) -> Difference:
-    "Return the corrected IsoScore of points less that of others, with an interval. `ValueError` as `isoscore`."
+    "Return the corrected IsoScore of points minus that of others, with an interval. `ValueError` as `isoscore`."
     in_range("groups", groups, 2, whole=True)
     in_range("level", level, 0, 1, ends="()")
     return _difference(_cloud_scores(points, groups), _cloud_scores(others, groups), level)
@@ -704,7 +719,7 @@ def compare(
     other: Measured,
     level: float = 0.95,  # of the interval
 ) -> Difference:
-    "Return the corrected score of one less that of the other, paired where both saw the same number of rows or texts."
+    "Return the corrected score of one minus that of the other, paired where both saw the same number of rows or texts."
     return _difference(one.scores(), other.scores(), level)
 
 # %% ../nbs/36_embeddings.ipynb #b3546ad9
@@ -770,7 +785,7 @@ def report_page(
     parts = ["<h1>How evenly do these vectors use their space?</h1>", f"<p>{html.escape(about)}</p>",
              _html(_overview(measured))]
     if differences:
-        rows = [{"vectors": a, "less": b, "difference": d.difference, "interval": f"[{d.low:.4f}, {d.high:.4f}]",
+        rows = [{"vectors": a, "minus": b, "difference": d.difference, "interval": f"[{d.low:.4f}, {d.high:.4f}]",
                  "paired": "by row" if d.paired else "no"} for a, b, d in differences]
         levels = " and ".join(f"{100 * level:.10g} %" for level in sorted({d.level for *_, d in differences}))
         parts += ["<h2>Differences of the corrected score</h2>", _html(pd.DataFrame(rows)),

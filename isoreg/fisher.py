@@ -519,7 +519,11 @@ def _check_alone(ways: _Ways, two: dict, coarse: bool) -> None:
     if together.shape != (2,): return
     alone = torch.cat([ways.losses(_pick(two, [i])) for i in range(2)])
     rtol = 0.05 if coarse else 1e-3
-    if torch.allclose(together.double(), alone.double(), rtol=rtol, atol=1e-4, equal_nan=True): return
+    alike = lambda a, b: torch.allclose(a.double(), b.double(), rtol=rtol, atol=1e-4, equal_nan=True)
+    if alike(together, alone): return
+    if not alike(together, ways.losses(two)):
+        raise ValueError("model: gives another loss for the same batch in evaluation mode; take off the noise that "
+                         "eval() leaves on, such as the Gaussian dropout as released")
     raise ValueError("loss: the loss of a sample depends on the other samples of its batch, so it has no gradient of "
                      "its own; give a loss that treats each sample alone")
 

@@ -325,24 +325,24 @@ def two_nn(
     mask=None,  # (n,), true or 1 where a row counts
     discard: float = 0.1,  # share of the largest ratios left out of the fit
 ) -> float:
-    """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(mu)) on log(mu) (Facco et al. 2017).
+    """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(rho)) on log(rho) (Facco et al. 2017).
 
-    mu is the second over the first neighbour's distance; points with a duplicate have none and are left out.
+    rho is the second over the first neighbour's distance; points with a duplicate have none and are left out.
     Leave out equal texts first: rounding can set their vectors apart, which then count as nearest neighbours.
     `ValueError` for fewer than 3 points or too few different ones.
     """
     in_range("discard", discard, 0, 1, ends="[)")
     c = as_cloud(points, mask, 3)
     r = nearest_two(c.x)
-    μ = (r[:, 1] / r[:, 0])[r[:, 0] > 0].sort().values
-    kept = int(len(μ) * (1 - discard))
+    ρ = (r[:, 1] / r[:, 0])[r[:, 0] > 0].sort().values
+    kept = int(len(ρ) * (1 - discard))
     if kept < 2:
-        raise ValueError(f"points: {len(μ)} of {c.n} have no duplicate, which the ratio of distances needs, and "
+        raise ValueError(f"points: {len(ρ)} of {c.n} have no duplicate, which the ratio of distances needs, and "
                          f"{kept} are not discarded; need more different points")
-    F = torch.arange(1, kept + 1, dtype=torch.float64, device=μ.device) / len(μ)
-    t, y = μ[:kept].log(), -torch.log1p(-F)
-    t, y = t[y.isfinite()], y[y.isfinite()]  # the last is infinite when nothing is discarded
-    if bool(t.any()): return float((t * y).sum() / t.square().sum())
+    F = torch.arange(1, kept + 1, dtype=torch.float64, device=ρ.device) / len(ρ)
+    t, b = ρ[:kept].log(), -torch.log1p(-F)
+    t, b = t[b.isfinite()], b[b.isfinite()]  # the last is infinite when nothing is discarded
+    if bool(t.any()): return float((t * b).sum() / t.square().sum())
     raise ValueError("points: the two nearest neighbours are equally far from every point, as in a grid; "
                      "no dimension follows")
 

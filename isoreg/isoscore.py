@@ -62,13 +62,13 @@ class _TraceAndSquare(torch.autograd.Function):
         ctx.save_for_backward(S)
         t = S.diagonal(dim1=-2, dim2=-1).to(wide_dtype(S)).sum(-1)
         blocks = (rows.to(wide_dtype(S)).flatten(-2) for rows in S.split(128, dim=-2))
-        f = sum(torch.linalg.vecdot(rows, rows) for rows in blocks)
-        return t, f
+        a = sum(torch.linalg.vecdot(rows, rows) for rows in blocks)
+        return t, a
 
     @staticmethod
-    def backward(ctx, g_t, g_f):
+    def backward(ctx, g_t, g_a):
         (S,) = ctx.saved_tensors
-        grad = S * (2 * g_f[..., None, None]).to(S.dtype)
+        grad = S * (2 * g_a[..., None, None]).to(S.dtype)
         grad.diagonal(dim1=-2, dim2=-1).add_(g_t[..., None].to(S.dtype))
         return grad
 

@@ -367,7 +367,7 @@ def _plain(m: Moments) -> Tensor:
 
 # %% ../nbs/07_istar.ipynb #8261d4bb
 class CosReg(nn.Module):
-    """Return the sum of cosine similarities of pairs of distinct tokens / N², times lam (Gao et al. 2019), in O(N d).
+    """Return lam times the sum of cosines of distinct tokens / N², in O(N d) (formula of Gao et al. 2019).
 
     Over all ranks of a process group it is that of the whole batch. `parts` holds the last weighted term (`cosreg`) and
     that sum / N² (`cosine`), detached. Padding may hold anything, even NaN."""

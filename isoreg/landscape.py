@@ -701,7 +701,7 @@ def expected_curvature(
     for n, m in masks.items():
         p = params[n].detach()
         if p.ndim < 2 and one_d == "zero": continue
-        mean_square = _lengths(_rows(p)) ** 2 / max(_rows(p).shape[1], 1)
+        mean_square = _lengths(_rows(p)) ** 2 / max(_rows(p).shape[1], 1)  # ‖w‖² / q
         total += float((_rows((diagonal[n] * m.to(diagonal[n].device)).to(p.device)) * mean_square).sum())
     return total
 

@@ -133,9 +133,9 @@ def _move(
     return m3, m4 - d4 - 4 * (e * m3).sum(-1)
 
 # %% ../nbs/01_moments.ipynb #3c94333c
-def _row_gradients(y: Tensor, G: Tensor, g3: Tensor | None, g4: Tensor | None, bias: Tensor, out=None) -> Tensor:
-    "Return the gradient with respect to each centred row of y (n, d), plus a bias; G is G + G' of the equation above."
-    g = torch.addmm(bias, y, G, out=out)
+def _row_gradients(y: Tensor, GGt: Tensor, g3: Tensor | None, g4: Tensor | None, bias: Tensor, out=None) -> Tensor:
+    "Return the gradient with respect to each centred row of y (n, d), plus a bias; GGt is G + G'."
+    g = torch.addmm(bias, y, GGt, out=out)
     if g3 is None: return g
     r = torch.linalg.vecdot(y, y)
     return g + (torch.outer(r, g3) + (2 * (y @ g3) + 4 * g4 * r)[:, None] * y)

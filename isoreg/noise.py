@@ -361,7 +361,7 @@ class _MixoutHook:
     def settle(self, module): module.__dict__.pop("weight", None)
 
 # %% ../nbs/15_noise.ipynb #e0cd60a8
-_HEAD = re.compile("pooler|lm_head|classifier")
+_HEAD = re.compile(r"pooler|lm_head|classifier|\bcls\b|predictions")
 
 def _linear_maps(model: nn.Module) -> dict[str, nn.Module]:
     "Return the linear maps of the encoder by path, without pooler and head."
@@ -565,8 +565,8 @@ def _describe(model: nn.Module, how: str, done: Mapping, new: int = 0, **extra) 
     "Return what was done under the name of the way it was done, with notes in words."
     sites = sum(not n.startswith("classifier") for n in done["rates"])
     checked = f", {done['calls']} calls checked" if done.get("calls") else ""
-    notes = [f"mean rate {done['mean']:.4f} over {sites} sites{checked}"]
-    if how == "standard": notes = ["the model's own rates, untouched" if done["rates"] else "the model has no dropout"]
+    own = "the model's own rates, untouched" if done["rates"] else "no dropout that can be set; nothing changed"
+    notes = [own if how == "standard" else f"mean rate {done['mean']:.4f} over {sites} sites{checked}"]
     if new: notes.append(f"{new} of {sites} sites drop now and did not before")
     if how == "gaussian-released": notes.append("noise is on at evaluation too, standard deviation p/(1-p)")
     missed = len(done.get("not_called", ()))

@@ -480,7 +480,7 @@ def compare(
     of: str | None = None,  # one method, compared with each of the others in turn; takes the place of the baseline
     min_pairs: int = 0,  # rows with fewer complete pairs are left out, and take no part in the correction
 ) -> pd.DataFrame:  # one row a method and setting
-    """Return method less baseline, paired by seed: t interval, exact sign-flip test, Holm's correction, verdict.
+    """Return method minus baseline, paired by seed: t interval, exact sign-flip test, Holm's correction, verdict.
 
     Columns: task, settings, method, baseline, n (complete pairs), mean, mean_baseline, difference, sd, low, high, p,
     test, p_holm, unequal, reachable (the smallest p_holm that this row could have had beside the others), seeds_alone

@@ -68,7 +68,7 @@ def guided_schedule(
     for i, name in enumerate(sorted(scores, key=scores.get)):
         u = i / max(1, n - 1)
         share = in_range(f"shape at rank {u:.3g}", s(u), 0, 1)
-        p[name] = float(p_min if share == 0 else p_max - (1 - share) * (p_max - p_min))
+        p[name] = float(p_min if share == 0 else p_max - (1 - share) * (p_max - p_min))  # p_max exactly at share 1
     return {name: p[name] for name in scores}
 
 # %% ../nbs/14_schedules.ipynb #6c1849ca

@@ -51,9 +51,10 @@ def _estimates(sums: _Sums) -> tuple[Tensor, Tensor]:
     (N, N2, N3, N4), (PP, PG, GG, p, g), (own, sPs, p2, ps, s4) = (q.unbind(-1) for q in sums)
     pairs, triples = N**2 - N2, N**3 - 3 * N * N2 + 2 * N3
     fours = pairs**2 - 4 * (N**2 * N2 - 2 * N * N3 + N4) + 2 * (N2**2 - N4)
+    μMμ, pμμ = (2 * sPs - PG) / triples, (2 * ps - p * g) / triples
     μ4 = (g**2 + 2 * GG - 6 * s4) / fours
-    f = (PP - own) / pairs - 2 * (2 * sPs - PG) / triples + μ4
-    t2 = (p**2 - p2) / pairs - 2 * (2 * ps - p * g) / triples + μ4
+    f = (PP - own) / pairs - 2 * μMμ + μ4
+    t2 = (p**2 - p2) / pairs - 2 * pμμ + μ4
     return t2, f
 
 # %% ../nbs/03_sequences.ipynb #a1091441

@@ -36,8 +36,9 @@ def sign_flip(
     """Return p of the sign-flip test of paired differences (Fisher 1935), exact up to 16 pairs.
 
     For more pairs RESAMPLES random sign patterns are drawn, the same at each call.
-    `ValueError` for a difference that is not finite."""
+    `ValueError` for a difference that is not finite, and for more than one list of them."""
     d = np.asarray(differences, dtype=float)
+    if d.ndim != 1: raise ValueError(f"differences: shape {d.shape}; pass one number a pair")
     if not np.isfinite(d).all(): raise ValueError(_INCOMPLETE)
     d, n = np.where(abs(d) <= ROUNDING, 0.0, d), len(d)
     if n < 2: return (1.0, "exact, 2 sign patterns") if n else (math.nan, "no pair")
@@ -163,10 +164,10 @@ def ratio_interval(
     if b and parts.sum() <= (ROUNDING * b) ** 2: return (float(a / b),) * 3  # all pairs have this ratio
     freedom = parts.sum() ** 2 / sum(v**2 / (len(task) - 1) for v, task in zip(parts, x))
     t2 = stats.t.ppf((1 + level) / 2, freedom) ** 2
-    A, B, C = b * b - t2 * V[1, 1], a * b - t2 * V[0, 1], a * a - t2 * V[0, 0]
+    A, B = b * b - t2 * V[1, 1], a * b - t2 * V[0, 1]
     if not A > 0: return float(a / b), -math.inf, math.inf
-    root = math.sqrt(B * B - A * C)
-    return float(a / b), float((B - root) / A), float((B + root) / A)
+    root = math.sqrt(max(0.0, t2 * (b * b * parts.sum() - t2 * np.linalg.det(V))))  # B² - AC, nothing cancels
+    return float(a / b), float(min(a / b, (B - root) / A)), float(max(a / b, (B + root) / A))
 
 # %% ../nbs/26_statistics.ipynb #1b88e62c
 def mean_rank_correlation(

@@ -316,13 +316,26 @@ def own_batches(
     batch_size: int,  # examples a batch
     seed: int,  # of the order
 ) -> Iterable[dict]:
-    "Return batches of the training set in a random order of their own; each rank gets its own part."
+    """Return batches of the training set in a random order of their own; each rank gets its own part.
+
+    A stream is read anew from its beginning, in its own order; `ValueError` for one that can be read once only."""
     data = loader.dataset
-    if isinstance(data, IterableDataset): return DataLoader(data, batch_size, collate_fn=loader.collate_fn)
+    if isinstance(data, IterableDataset):
+        _check_again(data)
+        return DataLoader(data, batch_size, collate_fn=loader.collate_fn)
     rank, ranks = (torch.distributed.get_rank(), world_size()) if world_size() > 1 else (0, 1)
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(data), generator=draw)[rank::ranks].tolist()  # type: ignore[arg-type]
     return DataLoader(Subset(data, order), batch_size, collate_fn=loader.collate_fn)
+
+# %% ../nbs/09_trainer.ipynb #checkagn
+def _check_again(stream: IterableDataset) -> None:
+    "Raise a `ValueError` for a stream that is its own iterator: what a reference reads of it, training would miss."
+    while isinstance(inner := getattr(stream, "dataset", None), IterableDataset): stream = inner
+    if (first := iter(stream)) is not iter(stream): return
+    raise ValueError(f"train_dataset: its __iter__ gives the same {type(first).__name__} each time, so that training "
+                     "would miss the rows that the reference covariance has read; let it begin anew, or give a "
+                     "penalty without a reference, such as IStar(correction='ustat')")
 
 # %% ../nbs/09_trainer.ipynb #636fab78
 def _saved_reference(c: ReferenceRefresh, args, state) -> Tensor | None:
@@ -460,28 +473,33 @@ def _check_groups(grouped: "_Grouped", kind: str):
                          "stack, or leave its batches whole")
     if not {"input_ids", "attention_mask"} <= names:
         raise ValueError(f"model: a {kind} does not read input_ids and attention_mask; leave its batches whole")
-    try: same = _same_in_groups(grouped)
+    try: same, steady = _same_in_groups(grouped)
     except Exception as error:
         raise ValueError(f"model: a {kind} cannot read a small batch in groups ({error}); leave its batches whole "
                          "(groups=1)") from error
     if same: return
+    if not steady:
+        raise ValueError(f"model: the hidden states of a {kind} are others each time in evaluation mode; take off the "
+                         "noise that eval() leaves on, such as the Gaussian dropout as released")
     raise ValueError(f"model: the hidden states of a {kind} are others in groups, so its tokens read padded "
                      "positions; leave its batches whole (groups=1)")
 
 # %% ../nbs/09_trainer.ipynb #88be1dd4
 @torch.no_grad()
-def _same_in_groups(grouped: "_Grouped") -> bool:
-    "Return whether the tokens of a small random batch have the same hidden states in groups; leave mode and draws be."
+def _same_in_groups(grouped: "_Grouped") -> tuple[bool, bool]:
+    "Return whether tokens have the same hidden states in groups, and whole a second time; mode and draws stay."
     body = grouped.body
     inputs = _small_batch(body)
     mask = inputs["attention_mask"].bool()  # (4, length)
     with eval_mode(body), same_draws(mask.device), full_precision(mask):
-        states = (f(**inputs, output_hidden_states=True, return_dict=True) for f in (grouped.whole, grouped))
-        whole, split = (out.hidden_states for out in states)
+        ways = grouped.whole, grouped.whole, grouped
+        states = (f(**inputs, output_hidden_states=True, return_dict=True) for f in ways)
+        whole, again, split = (out.hidden_states for out in states)
     rounding = max(1e-4, 12 * torch.finfo(next(body.parameters()).dtype).eps)  # of the length of a vector
     close = lambda a, b: bool(((a - b).norm(dim=-1) <= rounding * a.norm(dim=-1)).all())
-    return all(a.shape == b.shape and a.shape[:2] == mask.shape and close(a[mask].float(), b[mask].float())
+    same = all(a.shape == b.shape and a.shape[:2] == mask.shape and close(a[mask].float(), b[mask].float())
                for a, b in zip(whole, split))
+    return same, all(close(a.float(), b.float()) for a, b in zip(whole, again))
 
 # %% ../nbs/09_trainer.ipynb #e6f7e473
 def _small_batch(body: nn.Module) -> dict[str, Tensor]:

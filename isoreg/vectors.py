@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .checks import in_range, one_of
 from .geometry import ROWS, as_cloud, cloud_rows, unit_rows
-from .moments import as_given
+from .moments import as_given, floating
 
 # %% ../nbs/35_vectors.ipynb #44083d78
 def dimensions_in_use(
@@ -100,7 +100,8 @@ def hubness(
 ) -> Hubness:
     """Return the skewness of how often points are among the k nearest of others (Radovanović et al. 2010).
 
-    Costs n² d. `ValueError` for fewer than k + 2 points or a bad k.
+    Costs n² d. Leave out equal points first: which of several at one distance are in a list is left to the sort.
+    `ValueError` for fewer than k + 2 points or a bad k.
     """
     in_range("k", k, 1, whole=True)
     c = as_cloud(points, mask, k + 2)
@@ -123,24 +124,25 @@ def transformed(
 ):  # (n, d), float64, a tensor or array as given; whitened: (n, r), in the r principal directions with variance
     """Return the points after linear steps: centred, normalised, whitened, or without their top directions.
 
-    `ValueError` for an unknown step, fewer than 2 rows to fit on, rows of another width, and a row of zeros to be
-    normalised.
+    `ValueError` for an unknown step, fewer than 2 rows to fit on, rows of another width, a row of zeros to be
+    normalised, and equal rows to be whitened.
     """
     in_range("strength", strength, 0, 1)
     fitted_on = points if fitted_on is None else fitted_on
     x, y = cloud_rows(points, None, 1), cloud_rows(fitted_on, None, 2)
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"fitted_on: shape {tuple(y.shape)} beside points {tuple(x.shape)}; give rows of one width")
-    rounding = torch.finfo(y.dtype).eps  # of the numbers as they were given
+    eps, given = torch.finfo(y.dtype).eps, torch.finfo(floating(fitted_on, "fitted_on").dtype).eps
     x, y = x.double(), y.double()
+    rounding = eps, given * float(y.norm() / max((y - y.mean(0)).norm(), torch.finfo(y.dtype).tiny))
     for step in steps:
         apply = _fitted(y, step, strength, rounding)
         x, y = apply(x), apply(y)
     return as_given(x, points)
 
 # %% ../nbs/35_vectors.ipynb #873a9a32
-def _fitted(y: Tensor, step: str | int, strength: float, rounding: float):
-    "Return a step as a function of rows, fitted on rows y (m, d)."
+def _fitted(y: Tensor, step: str | int, strength: float, rounding: tuple[float, float]):
+    "Return a step as a function of rows, fitted on rows y (m, d); rounding, of sums and of entries, is no spread."
     if step == "normalise": return unit_rows
     mean = y.mean(0)
     if step == "centre": return lambda x: x - mean
@@ -149,6 +151,8 @@ def _fitted(y: Tensor, step: str | int, strength: float, rounding: float):
     if not top: one_of("steps", step, ("centre", "normalise", "whiten"), also)
     σ, V = torch.linalg.svd(y - mean, full_matrices=False)[1:]
     if top: return lambda x: (x - mean) - (x - mean) @ V[:step].T @ V[:step]
-    kept = σ > max(y.shape) * rounding * σ[0]
+    noise = rounding[1] * float(σ.norm()) * (len(y) ** -0.5 + y.shape[1] ** -0.5)  # largest value of random rounding
+    kept = σ > max(max(y.shape) * rounding[0] * float(σ[0]), noise)
+    if not kept.any(): raise ValueError("points: all rows are equal, or differ by rounding; there is nothing to whiten")
     scale = (σ[kept] / (len(y) - 1) ** 0.5) ** -strength
     return lambda x: (x - mean) @ V[kept].T * scale

@@ -109,8 +109,49 @@ def test_whole_numbers_of_a_table_are_dimensions_where_no_column_has_a_name(tmp_
         ):
             assert np.allclose(read_points(tmp_path / name), x)
     pd.DataFrame(x, columns=list("abcdefghij")).to_csv(tmp_path / "heads.csv", index=False, float_format="%g")
-    with pytest.warns(UserWarning, match="9 columns .* a, b, .*; whole numbers are left out: d; .* with a point"):
+    with pytest.warns(UserWarning, match="9 columns .* a, b, .*; left out are d; .* with a point"):
         assert np.allclose(read_points(tmp_path / "heads.csv"), np.delete(x, 3, 1))
+
+
+def test_a_table_keeps_its_first_vector(tmp_path):
+    x = np.random.default_rng(0).normal(size=(60, 8)).round(3)
+    frame = pd.DataFrame(x)
+    frame.insert(0, "word", [f"w{i}" for i in range(60)])
+    frame.to_csv(tmp_path / "named.csv", index=False, header=False)
+    frame.to_csv(tmp_path / "heads.csv", index=False)
+    frame.to_csv(tmp_path / "index.csv")
+    (tmp_path / "blank.csv").write_text("\n" + pd.DataFrame(x).to_csv(index=False, header=False))
+    for name in ("named.csv", "heads.csv", "index.csv", "blank.csv"):
+        with pytest.warns(UserWarning, match="8 columns are read as dimensions"):
+            assert np.allclose(read_points(tmp_path / name), x)
+    words = frame.astype(str)
+    words.iloc[5, 3] = "x"
+    words.to_csv(tmp_path / "typo.csv", index=False, header=False)
+    with pytest.warns(UserWarning, match="7 columns are read as dimensions: 1, 2, 4, .*; left out are 0, 3; leave out"):
+        assert read_points(tmp_path / "typo.csv").shape == (60, 7)
+    frame.drop(columns="word").iloc[1:].reindex(range(60)).to_csv(tmp_path / "gap.csv", index=False, header=False)
+    with pytest.raises(ValueError, match="NaN"), pytest.warns(UserWarning):
+        score_points(read_points(tmp_path / "gap.csv"))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_named(kind, tmp_path):
+    table = pa.Table.from_arrays([pa.array([1.0, 2, 3])] * 3, names=["a", "a", "b"])
+    if kind == "parquet":
+        pa.parquet.write_table(table, tmp_path / "x.parquet")
+    else:
+        with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write(table)
+    with pytest.raises(ValueError, match=f"array: x.{kind} has several columns called 'a'; rename all but one"):
+        read_points(tmp_path / f"x.{kind}")
+
+
+def test_texts_that_the_model_has_no_room_for_are_refused():
+    with pytest.raises(
+        ValueError, match="max_length: 2 is out of range; need a whole number of at least 3; the tokenizer adds 2"
+    ):
+        embed("toy-bert", ["a dog."], max_length=2)
+    assert embed("toy-bert", ["a dog."], max_length=3).shape == (1, 96)
 
 
 def test_points_may_be_a_data_frame_or_lists():
@@ -526,7 +567,7 @@ def test_a_basis_has_a_plain_score_and_no_corrected_one(tmp_path):
     assert done.exit_code == 0 and "no corrected score" in done.output and "0.8571" in done.output
     np.save(tmp_path / "other.npy", np.random.default_rng(0).normal(size=(20, 8)))
     done = CliRunner().invoke(app, ["score", str(tmp_path / "basis.npy"), str(tmp_path / "other.npy")])
-    assert done.exit_code == 0 and "0.8571" in done.output and " less " not in done.output
+    assert done.exit_code == 0 and "0.8571" in done.output and " minus " not in done.output
 
 
 @pytest.mark.parametrize("shape, scale", [((40, 6), 1), ((6, 40), 1), ((40, 6), 1e200), ((6, 40), 1e-200)])

@@ -59,7 +59,9 @@ from transformers import (
 
 from isoreg.corpus import TextBatches
 from isoreg.fisher import FisherEstimate, agreement, empirical_fisher, load_scores, sum_over_ranks
+from isoreg.noise import gaussian_dropout
 from isoreg.toy import toy_corpus, toy_model_path
+from isoreg.trainer import split_by_length
 
 V, H = 50, 16
 BASE = dict(
@@ -502,6 +504,16 @@ def test_a_loss_that_couples_samples_is_refused():
     for lengths in ((9, 9, 9), (9, 5, 12)):
         with pytest.raises(ValueError, match="depends on the other samples"):
             empirical_fisher(model_of("bert"), [batch_of("mlm", lengths)], loss=contrastive)
+
+
+def test_noise_that_stays_on_in_evaluation_mode_is_named():
+    model = model_of("bert")
+    with gaussian_dropout(model, 0.2, released=True):
+        with pytest.raises(ValueError, match="model: gives another loss for the same batch in evaluation mode; take"):
+            empirical_fisher(model, [batch_of("mlm", (9, 5, 12))])
+        with pytest.raises(ValueError, match="model: the hidden states .* are others each time in evaluation mode"):
+            split_by_length(model, 2)
+    empirical_fisher(model, [batch_of("mlm", (9, 5, 12))])
 
 
 def test_left_padding_needs_positions():

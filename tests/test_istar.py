@@ -712,6 +712,24 @@ class TokenMean(torch.nn.Module):
         return hidden_states[-1].tanh().mean()
 
 
+def test_a_stream_that_the_reference_would_use_up_is_refused():
+    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self, begin):
+            self.begin = begin
+
+        def __iter__(self):
+            return self.begin()
+
+    rows = examples(64, 0)
+    once = iter(rows)
+    with pytest.raises(
+        ValueError, match="train_dataset: its __iter__ gives the same list_iterator each time, .*correction='ustat'"
+    ):
+        make_trainer(IStar(0.1), Stream(lambda: once), steps=2).train()
+    assert make_trainer(IStar(0.1), Stream(lambda: iter(rows)), steps=2).train().global_step == 2
+    assert make_trainer(IStar(0.1, correction="ustat"), Stream(lambda: once), steps=2).train().global_step == 2
+
+
 @pytest.mark.parametrize(
     "penalty, data", [(None, examples(8, 0)), (TokenMean(), examples(8, 0)), (IStar(-2, zeta=0), examples(2, 0) * 4)]
 )

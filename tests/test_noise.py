@@ -586,6 +586,17 @@ def test_mixout_mixes_the_maps_of_the_encoder_only(name, maps):
     assert rates(model) == rates(make(name))
 
 
+def test_mixout_leaves_the_head_of_a_joined_decoder_alone():
+    decoder = transformers.BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**BERT), decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    model = transformers.EncoderDecoderModel(config=config)
+    maps = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "pooler" not in n and "cls" not in n]
+    assert mixout(model, batch={"input_ids": IDS, "decoder_input_ids": IDS})["mixed"] == len(maps)
+    assert "weight" in model.decoder.cls.predictions.decoder._parameters
+    assert not model.decoder.cls.predictions.decoder._forward_pre_hooks
+
+
 def test_mixout_after_an_error_and_bad_input():
     model = make().train()
     mixout(model)

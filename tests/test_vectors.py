@@ -94,6 +94,7 @@ def test_linear_steps_against_scikit_learn():
         (lambda x: transformed(x, "centre", fitted_on=x[:, :1]), r"fitted_on: shape \(300, 1\) beside points"),
         (lambda x: transformed(x, "whiten", fitted_on=x[:9, :7]), r"fitted_on: shape \(9, 7\) beside points"),
         (lambda x: transformed(x, "whiten", strength=2), "strength: 2"),
+        (lambda x: transformed(x[:1].repeat(5, 1), "whiten"), "points: all rows are equal"),
     ],
 )
 def test_what_these_measures_refuse(call, message):
@@ -112,3 +113,15 @@ def test_uniformity_of_a_narrow_kernel(t):
 def test_rounding_is_not_whitened(dtype):
     x = torch.randn(400, 10, dtype=torch.float64) @ torch.randn(10, 25, dtype=torch.float64)
     assert transformed(x.to(dtype), "whiten").shape == (400, 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0, 5])
+@pytest.mark.parametrize("steps", [["whiten"], ["centre", "whiten"], ["normalise", "whiten"]])
+def test_rounding_of_half_precision_is_not_whitened(dtype, offset, steps):
+    "Nine directions of noise would stand beside the one that is there, and a direction without noise stays."
+    torch.manual_seed(0)
+    x = (torch.randn(500, 3) @ torch.randn(3, 10) + offset).to(dtype)
+    left = 4 if steps[0] == "normalise" and offset else 3  # of the cone over a space that misses the origin
+    assert transformed(x, *steps).shape == (500, left)
+    assert transformed(torch.randn(500, 10).to(dtype), *steps).shape == (500, 10)
