@@ -924,7 +924,7 @@ def write_report(
     A task whose baseline does not clear the majority rate takes no part in over_tasks, whose caption names it (see
     `clears_majority`). Links in the .md are as seen from the folder. What an earlier report left there under these
     names goes. `ValueError` for a file in the folder's place, for files of these names that no report wrote, and as
-    `load` and `compare` raise it."""
+    `load` and `isoreg.report.compare` raise it."""
     df, folder = source if isinstance(source, pd.DataFrame) else load(source), Path(folder)
     if folder.is_file(): raise ValueError(f"folder: {str(folder)!r} is a file; give a folder")
     others = [] if (folder / "summary.md").exists() else [name for name in _FILES if (folder / name).exists()]

@@ -316,7 +316,7 @@ def test_records_and_state_files_of_a_wrong_type(monkeypatch, text):
     assert result.exit_code in (0, 2) and "mistake" not in result.output
 
 
-@pytest.mark.parametrize("odd", [None, 1, "a", [], {}, [1], "x" * 300])
+@pytest.mark.parametrize("odd", [None, [], {}, "x" * 300])
 @pytest.mark.parametrize("name", ["key", "predictions", "isoscore", "total_seconds", "versions", "hardware", "value"])
 def test_parts_of_records_of_a_wrong_type(monkeypatch, name, odd):
     monkeypatch.setattr(isoreg.finetune, "run", raises(AssertionError("a run was started")))
@@ -783,13 +783,8 @@ ODD = ["x", ["a"], {}, 10**59, 10**400, None, True]
     [
         "value",
         "data.train_rows",
-        "data.evaluation_rows",
-        "data.majority",
-        "model.parameters",
         "isoscore.after",
         "config.lam",
-        "config.lr",
-        "config.max_train",
         "config.epochs",
     ],
 )

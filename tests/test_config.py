@@ -1,5 +1,6 @@
 """The configurations: one line a setting, and all that is made from it."""
 
+import ast
 import inspect
 import json
 import subprocess
@@ -11,6 +12,7 @@ import hypothesis.strategies as st
 import jsonschema
 import pytest
 from hypothesis import given, settings
+from papermill import inspect_notebook
 
 from isoreg import config as module
 from isoreg.config import (
@@ -30,6 +32,7 @@ from isoreg.config import (
     parameter_cell,
     parse_set,
 )
+from isoreg.notebook import run_notebook_path
 from isoreg.tasks import Task
 
 ROOT = Path(__file__).parents[1]
@@ -91,6 +94,22 @@ def test_defaults_survive_json_the_parameter_cell_and_the_schema(kind):
     jsonschema.validate(
         config.to_dict(), config_schema(kind) | {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     )
+
+
+@pytest.mark.parametrize(
+    "name, kind, beside",
+    [
+        ("finetune", RunConfig, {"save_model"}),
+        ("fisher", FisherConfig, set()),
+        ("landscape", LandscapeConfig, set()),
+        ("geometry", GeometryConfig, set()),
+        ("mlm_head", PretrainConfig, {"evaluations", "checkpoint_steps"}),
+    ],
+)
+def test_a_run_notebook_has_the_settings_of_its_configuration_as_papermill_reads_them(name, kind, beside):
+    given = {n: ast.literal_eval(p["default"]) for n, p in inspect_notebook(str(run_notebook_path(name))).items()}
+    assert set(given) == set(kind.model_fields) | beside | {"out"}
+    assert kind.from_dict({n: value for n, value in given.items() if n in kind.model_fields}) == kind()
 
 
 @pytest.mark.parametrize("kind", KINDS)

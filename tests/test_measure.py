@@ -1,6 +1,5 @@
 """Measurements: settings checked first, nothing computed twice, records that say what they are."""
 
-import ast
 import hashlib
 import itertools
 import json
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from jsonschema import Draft202012Validator
-from papermill import inspect_notebook
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, T5Config, T5EncoderModel
 
@@ -29,7 +27,6 @@ from isoreg.measure import (
     measure_landscape,
     measurement_schema,
 )
-from isoreg.notebook import run_notebook_path
 from isoreg.toy import toy_model_path
 
 TINY = dict(limit=60, shares="33,5", draws=2)
@@ -328,11 +325,3 @@ def test_unknown_setting_and_headless_model(tmp_path):
         FisherConfig().key != FisherConfig(seed=1).key
         and LandscapeConfig(share=0.3).key == LandscapeConfig(share=0.4).key
     )
-
-
-@pytest.mark.parametrize("name, kind", [("fisher", FisherConfig), ("landscape", LandscapeConfig)])
-def test_notebook_and_configuration_have_the_same_settings(name, kind):
-    cell = inspect_notebook(str(run_notebook_path(name)))
-    values = {n: ast.literal_eval(p["default"]) for n, p in cell.items() if n != "out"}
-    assert set(values) == set(kind.model_fields)
-    assert kind.from_dict(values) == kind()
