@@ -145,13 +145,11 @@ def _two_dimensional(x, path: Path):
 def _from_table(path: Path, column: str | None):
     "Return the vectors of a table, (n, d): its only column of lists of numbers, else its columns of numbers."
     with _reading(path): table = _table_of(path)
-    twice = {name for name in table.column_names if table.column_names.count(name) > 1}
-    if twice: raise ValueError(f"array: {path.name} has several columns called {min(twice)!r}; rename all but one")
-    if column is not None: table = table.select([_pick(table.column_names, column, "column")])
+    if column is not None: table = table.select(_each_once(table, [_pick(table.column_names, column, "column")]))
     lists = [field.name for field in table.schema if _is_vector(field.type)]
     if not lists: return _from_columns(table)
     name = _pick(lists, None)
-    rows = table[name].to_pylist()
+    rows = table[_each_once(table, [name])[0]].to_pylist()
     if None in rows: raise ValueError(f"array: column {name!r} has rows without a vector; drop them")
     lengths = set(map(len, rows))
     if len(lengths) <= 1: return np.array(rows, dtype=np.float64)
@@ -187,14 +185,15 @@ def _all_dimensions(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _has_heads(path: Path, mark: str) -> bool:
-    """Return whether the first line of a table names its columns: by words, or by 0, 1, 2, ... as pandas does.
+    """Return whether the first line of a table names its columns: by words, or by numbers that count, as pandas does.
 
-    A word before other numbers is the name of a vector, an empty cell a value that is missing."""
+    A word before any other numbers is the name of a vector, an empty cell a value that is missing."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        first = next(filter(any, csv.reader(file, delimiter=mark)), [])
+        first = next((row for row in csv.reader(file, delimiter=mark) if any(map(str.strip, row))), [])
     numbers = [word for word in first if _is_number(word)]
-    counted = numbers == [str(i) for i in range(len(numbers))]
-    return counted or len(numbers) < len(first) / 2
+    if len(numbers) == len(first): return numbers == [str(i) for i in range(len(numbers))]
+    whole = [int(word) for word in numbers if word.isdecimal()]
+    return (len(whole) == len(numbers) and whole == sorted(set(whole))) or len(numbers) < len(first) / 2
 
 
 def _is_number(word: str) -> bool:
@@ -217,11 +216,18 @@ def _is_split(head: str, row: str) -> bool:
                for mark in ";\t|,")
 
 
+def _each_once(table, names: list[str]) -> list[str]:
+    "Return names of columns. `ValueError` where two columns have one of them."
+    twice = next((name for name in names if table.column_names.count(name) > 1), None)
+    if twice is None: return names
+    raise ValueError(f"array: the file has several columns called {twice!r}; rename all but one")
+
+
 def _from_columns(table):
     "Return the columns of numbers side by side, (n, d), and warn of what was taken. `ValueError` if there is none."
     from pyarrow import types
     named = lambda is_kind: [field.name for field in table.schema if is_kind(field.type)]
-    if names := named(types.is_floating) or named(types.is_integer):
+    if names := _each_once(table, named(types.is_floating) or named(types.is_integer)):
         some = lambda names: ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-3:]])
         left = [name for name in table.column_names if name not in names]
         others = f"; left out are {some(left)}" if left else ""
@@ -379,7 +385,7 @@ def _tokens(tokenizer, lines: list[str], max_length: int, each: bool = False, le
     With `each` a line without is refused: the vectors of those behind it would be taken for others'.
     """
     beside = tokenizer.num_special_tokens_to_add()
-    hint = f"the tokenizer adds {beside} tokens to each text"
+    hint = f"of them the tokenizer adds {beside} to each text" if beside else ""
     length = min(in_range("max_length", max_length, beside + 1, whole=True, hint=hint), tokenizer.model_max_length)
     how = {"truncation": True, "padding": True, "return_tensors": "pt", "return_attention_mask": True}
     batch = tokenizer(lines, max_length=length, **how) if lines else {}

@@ -158,16 +158,16 @@ def ratio_interval(
     if not x or any(task.ndim != 2 or len(task) < 2 or task.shape[1] != 2 for task in x):
         raise ValueError("pairs: need an array (n, 2) for each task, of two seeds or more")
     a, b = np.mean([task.mean(0) for task in x], axis=0)
-    each = np.array([np.cov(task.T) / len(task) for task in x]) / len(x) ** 2  # (T, 2, 2)
-    V, w = each.sum(0), np.array([1, -a / b])
-    parts = np.einsum("i,tij,j->t", w, each, w)  # error of a - θb, by task
+    left = [np.array([task[:, 0] - a / b * task[:, 1], task[:, 1]]) for task in x]  # e and b of each pair
+    each = np.array([np.cov(pair) / pair.shape[1] for pair in left]) / len(x) ** 2  # (T, 2, 2)
+    V, parts = each.sum(0), each[:, 0, 0]
     if b and parts.sum() <= (ROUNDING * b) ** 2: return (float(a / b),) * 3  # all pairs have this ratio
     freedom = parts.sum() ** 2 / sum(v**2 / (len(task) - 1) for v, task in zip(parts, x))
     t2 = stats.t.ppf((1 + level) / 2, freedom) ** 2
-    A, B = b * b - t2 * V[1, 1], a * b - t2 * V[0, 1]
+    A, B = b * b - t2 * V[1, 1], -t2 * V[0, 1]
     if not A > 0: return float(a / b), -math.inf, math.inf
-    root = math.sqrt(max(0.0, t2 * (b * b * parts.sum() - t2 * np.linalg.det(V))))  # B² - AC, nothing cancels
-    return float(a / b), float(min(a / b, (B - root) / A)), float(max(a / b, (B + root) / A))
+    root = math.sqrt(B * B + A * t2 * V[0, 0])
+    return float(a / b), float(a / b + (B - root) / A), float(a / b + (B + root) / A)
 
 # %% ../nbs/26_statistics.ipynb #1b88e62c
 def mean_rank_correlation(

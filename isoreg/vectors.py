@@ -132,27 +132,30 @@ def transformed(
     x, y = cloud_rows(points, None, 1), cloud_rows(fitted_on, None, 2)
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"fitted_on: shape {tuple(y.shape)} beside points {tuple(x.shape)}; give rows of one width")
-    eps, given = torch.finfo(y.dtype).eps, torch.finfo(floating(fitted_on, "fitted_on").dtype).eps
+    eps = torch.finfo(floating(fitted_on, "fitted_on").dtype).eps
     x, y = x.double(), y.double()
-    rounding = eps, given * float(y.norm() / max((y - y.mean(0)).norm(), torch.finfo(y.dtype).tiny))
+    error = eps / 2 * y.abs()  # of each entry, by its rounding as it was given
     for step in steps:
-        apply = _fitted(y, step, strength, rounding)
+        apply = _fitted(y, step, strength, error)
+        if step == "normalise": error = error / y.norm(dim=1, keepdim=True)
         x, y = apply(x), apply(y)
+        if step == "whiten": error = torch.zeros_like(y)
     return as_given(x, points)
 
 # %% ../nbs/35_vectors.ipynb #873a9a32
-def _fitted(y: Tensor, step: str | int, strength: float, rounding: tuple[float, float]):
-    "Return a step as a function of rows, fitted on rows y (m, d); rounding, of sums and of entries, is no spread."
+def _fitted(y: Tensor, step: str | int, strength: float, error: Tensor):
+    "Return a step as a function of rows, fitted on rows y (m, d) whose entries have an error each, (m, d)."
     if step == "normalise": return unit_rows
     mean = y.mean(0)
     if step == "centre": return lambda x: x - mean
     top = isinstance(step, int) and not isinstance(step, bool) and 0 < step < y.shape[1]
     also = f"a number of directions below {y.shape[1]}"
     if not top: one_of("steps", step, ("centre", "normalise", "whiten"), also)
-    σ, V = torch.linalg.svd(y - mean, full_matrices=False)[1:]
+    centred = y - mean
+    σ, V = torch.linalg.svd(centred - centred.mean(0), full_matrices=False)[1:]  # twice: a large mean is rounded
     if top: return lambda x: (x - mean) - (x - mean) @ V[:step].T @ V[:step]
-    noise = rounding[1] * float(σ.norm()) * (len(y) ** -0.5 + y.shape[1] ** -0.5)  # largest value of random rounding
-    kept = σ > max(max(y.shape) * rounding[0] * float(σ[0]), noise)
-    if not kept.any(): raise ValueError("points: all rows are equal, or differ by rounding; there is nothing to whiten")
+    noise = (1 + (y.shape[1] / len(y)) ** 0.5) * (V.square() @ error.square().sum(0)).sqrt()  # of random errors
+    kept = (σ > max(y.shape) * torch.finfo(y.dtype).eps * σ[0]) & (σ > noise)
+    if not kept.any(): raise ValueError("steps: nothing to whiten; all rows are equal, or differ by rounding alone")
     scale = (σ[kept] / (len(y) - 1) ** 0.5) ** -strength
     return lambda x: (x - mean) @ V[kept].T * scale

@@ -727,6 +727,18 @@ def test_a_stream_that_the_reference_would_use_up_is_refused():
     ):
         make_trainer(IStar(0.1), Stream(lambda: once), steps=2).train()
     assert make_trainer(IStar(0.1), Stream(lambda: iter(rows)), steps=2).train().global_step == 2
+
+    class Anew(Stream):
+        def __iter__(self):
+            self.left = list(reversed(rows))
+            return self
+
+        def __next__(self):
+            if self.left:
+                return self.left.pop()
+            raise StopIteration
+
+    assert make_trainer(IStar(0.1), Anew(None), steps=2).train().global_step == 2
     assert make_trainer(IStar(0.1, correction="ustat"), Stream(lambda: once), steps=2).train().global_step == 2
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -325,8 +326,18 @@ def test_a_ratio_that_all_pairs_have_is_exact():
 def test_fieller_holds_the_ratio_where_pairs_are_nearly_proportional(seed, n):
     "As two methods that come to the same have them: equal but for rounding in single precision."
     b = np.random.default_rng(seed).normal(1, 0.2, n)
-    ratio, low, high = ratio_interval([np.stack([(0.8 * b).astype("float32"), b], 1)])
-    assert low <= ratio <= high and high - low < 1e-4
+    pair = np.stack([(0.8 * b).astype("float32"), b], 1)
+    ratio, low, high = ratio_interval([pair])
+    x, y = ([Fraction(float(v)) for v in column] for column in pair.T)
+    centre = lambda v: sum(v) / n
+    cross = lambda u, v: sum((p - centre(u)) * (q - centre(v)) for p, q in zip(u, v)) / (n - 1) / n
+    t2 = Fraction(stats.t.ppf(0.975, n - 1)) ** 2
+    A, B, C = (centre(u) * centre(v) - t2 * cross(u, v) for u, v in ((y, y), (x, y), (x, x)))
+    if A <= 0:
+        assert math.isinf(high)
+        return
+    assert low <= ratio <= high
+    assert high - low == pytest.approx(2 * math.sqrt(B * B - A * C) / float(A), rel=1e-5)
 
 
 @pytest.mark.parametrize(

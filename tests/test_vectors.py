@@ -94,7 +94,7 @@ def test_linear_steps_against_scikit_learn():
         (lambda x: transformed(x, "centre", fitted_on=x[:, :1]), r"fitted_on: shape \(300, 1\) beside points"),
         (lambda x: transformed(x, "whiten", fitted_on=x[:9, :7]), r"fitted_on: shape \(9, 7\) beside points"),
         (lambda x: transformed(x, "whiten", strength=2), "strength: 2"),
-        (lambda x: transformed(x[:1].repeat(5, 1), "whiten"), "points: all rows are equal"),
+        (lambda x: transformed(x[:1].repeat(5, 1), "whiten"), "steps: nothing to whiten; all rows are equal"),
     ],
 )
 def test_what_these_measures_refuse(call, message):
@@ -113,6 +113,8 @@ def test_uniformity_of_a_narrow_kernel(t):
 def test_rounding_is_not_whitened(dtype):
     x = torch.randn(400, 10, dtype=torch.float64) @ torch.randn(10, 25, dtype=torch.float64)
     assert transformed(x.to(dtype), "whiten").shape == (400, 10)
+    far = torch.randn(30, 60, dtype=torch.float64) + 100
+    assert transformed(far.to(dtype), "whiten").shape == (30, 29)  # fewer rows than dimensions, far from the origin
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -125,3 +127,18 @@ def test_rounding_of_half_precision_is_not_whitened(dtype, offset, steps):
     left = 4 if steps[0] == "normalise" and offset else 3  # of the cone over a space that misses the origin
     assert transformed(x, *steps).shape == (500, left)
     assert transformed(torch.randn(500, 10).to(dtype), *steps).shape == (500, 10)
+
+
+def test_rounding_of_half_precision_is_that_of_each_entry():
+    "A large column does not hide the others, and what is left when a large direction goes is known no better."
+    torch.manual_seed(0)
+    rogue = torch.randn(1000, 64) * 0.1
+    rogue[:, 0] = 100 + 50 * rogue[:, 0]
+    assert transformed(rogue.bfloat16(), "whiten").shape == (1000, 64)
+    rogue[:, 0] = 100
+    assert transformed(rogue.bfloat16(), "whiten").shape == (1000, 63)
+    x = torch.randn(500, 3) @ torch.randn(3, 10) + 50 * torch.randn(500, 1) @ torch.randn(1, 10)
+    assert transformed(x.half(), 1, "whiten").shape == (500, 3)
+    assert transformed(x.half(), "whiten", "whiten").shape == (500, 4)
+    with pytest.raises(ValueError, match="steps: nothing to whiten"):
+        transformed((torch.randn(500, 3) @ torch.randn(3, 10)).half(), 3, "whiten")
