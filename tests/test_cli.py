@@ -650,7 +650,7 @@ def test_states_of_one_batch_are_held_at_most(texts, monkeypatch):
 
     monkeypatch.setattr(BertModel, "forward", spy)
     layers = len(score_model("toy-bert", texts))
-    assert len(held) == 41 and len(states) == 41 * layers and max(held) <= layers  # a trial; 20 groups, seen twice
+    assert len(held) == 42 and len(states) == 42 * layers and max(held) <= layers  # two trials; 20 groups, seen twice
 
 
 def test_lines_without_tokens_do_not_count(monkeypatch):

@@ -94,7 +94,7 @@ def test_linear_steps_against_scikit_learn():
         (lambda x: transformed(x, "centre", fitted_on=x[:, :1]), r"fitted_on: shape \(300, 1\) beside points"),
         (lambda x: transformed(x, "whiten", fitted_on=x[:9, :7]), r"fitted_on: shape \(9, 7\) beside points"),
         (lambda x: transformed(x, "whiten", strength=2), "strength: 2"),
-        (lambda x: transformed(x[:1].repeat(5, 1), "whiten"), "steps: nothing to whiten; all rows are equal"),
+        (lambda x: transformed(np.repeat(x[:1], 5, 0), "whiten"), "steps: nothing to whiten; all rows are equal"),
     ],
 )
 def test_what_these_measures_refuse(call, message):
