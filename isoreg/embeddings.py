@@ -183,7 +183,7 @@ def _all_dimensions(table: pd.DataFrame) -> pd.DataFrame:
                       "file what is a label or a name")
     return table.astype(dict.fromkeys(taken, float))
 
-
+# %% ../nbs/36_embeddings.ipynb #hasheads
 def _has_heads(path: Path, mark: str) -> bool:
     """Return whether the first line of a table names its columns: by words, or by numbers that count, as pandas does.
 
