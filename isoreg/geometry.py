@@ -327,24 +327,32 @@ def two_nn(
 ) -> float:
     """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(rho)) on log(rho) (Facco et al. 2017).
 
-    rho is the second over the first neighbour's distance; points with a duplicate have none and are left out.
+    rho is the second over the first neighbour's distance; equal points count once.
     Leave out equal texts first: rounding can set their vectors apart, which then count as nearest neighbours.
     `ValueError` for fewer than 3 points or too few different ones.
     """
     in_range("discard", discard, 0, 1, ends="[)")
     c = as_cloud(points, mask, 3)
-    r = nearest_two(c.x)
-    ρ = (r[:, 1] / r[:, 0])[r[:, 0] > 0].sort().values
+    ρ = _ratios(c.x)
     kept = int(len(ρ) * (1 - discard))
     if kept < 2:
-        raise ValueError(f"points: {len(ρ)} of {c.n} have no duplicate, which the ratio of distances needs, and "
-                         f"{kept} are not discarded; need more different points")
+        raise ValueError(f"points: {kept} of {c.n} are left when equal ones count once and the largest ratios are "
+                         "discarded, and a slope needs two; need more different points")
     F = torch.arange(1, kept + 1, dtype=torch.float64, device=ρ.device) / len(ρ)
     t, b = ρ[:kept].log(), -torch.log1p(-F)
     t, b = t[b.isfinite()], b[b.isfinite()]  # the last is infinite when nothing is discarded
     if bool(t.any()): return float((t * b).sum() / t.square().sum())
     raise ValueError("points: the two nearest neighbours are equally far from every point, as in a grid; "
                      "no dimension follows")
+
+# %% ../nbs/05_geometry.ipynb #twnnrat1
+def _ratios(x: Tensor) -> Tensor:
+    "Return rho of the different points of x (n, d), in rising order."
+    r = nearest_two(x)
+    if not r[:, 0].all():  # some are equal
+        x = x.unique(dim=0)
+        r = nearest_two(x) if len(x) > 2 else r[:0]
+    return (r[:, 1] / r[:, 0])[r[:, 0] > 0].sort().values
 
 # %% ../nbs/05_geometry.ipynb #52951c87
 class Dimensions(NamedTuple):

@@ -203,24 +203,14 @@ def test_two_nn_is_scikit_dimension(n, d, discard):
 
 
 @pytest.mark.parametrize("d", [4, 24])
-def test_two_nn_of_copies(d):
+def test_equal_points_count_once(d):
     x = cloud(300, d, 2)
-    twice, thrice = np.concatenate([x, x[:60]]), np.concatenate([x, x[:9], x[:9]])
-    for rows in twice, thrice:
-        if d < 16:
-            assert two_nn(rows) == pytest.approx(reference_skdim(rows), rel=1e-6)
-        exact = np.sort(cdist(rows, rows), 1)[
-            :, 1:3
-        ]  # from its product form scikit-dimension gets 1e-7 for 0 in more dimensions, and keeps the point
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert two_nn(rows) == pytest.approx(skdim.id.TwoNN(dist=True).fit(exact).dimension_, rel=1e-9)
-    lone = cdist(x[60:], twice)  # by hand: only points without a copy have a ratio
-    r = np.sort(lone, 1)[:, 1:3]
-    mu = np.sort(r[:, 1] / r[:, 0])
-    kept = int(len(mu) * 0.9)
-    t, y = np.log(mu[:kept]), -np.log(1 - np.arange(1, kept + 1) / len(mu))
-    assert two_nn(twice) == pytest.approx((t * y).sum() / (t * t).sum(), rel=1e-10)
+    alone = two_nn(x)
+    assert alone == pytest.approx(reference_skdim(x), rel=1e-6)
+    for copies in (x[:60], x, np.concatenate([x[:9], x[:9]])):
+        rows = np.concatenate([x, copies])
+        assert two_nn(rows) == pytest.approx(alone, rel=1e-12)
+        assert two_nn(torch.from_numpy(rows).float()) == pytest.approx(alone, rel=1e-4)
 
 
 def test_two_nn_finds_the_dimension_and_keeps_its_numbers():
@@ -494,8 +484,8 @@ def test_what_has_no_value_says_so():
         two_nn(np.eye(2))
     with pytest.raises(ValueError, match="zero variance.*undefined='nan'.*isoscore"):
         geometry(same)
-    with pytest.raises(ValueError, match="0 of 12 have no duplicate.*undefined='nan'.*two_nn"):
-        geometry(np.concatenate([cloud(6, 3)] * 2))
+    with pytest.raises(ValueError, match="0 of 12 are left.*different points.*undefined='nan'.*two_nn"):
+        geometry(np.concatenate([cloud(2, 3)] * 6))
     found = geometry(same, undefined="nan")
     assert (
         math.isnan(found["isoscore"])
