@@ -56,7 +56,7 @@ class PenaltyMixin:
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         "Return the Trainer's loss, in training with the penalties added as training_step will scale them."
-        if model.training: _verify_normalisation(self, model, inputs, num_items_in_batch)
+        if model.training: _verify_normalisation(self, super().compute_loss, model, inputs, num_items_in_batch)
         if not model.training or not self.penalties:
             return super().compute_loss(model, inputs, return_outputs=return_outputs,
                                         num_items_in_batch=num_items_in_batch)
@@ -129,12 +129,16 @@ def _with_penalties(trainer: Trainer, compute: Callable, model, inputs: dict, re
 def _penalised(trainer: Trainer, loss: Tensor, states: tuple[Tensor, ...], mask: Tensor | None, num_items) -> Tensor:
     "Return the loss with the penalties of the hidden states, as training_step will scale it; note both for the log."
     terms = [_scalar(p, p(states, mask)) for p in trainer.penalties]
-    steps = getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
-    if _trainer_divides(trainer, num_items): steps = 1
+    steps = 1 if _trainer_divides(trainer, num_items) else _accumulated(trainer)
     trainer._means.add({"task_loss": loss.detach().mean() * steps} | _parts(trainer.penalties))
     return loss + sum(terms).to(loss.device) / steps
 
 # %% ../nbs/09_trainer.ipynb #f10f155a
+def _accumulated(trainer: Trainer) -> int:
+    "Return the batches of this optimiser step: the last one of an epoch may have fewer."
+    return getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
+
+
 def _trainer_divides(trainer: Trainer, num_items) -> bool:
     "Return whether training_step will divide the loss by the accumulation steps."
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # of newer releases
@@ -143,31 +147,37 @@ def _trainer_divides(trainer: Trainer, num_items) -> bool:
 
 # %% ../nbs/09_trainer.ipynb #06271357
 @torch.no_grad()
-def honours_num_items(
-    model: nn.Module,  # a transformers model, or DistributedDataParallel around one
-    inputs: dict,  # one batch with labels
-    num_items: Tensor | int,  # what the Trainer would pass as num_items_in_batch
-) -> bool | None:
+def _honours_num_items(compute: Callable, model: nn.Module, inputs: dict, num_items: Tensor | int) -> bool | None:
     """Return whether the loss really depends on `num_items_in_batch`; None where it is 0 or NaN, which does not tell.
 
     Leaves mode and random state as they were."""
     body = inside_wrapper(model)
-    with eval_mode(body): one, two = (body(**inputs, num_items_in_batch=num_items * k) for k in (1, 2))
-    one, two = (out["loss"] if isinstance(out, dict) else out[0] for out in (one, two))
+    with eval_mode(body): one, two = (compute(body, {**inputs}, num_items_in_batch=num_items * k) for k in (1, 2))
     return not torch.equal(one, two) if bool(torch.isfinite(one).all() & one.any()) else None
 
 # %% ../nbs/09_trainer.ipynb #deae9b40
-def _verify_normalisation(trainer: Trainer, model: nn.Module, inputs: dict, num_items):
-    "Ask the model, where it matters and until it is known, if it normalises; let training_step divide if it does not."
-    other = trainer.compute_loss_func is not None or trainer.label_smoother is not None  # than the model's own loss
-    if trainer._verified or num_items is None or other or not trainer.model_accepts_loss_kwargs: return
+def _verify_normalisation(trainer: Trainer, compute: Callable, model: nn.Module, inputs: dict, num_items):
+    "Ask the loss, where it matters and until it is known, if it normalises; let training_step divide if it does not."
+    if trainer._verified or num_items is None or _trainer_divides(trainer, num_items): return
     if trainer.args.gradient_accumulation_steps == 1 and trainer.args.world_size == 1: return
-    with trainer.compute_loss_context_manager(): honours = honours_num_items(model, inputs, num_items)
+    if getattr(trainer, "loss_is_scaled_for_ga", None): return  # its author says so
+    if _from_trl(trainer): compute = functools.partial(Trainer.compute_loss, trainer)  # theirs counts in their log
+    with trainer.compute_loss_context_manager(): honours = _honours_num_items(compute, model, inputs, num_items)
     answers = torch.tensor([honours is not None, honours is True], device=trainer.args.device).int()
     if world_size() > 1: answers = sum_over_ranks(answers)
     known, yes = answers.bool().tolist()
     trainer._verified = known
-    if known and not yes: trainer.model_accepts_loss_kwargs = False
+    if not known or yes: return
+    if trainer.compute_loss_func is not None: _divide_function(trainer, trainer.compute_loss_func)
+    else: trainer.model_accepts_loss_kwargs = False
+
+
+def _divide_function(trainer: Trainer, mean: Callable):
+    "Let the trainer's loss function be divided as training_step divides the loss of a model that does not normalise."
+    def compute_loss_func(*args, **kwargs):
+        return mean(*args, **kwargs) / (_accumulated(trainer) if trainer.model.training else 1)
+
+    trainer.compute_loss_func, trainer.args.average_tokens_across_devices = compute_loss_func, False
 
 # %% ../nbs/09_trainer.ipynb #a1a71cb3
 def _request(trainer: Trainer, body: nn.Module, inputs: dict) -> dict:

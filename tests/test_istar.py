@@ -822,6 +822,66 @@ def test_label_smoothing_is_left_to_the_trainer():
     assert_same({n: g - plain[n] for n, g in with_penalty.items()}, alone)
 
 
+def weighted_mean(outputs, labels, num_items_in_batch=None):
+    "A loss of one's own, as it is often written: a mean that does not look at num_items_in_batch."
+    return torch.nn.functional.cross_entropy(outputs.logits, labels, weight=torch.tensor([1.0, 3.0]), reduction="mean")
+
+
+def weighted_sum(outputs, labels, num_items_in_batch=None):
+    "The same, normalised over the accumulated batch."
+    losses = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
+    return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+class OwnLoss(Trainer):
+    "A Trainer whose compute_loss is a mean."
+
+    def __init__(self, *args, penalty=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = weighted_mean(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+class PenaltyOwnLoss(PenaltyMixin, OwnLoss):
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+@pytest.mark.parametrize("how", [weighted_mean, weighted_sum, PenaltyOwnLoss])
+def test_a_loss_of_ones_own_counts_once_under_accumulation(how):
+    def trainer(penalty, **arguments):
+        kind = how if isinstance(how, type) else InOrder
+        made = make_trainer(penalty, examples(2, 0) * 4, kind=kind, **arguments)
+        if kind is InOrder:
+            made.compute_loss_func = how
+        return made
+
+    for penalty in None, IStar(-2, zeta=0):
+        split = trainer(penalty, batch_size=2, accumulation=4)
+        assert_same(gradients(split), gradients(trainer(penalty)))
+        if penalty:
+            logged = next(e for e in split.state.log_history if "loss" in e)
+            assert logged["loss"] == pytest.approx(logged["task_loss"] + logged["istar"], abs=1e-3)
+    after = trainer(None, batch_size=2, accumulation=4)
+    after.model.load_state_dict(split.model.state_dict())
+    assert split.evaluate()["eval_loss"] == pytest.approx(after.evaluate()["eval_loss"], rel=1e-6)
+
+
+def _mean_on_rank(rank, world):
+    trainer = make_trainer(None, examples(8, 0), 2, 2)
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.logits.mean() ** 2 + 1
+    trainer.train()
+    return next(e["loss"] for e in trainer.state.log_history if "loss" in e)
+
+
+def test_a_mean_counts_once_on_each_rank():
+    assert on_ranks(_mean_on_rank) == pytest.approx([_mean_on_rank(0, 1)] * 2, rel=0.05)
+
+
 def test_gradient_of_one_step_is_that_of_the_formula():
     data, reference = examples(8, 0), torch.eye(16)
     trainer = make_trainer(IStar(-1.5, 0.2, reference), data)
