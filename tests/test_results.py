@@ -109,9 +109,9 @@ OPENINGS = {  # page: what its numbers have to say, for its first paragraph to b
     "istar_main": ["None of .* rows of I-STAR has an interval above zero", "I-STAR λ=5 scored lower than the base"],
     "istar_shrinkage": ["it is neither confirmed nor excluded"],
     "second": [  # README.md says the same of p = 0
-        r"1: guided dropout minus constant p = mean of guided \| 10 of 12 ",
+        r"1: guided dropout minus constant p = mean of guided \| 11 of 12 ",
         *(
-            rf"dropout p=0 minus {other} \| 10 of 12 \| \+\S+ \| \[\+"
+            rf"dropout p=0 minus {other} \| 11 of 12 \| \+\S+ \| \[\+"
             for other in (".* of guided", "guided dropout", "base")
         ),
     ],
