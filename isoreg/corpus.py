@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -22,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from .checks import in_range, one_of
-from .files import file_kind, load_rows
+from .files import file_kind, load_rows, table_form
 from .states import eval_mode
 
 # %% ../nbs/10_corpus.ipynb #48347387
@@ -427,7 +429,7 @@ def _logits(model: nn.Module, inputs: dict) -> Tensor:
 
 # %% ../nbs/10_corpus.ipynb #1cf830ec
 def load_texts(
-    source: str | Path | Sequence[str | Path],  # .txt, .parquet, .json(l), .csv, or hub "name:configuration:split"
+    source: str | Path | Sequence[str | Path],  # .txt, .parquet, .json(l), .csv, .tsv, hub "name:configuration:split"
     column: str = "text",  # of the file or data set
     limit: int | None = None,  # texts at most, the first ones
 ) -> list[str]:
@@ -445,15 +447,25 @@ def read_lines(source: str, column: str) -> Iterable[str]:
     "Return the lines of a text file, or the column of a table or of a data set on the hub."
     kind = file_kind(source)
     if kind == "text":  # at line feeds alone, as no other separator of Unicode ends a text
-        return Path(source).read_text(encoding="utf-8-sig", errors="replace").split("\n")
+        return _utf8(Path(source)).split("\n")
     data = _from_table(kind, source) if kind else _from_hub(source)
     if column in data.column_names: return data[column]
     raise ValueError(f"column: {source!r} has no column {column!r}; choose one of {', '.join(data.column_names)}")
 
 # %% ../nbs/10_corpus.ipynb #da9339b8
+def _utf8(path: Path) -> str:
+    "Return the text of a file. `ValueError` where it is not UTF-8."
+    try: return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"source: {str(path)!r} is no UTF-8 text; convert it, for example with "
+                         "iconv -f latin1 -t utf-8") from None
+
+
 def _from_table(kind: str, source: str):
-    "Return the rows of a file. `ValueError` for a damaged one."
-    try: return load_rows(kind, data_files=source, split="train")
+    "Return the rows of a file; of .csv and .tsv as they are written, also NA and 007. `ValueError` for a damaged one."
+    try:
+        if kind != "csv": return load_rows(kind, data_files=source, split="train")
+        return Dataset.from_pandas(pd.read_csv(source, dtype=str, keep_default_na=False, **table_form(source)))
     except ValueError as error:
         raise ValueError(f"source: {source!r} cannot be read as {kind} ({error}); mend the file") from None
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .checks import in_range, one_of
 from .corpus import read_lines
-from .files import expanded, from_json, limit_hub
+from .files import expanded, from_json, limit_hub, table_form
 from .geometry import Cloud, average_cosine, effective_rank, outlier_dimensions, rankme, two_nn
 from .isoscore import (
     Invariants, centre, closed_form, estimate_traces, invariants_of_moments, isoscore, isoscore_from_cov,
@@ -163,9 +163,10 @@ def _table_of(path: Path):
     kind = path.suffix.lower()
     if kind == ".parquet": return pq.ParquetFile(path).read()
     if kind in (".csv", ".tsv"):
-        mark = "," if kind == ".csv" else "\t"
-        table = pd.read_csv(path, sep=mark, header=0 if _has_heads(path, mark) else None)
-        if not _has_heads(path, mark): table = _all_dimensions(table)
+        form = table_form(path)
+        heads = _has_heads(path, *form.values())
+        table = pd.read_csv(path, header=0 if heads else None, **form)
+        if not heads: table = _all_dimensions(table)
         return pa.Table.from_pandas(table, preserve_index=False)
     with path.open("rb") as file:
         try: return pa.ipc.open_file(file).read_all()
@@ -184,16 +185,20 @@ def _all_dimensions(table: pd.DataFrame) -> pd.DataFrame:
     return table.astype(dict.fromkeys(taken, float))
 
 # %% ../nbs/36_embeddings.ipynb #hasheads
-def _has_heads(path: Path, mark: str) -> bool:
+def _has_heads(path: Path, mark: str, quoting: int) -> bool:
     """Return whether the first line of a table names its columns: by words, or by numbers that count, as pandas does.
 
-    A word before any other numbers is the name of a vector, an empty cell a value that is missing."""
+    A word before any other numbers is the name of a vector, an empty cell a value that is missing. Where all are
+    numbers, they count from 0, or they rise and the next line has others than whole ones."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        first = next((row for row in csv.reader(file, delimiter=mark) if any(map(str.strip, row))), [])
+        lines = (row for row in csv.reader(file, delimiter=mark, quoting=quoting) if any(map(str.strip, row)))
+        first, second = next(lines, []), next(lines, [])
     numbers = [word for word in first if _is_number(word)]
-    if len(numbers) == len(first): return numbers == [str(i) for i in range(len(numbers))]
     whole = [int(word) for word in numbers if word.isdecimal()]
-    return (len(whole) == len(numbers) and whole == sorted(set(whole))) or len(numbers) < len(first) / 2
+    rise = len(whole) == len(numbers) and whole == sorted(set(whole))
+    if len(numbers) < len(first): return rise or len(numbers) < len(first) / 2
+    if whole == list(range(len(first))): return True
+    return rise and len(first) > 1 and not all(re.fullmatch("[-+]?[0-9]+", n) for n in second)
 
 
 def _is_number(word: str) -> bool:
@@ -227,6 +232,9 @@ def _from_columns(table):
     "Return the columns of numbers side by side, (n, d), and warn of what was taken. `ValueError` if there is none."
     from pyarrow import types
     named = lambda is_kind: [field.name for field in table.schema if is_kind(field.type)]
+    for name in named(types.is_string) + named(types.is_large_string):
+        if re.fullmatch(r"\s*\[[-+\d.,eE\s]+\]\s*", str(next(iter(table[name]), ""))):
+            raise ValueError(f"array: column {name!r} holds lists of numbers as text; save the table as .parquet")
     if names := _each_once(table, named(types.is_floating) or named(types.is_integer)):
         some = lambda names: ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-3:]])
         left = [name for name in table.column_names if name not in names]
@@ -242,7 +250,7 @@ def _from_columns(table):
 
 # %% ../nbs/36_embeddings.ipynb #337d4ee2
 def draw_texts(
-    source: str | Path,  # a text a line, a table (.csv, .parquet, .json, .jsonl), or hub "name:configuration:split"
+    source: str | Path,  # a text a line, a table (.csv, .tsv, .parquet, .json(l)), or hub "name:configuration:split"
     limit: int = 500,  # texts at most
     seed: int = 0,  # of the draw
     column: str = "text",  # of a table or data set
@@ -268,7 +276,7 @@ def draw_pairs(
 def _lines(source: str | Path, column: str) -> Iterable[str]:
     "Yield the texts of a source, empty ones too."
     path = Path(source)
-    if not path.is_file() or path.suffix.lower() in (".csv", ".parquet", ".json", ".jsonl"):
+    if not path.is_file() or path.suffix.lower() in (".csv", ".tsv", ".parquet", ".json", ".jsonl"):
         return (yield from ("" if text is None else str(text) for text in read_lines(str(source), column)))
     with path.open(encoding="utf-8-sig") as file:
         try: yield from (line.rstrip("\n") for line in file)
@@ -506,7 +514,7 @@ def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
                          "give a pooling, which reads its encoder alone") from None
     try:
         with quiet_loading(): loaded = SentenceTransformer(str(folder if here else model), trust_remote_code=False)
-        return loaded.encode(
+        return loaded.float().encode(
             texts, convert_to_tensor=True, normalize_embeddings=normalize, show_progress_bar=False).cpu()
     except MemoryError: raise
     except Exception as error:  # its readers raise whatever they do

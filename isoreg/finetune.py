@@ -82,6 +82,7 @@ def run(
         record.predictions = pack(trainer.compute_metrics.predictions)
         record.others = {name: _score_of(config, other, tokenizer, trainer) for name, other in others.items()}
         progress.write("done", trainer.state.max_steps, trainer.state.max_steps)
+        record.hardware = hardware()  # with the threads of the training
     _fill_record(record, config, data, trainer)
     record.warnings = sorted({f"{w.category.__name__}: {str(w.message).splitlines()[0][:200]}" for w in caught})[:20]
     record.total_seconds = time.perf_counter() - begun
@@ -420,7 +421,7 @@ def _fill_record(record: RunRecord, config: RunConfig, data: TaskData, trainer: 
     record.loss = [{k: v for k, v in e.items() if k != "epoch"} for e in log if "loss" in e]
     record.data = {"sources": data.sources, "fingerprint": data.fingerprint, "train_rows": len(data.train),
                    "evaluation_rows": len(data.evaluation), "majority": data.majority, "notes": data.notes}
-    record.hardware = hardware() | {"precision": resolve_precision(config.precision)}
+    record.hardware |= {"precision": resolve_precision(config.precision)}
     record.versions, record.git_commit = versions() | packages(config), git_commit()
     if config.definition and task.label_names: record.data["labels"] = list(task.label_names)
     if math.isfinite(record.value):

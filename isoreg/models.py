@@ -36,14 +36,17 @@ def load_model(
     Random states of Python, NumPy and PyTorch begin anew with that seed. A head and a pooler may be new, and the notes
     name them. `ValueError` where any other weight is missing, and as `load_tokenizer`.
     """
-    tokenizer, notes = load_tokenizer(config.model), []
-    model, missing, body = _with_head(config, task or get_task(config.task, config.definition))
+    tokenizer, notes, task = load_tokenizer(config.model), [], task or get_task(config.task, config.definition)
+    model, missing, body = _with_head(config, task)
     old = _redraw_head(model, body, missing, config.seed)
     if old: notes.append(f"{', '.join(old)} of the checkpoint not used: drawn with the seed")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         notes.append(f"padding token set to {tokenizer.eos_token}")
     if model.config.pad_token_id is None: model.config.pad_token_id = tokenizer.pad_token_id
+    if task.kind == "qa" and tokenizer.padding_side != "right":  # an answer's places count from the first token
+        tokenizer.padding_side = "right"
+        notes.append("padding on the right, not on the left")
     notes += [] if any("pooler" in n for n in old) else _redraw_pooler(model, any("pooler" in k for k in missing))
     new = sorted({k.rpartition(".")[0] for k in missing} - {n.split(" ")[0] for n in notes})
     if new: notes.append(f"{', '.join(new)} absent from the checkpoint: drawn with the seed")

@@ -529,14 +529,14 @@ def apply_dropout(
     grouping: str = "released",  # of dropout_sites
     batch=None,  # as for dropout_sites
 ) -> Applied:  # how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
-    """Put a dropout regulariser on a model and return what was done, for JSON; `standard` changes nothing.
+    """Put a dropout regulariser on a model and return what was done, for JSON; `standard` leaves the rates as they are.
 
     `ValueError` for an unknown name, and for arguments, other than the seed, that are missing or mean nothing here."""
     model = unwrapped(model)
     how, schedule = _read_how(how, schedule)
     of_scores = dict(p_max=p_max, p_min=p_min, shape=shape, aggregate=aggregate, grouping=grouping)
     _check_arguments(how, p, scores, schedule, of_scores)
-    if how == "standard": return Applied(_describe(model, how, _rates_now(_sites_or_none(model, batch), {})))
+    if how == "standard": return _as_it_is(model, batch)
     extra: dict = {}
     if how == "mixout": done = mixout(model, 0.7 if p is None else p, batch=batch)
     elif how in _GAUSSIAN: done = gaussian_dropout(model, p, released=how.endswith("released"), batch=batch)
@@ -554,6 +554,15 @@ def _guided(model, sites, scores, p_max, p_min, shape, aggregate, grouping) -> t
     by_site = site_scores(sites, scores, aggregate, model=model)
     noted = {"scores": by_site, "aggregate": aggregate, "grouping": grouping, "p_max": p_max, "p_min": p_min}
     return guided_schedule(by_site, p_max, p_min, shape), noted
+
+def _as_it_is(model, batch) -> Applied:
+    "Return the model's own rates; a note of other ones, which an earlier training left, goes from the configuration."
+    done, note = _describe(model, "standard", _rates_now(_sites_or_none(model, batch), {})), _read_note(model)
+    off = set(note["kind"].split("+")) - {"rates", *_installed(model)}
+    if not off and all(done["rates"].get(name, p) == p for name, p in note["rates"].items()): return Applied(done)
+    with _note_kept(model) as undo:
+        del vars(model.config)[_NOTE]
+        return Applied(done | {"notes": [*done["notes"], f"{_NOTE} of an earlier training taken out"]}, undo, model)
 
 def _planned(how, sites, schedule, p, seed) -> Mapping[str, float]:
     "Return the rates that a way of setting them stands for."

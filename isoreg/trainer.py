@@ -329,15 +329,20 @@ def own_batches(
     """Return batches of the training set in a random order of their own; each rank gets its own part.
 
     A stream is read anew, in its own order: one that begins where it was left would lose the rows that are read here.
-    `ValueError` for one that is its own iterator and goes on like that."""
-    data = loader.dataset
+    `ValueError` for one that is its own iterator and goes on like that, and for a loader without a data set."""
+    data = getattr(loader, "dataset", None)
+    if data is None:
+        raise ValueError(f"get_train_dataloader: gave a {type(loader).__name__}, without a data set from which a "
+                         "reference covariance could be drawn; give a DataLoader, or a penalty without a reference, "
+                         "such as IStar(correction='ustat')")
+    size = None if loader.batch_sampler is None else batch_size  # None: the data set gives whole batches
     if isinstance(data, IterableDataset):
         _check_again(data)
-        return DataLoader(data, batch_size, collate_fn=loader.collate_fn)
+        return DataLoader(data, size, collate_fn=loader.collate_fn)
     rank, ranks = (torch.distributed.get_rank(), world_size()) if world_size() > 1 else (0, 1)
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(data), generator=draw)[rank::ranks].tolist()  # type: ignore[arg-type]
-    return DataLoader(Subset(data, order), batch_size, collate_fn=loader.collate_fn)
+    return DataLoader(Subset(data, order), size, collate_fn=loader.collate_fn)
 
 # %% ../nbs/09_trainer.ipynb #checkagn
 def _check_again(stream: IterableDataset) -> None:

@@ -127,6 +127,13 @@ def test_a_table_keeps_its_first_vector(tmp_path):
     for name in ("named.csv", "heads.csv", "index.csv", "blank.csv", "one.csv", "empty.csv"):
         with pytest.warns(UserWarning, match="8 columns are read as dimensions"):
             assert np.allclose(read_points(tmp_path / name), x)
+    for heads in (range(1, 9), [3, 7, 9, 12, 20, 21, 30, 44]):  # whole numbers that rise, above others
+        pd.DataFrame(x, columns=heads).to_csv(tmp_path / "rising.csv", index=False)
+        with pytest.warns(UserWarning, match="8 columns are read as dimensions"):
+            assert np.allclose(read_points(tmp_path / "rising.csv"), x)
+    np.savetxt(tmp_path / "whole.csv", [[1, 2, 5], [-3, 4, 9], [7, 0, -1]], delimiter=",", fmt="%d")
+    with pytest.warns(UserWarning, match="3 columns are read as dimensions"):
+        assert read_points(tmp_path / "whole.csv").shape == (3, 3)
     words = frame.astype(str)
     words.iloc[5, 3] = "x"
     words.to_csv(tmp_path / "typo.csv", index=False, header=False)
@@ -135,6 +142,27 @@ def test_a_table_keeps_its_first_vector(tmp_path):
     frame.drop(columns="word").iloc[1:].reindex(range(60)).to_csv(tmp_path / "gap.csv", index=False, header=False)
     with pytest.raises(ValueError, match="NaN"), pytest.warns(UserWarning):
         score_points(read_points(tmp_path / "gap.csv"))
+
+
+def test_a_quotation_mark_is_a_word_of_a_table_with_tabs(tmp_path):
+    x = np.random.default_rng(0).normal(size=(50, 4)).round(3)
+    for quotes in ([3], [3, 9], [3, 49], [0, 1]):
+        lines = ["\t".join(['"' if i in quotes else f"w{i}", *map(str, row)]) for i, row in enumerate(x)]
+        (tmp_path / "words.tsv").write_text("\n".join(lines))
+        with pytest.warns(UserWarning, match="4 columns are read as dimensions: 1, 2, 3, 4; left out are 0"):
+            assert np.allclose(read_points(tmp_path / "words.tsv"), x)
+    quoted = pd.DataFrame(x, columns=list("abcd"), index=[f"of\t{i}" for i in range(50)])
+    quoted.to_csv(tmp_path / "quoted.tsv", sep="\t")  # marks in pairs stand around a text
+    with pytest.warns(UserWarning, match="4 columns are read as dimensions: a, b, c, d"):
+        assert np.allclose(read_points(tmp_path / "quoted.tsv"), x)
+
+
+def test_vectors_written_as_texts_are_named(tmp_path):
+    x = np.random.default_rng(0).normal(size=(20, 4))
+    for column in (list(map(list, x.tolist())), list(x)):
+        pd.DataFrame({"id": range(20), "vector": column}).to_csv(tmp_path / "lists.csv", index=False)
+        with pytest.raises(ValueError, match="array: column 'vector' holds lists of numbers as text; .* .parquet"):
+            read_points(tmp_path / "lists.csv")
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
@@ -192,6 +220,10 @@ def test_texts_of_a_table_are_drawn_too(tmp_path):
     drawn, total = draw_texts(tmp_path / "t.parquet", 50, 1, "sentence")
     assert total == 300 and len(set(drawn)) == 50 and set(drawn) < set(rows)
     assert sum(int(t.split()[1]) < 50 for t in drawn) < 25  # not the first ones
+    pd.DataFrame({"id": range(300), "sentence": rows}).to_csv(tmp_path / "t.tsv", sep="\t", index=False)
+    assert draw_texts(tmp_path / "t.tsv", 50, 1, "sentence") == (drawn, total)
+    with pytest.raises(ValueError, match="column: .* has no column 'other'; choose one of id, sentence"):
+        draw_texts(tmp_path / "t.tsv", column="other")
 
 
 # ---- a model on texts
@@ -317,6 +349,10 @@ def test_a_sentence_transformer_is_run_as_it_is(sentence_model, texts):
             ask(str(folder), texts, layer=0)
     inside = embed(str(folder), texts, "cls")  # a pooling that is named reads the encoder alone
     torch.testing.assert_close(torch.nn.functional.normalize(inside), right, rtol=1e-4, atol=1e-5)
+    for half in (torch.bfloat16, torch.float16):
+        model.to(half).save(str(folder))
+        rounded = model.float().encode(texts, convert_to_tensor=True).cpu()
+        torch.testing.assert_close(embed(str(folder), texts), rounded)  # also in type: float32
 
 
 def test_a_sentence_transformer_without_its_library(tmp_path, texts, monkeypatch):

@@ -20,6 +20,7 @@ from hypothesis import given, settings, strategies as st
 from jsonschema import Draft202012Validator
 from transformers import (
     AutoModel,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     CanineConfig,
@@ -868,6 +869,29 @@ def test_t5_may_have_a_new_head_for_questions_and_no_new_encoder(tmp_path):
     )
     with pytest.raises(ValueError, match="lacks .* weights"):
         load_model(RunConfig(task="squad", recipe="quick", model=str(tmp_path / "t")))
+
+
+def test_windows_of_questions_are_padded_on_the_right(tmp_path):
+    "The places of an answer count from the first token of its window."
+    AutoModelForMaskedLM.from_pretrained(toy_model_path()).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(toy_model_path(), padding_side="left").save_pretrained(tmp_path)
+    for task, side in (("squad", "right"), ("toy-cola", "left")):
+        _, tokenizer, notes = load_model(RunConfig(task=task, recipe="quick", model=str(tmp_path)))
+        assert tokenizer.padding_side == side and ("padding on the right, not on the left" in notes) == (
+            side == "right"
+        )
+
+
+def test_the_record_has_the_threads_of_the_training():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert (
+            run(RunConfig(task="toy-cola", max_train=8, max_eval=8, epochs=1)).hardware["threads"] == 1
+        )  # it is small
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_model_without_an_embedding_matrix_has_no_size_to_fit():

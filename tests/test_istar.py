@@ -742,6 +742,28 @@ def test_a_stream_that_the_reference_would_use_up_is_refused():
     assert make_trainer(IStar(0.1, correction="ustat"), Stream(lambda: once), steps=2).train().global_step == 2
 
 
+def test_whole_batches_of_a_data_set_give_a_reference():
+    collate = lambda rows: {name: torch.stack([torch.as_tensor(r[name]) for r in rows]) for name in rows[0]}
+    batches = [collate(examples(8, seed)) for seed in range(4)]
+
+    class Ready(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(batches)
+
+    references = []
+    for data in batches, Ready():
+        penalty = IStar(0.1, 0.2)
+        trainer = make_trainer(penalty, batches, steps=2)
+        trainer.get_train_dataloader = lambda data=data: torch.utils.data.DataLoader(data, batch_size=None)
+        with torch.random.fork_rng():
+            trainer.train()
+        references.append(penalty.reference_cov)
+    torch.testing.assert_close(*references, rtol=1e-5, atol=1e-7)
+    trainer.get_train_dataloader = lambda: batches
+    with pytest.raises(ValueError, match="get_train_dataloader: gave a list, .*correction='ustat'"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     "penalty, data", [(None, examples(8, 0)), (TokenMean(), examples(8, 0)), (IStar(-2, zeta=0), examples(2, 0) * 4)]
 )

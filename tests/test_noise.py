@@ -662,6 +662,25 @@ def arguments(how, model):
     return {"scores": scores_of(model)} if how in ("guided", *CONTROLS) else {}
 
 
+def test_standard_takes_out_the_note_of_rates_that_are_not_in_force(tmp_path):
+    "A second training, with the model's own rates, from a checkpoint of a guided one."
+    model = make()
+    set_dropout(model, dict.fromkeys(rates(model), 0.03))
+    model.save_pretrained(tmp_path)
+    kept = copy.deepcopy(model.config.dropout_schedule)
+    assert apply_dropout(model, "standard")["mean"] > 0 and model.config.dropout_schedule == kept  # in force
+    again = type(model).from_pretrained(tmp_path)
+    done = apply_dropout(again, "standard")
+    assert "dropout_schedule of an earlier training taken out" in done["notes"]
+    with pytest.raises(ValueError, match="has no dropout_schedule"):
+        load_dropout(again)
+    done.undo()
+    assert load_dropout(again)["rates"] == load_dropout(model)["rates"]
+    again = type(model).from_pretrained(tmp_path)
+    load_dropout(again)
+    assert "taken out" not in str(apply_dropout(again, "standard")["notes"])
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("how", ["standard", "constant", "guided", "gaussian", "gaussian-released", "mixout"])
 def test_every_way_trains_under_autocast_and_can_be_saved_copied_and_undone(how, attention, tmp_path):
