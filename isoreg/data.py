@@ -560,7 +560,8 @@ def encode_squad_train(
 ) -> Dataset:  # the tokenizer's columns, start_positions, end_positions, length; one row a window
     """Return windows with the first answer's first and last token; both at `[CLS]` where the window lacks it.
 
-    The places count from the first token: pad the windows on the right. `ValueError` for a question without an answer, as SQuAD 2 has them."""
+    The places count from the first token: pad the windows on the right. `ValueError` for a question without an answer,
+    as SQuAD 2 has them."""
     rows = []
     for example, window, places in _windows(examples, tokenizer, max_length, stride):
         ids = window["input_ids"]

@@ -185,7 +185,7 @@ def _all_dimensions(table: pd.DataFrame) -> pd.DataFrame:
     return table.astype(dict.fromkeys(taken, float))
 
 # %% ../nbs/36_embeddings.ipynb #hasheads
-def _has_heads(path: Path, mark: str, quoting: int) -> bool:
+def _has_heads(path: Path, mark: str, quoting) -> bool:
     """Return whether the first line of a table names its columns: by words, or by numbers that count, as pandas does.
 
     A word before any other numbers is the name of a vector, an empty cell a value that is missing. Where all are

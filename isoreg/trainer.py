@@ -341,7 +341,7 @@ def own_batches(
         return DataLoader(data, size, collate_fn=loader.collate_fn)
     rank, ranks = (torch.distributed.get_rank(), world_size()) if world_size() > 1 else (0, 1)
     draw = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(data), generator=draw)[rank::ranks].tolist()  # type: ignore[arg-type]
+    order = torch.randperm(len(data), generator=draw)[rank::ranks].tolist()
     return DataLoader(Subset(data, order), size, collate_fn=loader.collate_fn)
 
 # %% ../nbs/09_trainer.ipynb #checkagn
