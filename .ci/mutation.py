@@ -1,8 +1,7 @@
 """Change one place of a module at a time, as cosmic-ray does, and see whether the module's own tests notice:
 python .ci/mutation.py [MODULE ...] [--sample N] [--seed N]. The changes are a random sample; each is tried against the
 tests that enter the function it is in, and those that start a process. The result goes into the record of trust, every
-survivor with its line and, where somebody has looked at it, with what was found. --again tries the survivors of the
-record alone, with all tests of the module, the slow ones too."""
+survivor with its line and, where somebody has looked at it, with what was found."""
 
 import argparse
 import ast
@@ -94,11 +93,11 @@ class Only:
         torch.manual_seed(0)
 
 
-def reaching(module: str, every_test: bool) -> dict[str, dict]:
+def reaching(module: str) -> dict[str, dict]:
     "Run the tests of a module without any change, and return what each of them enters; exit if one fails."
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "reaches.pickle")
-        if tested(module, None, 3600, None, every_test, out) != "survived":
+        if tested(module, None, 3600, None, out) != "survived":
             sys.exit(f"{module}: its tests fail without any change")
         reached, modules = pickle.loads(out.read_bytes())
     for name in modules:  # once here and not in each fork
@@ -121,9 +120,7 @@ def tests_of(line: int, source: str, reached: dict[str, dict]) -> list[str]:
     return sorted(names, key=lambda n: reached[n]["seconds"])
 
 
-def tested(
-    module: str, code: str | None, limit: float, names: list[str] | None, every_test: bool, out: Path | None = None
-) -> str:
+def tested(module: str, code: str | None, limit: float, names: list[str] | None, out: Path | None = None) -> str:
     "Run tests of a module in a fork of this process: survived, killed, or killed by the time that they take."
     if names == []:
         return "survived"
@@ -135,7 +132,7 @@ def tested(
             Path(folder, "isoreg", f"{module}.py").write_text(code)
         pid = os.fork()
         if pid == 0:
-            _test(module, folder, names, every_test, out)
+            _test(module, folder, names, out)
         end = time.monotonic() + limit
         while time.monotonic() < end:
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -147,7 +144,7 @@ def tested(
         return "killed by time"
 
 
-def _test(module: str, folder: str, names: list[str] | None, every_test: bool, out: Path | None):
+def _test(module: str, folder: str, names: list[str] | None, out: Path | None):
     "Run tests of a module with the package in a folder, write what they enter where that is asked, end the process."
     files, words = MODULES[module]
     quiet = os.open(os.devnull, os.O_WRONLY)
@@ -155,9 +152,7 @@ def _test(module: str, folder: str, names: list[str] | None, every_test: bool, o
     sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--hypothesis-seed=0"]
-    chosen = [str(ROOT / "tests" / f) for f in files]
-    if not every_test:
-        chosen += ["-m", "not slow", *(["-k", words] if words else [])]
+    chosen = [*(str(ROOT / "tests" / f) for f in files), "-m", "not slow", *(["-k", words] if words else [])]
     reaches, plugins = Reaches(f"{folder}/isoreg/{module}.py"), [Only(names)]
     if out is not None:
         plugins.append(reaches)
@@ -181,14 +176,14 @@ def examine(module: str, size: int, seed: int, verdicts: dict[tuple[str, str], s
     source = (ROOT / "isoreg" / f"{module}.py").read_text()
     every, lines = mutants(source), source.splitlines()
     drawn = random.Random(seed).sample(range(len(every)), min(size, len(every)))
-    reached, survivors = reaching(module, every_test=False), []
+    reached, survivors = reaching(module), []
     for n, i in enumerate(drawn):
         operator, occurrence, line = every[i]
         code = mutate_code(source, get_operator(operator)(), occurrence)
         names = tests_of(line, source, reached)
         print(f"{module} {n + 1}/{len(drawn)}: {len(names)} tests", flush=True)
         limit = 120 + 10 * sum(reached[n]["seconds"] for n in names)
-        if tested(module, code, limit, names, every_test=False) == "survived":
+        if tested(module, code, limit, names) == "survived":
             old, new = lines[line - 1].strip(), code.splitlines()[line - 1].strip()
             verdict = verdicts.get((old, new), "not looked at")
             survivors.append({"operator": operator, "before": old, "after": new, "verdict": verdict})
@@ -204,29 +199,11 @@ def examine(module: str, size: int, seed: int, verdicts: dict[tuple[str, str], s
     }
 
 
-def examine_again(module: str, record: dict) -> dict:
-    "Return the record of a module without the survivors that its tests notice by now."
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
-
-    source, left = (ROOT / "isoreg" / f"{module}.py").read_text(), []
-    lines, every, reached = source.splitlines(), mutants(source), reaching(module, every_test=True)
-    for survivor in record["survivors"]:
-        alike = [m for m in every if (m[0], lines[m[2] - 1].strip()) == (survivor["operator"], survivor["before"])]
-        codes = [(mutate_code(source, get_operator(operator)(), n), line) for operator, n, line in alike]
-        ((code, line),) = {(c, line) for c, line in codes if c.splitlines()[line - 1].strip() == survivor["after"]}
-        if tested(module, code, 1200, tests_of(line, source, reached), every_test=True) == "survived":
-            left.append(survivor)
-        print(f"{module}: {survivor['after']}: {'survives' if survivor in left else 'noticed'}", flush=True)
-    return record | {"date": today(), "survived": len(left), "survivors": left}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", choices=[*MODULES, []])
     parser.add_argument("--sample", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import scipy.stats  # noqa: F401  what all tests import, once
@@ -237,10 +214,7 @@ def main() -> None:
     for module in arguments.modules or MODULES:
         earlier = recorded("mutation").get(module, {})
         verdicts = {(s["before"], s["after"]): s["verdict"] for s in earlier.get("survivors", [])}
-        if arguments.again:
-            found = examine_again(module, earlier)
-        else:
-            found = examine(module, arguments.sample, arguments.seed, verdicts)
+        found = examine(module, arguments.sample, arguments.seed, verdicts)
         enter("mutation", recorded("mutation") | {module: found})
 
 

@@ -157,8 +157,7 @@ def index_page(
     "Return the index of public names in Markdown, each with its line and a link to its entry."
     parts = []
     for room, file, title in rooms(folder):
-        says = lambda n, v: _plain(first_sentence(v)) if v.__name__ == n else f"the same as {v.__name__}"
-        lines = [f"- [{name}](../{file}#{anchor(room, value.__name__)}): {says(name, value)}"
+        lines = [f"- [{name}](../{file}#{anchor(room, name)}): {_plain(first_sentence(value))}"
                  for name, value in public_names(room).items()]
         if lines: parts += [f"## {room}: [{title}](../{file})", _SMALL, "\n".join(lines), ":::"]
     return "\n\n".join(parts) + "\n"

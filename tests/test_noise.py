@@ -21,7 +21,6 @@ from isoreg.noise import (
     Applied,
     DropoutSchedule,
     apply_dropout,
-    dropout,
     gaussian_dropout,
     load_dropout,
     load_schedule,
@@ -80,7 +79,7 @@ def test_undo_and_context_manager_put_everything_back(name):
     model = make(name, attention_dropout=0.0) if name == "modernbert" else make(name)
     before, config = rates(model), model.config.to_dict()
     modules = {n: id(m) for n, m in model.named_modules()}
-    with dropout(model, {n: 0.33 for n in before}) as applied:
+    with set_dropout(model, {n: 0.33 for n in before}) as applied:
         assert set(rates(model).values()) == {0.33} == set(applied["rates"].values())
     assert (
         rates(model) == before
