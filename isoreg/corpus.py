@@ -456,9 +456,9 @@ def read_lines(source: str, column: str) -> Iterable[str]:
 def _utf8(path: Path) -> str:
     "Return the text of a file. `ValueError` where it is not UTF-8."
     try: return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"source: {str(path)!r} is no UTF-8 text; convert it, for example with "
-                         "iconv -f latin1 -t utf-8") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"source: {str(path)!r} is no UTF-8 text (byte {error.start}); convert it, for example with "
+                         "iconv -f latin1 -t utf-8, or mend that byte") from None
 
 
 def _from_table(kind: str, source: str):

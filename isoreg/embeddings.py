@@ -164,7 +164,7 @@ def _table_of(path: Path):
     if kind == ".parquet": return pq.ParquetFile(path).read()
     if kind in (".csv", ".tsv"):
         form = table_form(path)
-        heads = _has_heads(path, *form.values())
+        heads = _has_heads(path, **form)
         table = pd.read_csv(path, header=0 if heads else None, **form)
         if not heads: table = _all_dimensions(table)
         return pa.Table.from_pandas(table, preserve_index=False)
@@ -185,20 +185,20 @@ def _all_dimensions(table: pd.DataFrame) -> pd.DataFrame:
     return table.astype(dict.fromkeys(taken, float))
 
 # %% ../nbs/36_embeddings.ipynb #hasheads
-def _has_heads(path: Path, mark: str, quoting) -> bool:
+def _has_heads(path: Path, sep: str, quoting) -> bool:
     """Return whether the first line of a table names its columns: by words, or by numbers that count, as pandas does.
 
     A word before any other numbers is the name of a vector, an empty cell a value that is missing. Where all are
-    numbers, they count from 0, or they rise and the next line has others than whole ones."""
+    numbers, they count from 0, or they are whole and rise, and none of the next line is whole."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = (row for row in csv.reader(file, delimiter=mark, quoting=quoting) if any(map(str.strip, row)))
+        lines = (row for row in csv.reader(file, delimiter=sep, quoting=quoting) if any(map(str.strip, row)))
         first, second = next(lines, []), next(lines, [])
     numbers = [word for word in first if _is_number(word)]
     whole = [int(word) for word in numbers if word.isdecimal()]
     rise = len(whole) == len(numbers) and whole == sorted(set(whole))
     if len(numbers) < len(first): return rise or len(numbers) < len(first) / 2
     if whole == list(range(len(first))): return True
-    return rise and len(first) > 1 and not all(re.fullmatch("[-+]?[0-9]+", n) for n in second)
+    return rise and len(second) > 1 and not any(re.fullmatch("[-+]?[0-9]+|nan|", n, re.I) for n in second)
 
 
 def _is_number(word: str) -> bool:
@@ -221,6 +221,9 @@ def _is_split(head: str, row: str) -> bool:
                for mark in ";\t|,")
 
 
+_LIST = re.compile(r"\s*\[([-+\d.,eE\s()]|np\.float\d+|nan|inf)+\]\s*")  # as pandas writes a list or an array
+
+
 def _each_once(table, names: list[str]) -> list[str]:
     "Return names of columns. `ValueError` where two columns have one of them."
     twice = next((name for name in names if table.column_names.count(name) > 1), None)
@@ -232,9 +235,9 @@ def _from_columns(table):
     "Return the columns of numbers side by side, (n, d), and warn of what was taken. `ValueError` if there is none."
     from pyarrow import types
     named = lambda is_kind: [field.name for field in table.schema if is_kind(field.type)]
-    for name in named(types.is_string) + named(types.is_large_string):
-        if re.fullmatch(r"\s*\[[-+\d.,eE\s]+\]\s*", str(next(iter(table[name]), ""))):
-            raise ValueError(f"array: column {name!r} holds lists of numbers as text; save the table as .parquet")
+    for name in [] if named(types.is_floating) else named(types.is_string) + named(types.is_large_string):
+        if _LIST.fullmatch(next(filter(None, table[name].to_pylist()), "")):
+            raise ValueError(f"array: column {name!r} holds lists of numbers as text; keep them as lists, in .parquet")
     if names := _each_once(table, named(types.is_floating) or named(types.is_integer)):
         some = lambda names: ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-3:]])
         left = [name for name in table.column_names if name not in names]

@@ -560,7 +560,8 @@ def _as_it_is(model, batch) -> Applied:
     if not off and all(done["rates"].get(name, p) == p for name, p in note["rates"].items()): return Applied(done)
     with _note_kept(model) as undo:
         del vars(model.config)[_NOTE]
-        return Applied(done | {"notes": [*done["notes"], f"{_NOTE} of an earlier training taken out"]}, undo, model)
+        told = [*done["notes"], f"{_NOTE} of an earlier training, not in force, taken out"]
+        return Applied(done | {"notes": told}, undo, model)
 
 def _planned(how, sites, schedule, p, seed) -> Mapping[str, float]:
     "Return the rates that a way of setting them stands for."

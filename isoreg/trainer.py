@@ -5,6 +5,7 @@ __all__ = ['PenaltyMixin', 'PenaltyTrainer', 'ReferenceRefresh', 'LambdaSchedule
 
 # %% ../nbs/09_trainer.ipynb #fbc025cb
 import contextlib
+import copy
 import functools
 import inspect
 import math
@@ -19,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
 from .checks import in_range, one_of
@@ -150,9 +151,12 @@ def _trainer_divides(trainer: Trainer, num_items) -> bool:
 def _honours_num_items(compute: Callable, model: nn.Module, inputs: dict, num_items: Tensor | int) -> bool | None:
     """Return whether the loss really depends on `num_items_in_batch`; None where it is 0 or NaN, which does not tell.
 
-    Leaves mode and random state as they were."""
-    body = inside_wrapper(model)
-    with eval_mode(body): one, two = (compute(body, {**inputs}, num_items_in_batch=num_items * k) for k in (1, 2))
+    Mode and random state stay as they were; noise that is on in evaluation is drawn alike both times."""
+    def loss(items):
+        with eval_mode(model), same_draws(next(model.parameters()).device):
+            return compute(model, {**inputs}, num_items_in_batch=items)
+
+    one, two = loss(num_items), loss(num_items * 2)
     return not torch.equal(one, two) if bool(torch.isfinite(one).all() & one.any()) else None
 
 # %% ../nbs/09_trainer.ipynb #deae9b40
@@ -161,15 +165,28 @@ def _verify_normalisation(trainer: Trainer, compute: Callable, model: nn.Module,
     if trainer._verified or num_items is None or _trainer_divides(trainer, num_items): return
     if trainer.args.gradient_accumulation_steps == 1 and trainer.args.world_size == 1: return
     if getattr(trainer, "loss_is_scaled_for_ga", None): return  # its author says so
-    if _from_trl(trainer): compute = functools.partial(Trainer.compute_loss, trainer)  # theirs counts in their log
-    with trainer.compute_loss_context_manager(): honours = _honours_num_items(compute, model, inputs, num_items)
-    answers = torch.tensor([honours is not None, honours is True], device=trainer.args.device).int()
+    maker = compute.__module__.split(".")[0]
+    if maker == "trl": compute = functools.partial(Trainer.compute_loss, trainer)  # theirs counts in their log
+    honours, failed = None, False
+    with trainer.compute_loss_context_manager():
+        try: honours = _honours_num_items(compute, model, inputs, num_items)
+        except Exception: failed = True  # a loss that needs gradients inside, say
+    answers = torch.tensor([honours is not None, honours is True, failed], device=trainer.args.device).int()
     if world_size() > 1: answers = sum_over_ranks(answers)
-    known, yes = answers.bool().tolist()
-    trainer._verified = known
-    if not known or yes: return
-    if trainer.compute_loss_func is not None: _divide_function(trainer, trainer.compute_loss_func)
-    else: trainer.model_accepts_loss_kwargs = False
+    known, yes, failed = answers.bool().tolist()
+    trainer._verified = known or failed
+    if yes or not trainer._verified: return
+    _settle(trainer, failed, own=trainer.compute_loss_func is not None or maker not in ("transformers", "trl"))
+
+# %% ../nbs/09_trainer.ipynb #settleg1
+def _settle(trainer: Trainer, failed: bool, own: bool):
+    "Let a loss that does not normalise be divided by the accumulation steps; say so of one of the user's own."
+    if failed: return warnings.warn("compute_loss: could not be asked whether it uses num_items_in_batch; set the "
+                                    "Trainer's loss_is_scaled_for_ga, True or False")
+    if own: warnings.warn("compute_loss: does not use num_items_in_batch, so it is divided by the accumulation steps; "
+                          "set the Trainer's loss_is_scaled_for_ga to True if it is divided already")
+    if trainer.compute_loss_func is None: trainer.model_accepts_loss_kwargs = False
+    else: _divide_function(trainer, trainer.compute_loss_func)
 
 
 def _divide_function(trainer: Trainer, mean: Callable):
@@ -177,7 +194,8 @@ def _divide_function(trainer: Trainer, mean: Callable):
     def compute_loss_func(*args, **kwargs):
         return mean(*args, **kwargs) / (_accumulated(trainer) if trainer.model.training else 1)
 
-    trainer.compute_loss_func, trainer.args.average_tokens_across_devices = compute_loss_func, False
+    trainer.compute_loss_func, trainer.args = compute_loss_func, copy.copy(trainer.args)
+    trainer.args.average_tokens_across_devices = False
 
 # %% ../nbs/09_trainer.ipynb #a1a71cb3
 def _request(trainer: Trainer, body: nn.Module, inputs: dict) -> dict:
@@ -342,6 +360,9 @@ def own_batches(
     rank, ranks = (torch.distributed.get_rank(), world_size()) if world_size() > 1 else (0, 1)
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(data), generator=draw)[rank::ranks].tolist()
+    if isinstance(loader.sampler, BatchSampler):  # of lists of indices, which the data set takes
+        batches = BatchSampler(order, batch_size, drop_last=False)
+        return DataLoader(data, None, sampler=batches, collate_fn=loader.collate_fn)
     return DataLoader(Subset(data, order), size, collate_fn=loader.collate_fn)
 
 # %% ../nbs/09_trainer.ipynb #checkagn

@@ -131,9 +131,10 @@ def test_a_table_keeps_its_first_vector(tmp_path):
         pd.DataFrame(x, columns=heads).to_csv(tmp_path / "rising.csv", index=False)
         with pytest.warns(UserWarning, match="8 columns are read as dimensions"):
             assert np.allclose(read_points(tmp_path / "rising.csv"), x)
-    np.savetxt(tmp_path / "whole.csv", [[1, 2, 5], [-3, 4, 9], [7, 0, -1]], delimiter=",", fmt="%d")
-    with pytest.warns(UserWarning, match="3 columns are read as dimensions"):
-        assert read_points(tmp_path / "whole.csv").shape == (3, 3)
+    for second in ("-3,4,9", "3,,9", "3,nan,9", "3,0.5,9"):  # the first line is a vector
+        (tmp_path / "whole.csv").write_text(f"1,2,5\n{second}\n7,0,-1\n")
+        with pytest.warns(UserWarning, match="3 columns are read as dimensions"):
+            assert read_points(tmp_path / "whole.csv").shape == (3, 3)
     words = frame.astype(str)
     words.iloc[5, 3] = "x"
     words.to_csv(tmp_path / "typo.csv", index=False, header=False)
@@ -151,18 +152,22 @@ def test_a_quotation_mark_is_a_word_of_a_table_with_tabs(tmp_path):
         (tmp_path / "words.tsv").write_text("\n".join(lines))
         with pytest.warns(UserWarning, match="4 columns are read as dimensions: 1, 2, 3, 4; left out are 0"):
             assert np.allclose(read_points(tmp_path / "words.tsv"), x)
-    quoted = pd.DataFrame(x, columns=list("abcd"), index=[f"of\t{i}" for i in range(50)])
-    quoted.to_csv(tmp_path / "quoted.tsv", sep="\t")  # marks in pairs stand around a text
-    with pytest.warns(UserWarning, match="4 columns are read as dimensions: a, b, c, d"):
-        assert np.allclose(read_points(tmp_path / "quoted.tsv"), x)
+    for mark in "\t", "\n":  # marks in pairs stand around a text
+        quoted = pd.DataFrame(x, columns=list("abcd"), index=[f"of{mark}{i}" for i in range(50)])
+        quoted.to_csv(tmp_path / "quoted.tsv", sep="\t")
+        with pytest.warns(UserWarning, match="4 columns are read as dimensions: a, b, c, d"):
+            assert np.allclose(read_points(tmp_path / "quoted.tsv"), x)
 
 
 def test_vectors_written_as_texts_are_named(tmp_path):
     x = np.random.default_rng(0).normal(size=(20, 4))
-    for column in (list(map(list, x.tolist())), list(x)):
+    for column in (x.tolist(), list(x), list(map(list, x)), [None, *x[1:].tolist()]):
         pd.DataFrame({"id": range(20), "vector": column}).to_csv(tmp_path / "lists.csv", index=False)
         with pytest.raises(ValueError, match="array: column 'vector' holds lists of numbers as text; .* .parquet"):
             read_points(tmp_path / "lists.csv")
+    pd.DataFrame(x).assign(spans="[0, 12]").to_csv(tmp_path / "spans.csv", index=False)
+    with pytest.warns(UserWarning, match="4 columns .* left out are spans"):
+        assert np.allclose(read_points(tmp_path / "spans.csv"), x)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

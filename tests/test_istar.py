@@ -42,6 +42,7 @@ from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import CosReg, IStar, check_batches, measure_isotropy, reference_covariance, token_moments
 from isoreg.moments import moments
 from isoreg.states import same_draws
+from isoreg.noise import gaussian_dropout
 from isoreg.trainer import (
     IsotropyLog,
     LambdaSchedule,
@@ -893,15 +894,94 @@ def test_a_loss_of_ones_own_counts_once_under_accumulation(how):
     assert split.evaluate()["eval_loss"] == pytest.approx(after.evaluate()["eval_loss"], rel=1e-6)
 
 
+def test_a_division_is_told_and_can_be_declined():
+    def trainer(how, scaled=None):
+        made = make_trainer(None, examples(2, 0) * 4, batch_size=2, accumulation=4)
+        made.compute_loss_func, made.loss_is_scaled_for_ga = how, scaled
+        return made
+
+    divided = lambda *args, **kwargs: weighted_mean(*args, **kwargs) / 4
+    told = trainer(weighted_mean)
+    arguments = told.args
+    with pytest.warns(UserWarning, match="compute_loss: does not use num_items_in_batch, .* loss_is_scaled_for_ga"):
+        right = gradients(told)
+    assert arguments.average_tokens_across_devices  # those of the caller stay
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        gradients(trainer(weighted_sum))
+        assert_same(gradients(trainer(divided, scaled=True)), right)
+
+
+def test_a_loss_that_draws_or_takes_gradients_counts_once():
+    def drawn(outputs, labels, num_items_in_batch=None):
+        return weighted_mean(outputs, labels) + 0 * torch.rand(()) + torch.rand(()) / 1e6
+
+    def with_gradients(outputs, labels, num_items_in_batch=None):
+        losses = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
+        (slope,) = torch.autograd.grad(losses, outputs.logits, create_graph=True)
+        return (losses + slope.square().sum()) / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+    for how, words in ((drawn, "does not use"), (with_gradients, "could not be asked whether it uses")):
+        ends = []
+        for size, steps in ((8, 1), (2, 4)):
+            trainer = make_trainer(None, examples(2, 0) * 4, batch_size=size, accumulation=steps)
+            trainer.compute_loss_func = how
+            with pytest.warns(UserWarning, match=words) if steps > 1 else contextlib.nullcontext():
+                ends.append(gradients(trainer))
+        assert_same(*ends)
+
+
+def test_noise_that_stays_on_in_evaluation_does_not_pass_for_a_normalised_loss():
+    ends = []
+    for size, steps in ((8, 1), (2, 4)):
+        trainer = make_trainer(None, examples(2, 0) * 4, batch_size=size, accumulation=steps, dropout=0.1)
+        gaussian_dropout(trainer.model, released=True)
+        ends.append(torch.cat([g.flatten() for g in gradients(trainer).values()]).norm())
+    assert ends[1] < 2 * ends[0]  # undivided it would be four times as long
+
+
 def _mean_on_rank(rank, world):
-    trainer = make_trainer(None, examples(8, 0), 2, 2)
-    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.logits.mean() ** 2 + 1
+    def mean(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.mean() ** 2 + 1
+
+    class Wrapped(PenaltyMixin, Trainer):
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    trainer = make_trainer(None, examples(8, 0), 2, 2, kind=Wrapped)
+    trainer.compute_loss_func = mean
+    trainer.train()
+    return next((e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e)
+
+
+def test_a_mean_counts_once_on_each_rank():
+    (loss, norm), *others = on_ranks(_mean_on_rank)
+    alone = _mean_on_rank(0, 1)
+    assert others == [(loss, norm)] and loss == pytest.approx(alone[0], rel=0.05)
+    assert norm < 1.5 * alone[1]
+
+
+class SeesItsWrapper(Trainer):
+    def __init__(self, *args, penalty=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss + 0 * model.module.config.hidden_size
+        return (loss, outputs) if return_outputs else loss
+
+
+def _with_wrapper_on_rank(rank, world):
+    class Own(PenaltyMixin, SeesItsWrapper):
+        pass
+
+    trainer = make_trainer(None, examples(8, 0), 2, 2, kind=Own)
     trainer.train()
     return next(e["loss"] for e in trainer.state.log_history if "loss" in e)
 
 
-def test_a_mean_counts_once_on_each_rank():
-    assert on_ranks(_mean_on_rank) == pytest.approx([_mean_on_rank(0, 1)] * 2, rel=0.05)
+def test_a_loss_of_ones_own_sees_the_model_as_the_trainer_wraps_it():
+    assert on_ranks(_with_wrapper_on_rank)[0] == pytest.approx(0.69, abs=0.1)
 
 
 def test_gradient_of_one_step_is_that_of_the_formula():

@@ -670,7 +670,7 @@ def test_standard_takes_out_the_note_of_rates_that_are_not_in_force(tmp_path):
     assert apply_dropout(model, "standard")["mean"] > 0 and model.config.dropout_schedule == kept  # in force
     again = type(model).from_pretrained(tmp_path)
     done = apply_dropout(again, "standard")
-    assert "dropout_schedule of an earlier training taken out" in done["notes"]
+    assert "dropout_schedule of an earlier training, not in force, taken out" in done["notes"]
     with pytest.raises(ValueError, match="has no dropout_schedule"):
         load_dropout(again)
     done.undo()
