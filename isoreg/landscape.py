@@ -511,8 +511,10 @@ class Surface:
     @property
     def radii(self) -> np.ndarray: return np.hypot(self.alphas[:, None], self.betas[None]).round(9)
     def radius_profile(self, edges: Sequence[float] | None = None) -> pd.DataFrame:  # None: RINGS, to the last point
-        "Return the mean loss of each ring edges[i] <= r < edges[i + 1]: columns from, to, points (finite ones), loss."
-        return _rings(self.radii, self.losses, edges)
+        """Return the mean loss of each ring edges[i] <= r < edges[i + 1]: columns from, to, points (finite ones), loss.
+
+        RINGS are for a grid to 1.5, as released, and grow or shrink with another one."""
+        return _rings(self.radii, self.losses, edges, np.abs([*self.alphas, *self.betas]).max() / 1.5)
 
     def curvature(self, radius: float = 0.35) -> "Curvature":
         "Return the least-squares quadratic of the finite points nearer than `radius`. `ValueError` if too few."
@@ -537,9 +539,10 @@ class Surface:
         return _finished(path)
 
 # %% ../nbs/12_landscape.ipynb #96d3873d
-def _rings(r: np.ndarray, losses: np.ndarray, edges: Sequence[float] | None) -> pd.DataFrame:
+def _rings(r: np.ndarray, losses: np.ndarray, edges: Sequence[float] | None, scale: float) -> pd.DataFrame:
     "Return the mean of the finite losses of each ring, and how many they are. `ValueError` for edges out of order."
-    if edges is None: edges = *RINGS[:-1], max(RINGS[-1], np.nextafter(r.max(), np.inf))
+    rings = [round(e * (scale or 1.0), 9) for e in RINGS]  # as the radii are
+    if edges is None: edges = *rings[:-1], max(rings[-1], np.nextafter(r.max(), np.inf))
     if len(edges) < 2 or (np.diff(edges) <= 0).any():
         raise ValueError(f"edges: {list(edges)}; need at least two increasing numbers")
     inside = [losses[(r >= a) & (r < b) & np.isfinite(losses)] for a, b in itertools.pairwise(edges)]

@@ -55,7 +55,7 @@ def load(
     if not rows: raise ValueError(f"source: no record of a run; {left_out}")
     if wrong: warnings.warn(left_out, stacklevel=2)
     df = pd.DataFrame(list(rows.values()))
-    df["method"] = _methods(df)
+    df["method"], df["model_name"] = _methods(df), _model_names(df)
     return df
 
 # %% ../nbs/27_report.ipynb #3d299e67
@@ -217,6 +217,18 @@ def _methods(df: pd.DataFrame) -> list[str]:
             for name, c in zip(labels, df[["dropout", "scores"]].to_dict("records"))]
 
 
+def _model_names(df: pd.DataFrame) -> pd.Series:
+    "Return the name of each run's model: more of its path where another one, of other weights, has the same end."
+    names = df.model_name.copy()
+    for _, g in df[df.weights.notna()].groupby("model_name"):
+        paths = g.drop_duplicates("weights").model
+        if paths.nunique() < max(2, len(paths)): continue
+        ends = ({p: "/".join(Path(p).parts[-n:]) for p in g.model} for n in range(1, 99))
+        told = next(end for end in ends if len({end[p] for p in paths}) == len(paths))
+        names[g.index] = g.weights.map(dict(zip(g.weights[paths.index], paths.map(told))))
+    return names
+
+
 def _schedule_files(df: pd.DataFrame) -> pd.Series:
     "Return the file of each run's rates; None where they have a name."
     is_file = ~df.dropout.isin(choices(RunConfig.model_fields["dropout"])) & df.dropout_settings.isna()
@@ -304,6 +316,7 @@ def _notes_text(df: pd.DataFrame) -> str:
 # %% ../nbs/27_report.ipynb #f383eb27
 def setting_text(v) -> str:
     "Return a setting as a table shows it."
+    if v is None or v != v: return "–"
     return f"{v:.12g}" if isinstance(v, (int, float, np.number)) else str(v)
 
 # %% ../nbs/27_report.ipynb #63c366bd
@@ -520,8 +533,9 @@ def _pair(row: dict, arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, l
     "Return the comparison of two arms, runs paired by seed; metric: the values have a majority rate and row errors."
     for g in (arm, base): _check_pairs(g)
     a, b = (pd.Series(values[g.index].to_numpy(), index=g.seed, dtype=float) for g in (arm, base))
-    lonely, broken = _incomplete(a, b, row["method"], row["baseline"])
-    both = sorted(set(a.index) & set(b.index))
+    failed = {s for g in (arm, base) for s, status in zip(g.seed, g.status) if status == "failed"}
+    both = [s for s in sorted(set(a.index) & set(b.index)) if s in failed or not math.isnan(a[s] - b[s])]
+    lonely, broken = _incomplete(a, b, row["method"], row["baseline"], failed)
     a, b = a.reindex(both), b.reindex(both)
     d = (a - b).dropna()
     (low, high), (p, test) = t_interval(d, level), sign_flip(d)
@@ -537,11 +551,13 @@ def _pair(row: dict, arm: pd.DataFrame, base: pd.DataFrame, values: pd.Series, l
             "records": _records(arm), "records_baseline": _records(base)}
 
 # %% ../nbs/27_report.ipynb #8282e937
-def _incomplete(a: pd.Series, b: pd.Series, name: str, other: str) -> tuple[list[str], list[str]]:
-    "Return in words the seeds without a partner, and those of which a run failed (NaN)."
+def _incomplete(a: pd.Series, b: pd.Series, name: str, other: str, failed: set) -> tuple[list[str], list[str]]:
+    "Return in words the seeds without a partner or a value (NaN), and those of which a run failed."
     lonely = [f"seed {s}: no run of {other if s in a.index else name}" for s in sorted(set(a.index) ^ set(b.index))]
-    failed = {s: [n for n, v in ((name, a[s]), (other, b[s])) if v != v] for s in sorted(set(a.index) & set(b.index))}
-    return lonely, [f"seed {s}: {' and '.join(who)} failed" for s, who in failed.items() if who]
+    none = {s: [n for n, v in ((name, a[s]), (other, b[s])) if v != v] for s in sorted(set(a.index) & set(b.index))}
+    told = {s: " and ".join(who) for s, who in none.items() if who}
+    lonely += [f"seed {s}: no value of {who}" for s, who in told.items() if s not in failed]
+    return lonely, [f"seed {s}: {who} failed" for s, who in told.items() if s in failed]
 
 # %% ../nbs/27_report.ipynb #937bda22
 def _check_pairs(arm: pd.DataFrame):
@@ -798,7 +814,8 @@ def _read_summary(r: dict, digits: int, interval: str) -> dict:
     majority = f" (majority {r['majority']:.{digits}f})" if r["majority"] == r["majority"] else ""
     return {"metric": r["metric"].replace("_", " ") + majority,
             "seeds": f"{r['n']}" + f", and {r['failed']} failed" * (r["failed"] > 0),
-            "mean ± sd": _Cell(_pm(r["mean"], r["sd"], digits) or "no finished run", r["records"]),
+            "mean ± sd": _Cell(_pm(r["mean"], r["sd"], digits) or ("no finished run" if r["failed"] else "no value"),
+                               r["records"]),
             interval: _between(r["low"], r["high"], r["n"], digits, none="no run"),
             "median": _pm(r["median"], math.nan, digits), "worst": _pm(r["worst"], math.nan, digits),
             "one class only": f"{r['collapsed']} of {r['n']}",
@@ -965,8 +982,9 @@ def _over_judges(table: pd.DataFrame, able: pd.DataFrame, baseline: str) -> pd.D
     if not len(kept): return pd.DataFrame()
     together = over_tasks(kept)
     if together.tasks.max() < 2: return pd.DataFrame()
-    low = [f"{r.task} ({r.mean:.3f} beside {r.majority:.3f}; two standard errors are {2 * r.error:.3f})" if r.n else
-           f"{r.task} (no finished run)" for r in idle.itertuples()]
+    where = lambda r: ", ".join([r.task, *(f"{c} {setting_text(getattr(r, c))}" for c in keys if c != "task")])
+    low = [f"{where(r)} ({r.mean:.3f} beside {r.majority:.3f}; two standard errors are {2 * r.error:.3f})" if r.n else
+           f"{where(r)} (no finished run)" for r in idle.itertuples()]
     left_out = f"Left out, since {baseline} does not clear the majority rate there: {'; '.join(low)}. " if low else ""
     together.attrs = together.attrs | {"caption": left_out + together.attrs["caption"]}
     return together

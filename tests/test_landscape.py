@@ -267,6 +267,18 @@ def test_tensors_against_the_released_ranks(per_scalar):
     assert {k for k, m in matrices.items() if m.any()} == set(ranked[-round(0.25 * len(ranked)) :])
 
 
+@pytest.mark.parametrize("reach", [0.15, 1.5, 10.0])
+def test_rings_grow_with_the_grid(reach):
+    alphas = np.linspace(-reach, reach, 13)
+    radii = np.hypot(alphas[:, None], alphas[None])
+    rings = Surface(radii**2, alphas, alphas).radius_profile()
+    assert rings.points.sum() == radii.size and rings["from"].tolist() == pytest.approx(
+        [e * reach / 1.5 for e in RINGS[:-1]]
+    )
+    usual = 1.5 / reach * alphas
+    assert rings.points.tolist() == Surface(radii, usual, usual).radius_profile().points.tolist()
+
+
 def test_scalars_are_ranked_in_the_precision_of_their_scores():
     scores = {
         "weight": torch.tensor([[1, 1 + 1e-9], [1 + 3e-9, 1 + 2e-9]], dtype=torch.float64),

@@ -770,6 +770,34 @@ def test_pairs_need_one_run_a_seed_and_the_same_setting():
         compare(uneven, "Base")
 
 
+def test_two_models_of_one_name_are_told_apart_by_their_weights():
+    def of(path, weights, seeds, method=NONE):
+        return [
+            record(method, s, 0.5 + 0.1 * (method is PLUS), settings={"model": path}, model={"fingerprint": weights})
+            for s in seeds
+        ]
+
+    two = [r for m in (NONE, PLUS) for r in (*of("m/v1/bert", "aa", range(3), m), *of("m/v2/bert", "bb", range(3), m))]
+    assert set(load(two).model_name) == {"v1/bert", "v2/bert"}
+    assert list(compare(load(two)).n) == [3, 3] and "v1/bert" in compare(load(two)).attrs["caption"]
+    moved = [*of("m/bert", "aa", range(3)), *of("elsewhere/bert", "aa", range(3, 6))]  # the same model, lying elsewhere
+    assert set(load(moved).model_name) == {"bert"} and summarise(load(moved)).n[0] == 6
+    unknown = [*of("m/v1/bert", "aa", range(3)), *of("m/v2/bert", None, range(3, 6))]
+    assert set(load(unknown).model_name) == {"bert"}
+
+
+def test_a_run_without_a_value_has_not_failed():
+    runs = [record(m, s, 0.5 + 0.01 * s + 0.1 * (m is PLUS)) for m in (NONE, PLUS) for s in range(4)]
+    del runs[2]["metrics"]["f1"]
+    c = compare(load(runs), value="f1")
+    assert (c.n[0], c.failed[0]) == (3, 0) and c.incomplete[0] == ["seed 2: no value of base"]
+    assert math.isnan(c.least[0]) and "failed" not in readable(c).to_string().replace("if failed runs count", "")
+    for r in runs:
+        r["metrics"].pop("f1", None)
+    runs.extend(record(m, s, 0.5, task="mrpc") for m in (NONE, PLUS) for s in range(4))
+    assert "no value" in readable(summarise(load(runs), value="f1")).to_string()
+
+
 def test_methods_are_compared_each_at_the_setting_chosen_for_it():
     "As select, sweep and report leave them: one learning rate for each method and task."
     chosen = {("rte", "none"): 1e-5, ("rte", "plus"): 3e-5, ("mrpc", "none"): 5e-5, ("mrpc", "plus"): 5e-5}
