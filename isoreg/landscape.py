@@ -29,7 +29,7 @@ from .fisher import FisherEstimate, check_named
 from .states import eval_mode, same_draws
 
 # %% ../nbs/12_landscape.ipynb #6d5ae0cf
-RINGS = (0, 0.2, 0.35, 0.5, 0.65, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2.2)  # edges, by distance from the origin
+RINGS = (0, 0.2, 0.35, 0.5, 0.65, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2.2)  # edges, by distance from the origin, to 1.5
 
 # %% ../nbs/12_landscape.ipynb #82aaf65a
 def loss_surface(
@@ -510,10 +510,8 @@ class Surface:
     def origin(self) -> float: return float(self.losses[self.alphas == 0][0, self.betas == 0][0])
     @property
     def radii(self) -> np.ndarray: return np.hypot(self.alphas[:, None], self.betas[None]).round(9)
-    def radius_profile(self, edges: Sequence[float] | None = None) -> pd.DataFrame:  # None: RINGS, to the last point
-        """Return the mean loss of each ring edges[i] <= r < edges[i + 1]: columns from, to, points (finite ones), loss.
-
-        RINGS are for a grid to 1.5, as released, and grow or shrink with another one."""
+    def radius_profile(self, edges: Sequence[float] | None = None) -> pd.DataFrame:  # None: RINGS, as wide as the grid
+        "Return the mean loss of each ring edges[i] <= r < edges[i + 1]: columns from, to, points (finite ones), loss."
         return _rings(self.radii, self.losses, edges, np.abs([*self.alphas, *self.betas]).max() / 1.5)
 
     def curvature(self, radius: float = 0.35) -> "Curvature":

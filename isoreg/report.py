@@ -315,7 +315,7 @@ def _notes_text(df: pd.DataFrame) -> str:
 
 # %% ../nbs/27_report.ipynb #f383eb27
 def setting_text(v) -> str:
-    "Return a setting as a table shows it."
+    "Return a setting as a table shows it, a dash for none."
     if v is None or v != v: return "–"
     return f"{v:.12g}" if isinstance(v, (int, float, np.number)) else str(v)
 

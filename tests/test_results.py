@@ -403,3 +403,12 @@ def test_the_front_page_answers_as_the_records_do():
     ]
     assert f"gave every row the same answer in {sum(strong)} of {len(strong)} runs on tasks with classes" in readme
     assert f"has {len((NBS / 'results' / 'second.jsonl').read_text().splitlines())} runs so far" in readme
+
+
+@pytest.mark.skipif(not DATA, reason="needs the data folder (ISOREG_DATA)")
+def test_the_repeated_texts_that_the_page_of_dimensions_counts():
+    repeated = {}
+    for task in ("cola", "mrpc", "rte", "stsb"):
+        rows = load_task(task, DATA).evaluation.to_pandas()
+        repeated[task] = int(rows.duplicated([c for c in rows if c.startswith("sentence")]).sum())
+    assert repeated == {"cola": 4, "mrpc": 0, "rte": 0, "stsb": 2}
