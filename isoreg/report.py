@@ -344,7 +344,7 @@ def summarise(
     have one: none where a layer is undefined), seeds, keys, records. `ValueError` for an unknown column or value. Warns
     of finished runs of a group that share a seed, unless `by` says what tells rows apart."""
     df, given = df.reset_index(drop=True), by is not None  # of tables put together with pandas.concat, too
-    if not given: _warn_of_data(df)
+    if not given: _warn_of_data(df), _warn_of_weights(df)
     by, values, rows = [*columns_apart(df, by), "method"], outcomes(df, value), []
     for names, g in in_order(df.groupby(by, dropna=False, sort=False)):
         done, x = g[g.status == "done"], values[g.index].dropna()
@@ -368,6 +368,15 @@ def _warn_of_data(df: pd.DataFrame):
         if g.fingerprint.nunique() < 2: continue
         warnings.warn(f"{task}: its runs read different rows, and a mean counts them as one; tell them apart by "
                       f"{', '.join(dict.fromkeys([*_varying(df), 'fingerprint']))}", stacklevel=3)
+
+
+def _warn_of_weights(df: pd.DataFrame):
+    "Warn where runs of one method started from one model folder that held other weights."
+    for (name, _), g in df.groupby(["model_name", "method"], sort=False):
+        if g.weights.nunique() < 2: continue
+        warnings.warn(f"{name}: its runs started from different weights, and a mean counts them as one model; tell them "
+                      f"apart by {', '.join(dict.fromkeys([*_varying(df), 'weights']))}", stacklevel=3)
+        return
 
 
 def _isotropies(done: pd.DataFrame) -> dict:

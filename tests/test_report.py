@@ -845,6 +845,13 @@ def test_changed_rows_of_a_task_of_isoreg_are_warned_of():
         summarise(load([record(NONE, s, 0.6, data=data(s)) for s in range(6)]))
 
 
+def test_a_model_whose_weights_changed_under_its_name_is_warned_of():
+    runs = [record(NONE, s, 0.6) | {"model": {"fingerprint": f"weights {s > 2}"}} for s in range(6)]
+    with pytest.warns(UserWarning, match="^bert-base-cased: its runs started from different weights, .* tell them apart by weights$"):
+        assert list(summarise(load(runs)).n) == [6]
+    assert list(summarise(load(runs), by=["weights"]).n) == [3, 3]
+
+
 def test_data_that_follow_the_seed_are_no_changed_data(recwarn):
     drawn = [own_task(s, f"rows {s}", max_train=100) for s in range(3)]
     assert list(summarise(load(drawn)).n) == [3] and not len(recwarn)
