@@ -203,14 +203,19 @@ def _others(record: dict) -> Iterator[dict]:
 
 # %% ../nbs/27_report.ipynb #c671766f
 def _methods(df: pd.DataFrame) -> list[str]:
-    "Return the name of each run's method. The scores that most guided runs read go unnamed, any others are named."
+    """Return the name of each run's method.
+
+    Scores are named where guided runs of a model on a task read different ones, but for those that most runs read."""
     sources, files = _sources(df.scores, df.scores_sha256), _schedule_files(df)
     schedules = _sources(files, df.schedule_sha256)
-    found = pd.Series(sources, dtype=object)[df.dropout.isin(GUIDED).to_numpy()].value_counts(dropna=False)
+    guided = df.assign(read=pd.Series(sources, df.index, dtype=object))[df.dropout.isin(GUIDED)]
+    alike = guided.groupby(["task", "model"]).read.nunique(dropna=False).max() < 2
+    found = guided.read.value_counts(dropna=False)
     alone = len(found) == 1 or (len(found) > 1 and found.iloc[0] > found.iloc[1])
     usual = found.index[0] if alone and isinstance(found.index[0], str) else None
-    own = lambda c: usual and c["dropout"] in GUIDED and not isinstance(c["scores"], str)
-    names, named = _source_names(df.scores, sources) | {usual: False}, _source_names(files, schedules)
+    own = lambda c: not alike and usual and c["dropout"] in GUIDED and not isinstance(c["scores"], str)
+    names = {} if alike else _source_names(df.scores, sources) | {usual: False}
+    named = _source_names(files, schedules)
     labels = [label(c, names.get(s, False), named.get(rates))
               for c, s, rates in zip(df[list(METHOD)].to_dict("records"), sources, schedules)]
     return [f"{name} with scores of its own" if own(c) else name
@@ -374,8 +379,8 @@ def _warn_of_weights(df: pd.DataFrame):
     "Warn where runs of one method started from one model folder that held other weights."
     for (name, _), g in df.groupby(["model_name", "method"], sort=False):
         if g.weights.nunique() < 2: continue
-        warnings.warn(f"{name}: its runs started from different weights, and a mean counts them as one model; tell them "
-                      f"apart by {', '.join(dict.fromkeys([*_varying(df), 'weights']))}", stacklevel=3)
+        warnings.warn(f"{name}: its runs started from different weights, and a mean counts them as one model; "
+                      f"tell them apart by {', '.join(dict.fromkeys([*_varying(df), 'weights']))}", stacklevel=3)
         return
 
 

@@ -1670,6 +1670,18 @@ def test_other_scores_do_not_rename_the_usual_ones():
     assert list(found.method[3:]) == ["guided dropout scores run-a", "guided dropout with scores of its own"]
 
 
+def test_guided_dropout_with_scores_of_each_task_is_one_method():
+    "A file for each task parts no tasks: within a task nothing but the seed differs."
+    runs = [record(NONE, s, 0.6, task) for task in ("rte", "sst2") for s in range(3)]
+    guided = {"regularizer": "none", "dropout": "guided"}
+    runs += [record(guided | {"scores": f"{t}.json"}, s, 0.7, t) for t in ("rte", "sst2") for s in range(3)]
+    df = load(runs)
+    assert set(df.method) == {"base", "guided dropout"}
+    assert list(over_tasks(compare(df)).tasks) == [2]
+    other = load([*runs, record(guided | {"scores": "other.json"}, 0, 0.7, "sst2")]).method
+    assert set(other[6:]) == {f"guided dropout scores {name}" for name in ("rte", "sst2", "other")}
+
+
 def test_one_method_against_each_other_mirrors_the_baseline():
     "compare(of=A) holds the differences of compare(baseline=A) with their signs turned."
     runs = load(FIRST)
