@@ -26,6 +26,7 @@ from isoreg.config import (
     config_schema,
     groups,
     help_text,
+    kinds,
     method_label,
     option,
     options_table,
@@ -119,31 +120,60 @@ def test_every_setting_says_what_it_is(kind):
         assert help_text(field).startswith(field.description)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_setting_takes_a_wrong_word_or_another_type(kind):
+    for name, field in kind.model_fields.items():
+        wrong = "zz" if choices(field) or str not in kinds(field) else True
+        with pytest.raises(ValueError, match=f"^{name}: {wrong!r} is (unknown; use|not )"):
+            kind(**{name: wrong})
+
+
 @pytest.mark.parametrize(
-    "values, words",
+    "kind, values, words",
     [
-        ({"lamm": 1}, "lamm: unknown parameter; did you mean lam?"),
-        ({"zzz": 1}, "zzz: unknown parameter; known are task"),
-        ({"lam": "high"}, "lam: 'high' is not float; give a number"),
-        ({"lam": float("nan")}, "lam: nan is not a finite number"),
-        ({"lr": 2}, "lr: 2 is out of range; need more than 0, less than 1; 1e-5"),
-        ({"zeta": 1.5}, "zeta: 1.5 is out of range; need 0 to 1"),
-        ({"seed": True}, "seed: True is not int; give a whole number"),
-        ({"seed": 2**32}, "seed: 4294967296 is out of range; need less than 4294967296"),
-        ({"seed": 1.0}, "seed: 1.0 is not int"),
-        ({"schedule": "cosine"}, "schedule: 'cosine' is unknown; use one of linear, constant"),
-        ({"dropout": "guide"}, "dropout: 'guide' is unknown; use standard, constant"),
-        ({"dropout": "constant"}, "dropout_p: constant needs a rate"),
-        ({"dropout": "guided", "p_min": 0.2}, "p_min: 0.2 is above p_max 0.1"),
-        ({"scores": "x.json"}, "scores: has no meaning for dropout 'standard'"),
-        ({"recipe": "quik"}, "recipe: 'quik' is unknown; did you mean quick?"),
-        ({"regularizer": "istr"}, "regularizer: 'istr' is unknown; did you mean istar?"),
-        ({"layers": "middle"}, "layers: 'middle' is unknown"),
+        (RunConfig, {"lamm": 1}, "lamm: unknown parameter; did you mean lam?"),
+        (RunConfig, {"zzz": 1}, "zzz: unknown parameter; known are task"),
+        (RunConfig, {"task": "colla"}, "task: 'colla' is unknown; did you mean 'cola'?"),
+        (RunConfig, {"task": "squad"}, "model: the embedded model reads 64 words; give squad"),
+        (RunConfig, {"model": " "}, "model: is empty"),
+        (RunConfig, {"data_dir": "no/such/folder"}, "data_dir: no folder 'no/such/folder'"),
+        (RunConfig, {"lam": "high"}, "lam: 'high' is not float; give a number"),
+        (RunConfig, {"lam": float("nan")}, "lam: nan is not a finite number"),
+        (RunConfig, {"clip": float("inf")}, "clip: inf is not a finite number"),
+        (RunConfig, {"lr": 2}, "lr: 2 is out of range; need more than 0, less than 1; 1e-5"),
+        (RunConfig, {"zeta": 1.5}, "zeta: 1.5 is out of range; need 0 to 1"),
+        (RunConfig, {"regularizer": "cosreg", "zeta": 2.0}, "zeta: 2.0 is out of range"),  # though it plays no part
+        (RunConfig, {"correction": "ustat", "reference_points": 1}, "reference_points: 1 is out of range"),
+        (RunConfig, {"seed": True}, "seed: True is not int; give a whole number"),
+        (RunConfig, {"seed": 1.0}, "seed: 1.0 is not int"),
+        (RunConfig, {"batch_size": 2.5}, "batch_size: 2.5 is not int"),
+        (RunConfig, {"padding": 1}, "padding: 1 is not bool; give true or false"),
+        (RunConfig, {"layers": "middle"}, "layers: 'middle' is unknown"),
+        (RunConfig, {"layers": 1.5}, "layers: 1.5 is not str or int; give text or a whole number"),
+        (RunConfig, {"recipe": "quik"}, "recipe: 'quik' is unknown; did you mean quick?"),
+        (RunConfig, {"regularizer": "istr"}, "regularizer: 'istr' is unknown; did you mean istar?"),
+        (RunConfig, {"length_groups": 4, "padding": True}, "length_groups: 4 leaves padding out"),
+        (RunConfig, {"length_groups": 4, "task": "squad", "model": "x"}, "length_groups: 4 with task squad"),
+        (RunConfig, {"dropout": "nowhere.json"}, "schedule: nowhere.json"),
+        (RunConfig, {"dropout": "constant"}, "dropout_p: constant needs a rate"),
+        (RunConfig, {"dropout_p": 0.1}, "dropout_p: has no meaning"),
+        (RunConfig, {"dropout": "guided", "p_min": 0.2}, "p_min: 0.2 is above p_max 0.1"),
+        (RunConfig, {"dropout": "guided", "p_max": -0.1}, "p_max: -0.1 is out of range"),
+        (RunConfig, {"scores": "x.json"}, "scores: has no meaning for dropout 'standard'"),
+        (RunConfig, {"dropout": "guided", "scores": "x.json"}, "scores: 'x.json' cannot be read"),
+        (FisherConfig, {"share": 0.1}, "share: unknown parameter; did you mean shares?"),
+        (FisherConfig, {"span": 0.5}, "span: 0.5 is out of range"),
+        (LandscapeConfig, {"points": 4}, "points: 4 do not hold the origin"),
+        (LandscapeConfig, {"fisher": "nowhere"}, "scores: 'nowhere'"),
+        (GeometryConfig, {"layers": "first"}, "layers: 'first' is no list"),
+        (GeometryConfig, {"layers": ""}, "layers: '' is no list"),
+        (PretrainConfig, {"corpus": ""}, "corpus: is empty"),
+        *((kind, {"model": "./nowhere"}, "model: no config.json in folder './nowhere'") for kind in KINDS),
     ],
 )
-def test_what_is_wrong_is_told_with_name_value_and_remedy(values, words):
+def test_what_is_wrong_is_told_with_name_value_and_remedy(kind, values, words):
     with pytest.raises(ValueError) as error:
-        RunConfig(**values)
+        kind(**values)
     assert str(error.value).startswith(words)
 
 
@@ -259,19 +289,9 @@ def test_pair_without_a_name_is_refused():
             parse_set([pair])
 
 
-def test_what_is_left_open_is_filled_in():
-    assert RunConfig().recipe == "toy" and RunConfig(model="bert-base-uncased", task="cola").recipe == "quick"
-    quick = RunConfig(model="bert-base-uncased", task="cola")
-    assert (quick.lr, quick.batch_size, quick.epochs, quick.warmup, quick.schedule) == (5e-5, 32, 3, 0.1, "linear")
-    assert quick.cosreg_layer == -1 and quick.max_length == 128
-    assert PretrainConfig().packed is False and PretrainConfig(corpus="texts.txt", model="x").packed is True
-    assert PretrainConfig().limit == 12_000 and PretrainConfig(corpus="texts.txt", model="x").limit is None
-
-
 @pytest.mark.parametrize(
     "kind, name, good, bad",
     [
-        (RunConfig, "seed", (0, 2**32 - 1), (-1, 2**32)),
         (PretrainConfig, "limit", (2, 3), (1, 0)),
         (LandscapeConfig, "points", (3, 21), (2, 20)),
         (RunConfig, "adam_epsilon", (1e-8, 1e-6), (0.0, -1e-8)),
@@ -280,7 +300,19 @@ def test_what_is_left_open_is_filled_in():
         (RunConfig, "warmup", (0.0, 0.06, 1.0), (-0.1, 1.1)),
         (PretrainConfig, "warmup", (0.0, 0.06, 1.0), (-0.1, 1.1)),
         (PretrainConfig, "batch_size", (1, 32), (0, -1)),
-        (FisherConfig, "shares", ("99.9,0.1", ""), ("100,5", "0", "-1")),
+        (FisherConfig, "shares", ("99.9,0.1", ""), ("100,5", "200", "0", "-1", "1,x")),
+        *((kind, "limit", (2,), (0,)) for kind in KINDS[1:]),
+        *((kind, "batch_size", (1,), (0,)) for kind in KINDS),
+        (RunConfig, "epochs", (1,), (0,)),
+        (RunConfig, "length_groups", (1,), (0,)),
+        (RunConfig, "lr", (1e-5,), (-1e-5, 0.0, 1.0)),
+        (FisherConfig, "draws", (1,), (0,)),
+        (LandscapeConfig, "share", (1.0,), (0.0,)),
+        (GeometryConfig, "points", (3,), (2,)),
+        (PretrainConfig, "steps", (1,), (0,)),
+        (PretrainConfig, "lr", (1e-3,), (0.0, 2.0)),
+        (PretrainConfig, "probability", (0.15,), (0.0, 1.0)),
+        (PretrainConfig, "heldout_share", (0.5,), (1.0,)),
     ],
 )
 def test_bounds_are_where_they_are_said_to_be(kind, name, good, bad):

@@ -671,24 +671,6 @@ def test_a_fisher_run_begins_anew_when_its_text_has_changed(tmp_path):
     assert second["draws"] == measure_fisher(config, tmp_path / "b")["draws"] != first["draws"]
 
 
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(pooling="max"), "pooling: 'max'"),
-        (dict(layers="first"), "layers: 'first'"),
-        (dict(layers=""), "layers: ''"),
-        (dict(points=2), "points: 2"),
-        (dict(batch_size=0), "batch_size: 0"),
-        (dict(model="./nowhere"), "no config.json"),
-        (dict(precision="fp16"), "precision"),
-        (dict(limit="3"), "limit: '3'"),
-    ],
-)
-def test_bad_settings_of_a_record_fail_before_anything_is_loaded(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        GeometryConfig(**wrong)
-
-
 def test_models_without_all_weights_and_texts_from_files(tmp_path, gpt2):
     from safetensors.torch import load_file, save_file
 

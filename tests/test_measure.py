@@ -258,6 +258,7 @@ def test_collecting_goes_on_after_broken_records(tmp_path, fisher_run):
         ("b", "[1, 2]"),
         ("c", '{"kind": "fisher"}'),
         ("d", (fisher_run[0] / "a" / "record.json").read_text()),
+        ("e", '{"key": "k", "config": {}}'),
     ):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "record.json").write_text(text)
@@ -267,47 +268,9 @@ def test_collecting_goes_on_after_broken_records(tmp_path, fisher_run):
     assert [r["key"] for r in records] == [FisherConfig(**TINY).key, "x", "y"]
     for name in "abc":
         assert any("left out" in str(w.message) and f"{name}/record.json" in str(w.message) for w in caught)
-    with pytest.raises(ValueError, match="folder: no folder"):
-        collect_measurements(tmp_path / "nowhere", tmp_path / "other.jsonl")
-    assert not (tmp_path / "other.jsonl").exists()
-
-
-def test_collecting(tmp_path, fisher_run):
-    (tmp_path / "runs" / "other").mkdir(parents=True)
-    (tmp_path / "runs" / "a").mkdir()
-    (tmp_path / "runs" / "a" / "record.json").write_text((fisher_run[0] / "a" / "record.json").read_text())
-    (tmp_path / "runs" / "other" / "record.json").write_text(json.dumps({"key": "k", "config": {}}))
-    for _ in range(2):
-        records = collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl")
-    assert [r["key"] for r in records] == [FisherConfig(**TINY).key] and len(
-        (tmp_path / "all.jsonl").read_text().splitlines()
-    ) == 1
-
-
-@pytest.mark.parametrize(
-    "kind, wrong, message",
-    [
-        (FisherConfig, dict(loss="mse"), "loss: 'mse'"),
-        (FisherConfig, dict(shares="1,x"), "shares: '1,x'"),
-        (FisherConfig, dict(shares="200"), "shares"),
-        (FisherConfig, dict(draws=0), "draws: 0"),
-        (FisherConfig, dict(level="row"), "level: 'row'"),
-        (FisherConfig, dict(precision="fp16"), "precision: 'fp16'"),
-        (FisherConfig, dict(model="./nowhere"), "model: no config.json"),
-        (FisherConfig, dict(limit=0), "limit: 0"),
-        (FisherConfig, dict(span=0.5), "span: 0.5"),
-        (FisherConfig, dict(seed=-1), "seed: -1"),
-        (LandscapeConfig, dict(subset="half"), "subset: 'half'"),
-        (LandscapeConfig, dict(share=0.0), "share: 0.0"),
-        (LandscapeConfig, dict(points=4), "points: 4 do not hold the origin"),
-        (LandscapeConfig, dict(reduction="mean"), "reduction: 'mean'"),
-        (LandscapeConfig, dict(fisher="nowhere"), "scores: 'nowhere'"),
-        (LandscapeConfig, dict(batch_size="8"), "batch_size: '8'"),
-    ],
-)
-def test_bad_settings_fail_before_anything_is_loaded(kind, wrong, message):
-    with pytest.raises(ValueError, match=message):
-        kind(**wrong)
+    with pytest.warns(UserWarning, match="left out"):
+        assert collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl") == records
+    assert len((tmp_path / "all.jsonl").read_text().splitlines()) == 3
 
 
 def test_unknown_setting_and_headless_model(tmp_path):

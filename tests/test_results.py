@@ -199,9 +199,13 @@ def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkey
     )
 
 
-def test_keys_follow_from_the_configurations(as_it_ran):
+def test_keys_follow_from_the_configurations(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "nbs").symlink_to(NBS)
+    monkeypatch.chdir(tmp_path)
     for r in RECORDS + FIRST + SECOND:
-        assert RunConfig.from_record(r["config"]).key == r["key"]
+        config = RunConfig.from_record(r["config"])
+        assert config.key == r["key"] and config.to_dict().items() >= r["config"].items()
 
 
 def test_metrics_follow_from_the_kept_predictions(as_it_ran):

@@ -116,7 +116,6 @@ def test_scores_source_and_the_record(tmp_path):
     from transformers import AutoModelForMaskedLM
 
     from isoreg.fisher import FisherEstimate, load_scores
-    from isoreg.toy import toy_model_path
 
     model = AutoModelForMaskedLM.from_pretrained(toy_model_path())
     numel = {n: p.numel() for n, p in model.named_parameters()}
@@ -161,11 +160,8 @@ def test_scores_source_and_the_record(tmp_path):
 
 
 def test_a_text_gives_one_schedule_to_all_tasks_and_seeds(tmp_path, monkeypatch):
-    from isoreg.corpus import TextBatches
     from isoreg.schedules import guided_schedule, site_scores
-    from isoreg.fisher import empirical_fisher
     from isoreg.models import load_tokenizer
-    from isoreg.toy import toy_corpus, toy_model_path
     from transformers import AutoModelForMaskedLM
 
     monkeypatch.setattr("isoreg.finetune.CORPUS_TEXTS", 40)
@@ -252,23 +248,3 @@ def test_a_text_that_cannot_be_read_is_told_before_training(scores, tmp_path, mo
     monkeypatch.setattr("isoreg.finetune._train", lambda *a: pytest.fail("training has begun"))
     with pytest.raises(ValueError, match="scores: 'corpus:.*cannot be read"):
         run(RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(dropout="guide"), "dropout: 'guide' is unknown"),
-        (dict(dropout="nowhere.json"), "schedule: nowhere.json"),
-        (dict(dropout="constant"), "dropout_p: constant needs"),
-        (dict(dropout_p=0.1), "dropout_p: has no meaning"),
-        (dict(dropout="gaussian", dropout_p=1.0), "dropout_p: 1.0 is out of range"),
-        (dict(dropout="guided", p_max=-0.1), "p_max"),
-        (dict(dropout="guided", p_min=0.2), "p_min: 0.2 is above"),
-        (dict(dropout="guided", aggregate="max"), "aggregate: 'max'"),
-        (dict(scores="x.json"), "scores: has no meaning"),
-        (dict(dropout="guided", scores="x.json"), "scores: 'x.json' cannot be read"),
-    ],
-)
-def test_bad_settings_fail_at_once(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        RunConfig(**SMALL, **wrong)
