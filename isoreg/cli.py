@@ -669,7 +669,7 @@ _PAIRS = _option("Vectors or texts, row i of which belongs to row i of the other
 _POOLING = _option("tokens, or one vector a text: mean, cls, last (default: what a SentenceTransformers model says "
                    "itself, else tokens).")
 _LAYER = _option("Layer shown in detail: 0 is the embeddings, -1 the last (default).")
-_OF_TEXTS = ("column", "pair_column", "max_lines")  # options without meaning for vectors
+_OF_TEXTS = ("column", "pair_column", "max_lines", "max_length")  # options without meaning for vectors
 _HTML = _option("File for a page with everything: measures and their sources, pictures, comparisons.")
 
 # %% ../nbs/31_cli.ipynb #831a25cd
@@ -687,6 +687,7 @@ def score_command(
     column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",
     pair_column: Annotated[str | None, _option("Column of the partners (default: that of the texts).")] = None,
     max_lines: Annotated[int, typer.Option(min=1, help="Texts at most, drawn at random.")] = 500,
+    max_length: Annotated[int, typer.Option(min=1, help="Tokens of a text at most; the rest is cut.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed of what is drawn.")] = 0,
     html: Annotated[Path | None, _HTML] = None,
     as_json: Annotated[bool, _JSON] = False,
@@ -698,9 +699,9 @@ def score_command(
     with _warnings_shown():
         if model:
             given = [f for f in [*(files or []), texts] if f is not None]
-            columns = column, pair_column or column
+            columns, most = (column, pair_column or column), (max_lines, max_length)
             if array is not None: raise ValueError("array: belongs to vectors; leave --array out, or --model")
-            measured, drawn = _score_models(given, model, pairs, columns, pooling, layer, normalize, max_lines, seed)
+            measured, drawn = _score_models(given, model, pairs, columns, pooling, layer, normalize, most, seed)
         elif alone := [n for n in _OF_TEXTS if ctx.get_parameter_source(n).name == "COMMANDLINE"]:
             name = alone[0].replace("_", "-")
             raise ValueError(f"{name}: belongs to texts; leave it out, or give --model and --texts")
@@ -739,15 +740,18 @@ def _score_files(files, texts, pairs, pooling, layer, normalize, array, seed) ->
     return [measure_points(read_points(f, array), partners, n, normalize, seed) for f, n in zip(files, names)]
 
 # %% ../nbs/31_cli.ipynb #ef16c61d
-def _score_models(given, models, pairs, columns, pooling, layer, normalize, limit, seed) -> tuple:
+def _score_models(given, models, pairs, columns, pooling, layer, normalize, most, seed) -> tuple:
     "Return what was measured of models, and the texts: file, how many of how many, seed."
     from isoreg.embeddings import POOLINGS, draw_pairs, draw_texts, measure_model
     from isoreg.checks import one_of
     if pooling: one_of("pooling", pooling, POOLINGS)
-    if len(given) != 1: raise ValueError(f"texts: {len(given)} files given; --model reads the texts of one")
+    if len(given) != 1:
+        raise ValueError(f"texts: {len(given)} files given; --model reads those of one: name it with --texts")
+    limit, length = most
     if pairs: lines, beside, total = draw_pairs(given[0], pairs, limit, seed, columns)
     else: (lines, total), beside = draw_texts(given[0], limit, seed, columns[0]), None
-    found = [measure_model(m, lines, beside, pooling, -1 if layer is None else layer, normalize, seed) for m in models]
+    layer = -1 if layer is None else layer
+    found = [measure_model(m, lines, beside, pooling, layer, normalize, seed, length) for m in models]
     name = Path(given[0]).name
     return found, {"file": name, "count": len(lines), "texts": total, "seed": seed if total > limit else None}
 
@@ -845,7 +849,9 @@ def _show_measures(one):
     for row in one.details["steps"]:
         steps.add_row(*(v if isinstance(v, str) else "undefined" if v is None else f"{v:.3f}" for v in row.values()))
     _console.print(steps)
-    _console.print("whitened: the plain IsoScore, 1 by construction")
+    few = one.details["pairs_of"]
+    _console.print("whitened: the plain IsoScore, 1 by construction; this table, uniformity, hubness and TwoNN are of "
+                   f"{few} vectors" + ", drawn at random" * (few < one.rows[one.shown].get("points", 0)))
 
 # %% ../nbs/31_cli.ipynb #0f45d5da
 _BASELINE = typer.Option(help="The method that the others are compared with, as the report calls it.")

@@ -465,7 +465,9 @@ def _from_table(kind: str, source: str):
     "Return the rows of a file; of .csv and .tsv as they are written, also NA and 007. `ValueError` for a damaged one."
     try:
         if kind != "csv": return load_rows(kind, data_files=source, split="train")
-        return Dataset.from_pandas(pd.read_csv(source, dtype=str, keep_default_na=False, **table_form(source)))
+        table = pd.read_csv(source, dtype=str, keep_default_na=False, **table_form(source))
+        if isinstance(table.index, pd.RangeIndex): return Dataset.from_pandas(table)
+        raise ValueError("its rows have more values than its first line has names")
     except ValueError as error:
         raise ValueError(f"source: {source!r} cannot be read as {kind} ({error}); mend the file") from None
 

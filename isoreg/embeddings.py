@@ -36,7 +36,7 @@ from .isoscore import (
     isoscore_with_error, too_even, wide_dtype)
 from .measure import layer_points
 from .moments import Moments, check_readable, floating, full_precision, merge, moments
-from .models import check_vocabulary, has_decoder, load_tokenizer, quiet_loading, read_body
+from .models import check_vocabulary, has_decoder, limit_length, load_tokenizer, quiet_loading, read_body
 from .sequences import SequenceStream, draw_groups
 from .states import check_layer, states_of
 from .vectors import alignment, alpha_req, dimensions_in_use, hubness, transformed, uniformity
@@ -166,6 +166,8 @@ def _table_of(path: Path):
         form = table_form(path)
         heads = _has_heads(path, **form)
         table = pd.read_csv(path, header=0 if heads else None, **form)
+        if not isinstance(table.index, pd.RangeIndex):
+            raise ValueError("its rows have more values than its first line has names; name each column")
         if not heads: table = _all_dimensions(table)
         return pa.Table.from_pandas(table, preserve_index=False)
     with path.open("rb") as file:
@@ -356,6 +358,7 @@ def _encoder_and_tokens(model: str, lines: Sequence[str], max_length: int, **how
     with quiet_loading(): body = read_body(model).eval()  # its word on a damaged checkpoint says more
     tokenizer = load_tokenizer(model)
     tokenizer.padding_side = "right"  # on the left it would move the positions of the tokens
+    limit_length(tokenizer, body)
     check_vocabulary(tokenizer, body, lines)
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
     if has_decoder(body): body, tokenizer.model_input_names = body.get_encoder(), ["input_ids", "attention_mask"]
@@ -401,6 +404,9 @@ def _tokens(tokenizer, lines: list[str], max_length: int, each: bool = False, le
     how = {"truncation": True, "padding": True, "return_tensors": "pt", "return_attention_mask": True}
     batch = tokenizer(lines, max_length=length, **how) if lines else {}
     some = batch["attention_mask"].any(-1) if lines else torch.zeros(0)
+    if lines and (full := int((batch["attention_mask"].sum(-1) == length).sum())):
+        warnings.warn(f"max_length: {full} of {len(lines)} texts fill {length} tokens; what is longer is cut"
+                      + ", unless more are allowed" * (length == max_length))
     if each and not some.all():
         raise ValueError(f"texts: number {int(some.int().argmin())} (from 0) has no token; leave it out, and its "
                          "partner")
@@ -761,34 +767,36 @@ def measure_model(
     layer: int = -1,  # looked at in detail
     normalize: bool = False,
     seed: int = 0,  # as for describe
+    max_length: int = 128,  # tokens of a text at most; a SentenceTransformers model has its own
 ) -> Measured:
     "Return everything about the vectors that a model gives texts. `ValueError` as `embed` and `score_model`."
     if pooling is None and is_sentence_transformer(model):
         x, y = (None if t is None else embed(model, t, layer=layer) for t in (texts, partners))
         found = measure_points(x, y, model, normalize, seed)
         return found._replace(rows=[{"layer": "output"} | found.rows[0]])
-    if pooling not in (None, "tokens"): return _measure_texts(model, texts, partners, pooling, layer, normalize, seed)
+    how = {"normalize": normalize, "max_length": max_length}
+    if pooling not in (None, "tokens"): return _measure_texts(model, texts, partners, pooling, layer, seed, how)
     if partners is not None: raise ValueError("pairs: belong to texts, not to tokens; give --pooling mean or cls")
-    return _measure_tokens(model, texts, layer, normalize, seed)
+    return _measure_tokens(model, texts, layer, seed, how)
 
 # %% ../nbs/36_embeddings.ipynb #c9b2205a
-def _measure_tokens(model: str, texts: list[str], layer: int, normalize: bool, seed: int) -> Measured:
+def _measure_tokens(model: str, texts: list[str], layer: int, seed: int, how: dict) -> Measured:
     "Return everything about the token vectors of a model; in detail of 5,000 of them, drawn at random."
-    streams = _streams(model, texts, 128, normalize)
+    streams = _streams(model, texts, **how)
     rows = [{"layer": k} | _scores(stream) for k, stream in enumerate(streams)]
     shown = range(len(rows))[check_layer("layer", layer, rows)]
-    _, points = embed_layers(model, texts, "tokens", [shown], normalize=normalize, limit=5000, seed=seed)
+    _, points = embed_layers(model, texts, "tokens", [shown], **how, limit=5000, seed=seed)
     row, left = rows[shown], streams[shown].scores()[:-1].cpu().numpy()
     scores = _Scores(row["corrected"], row["standard_error"], left, row["sequences"])
     return Measured(model, rows, shown, describe(points[0], seed=seed), lambda: scores)
 
 # %% ../nbs/36_embeddings.ipynb #8403cd77
-def _measure_texts(model: str, texts, partners, pooling: str, layer: int, normalize: bool, seed: int) -> Measured:
+def _measure_texts(model: str, texts, partners, pooling: str, layer: int, seed: int, how: dict) -> Measured:
     "Return everything about one vector a text, in all layers; partners are texts or None."
-    numbers, points = embed_layers(model, texts, pooling, normalize=normalize)
+    numbers, points = embed_layers(model, texts, pooling, **how)
     shown = range(len(numbers))[check_layer("layer", layer, numbers)]
     rows = [{"layer": k} | (_defined(lambda: score_points(x)) or {}) for k, x in zip(numbers, points)]
-    beside = None if partners is None else embed(model, partners, pooling, layer, normalize=normalize)
+    beside = None if partners is None else embed(model, partners, pooling, layer, **how)
     found = measure_points(points[shown], beside, model, seed=seed)
     return found._replace(rows=rows, shown=shown)
 

@@ -38,6 +38,7 @@ def load_model(
     """
     tokenizer, notes, task = load_tokenizer(config.model), [], task or get_task(config.task, config.definition)
     model, missing, body = _with_head(config, task)
+    limit_length(tokenizer, model)
     old = _redraw_head(model, body, missing, config.seed)
     if old: notes.append(f"{', '.join(old)} of the checkpoint not used: drawn with the seed")
     if tokenizer.pad_token is None:
@@ -60,6 +61,8 @@ def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.M
         problem = "regression" if task.kind == "regression" else "single_label_classification"
         kind = AutoModelForSequenceClassification
         options |= {"num_labels": task.num_labels, "problem_type": problem}
+        if names := dict(enumerate(task.label_names)):
+            options |= {"id2label": names, "label2id": {name: k for k, name in names.items()}}
     set_seed(config.seed)
     model, info = pretrained(kind, config.model, dtype=torch.float32, output_loading_info=True, **options)
     body = getattr(model, "base_model", model)
@@ -86,6 +89,15 @@ def _redraw_head(model: nn.Module, body: nn.Module, missing: set[str], seed: int
     return sorted({n.rpartition(".")[0] for n in head})
 
 # %% ../nbs/21_models.ipynb #19f58853
+def limit_length(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
+    "Let a tokenizer that names no greatest length cut texts where the positions of the model end."
+    places = getattr(model.config, "max_position_embeddings", None)
+    if tokenizer.model_max_length < 10**6 or type(places) is not int or places < 1: return
+    tables = [m for n, m in model.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
+    first = max((m.padding_idx + 1 for m in tables if m.padding_idx is not None), default=0)  # as RoBERTa counts
+    tokenizer.model_max_length = places - first
+
+
 def missing_weights(model: nn.Module, body: nn.Module, missing: Iterable[str]) -> list[str]:
     "Return the weights of the body that the checkpoint lacks; a pooler may be new."
     named, own = dict(model.named_parameters(remove_duplicate=False)), {id(p) for p in body.parameters()}

@@ -6,6 +6,7 @@ __all__ = ['CONTROLS', 'AGGREGATES', 'guided_schedule', 'released_schedule', 'co
 # %% ../nbs/14_schedules.ipynb #b895c32b
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -61,8 +62,11 @@ def guided_schedule(
 ) -> dict[str, float]:  # site -> p, in the order of the scores
     """Return rates by rank, p_max for the lowest score (Sharma et al. 2024, eqs 9, 10); one site alone gets p_max.
 
-    `ValueError` for NaN scores and bad rates."""
+    Warns of scores that are all equal. `ValueError` for NaN scores and bad rates."""
     _check_guided(scores, p_max, p_min, shape)
+    if len(scores) > 1 and len(set(scores.values())) == 1:
+        warnings.warn(f"scores: all {len(scores)} sites have {next(iter(scores.values())):g}, so that the rates follow "
+                      "the places of the sites alone; give scores that differ")
     s = (lambda u: 1 - u) if shape == "linear" else shape
     n, p = len(scores), {}
     for i, name in enumerate(sorted(scores, key=scores.get)):

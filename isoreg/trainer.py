@@ -43,6 +43,7 @@ class PenaltyMixin:
         self.penalties, self._means, self._verified, self._padding_checked = _penalties(penalty), _Means(), False, False
         self.mask_fn = mask_fn
         super().__init__(*args, **kwargs)
+        _check_parameters(self.penalties, self.model)
         for p in self.penalties: _attach(self, p)  # type: ignore[arg-type]
 
     def __init_subclass__(cls, **kwargs):
@@ -226,6 +227,16 @@ def _penalties(penalty) -> list[nn.Module]:
             raise ValueError(f"penalty: a {type(p).__name__} has needs_reference, but no set_reference(reference_cov) "
                              "that takes it; add one")
     return given
+
+
+def _check_parameters(penalties: list[nn.Module], model: nn.Module):
+    "`ValueError` for a penalty with parameters of its own: the optimiser has those of the model alone."
+    trained = {id(w) for w in model.parameters()}
+    for p in penalties:
+        own = [name for name, w in p.named_parameters() if w.requires_grad and id(w) not in trained]
+        if own:
+            raise ValueError(f"penalty: a {type(p).__name__} has the parameter {own[0]!r}, which the Trainer would not "
+                             "train; register it as a buffer, or make it a part of the model")
 
 # %% ../nbs/09_trainer.ipynb #073a39bf
 def _scalar(p: nn.Module, term) -> Tensor:

@@ -191,6 +191,44 @@ def test_texts_that_the_model_has_no_room_for_are_refused():
     assert embed("toy-bert", ["a dog."], max_length=3).shape == (1, 96)
 
 
+def test_texts_that_are_cut_are_told(tmp_path):
+    "And may be read whole: the vectors of a cut text are those of its first tokens."
+    texts = [f"every dog {'sleeps ' * k}." for k in range(8)]
+    with pytest.warns(UserWarning, match="max_length: 5 of 8 texts fill 8 tokens; what is longer is cut, unless more"):
+        cut = embed("toy-bert", texts, max_length=8)
+    whole = embed("toy-bert", texts, max_length=32)
+    assert [torch.allclose(a, b, atol=1e-5) for a, b in zip(cut, whole)] == [True] * 4 + [False] * 4
+    (tmp_path / "t.txt").write_text("\n".join(texts))
+    told = CliRunner().invoke(app, ["score", str(tmp_path / "t.txt"), "--model", "toy-bert", "--max-length", "8"])
+    assert told.exit_code == 0 and "5 of 8 texts fill 8 tokens" in told.stderr
+
+
+@pytest.mark.parametrize("kind, first", [("Bert", 0), ("Roberta", 2)])
+def test_a_tokenizer_that_names_no_length_has_that_of_the_model(tmp_path, kind, first):
+    "RoBERTa counts its positions from behind the padding id."
+    import transformers
+
+    tokenizer = AutoTokenizer.from_pretrained(toy_model_path())
+    tokenizer.model_max_length = int(1e30)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(tokenizer), max_position_embeddings=20, pad_token_id=1, **sizes
+    )
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=f"max_length: 1 of 1 texts fill {20 - first} tokens; what is longer is cut$"):
+        assert embed(str(tmp_path), ["every dog " + "sleeps " * 50]).shape == (1, 16)
+
+
+def test_a_table_with_more_values_than_names_is_refused(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b\n" + "1.5,2.5,3.5\n" * 9)
+    with pytest.raises(ValueError, match="file: x.csv .*more values than its first line has names"):
+        read_points(tmp_path / "x.csv")
+    (tmp_path / "t.csv").write_text("text\n" + "one,two\n" * 9)
+    with pytest.raises(ValueError, match="more values than its first line has names"):
+        draw_texts(tmp_path / "t.csv", 5, 0)
+
+
 def test_points_may_be_a_data_frame_or_lists():
     x = cloud(60)
     want = measure_points(x)

@@ -458,6 +458,7 @@ def test_untrained_pooler_is_redrawn_and_noted(tmp_path):
         loaded, _, notes = load_model(RunConfig(task="toy-rte", model=str(tmp_path)))
         assert (loaded.bert.pooler.dense.weight.std().item() < 0.03) == redrawn == any("untrained" in n for n in notes)
     loaded, _, notes = load_model(RunConfig())
+    assert loaded.config.id2label == {0: "unacceptable", 1: "acceptable"} and loaded.config.label2id["acceptable"] == 1
     assert any("absent" in n for n in notes) and 0.015 < loaded.bert.pooler.dense.weight.std().item() < 0.025
 
 

@@ -2017,3 +2017,29 @@ def test_second_moments_of_a_compiled_cloud_of_order_4():
 def test_help_shows_the_arguments_of_the_trainer_and_of_the_penalty():
     shown, theirs = (list(inspect.signature(c).parameters) for c in (PenaltyTrainer, Trainer))
     assert shown == [*theirs, "penalty", "mask_fn"]
+
+
+@pytest.mark.parametrize("zeta, convention", [(1, "released"), (0, "text")])
+def test_a_penalty_without_weight_on_the_batch_is_told(zeta, convention):
+    with pytest.warns(UserWarning, match=f"zeta: with {zeta} .* is a constant and trains nothing"):
+        penalty = IStar(-1, zeta, torch.eye(8), convention=convention)
+    states, mask = states_and_mask(requires_grad=True)
+    penalty(states, mask).backward()
+    assert not any(h.grad.any() for h in states[1:])
+
+
+def test_a_penalty_with_parameters_of_its_own_is_refused():
+    "Those that are the model's are trained, and may be a part of it."
+
+    class Weighted(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, hidden_states, attention_mask=None):
+            return (hidden_states[-1].mean((0, 1)) * self.weight).sum()
+
+    with pytest.raises(ValueError, match="penalty: a Weighted has the parameter 'weight', which the Trainer would not"):
+        make_trainer(Weighted(torch.nn.Parameter(torch.ones(CONFIG["hidden_size"]))), examples(8, 0))
+    model = BertForSequenceClassification(BertConfig(**CONFIG))
+    make_trainer(Weighted(model.bert.encoder.layer[0].output.LayerNorm.weight), examples(8, 0), model=model).train()
