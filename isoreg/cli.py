@@ -687,7 +687,7 @@ def score_command(
     column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",
     pair_column: Annotated[str | None, _option("Column of the partners (default: that of the texts).")] = None,
     max_lines: Annotated[int, typer.Option(min=1, help="Texts at most, drawn at random.")] = 500,
-    max_length: Annotated[int, typer.Option(min=1, help="Tokens of a text at most; the rest is cut.")] = 128,
+    max_length: Annotated[int, typer.Option(min=1, help="Tokens of a text at most; what is longer is cut.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed of what is drawn.")] = 0,
     html: Annotated[Path | None, _HTML] = None,
     as_json: Annotated[bool, _JSON] = False,
@@ -849,9 +849,9 @@ def _show_measures(one):
     for row in one.details["steps"]:
         steps.add_row(*(v if isinstance(v, str) else "undefined" if v is None else f"{v:.3f}" for v in row.values()))
     _console.print(steps)
-    few = one.details["pairs_of"]
+    few, row = one.details["pairs_of"], one.rows[one.shown]
     _console.print("whitened: the plain IsoScore, 1 by construction; this table, uniformity, hubness and TwoNN are of "
-                   f"{few} vectors" + ", drawn at random" * (few < one.rows[one.shown].get("points", 0)))
+                   f"{few} vectors" + ", drawn at random" * (few < row.get("points", row.get("tokens", 0))))
 
 # %% ../nbs/31_cli.ipynb #0f45d5da
 _BASELINE = typer.Option(help="The method that the others are compared with, as the report calls it.")

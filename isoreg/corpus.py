@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from .checks import in_range, one_of
-from .files import file_kind, load_rows, table_form
+from .files import file_kind, load_rows, read_table
 from .states import eval_mode
 
 # %% ../nbs/10_corpus.ipynb #48347387
@@ -465,9 +464,7 @@ def _from_table(kind: str, source: str):
     "Return the rows of a file; of .csv and .tsv as they are written, also NA and 007. `ValueError` for a damaged one."
     try:
         if kind != "csv": return load_rows(kind, data_files=source, split="train")
-        table = pd.read_csv(source, dtype=str, keep_default_na=False, **table_form(source))
-        if isinstance(table.index, pd.RangeIndex): return Dataset.from_pandas(table)
-        raise ValueError("its rows have more values than its first line has names")
+        return Dataset.from_pandas(read_table(source, dtype=str, keep_default_na=False))
     except ValueError as error:
         raise ValueError(f"source: {source!r} cannot be read as {kind} ({error}); mend the file") from None
 

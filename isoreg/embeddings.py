@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .checks import in_range, one_of
 from .corpus import read_lines
-from .files import expanded, from_json, limit_hub, table_form
+from .files import expanded, from_json, limit_hub, read_table, table_form
 from .geometry import Cloud, average_cosine, effective_rank, outlier_dimensions, rankme, two_nn
 from .isoscore import (
     Invariants, centre, closed_form, estimate_traces, invariants_of_moments, isoscore, isoscore_from_cov,
@@ -163,11 +163,8 @@ def _table_of(path: Path):
     kind = path.suffix.lower()
     if kind == ".parquet": return pq.ParquetFile(path).read()
     if kind in (".csv", ".tsv"):
-        form = table_form(path)
-        heads = _has_heads(path, **form)
-        table = pd.read_csv(path, header=0 if heads else None, **form)
-        if not isinstance(table.index, pd.RangeIndex):
-            raise ValueError("its rows have more values than its first line has names; name each column")
+        heads = _has_heads(path, **table_form(path))
+        table = read_table(path, header=0 if heads else None)
         if not heads: table = _all_dimensions(table)
         return pa.Table.from_pandas(table, preserve_index=False)
     with path.open("rb") as file:
@@ -406,7 +403,7 @@ def _tokens(tokenizer, lines: list[str], max_length: int, each: bool = False, le
     some = batch["attention_mask"].any(-1) if lines else torch.zeros(0)
     if lines and (full := int((batch["attention_mask"].sum(-1) == length).sum())):
         warnings.warn(f"max_length: {full} of {len(lines)} texts fill {length} tokens; what is longer is cut"
-                      + ", unless more are allowed" * (length == max_length))
+                      + ", unless more are allowed" * (length < tokenizer.model_max_length))
     if each and not some.all():
         raise ValueError(f"texts: number {int(some.int().argmin())} (from 0) has no token; leave it out, and its "
                          "partner")

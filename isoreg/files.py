@@ -16,6 +16,7 @@ import re
 import shutil
 import tempfile
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,6 +177,16 @@ def table_form(path: str | Path) -> dict:
     with open(path, "rb") as file: counts = [(s.count(b'"') % 2, s.count(b"\t")) for s in file if s.strip()]
     odd = any(quotes for quotes, _ in counts) and len({tabs for _, tabs in counts}) == 1
     return {"sep": "\t", "quoting": csv.QUOTE_NONE if odd else csv.QUOTE_MINIMAL}
+
+
+def read_table(path: str | Path, **how):
+    "Return a .csv or .tsv as a data frame. `ValueError` for rows of more values than the first line has names."
+    import pandas as pd
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        try: return pd.read_csv(path, index_col=False, **table_form(path), **how)
+        except pd.errors.ParserWarning:
+            raise ValueError("its rows have more values than its first line has names; name each column") from None
 
 # %% ../nbs/08_files.ipynb #bd5ce9cf
 HUB_SECONDS = 10.0

@@ -136,8 +136,8 @@ def _check_settings(lam, zeta, reference_cov, correction, convention) -> tuple[f
     if correction is not None and reference_cov is not None:
         raise ValueError(f"reference_cov: correction={correction!r} reads none; leave one of the two out")
     if correction is None and reference_weight(zeta, convention) == 1:
-        warnings.warn(f"zeta: with {zeta:g} ({convention}) the reference has all weight and the batch none, so that "
-                      "the penalty is a constant and trains nothing")
+        warnings.warn(f"zeta: {zeta:g} ({convention}) gives the reference all the weight and the batch none, so the "
+                      "penalty is constant and trains nothing")
     return float(lam), float(zeta), correction
 
 # %% ../nbs/07_istar.ipynb #e3ee40e1

@@ -33,7 +33,8 @@ from .fisher import FisherEstimate, agreement, empirical_fisher, model_fingerpri
 from .geometry import Dimensions, geometry
 from .isoscore import isoscore
 from .landscape import Direction, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
-from .models import check_vocabulary, has_decoder, load_tokenizer, pretrained, read_body, read_config
+from .models import (
+    check_vocabulary, has_decoder, limit_length, load_tokenizer, pretrained, read_body, read_config)
 from .record import (
     DIALECT, changed_inputs, gather, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions,
     weights_sha256)
@@ -337,7 +338,8 @@ def load_language_model(
     if loss == "clm" and looks_ahead(model):
         raise ValueError(f"model: {config.model!r} sees the tokens on the right, so its causal loss is no likelihood; "
                          "use loss mlm")
-    return model.eval().to(_device()), load_tokenizer(config.model), loss, []
+    limit_length(tokenizer := load_tokenizer(config.model), model)
+    return model.eval().to(_device()), tokenizer, loss, []
 
 # %% ../nbs/25_measure.ipynb #70a25e7e
 def _toy_model(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:
@@ -372,6 +374,7 @@ def load_body(
     """
     if config.model in TOY_LOSSES: model, tokenizer, notes = _toy_model(config.model)
     else: model, tokenizer, notes = read_body(config.model), load_tokenizer(config.model), []
+    limit_length(tokenizer, model)
     model = getattr(model, "base_model", model)
     if has_decoder(model): model, notes = model.get_encoder(), notes + ["hidden states of the encoder"]
     return model.eval().to(_device()), tokenizer, notes

@@ -90,10 +90,11 @@ def _redraw_head(model: nn.Module, body: nn.Module, missing: set[str], seed: int
 
 # %% ../nbs/21_models.ipynb #19f58853
 def limit_length(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
-    "Let a tokenizer that names no greatest length cut texts where the positions of the model end."
+    "Let a tokenizer that names no greatest length cut texts where the model's table of positions ends, if it has one."
     places = getattr(model.config, "max_position_embeddings", None)
-    if tokenizer.model_max_length < 10**6 or type(places) is not int or places < 1: return
-    tables = [m for n, m in model.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
+    names = "position_embeddings", "embed_positions", "wpe"
+    tables = [m for n, m in model.named_modules() if n.endswith(names) and isinstance(m, nn.Embedding)]
+    if tokenizer.model_max_length < 10**6 or type(places) is not int or not tables: return
     first = max((m.padding_idx + 1 for m in tables if m.padding_idx is not None), default=0)  # as RoBERTa counts
     tokenizer.model_max_length = places - first
 

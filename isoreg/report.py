@@ -209,7 +209,7 @@ def _methods(df: pd.DataFrame) -> list[str]:
     sources, files = _sources(df.scores, df.scores_sha256), _schedule_files(df)
     schedules = _sources(files, df.schedule_sha256)
     guided = df.assign(read=pd.Series(sources, df.index, dtype=object))[df.dropout.isin(GUIDED)]
-    alike = guided.groupby(["task", "model"]).read.nunique(dropna=False).max() < 2
+    alike = guided.groupby(["task", "model"]).read.nunique().max() < 2 and bool(guided.read.notna().all())
     found = guided.read.value_counts(dropna=False)
     alone = len(found) == 1 or (len(found) > 1 and found.iloc[0] > found.iloc[1])
     usual = found.index[0] if alone and isinstance(found.index[0], str) else None
@@ -376,12 +376,11 @@ def _warn_of_data(df: pd.DataFrame):
 
 
 def _warn_of_weights(df: pd.DataFrame):
-    "Warn where runs of one method started from one model folder that held other weights."
-    for (name, _), g in df.groupby(["model_name", "method"], sort=False):
-        if g.weights.nunique() < 2: continue
+    "Warn where runs of one mean started from one model folder that held other weights."
+    groups = df.groupby([*columns_apart(df, None), "method", "model_name"], dropna=False, sort=False)
+    for name in dict.fromkeys(names[-1] for names, g in groups if g.weights.nunique() > 1):
         warnings.warn(f"{name}: its runs started from different weights, and a mean counts them as one model; "
                       f"tell them apart by {', '.join(dict.fromkeys([*_varying(df), 'weights']))}", stacklevel=3)
-        return
 
 
 def _isotropies(done: pd.DataFrame) -> dict:

@@ -65,8 +65,8 @@ def guided_schedule(
     Warns of scores that are all equal. `ValueError` for NaN scores and bad rates."""
     _check_guided(scores, p_max, p_min, shape)
     if len(scores) > 1 and len(set(scores.values())) == 1:
-        warnings.warn(f"scores: all {len(scores)} sites have {next(iter(scores.values())):g}, so that the rates follow "
-                      "the places of the sites alone; give scores that differ")
+        warnings.warn(f"scores: all {len(scores)} sites have the same, {next(iter(scores.values())):g}, so the rates "
+                      "follow the order of the sites alone; give scores that differ")
     s = (lambda u: 1 - u) if shape == "linear" else shape
     n, p = len(scores), {}
     for i, name in enumerate(sorted(scores, key=scores.get)):

@@ -24,8 +24,8 @@ class Task:
     kind: str | None = None  # a key of METRICS; None: regression for a correlation without labels, else classification
     text_columns: tuple[str, ...] = ("text",)  # one column, or two for pairs
     label_names: tuple[str, ...] = ()  # in the order of the integers; empty: learnt from the training rows, sorted
-    metric: str = "accuracy"  # the primary metric, from METRICS[kind]
-    metrics: tuple[str, ...] = ()  # further ones; the primary one is put before them
+    metric: str = "accuracy"  # the primary metric, one of the next
+    metrics: tuple[str, ...] = ()  # all of them, from METRICS[kind]; empty: the primary one alone
     hub: tuple[str, str | None] | None = None  # (path, configuration) for datasets.load_dataset; None: not on the hub
     folder: str | None = None  # below the data folder: glue/cola; None: on the hub alone
     eval_splits: tuple[str, ...] = ("validation",)  # splits to evaluate on, the default first
@@ -61,9 +61,9 @@ def _check(task: Task) -> None:
     if task.kind is None:
         put("kind", "regression" if task.metric in METRICS["regression"] and not task.label_names else "classification")
     one_of("kind", task.kind, METRICS)
+    if not task.metrics: put("metrics", [one_of("metric", task.metric, METRICS[task.kind])])
     for field in ("text_columns", "label_names", "metrics", "eval_splits", "papers", "also"):
         put(field, _names(field, getattr(task, field)))
-    put("metrics", tuple(dict.fromkeys((task.metric, *task.metrics))))
     for field in ("files", "sha256"): put(field, _pairs(field, getattr(task, field)))
     for check in (_check_columns, _check_metrics, _check_sources): check(task)
 
@@ -101,7 +101,11 @@ def _check_columns(task: Task) -> None:
 
 def _check_metrics(task: Task) -> None:
     "Raise a `ValueError` for a metric that the kind of task does not have."
-    for k, name in enumerate(task.metrics): one_of("metrics" if k else "metric", name, METRICS[task.kind])
+    for name in task.metrics: one_of("metrics", name, METRICS[task.kind])
+    if task.metric in METRICS[task.kind] and task.metric not in task.metrics:
+        raise ValueError(f"metrics: {', '.join(task.metrics)} lack the metric, {task.metric}; add it, or name another "
+                         "as the metric")
+    one_of("metric", task.metric, task.metrics)
     labels = len(task.label_names)
     if "f1" in task.metrics and labels > 2:
         raise ValueError(f"metrics: 'f1' is that of label 1 of two, but there are {labels} labels; use accuracy")

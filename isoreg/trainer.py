@@ -38,12 +38,13 @@ class PenaltyMixin:
     A penalty is a module called as `penalty(hidden_states, attention_mask)` that returns a weighted scalar and may keep
     named `parts`; they and `task_loss` are logged beside `loss`. `penalty` is one or several; `mask_fn`, of the inputs
     and the hidden states, tells which vectors count where the attention mask does not fit them; the other arguments are
-    the Trainer's. `ValueError` for what is no such penalty and for a model that gives no hidden states."""
+    the Trainer's. `ValueError` for what is no such penalty, or has parameters that no optimiser has, and for a model
+    that gives no hidden states."""
     def __init__(self, *args, penalty: nn.Module | Sequence[nn.Module] | None = None, mask_fn=None, **kwargs):
         self.penalties, self._means, self._verified, self._padding_checked = _penalties(penalty), _Means(), False, False
         self.mask_fn = mask_fn
         super().__init__(*args, **kwargs)
-        _check_parameters(self.penalties, self.model)
+        _check_parameters(self)  # type: ignore[arg-type]
         for p in self.penalties: _attach(self, p)  # type: ignore[arg-type]
 
     def __init_subclass__(cls, **kwargs):
@@ -229,14 +230,16 @@ def _penalties(penalty) -> list[nn.Module]:
     return given
 
 
-def _check_parameters(penalties: list[nn.Module], model: nn.Module):
-    "`ValueError` for a penalty with parameters of its own: the optimiser has those of the model alone."
-    trained = {id(w) for w in model.parameters()}
-    for p in penalties:
+def _check_parameters(trainer: Trainer):
+    "`ValueError` for a penalty with parameters of its own that no optimiser has: the Trainer's has the model's alone."
+    if type(trainer).create_optimizer is not Trainer.create_optimizer: return
+    given = [w for g in (trainer.optimizer.param_groups if trainer.optimizer else ()) for w in g["params"]]
+    trained = {id(w) for w in (*trainer.model.parameters(), *given)}
+    for p in trainer.penalties:
         own = [name for name, w in p.named_parameters() if w.requires_grad and id(w) not in trained]
         if own:
             raise ValueError(f"penalty: a {type(p).__name__} has the parameter {own[0]!r}, which the Trainer would not "
-                             "train; register it as a buffer, or make it a part of the model")
+                             "train; give an optimizer that has it, or requires_grad_(False) if it shall stay as it is")
 
 # %% ../nbs/09_trainer.ipynb #073a39bf
 def _scalar(p: nn.Module, term) -> Tensor:

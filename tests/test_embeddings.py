@@ -221,9 +221,12 @@ def test_a_tokenizer_that_names_no_length_has_that_of_the_model(tmp_path, kind, 
 
 
 def test_a_table_with_more_values_than_names_is_refused(tmp_path):
-    (tmp_path / "x.csv").write_text("a,b\n" + "1.5,2.5,3.5\n" * 9)
-    with pytest.raises(ValueError, match="file: x.csv .*more values than its first line has names"):
-        read_points(tmp_path / "x.csv")
+    for rows in ("1.5,2.5,3.5\n" * 9, "0,1.5,2.5\n1,2.5,3.5\n2,1.0,7\n"):
+        (tmp_path / "x.csv").write_text("a,b\n" + rows)
+        with pytest.raises(ValueError, match="file: x.csv .*more values than its first line has names"):
+            read_points(tmp_path / "x.csv")
+    (tmp_path / "x.csv").write_text("a,b\n" + "1.5,2.5,\n" * 9)  # commas at the ends
+    assert read_points(tmp_path / "x.csv").shape == (9, 2)
     (tmp_path / "t.csv").write_text("text\n" + "one,two\n" * 9)
     with pytest.raises(ValueError, match="more values than its first line has names"):
         draw_texts(tmp_path / "t.csv", 5, 0)

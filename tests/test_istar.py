@@ -2021,7 +2021,7 @@ def test_help_shows_the_arguments_of_the_trainer_and_of_the_penalty():
 
 @pytest.mark.parametrize("zeta, convention", [(1, "released"), (0, "text")])
 def test_a_penalty_without_weight_on_the_batch_is_told(zeta, convention):
-    with pytest.warns(UserWarning, match=f"zeta: with {zeta} .* is a constant and trains nothing"):
+    with pytest.warns(UserWarning, match=f"zeta: {zeta} .* is constant and trains nothing"):
         penalty = IStar(-1, zeta, torch.eye(8), convention=convention)
     states, mask = states_and_mask(requires_grad=True)
     penalty(states, mask).backward()

@@ -271,6 +271,9 @@ def test_collecting_goes_on_after_broken_records(tmp_path, fisher_run):
     with pytest.warns(UserWarning, match="left out"):
         assert collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl") == records
     assert len((tmp_path / "all.jsonl").read_text().splitlines()) == 3
+    with pytest.raises(ValueError, match="folder: no folder"):
+        collect_measurements(tmp_path / "nowhere", tmp_path / "other.jsonl")
+    assert not (tmp_path / "other.jsonl").exists()
 
 
 def test_unknown_setting_and_headless_model(tmp_path):

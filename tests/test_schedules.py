@@ -215,7 +215,7 @@ def test_guided_schedule_is_equation_10(values, a, b):
 
 def test_equal_scores_lose_no_site():
     with pytest.warns(
-        UserWarning, match="scores: all 5 sites have 1, so that the rates follow the places of the sites"
+        UserWarning, match="scores: all 5 sites have the same, 1, so the rates follow the order of the sites"
     ):
         plan = guided_schedule(dict.fromkeys("abcde", 1.0))
     assert list(plan) == list("abcde") and list(plan.values()) == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0])

@@ -104,8 +104,8 @@ TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
     "change, message",
     [
         (dict(kind="classify"), "kind: 'classify' .*'classification', 'regression' or 'qa'"),
-        (dict(metric="acc"), "metric: 'acc' is unknown; use 'accuracy', 'f1'"),
-        (dict(metrics=("accuracy", "acc")), "metrics: 'acc' is unknown.*accuracy"),
+        (dict(metric="acc"), "metric: 'acc' is unknown; use 'accuracy' or 'f1'"),
+        (dict(metric="acc", metrics=("acc",)), "metrics: 'acc' is unknown.*accuracy"),
         (dict(metrics="accuracy"), r"metrics: 'accuracy' .*\('accuracy',\)"),
         (dict(text_columns="text"), r"text_columns: 'text' .*\('text',\)"),
         (dict(label_names="ab"), "label_names: 'ab'"),
@@ -657,11 +657,7 @@ def test_a_name_on_the_hub_is_text():
         Task("own", "classification", ("text",), ("no", "yes"), "accuracy", ("accuracy",), (5, "x"))
 
 
-def test_the_primary_metric_is_among_those_of_a_task():
-    "Named again or not, it comes first."
-    for metrics in ((), ("f1",), ("accuracy", "f1"), ("f1", "accuracy")):
-        assert Task("mine", folder="x", metrics=metrics).metrics == tuple(dict.fromkeys(("accuracy", *metrics)))
-    with pytest.raises(ValueError, match="metric: 'exact_match' is unknown"):
-        Task("mine", folder="x", metric="exact_match")
-    with pytest.raises(ValueError, match="metrics: 'exact_match' is unknown"):
-        Task("mine", folder="x", metrics=("exact_match",))
+def test_metrics_without_the_primary_one_are_refused():
+    with pytest.raises(ValueError, match="metrics: f1, pearson lack the metric, accuracy; add it, or name another"):
+        Task("mine", folder="x", metrics=("f1", "pearson"))
+    assert Task("mine", folder="x", metrics=("f1", "accuracy")).metrics == ("f1", "accuracy")
