@@ -89,16 +89,6 @@ def _redraw_head(model: nn.Module, body: nn.Module, missing: set[str], seed: int
     return sorted({n.rpartition(".")[0] for n in head})
 
 # %% ../nbs/21_models.ipynb #19f58853
-def limit_length(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
-    "Let a tokenizer that names no greatest length cut texts where the model's table of positions ends, if it has one."
-    places = getattr(model.config, "max_position_embeddings", None)
-    names = "position_embeddings", "embed_positions", "wpe"
-    tables = [m for n, m in model.named_modules() if n.endswith(names) and isinstance(m, nn.Embedding)]
-    if tokenizer.model_max_length < 10**6 or type(places) is not int or not tables: return
-    first = max((m.padding_idx + 1 for m in tables if m.padding_idx is not None), default=0)  # as RoBERTa counts
-    tokenizer.model_max_length = places - first
-
-
 def missing_weights(model: nn.Module, body: nn.Module, missing: Iterable[str]) -> list[str]:
     "Return the weights of the body that the checkpoint lacks; a pooler may be new."
     named, own = dict(model.named_parameters(remove_duplicate=False)), {id(p) for p in body.parameters()}
@@ -262,6 +252,16 @@ def _has_vocabulary(folder: Path) -> bool:
     if any(any(folder.glob(name)) for name in _VOCABULARY): return True
     config = folder / "tokenizer_config.json"
     return config.is_file() and _BYTES.search(read_text(config)) is not None
+
+# %% ../nbs/21_models.ipynb #limitc01
+def limit_length(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
+    "Let a tokenizer that names no greatest length cut texts where the model's table of positions ends, if it has one."
+    places = getattr(model.config, "max_position_embeddings", None)
+    names = "position_embeddings", "embed_positions", "wpe"
+    tables = [m for n, m in model.named_modules() if n.endswith(names) and isinstance(m, nn.Embedding)]
+    if tokenizer.model_max_length < 10**6 or type(places) is not int or not tables: return
+    first = max((m.padding_idx + 1 for m in tables if m.padding_idx is not None), default=0)  # as RoBERTa counts
+    tokenizer.model_max_length = places - first
 
 # %% ../nbs/21_models.ipynb #0e179944
 def check_vocabulary(

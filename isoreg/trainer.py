@@ -37,14 +37,12 @@ class PenaltyMixin:
 
     A penalty is a module called as `penalty(hidden_states, attention_mask)` that returns a weighted scalar and may keep
     named `parts`; they and `task_loss` are logged beside `loss`. `penalty` is one or several; `mask_fn`, of the inputs
-    and the hidden states, tells which vectors count where the attention mask does not fit them; the other arguments are
-    the Trainer's. `ValueError` for what is no such penalty, or has parameters that no optimiser has, and for a model
-    that gives no hidden states."""
+    and the hidden states, tells which vectors count where the attention mask does not fit them. `ValueError` for what
+    is no such penalty or has parameters that no optimiser has, and for a model that gives no hidden states."""
     def __init__(self, *args, penalty: nn.Module | Sequence[nn.Module] | None = None, mask_fn=None, **kwargs):
         self.penalties, self._means, self._verified, self._padding_checked = _penalties(penalty), _Means(), False, False
         self.mask_fn = mask_fn
         super().__init__(*args, **kwargs)
-        _check_parameters(self)  # type: ignore[arg-type]
         for p in self.penalties: _attach(self, p)  # type: ignore[arg-type]
 
     def __init_subclass__(cls, **kwargs):
@@ -230,17 +228,6 @@ def _penalties(penalty) -> list[nn.Module]:
     return given
 
 
-def _check_parameters(trainer: Trainer):
-    "`ValueError` for a penalty with parameters of its own that no optimiser has: the Trainer's has the model's alone."
-    if type(trainer).create_optimizer is not Trainer.create_optimizer: return
-    given = [w for g in (trainer.optimizer.param_groups if trainer.optimizer else ()) for w in g["params"]]
-    trained = {id(w) for w in (*trainer.model.parameters(), *given)}
-    for p in trainer.penalties:
-        own = [name for name, w in p.named_parameters() if w.requires_grad and id(w) not in trained]
-        if own:
-            raise ValueError(f"penalty: a {type(p).__name__} has the parameter {own[0]!r}, which the Trainer would not "
-                             "train; give an optimizer that has it, or requires_grad_(False) if it shall stay as it is")
-
 # %% ../nbs/09_trainer.ipynb #073a39bf
 def _scalar(p: nn.Module, term) -> Tensor:
     "Return a penalty's term if it is one number, else raise a `ValueError`; warn where it has no gradient."
@@ -282,9 +269,21 @@ class _Means:
         if world_size() > 1: torch.distributed.all_reduce(total)
         return dict(zip(sums, (total / world_size() / calls).tolist()))
 
+# %% ../nbs/09_trainer.ipynb #checkpar
+def _check_parameters(trainer: Trainer, p: nn.Module):
+    "`ValueError` for a penalty with parameters of its own that no optimiser has: the Trainer's has the model's alone."
+    if type(trainer).create_optimizer is not Trainer.create_optimizer: return  # it may take them
+    given = [w for g in (trainer.optimizer.param_groups if trainer.optimizer else ()) for w in g["params"]]
+    trained = {id(w) for w in (*trainer.model.parameters(), *given)}
+    own = [name for name, w in p.named_parameters() if w.requires_grad and id(w) not in trained]
+    if not own: return
+    raise ValueError(f"penalty: a {type(p).__name__} has the parameter {own[0]!r}, which the Trainer would not train; "
+                     "give an optimizer that has it, or requires_grad_(False) if it shall stay as it is")
+
 # %% ../nbs/09_trainer.ipynb #86343507
 def _attach(trainer: Trainer, p: nn.Module):
     "Move a penalty to the Trainer's device and add the callback for its reference, unless there is one."
+    _check_parameters(trainer, p)
     p.to(trainer.args.device)
     known = any(getattr(c, "penalty", None) is p for c in trainer.callback_handler.callbacks)
     if getattr(p, "needs_reference", False) and not known:
