@@ -17,7 +17,8 @@ from .checks import in_range, one_of
 from .isoscore import (
     CONVENTIONS, CORRECTIONS, MIN_ROWS, check_reference_cov, check_zeta, closed_form, estimate_traces,
     invariants_of_moments, mix, reference_weight, score_from_cov, too_even)
-from .moments import Moments, all_reduce, full_precision, merge, moments, pool, sum_over_ranks, world_size
+from .moments import (
+    Moments, all_reduce, full_precision, merge, moments, pool, sum_over_ranks, union_moments, world_size)
 from .states import (
     check_alike, check_layer, check_mask, check_states, encoder_of, eval_mode, hidden_states, zeros_and_ones)
 
@@ -80,13 +81,14 @@ def _choose(p: IStar, states: tuple[Tensor, ...], mask: Tensor | None) -> tuple[
 # %% ../nbs/07_istar.ipynb #173124c7
 def _moments(p: IStar, X: list[Tensor], mask: Tensor | None) -> Moments:
     "Return the moments of the tokens of all ranks: of the union of the layers, or (L, ...) of each."
-    clouds = [_cloud(X_l, mask, 4 if p.correction == "ustat" else 2) for X_l in X]
-    return all_reduce(_stack(clouds) if p.layers == "mean" else merge(clouds))
+    rows, keep = [X_l.flatten(0, 1) for X_l in X], None if mask is None else mask.flatten() != 0
+    of = (keep, 4 if p.correction == "ustat" else 2)
+    return all_reduce(_stack([moments(x, *of) for x in rows]) if p.layers == "mean" else union_moments(rows, *of))
 
 # %% ../nbs/07_istar.ipynb #e31502fb
-def _cloud(h: Tensor, mask: Tensor | None, order: int = 2) -> Moments:
+def _cloud(h: Tensor, mask: Tensor | None) -> Moments:
     "Return the moments of the tokens of one layer (batch, length, d)."
-    return moments(h.flatten(0, 1), None if mask is None else mask.flatten() != 0, order)
+    return moments(h.flatten(0, 1), None if mask is None else mask.flatten() != 0)
 
 # %% ../nbs/07_istar.ipynb #ee138541
 def _stack(clouds: list[Moments]) -> Moments:

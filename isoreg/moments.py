@@ -5,6 +5,8 @@ __all__ = ['moments', 'Moments', 'full_precision', 'merge', 'pool', 'all_reduce'
 
 # %% ../nbs/01_moments.ipynb #52672719
 import contextlib
+import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -62,12 +64,12 @@ class Moments(NamedTuple):
         return Moments(*(None if field is None else f(field) for field in self))
 
 # %% ../nbs/01_moments.ipynb #e33f9bb8
-def _accumulate(x: Tensor, mask: Tensor | None, order: int) -> Moments:
-    "Return the moments of one cloud x (n, d), in float32 or better, in one pass over chunks of rows."
-    s = _shift(x, mask, torch.promote_types(x.dtype, torch.float32))  # (d,)
-    d, blocks = len(s), _blocks(len(s), x.device)
+def _accumulate(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Moments:
+    "Return the moments of the union of clouds (n, d), in float32 or better, in one pass over chunks of rows."
+    s, drop = _shift(clouds, mask), None if mask is None else ~mask[:, None]  # (d,), (n, 1)
+    d, blocks = len(s), _blocks(len(s), s.device)
     total, M2, m3, m4 = s.new_zeros(d), s.new_zeros(d, d), s.new_zeros(d), s.new_zeros(())
-    for _, y in _chunks(x, s, mask):
+    for _, y in itertools.chain.from_iterable(_chunks(x, s, drop) for x in clouds):
         total += y.sum(0)
         for b in blocks: M2[b, b.start :].addmm_(y[:, b].T, y[:, b.start :])
         if order == 4:
@@ -75,7 +77,7 @@ def _accumulate(x: Tensor, mask: Tensor | None, order: int) -> Moments:
             m3.addmv_(y.T, r)
             m4 += r.dot(r)
     for b in blocks: M2[b, : b.start] = M2[: b.start, b].T
-    n = torch.tensor(len(x), device=x.device) if mask is None else mask.sum()
+    n = torch.tensor(sum(map(len, clouds)), device=s.device) if mask is None else mask.sum() * len(clouds)
     δ = total / n.clamp(min=1)
     M2.addr_(δ * n, δ, alpha=-1)
     return Moments(n, s + δ, M2, *(_move(n, M2, m3, m4, δ, back=True) if order == 4 else ()))
@@ -84,28 +86,34 @@ def _accumulate(x: Tensor, mask: Tensor | None, order: int) -> Moments:
 _SHIFT_ROWS = 256  # rows whose mean is subtracted first
 
 
-def _shift(x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    "Return the mean (d,) of valid rows from all over x (n, d), as far as they are hit, without waiting for the device."
-    n = len(x)
-    rows = torch.arange(min(n, _SHIFT_ROWS), device=x.device)
+def _shift(clouds: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    "Return the mean (d,) of valid rows from all over the clouds (n, d), without waiting for the device."
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in clouds), torch.float32)
+    rows = {n: _some_rows(n, mask, clouds[0].device) for n in {len(x) for x in clouds}}
+    x = torch.cat([x[rows[len(x)]] for x in clouds]).to(dtype)
+    if mask is None: return x.mean(0)
+    valid = mask[rows[len(mask)]].repeat(len(clouds))
+    return x.masked_fill(~valid[:, None], 0).sum(0) / valid.sum().clamp(min=1)
+
+
+def _some_rows(n: int, mask: Tensor | None, device: torch.device) -> Tensor:
+    "Return the numbers of 256 rows from all over n, and before them, with a mask, of the first that counts."
+    rows = torch.arange(min(n, _SHIFT_ROWS), device=device)
     if n > _SHIFT_ROWS: rows = (rows * (0.6180339887 * n)).long() % n  # the golden section: no sequence's length
-    if mask is None: return x[rows].to(dtype).mean(0)
-    rows = torch.cat([mask.int().argmax()[None], rows])  # the first valid one, lest none is hit
-    valid = mask[rows]
-    return x[rows].to(dtype).masked_fill(~valid[:, None], 0).sum(0) / valid.sum().clamp(min=1)
+    return rows if mask is None else torch.cat([mask.int().argmax()[None], rows])  # lest none is hit
 
 # %% ../nbs/01_moments.ipynb #d7314e5a
 _CHUNK_BYTES = {"cpu": 3 << 19, "other": 64 << 20}  # 1.5 MiB stays in the cache of a core
 
 
-def _chunks(x: Tensor, centre: Tensor, mask: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    "Yield slices of x (n, d) with their rows minus the centre, all from one buffer; masked rows are 0."
+def _chunks(x: Tensor, centre: Tensor, drop: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    "Yield slices of x (n, d) with their rows minus the centre, all from one buffer; 0 where `drop` (n, 1) is true."
     n, d = x.shape
     rows = max(1, _CHUNK_BYTES.get(x.device.type, _CHUNK_BYTES["other"]) // (d * centre.dtype.itemsize))
     buffer = centre.new_empty((min(rows, n), d))
     for part in (slice(i, min(i + rows, n)) for i in range(0, n, rows)):
         y = torch.sub(x[part], centre, out=buffer[: part.stop - part.start])
-        if mask is not None: y.masked_fill_(~mask[part, None], 0)
+        if drop is not None: y.masked_fill_(drop[part], 0)
         yield part, y
 
 # %% ../nbs/01_moments.ipynb #e33f9bb9
@@ -141,16 +149,17 @@ def _row_gradients(y: Tensor, GGt: Tensor, g3: Tensor | None, g4: Tensor | None,
     return g + (torch.outer(r, g3) + (2 * (y @ g3) + 4 * g4 * r)[:, None] * y)
 
 # %% ../nbs/01_moments.ipynb #3c94333d
-def _gradient(x, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None, g4: Tensor | None, grad: Tensor):
-    "Write the gradient of one cloud's moments with respect to x (n, d) into `grad`; g3 and g4 are None for order 2."
-    G, n = g2 + g2.T, m.count.clamp(min=1)
+def _gradient(clouds, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None, g4: Tensor | None, grads):
+    "Write the gradient of the moments of a union with respect to each cloud; g3 and g4 are None for order 2."
+    G, n, drop = g2 + g2.T, m.count.clamp(min=1), None if mask is None else ~mask[:, None]
     bias = g_mean / n
     if g3 is not None: bias = bias - (4 * g4 * m.m3 + m.m2.diagonal().sum() * g3 + 2 * (m.m2 @ g3)) / n
-    direct = g3 is None and grad.dtype == G.dtype
-    for part, y in _chunks(x, m.mean):
-        g = _row_gradients(y, G, g3, g4, bias, out=grad[part] if direct else None)
-        if mask is not None: g.masked_fill_(~mask[part, None], 0)
-        if not direct: grad[part] = g
+    for x, grad in zip(clouds, grads):
+        direct = g3 is None and grad.dtype == G.dtype
+        for part, y in _chunks(x, m.mean):
+            g = _row_gradients(y, G, g3, g4, bias, out=grad[part] if direct else None)
+            if drop is not None: g.masked_fill_(drop[part], 0)
+            if not direct: grad[part] = g
 
 # %% ../nbs/01_moments.ipynb #07bf08b6
 def _gradient_again(x, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None, g4: Tensor | None) -> Tensor:
@@ -166,7 +175,7 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, mask: Tensor | None, order: int):
-        clouds = [_accumulate(c, None if mask is None else mask[i], order) for i, c in enumerate(x)]
+        clouds = [_accumulate([c], None if mask is None else mask[i], order) for i, c in enumerate(x)]
         fields = [torch.stack(f) if len(f) > 1 else f[0][None] for f in zip(*clouds) if f[0] is not None]
         del clouds
         ctx.save_for_backward(x, mask, *fields)
@@ -177,12 +186,12 @@ class _Moments(torch.autograd.Function):
     def backward(ctx, _, g_mean, g2, g3=None, g4=None):
         x, mask, *fields = ctx.saved_tensors
         pick = lambda i, *values: (None if v is None else v[i] for v in values)
-        of = lambda i: (*pick(i, x, mask), Moments(*pick(i, *fields)), *pick(i, g_mean, g2, g3, g4))
+        of = lambda i: (*pick(i, mask), Moments(*pick(i, *fields)), *pick(i, g_mean, g2, g3, g4))
         with full_precision(x):
             if torch.is_grad_enabled():  # create_graph: somebody will differentiate this gradient
-                return torch.stack([_gradient_again(*of(i)) for i in range(len(x))]), None, None
+                return torch.stack([_gradient_again(c, *of(i)) for i, c in enumerate(x)]), None, None
             grad = torch.empty_like(x)
-            for i, out in enumerate(grad): _gradient(*of(i), out)
+            for i, out in enumerate(grad): _gradient([x[i]], *of(i), [out])
         return grad, None, None
 
 # %% ../nbs/01_moments.ipynb #f61e3e2b
@@ -350,6 +359,39 @@ def pool(
     "Return the moments of the union over the first batch dimension, for example of all layers."
     return merge([m.map(lambda f: f[i]) for i in range(len(m.count))])
 
+# %% ../nbs/01_moments.ipynb #un10n002
+def union_moments(
+    clouds: Sequence[Tensor],  # each (n, d), on one device
+    mask: Tensor | None = None,  # (n,) booleans, for each of them: they then have one length
+    order: int = 2,  # as in moments
+) -> Moments:
+    "Return the moments of the union of the clouds, as `merge` gives them, in one pass over all rows; differentiable."
+    if torch.compiler.is_compiling(): return merge([moments(x, mask, order) for x in clouds])
+    with full_precision(clouds[0]): return Moments(*_Union.apply(mask, order, *clouds))
+
+# %% ../nbs/01_moments.ipynb #un10n003
+class _Union(torch.autograd.Function):
+    "Moments of the union of clouds (n, d) with their gradients."
+
+    @staticmethod
+    def forward(ctx, mask: Tensor | None, order: int, *clouds: Tensor):
+        fields = [f for f in _accumulate(clouds, mask, order) if f is not None]
+        ctx.save_for_backward(mask, *fields, *clouds)
+        ctx.mark_non_differentiable(fields[0])
+        return tuple(fields)
+
+    @staticmethod
+    def backward(ctx, _, *of_fields):
+        k, (mask, *kept) = 1 + len(of_fields), ctx.saved_tensors
+        m, clouds, g = Moments(*kept[:k]), kept[k:], (*of_fields, *[None] * (4 - len(of_fields)))
+        with full_precision(clouds[0]):
+            if torch.is_grad_enabled():  # create_graph
+                whole = _gradient_again(torch.cat(clouds), None if mask is None else mask.repeat(len(clouds)), m, *g)
+                return None, None, *(g.to(x.dtype) for x, g in zip(clouds, whole.split([len(x) for x in clouds])))
+            grads = [torch.empty_like(x) for x in clouds]
+            _gradient(clouds, mask, m, *g, grads)
+        return None, None, *grads
+
 # %% ../nbs/01_moments.ipynb #eb519606
 def all_reduce(
     m: Moments,  # this rank's cloud
@@ -415,7 +457,7 @@ def _compiled_backward(x, mask, fields, grads):
     with full_precision(x):
         for i, out in enumerate(grad):
             rest, m = [None] * (4 - len(grads)), Moments(*(f[i] for f in fields))
-            _gradient(x[i], None if mask is None else mask[i], m, *(g[i] for g in grads), *rest, out)
+            _gradient([x[i]], None if mask is None else mask[i], m, *(g[i] for g in grads), *rest, [out])
     return grad
 
 

@@ -1967,6 +1967,29 @@ def test_a_step_waits_for_no_value(kind, monkeypatch):
     assert reads.count == 0 and len(lists) == 1
 
 
+class Started(TorchDispatchMode):
+    "Counts the operations that compute something: each has to be started by a GPU."
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind, most", [("istar", 20), ("plain", 20), ("ustat", 40)])
+def test_a_layer_more_starts_few_operations(kind, most):
+    def count(layers):
+        states = tuple(torch.randn(4, 6, 16, requires_grad=True) for _ in range(layers + 1))
+        with Started() as seen:
+            KINDS[kind]()(states, torch.ones(4, 6)).backward()
+        return seen.count
+
+    assert 0 < count(7) - count(6) <= most
+
+
 @pytest.mark.parametrize("kind, backend", [*((k, "aot_eager") for k in KINDS), ("istar", "inductor")])
 def test_compiled_without_a_graph_break(kind, backend):
     torch._dynamo.reset()

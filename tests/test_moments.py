@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from ranks import on_ranks
 
 from isoreg.isoscore import isoscore_from_cov
-from isoreg.moments import Moments, all_reduce, check_points, full_precision, merge, moments, pool
+from isoreg.moments import Moments, all_reduce, check_points, full_precision, merge, moments, pool, union_moments
 import itertools
 
 
@@ -51,6 +51,42 @@ def test_parts_merge_to_the_whole(cuts, seed):
     parts = [moments(x[a:b], order=4) for a, b in itertools.pairwise(edges)]
     for ours, exact in zip(merge(parts), moments(x, order=4)):
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-8)
+
+
+@pytest.mark.parametrize("order", [2, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_union_in_one_pass_is_that_of_the_joined_rows_and_so_is_its_gradient(masked, order):
+    torch.manual_seed(0)
+    lengths = [3000, 3000, 3000] if masked else [5, 3000, 700]  # several chunks each
+    clouds = [(3 * torch.randn(n, 200) + 50 * k).double().requires_grad_() for k, n in enumerate(lengths)]
+    mask = torch.rand(3000) < 0.6 if masked else None
+    kept = [x[mask] if masked else x for x in clouds]
+    weights = [torch.randn(s, dtype=torch.float64) for s in [(200,), (200, 200), (200,), ()][: order // 2 * 2]]
+    ours = union_moments(clouds, mask, order)
+    exact = by_definition(torch.cat(kept))[:order]
+    assert ours.count == sum(map(len, kept))
+    for a, b in zip(ours[1:], exact):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-6)
+    weigh = lambda fields: sum((w * f).sum() for w, f in zip(weights, fields))
+    grads = [torch.autograd.grad(weigh(fields), clouds) for fields in (ours[1:], exact)]
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-6)
+
+
+def test_a_union_has_second_derivatives_and_takes_masked_rows_of_any_value_and_mixed_precision():
+    mask = torch.arange(9) % 4 > 0
+    clouds = torch.randn(3, 9, 4, dtype=torch.float64, requires_grad=True).unbind()
+    assert torch.autograd.gradgradcheck(lambda *x: tuple(union_moments(x, mask, 4)[1:]), clouds)
+    holes = [x.detach().masked_fill(~mask[:, None], float("nan")).requires_grad_() for x in clouds]
+    m = union_moments(holes, mask)
+    torch.testing.assert_close(m.m2, union_moments(clouds, mask).m2)
+    for g in torch.autograd.grad(m.m2.square().sum(), holes):
+        assert bool((g[~mask] == 0).all()) and bool(torch.isfinite(g).all())
+    short = [clouds[0].detach().bfloat16().requires_grad_(), clouds[1].detach().float().requires_grad_()]
+    m = union_moments(short)
+    assert m.m2.dtype == torch.float32
+    torch.testing.assert_close(m.m2, moments(torch.cat([x.float() for x in short])).m2)
+    assert [g.dtype for g in torch.autograd.grad(m.m2.sum(), short)] == [torch.bfloat16, torch.float32]
 
 
 def test_empty_part_changes_nothing():
