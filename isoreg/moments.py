@@ -150,11 +150,11 @@ def _row_gradients(y: Tensor, GGt: Tensor, g3: Tensor | None, g4: Tensor | None,
 
 # %% ../nbs/01_moments.ipynb #3c94333d
 def _gradient(clouds, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None, g4: Tensor | None, grads):
-    "Write the gradient of the moments of a union with respect to each cloud; g3 and g4 are None for order 2."
+    "Write the gradient of the moments of a union with respect to clouds, where not None; order 2: no g3 and g4."
     G, n, drop = g2 + g2.T, m.count.clamp(min=1), None if mask is None else ~mask[:, None]
     bias = g_mean / n
     if g3 is not None: bias = bias - (4 * g4 * m.m3 + m.m2.diagonal().sum() * g3 + 2 * (m.m2 @ g3)) / n
-    for x, grad in zip(clouds, grads):
+    for x, grad in ((x, grad) for x, grad in zip(clouds, grads) if grad is not None):
         direct = g3 is None and grad.dtype == G.dtype
         for part, y in _chunks(x, m.mean):
             g = _row_gradients(y, G, g3, g4, bias, out=grad[part] if direct else None)
@@ -388,7 +388,7 @@ class _Union(torch.autograd.Function):
             if torch.is_grad_enabled():  # create_graph
                 whole = _gradient_again(torch.cat(clouds), None if mask is None else mask.repeat(len(clouds)), m, *g)
                 return None, None, *(g.to(x.dtype) for x, g in zip(clouds, whole.split([len(x) for x in clouds])))
-            grads = [torch.empty_like(x) for x in clouds]
+            grads = [torch.empty_like(x) if wanted else None for x, wanted in zip(clouds, ctx.needs_input_grad[2:])]
             _gradient(clouds, mask, m, *g, grads)
         return None, None, *grads
 

@@ -1980,14 +1980,15 @@ class Started(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind, most", [("istar", 20), ("plain", 20), ("ustat", 40)])
-def test_a_layer_more_starts_few_operations(kind, most):
-    def count(layers):
-        states = tuple(torch.randn(4, 6, 16, requires_grad=True) for _ in range(layers + 1))
+def test_a_layer_more_starts_few_operations_and_a_frozen_one_fewer(kind, most):
+    def count(layers, frozen=0):
+        states = tuple(torch.randn(4, 6, 16, requires_grad=k >= frozen) for k in range(layers + 1))
         with Started() as seen:
             KINDS[kind]()(states, torch.ones(4, 6)).backward()
         return seen.count
 
     assert 0 < count(7) - count(6) <= most
+    assert count(6, frozen=5) <= count(6) - 2 * 4  # of the five the first is the embeddings
 
 
 @pytest.mark.parametrize("kind, backend", [*((k, "aot_eager") for k in KINDS), ("istar", "inductor")])
