@@ -730,14 +730,21 @@ def _told_apart(measured: list) -> list:
 
 def _score_files(files, texts, pairs, pooling, layer, normalize, array, seed) -> list:
     "Return what was measured of the vectors in files; `ValueError` for options that need a model."
-    from isoreg.embeddings import measure_points, read_points
+    from isoreg.embeddings import read_points
     if texts is not None: raise ValueError("texts: need a model that reads them; give --model")
     if not files: raise ValueError("file: none given; name a file of vectors, or give --model and --texts")
     for name, value in ("pooling", pooling), ("layer", layer):
         if value is not None: raise ValueError(f"{name}: belongs to a model; leave it out, or give --model and --texts")
     partners = read_points(pairs, array) if pairs else None
     names = [str(f).encode(errors="backslashreplace").decode() for f in files]  # those that are no UTF-8, too
-    return [measure_points(read_points(f, array), partners, n, normalize, seed) for f, n in zip(files, names)]
+    return [_measured(read_points(f, array), partners, n, normalize, seed) for f, n in zip(files, names)]
+
+
+def _measured(points, partners, name: str, normalize: bool, seed: int):
+    "Return what was measured of the vectors of a file; a `ValueError` names it."
+    from isoreg.embeddings import measure_points
+    try: return measure_points(points, partners, name, normalize, seed)
+    except ValueError as error: raise ValueError(f"{error} ({name})") from None
 
 # %% ../nbs/31_cli.ipynb #ef16c61d
 def _score_models(given, models, pairs, columns, pooling, layer, normalize, most, seed) -> tuple:

@@ -121,7 +121,7 @@ class Settings(BaseModel):
         for name, value in values.items(): object.__setattr__(self, name, value)
 
 # %% ../nbs/19_config.ipynb #5de91775
-_GIVE = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "a table"}
+_GIVE = {str: "text", int: "a whole number", float: "a number", bool: "True or False", dict: "a table"}
 _EDGE = {"gt": "more than {}", "ge": "{} or more", "lt": "less than {}", "le": "at most {}"}
 
 

@@ -343,6 +343,9 @@ def test_score_of_files(tmp_path):
                 ": "
             )[2].split(";")[0].split(", ")
     assert invoke("score", tmp_path / "x.npz").exit_code == 2  # two arrays: which?
+    np.save(tmp_path / "holes.npy", np.where(x > 4, np.nan, x))
+    result = invoke("score", tmp_path / "x.npy", tmp_path / "holes.npy")
+    assert result.exit_code == 2 and "points: hold NaN" in result.stderr and "holes.npy" in result.stderr
     for name, content in {
         "broken.npz": b"PK",
         "broken.safetensors": b"xx",

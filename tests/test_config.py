@@ -147,7 +147,7 @@ def test_no_setting_takes_a_wrong_word_or_another_type(kind):
         (RunConfig, {"seed": True}, "seed: True is not int; give a whole number"),
         (RunConfig, {"seed": 1.0}, "seed: 1.0 is not int"),
         (RunConfig, {"batch_size": 2.5}, "batch_size: 2.5 is not int"),
-        (RunConfig, {"padding": 1}, "padding: 1 is not bool; give true or false"),
+        (RunConfig, {"padding": 1}, "padding: 1 is not bool; give True or False"),
         (RunConfig, {"layers": "middle"}, "layers: 'middle' is unknown"),
         (RunConfig, {"layers": 1.5}, "layers: 1.5 is not str or int; give text or a whole number"),
         (RunConfig, {"recipe": "quik"}, "recipe: 'quik' is unknown; did you mean quick?"),

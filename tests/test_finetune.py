@@ -531,7 +531,7 @@ def test_numbers_for_settings_that_are_text():
 
 @pytest.mark.parametrize(
     "value, message",
-    [("no", "save_model: 'no' is not bool; give true or false"), (1, "save_model: 1 is not bool"), (True, None)],
+    [("no", "save_model: 'no' is not bool; give True or False"), (1, "save_model: 1 is not bool"), (True, None)],
 )
 def test_further_parameters_of_a_notebook_have_their_type(value, message):
     given = {
