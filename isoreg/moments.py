@@ -361,11 +361,13 @@ def pool(
 
 # %% ../nbs/01_moments.ipynb #un10n002
 def union_moments(
-    clouds: Sequence[Tensor],  # each (n, d), on one device
-    mask: Tensor | None = None,  # (n,) booleans, for each of them: they then have one length
+    clouds: Sequence[Tensor],  # each (n, d), on one device; one at least
+    mask: Tensor | None = None,  # (n,), for each of them: they then have one length, which the caller has checked
     order: int = 2,  # as in moments
 ) -> Moments:
     "Return the moments of the union of the clouds, as `merge` gives them, in one pass over all rows; differentiable."
+    first, mask = check_points(clouds[0], mask)
+    clouds = [first, *(check_points(x)[0] for x in clouds[1:])]
     if torch.compiler.is_compiling(): return merge([moments(x, mask, order) for x in clouds])
     with full_precision(clouds[0]): return Moments(*_Union.apply(mask, order, *clouds))
 

@@ -74,6 +74,14 @@ def test_penalty_and_gradient(kind, dtype):
             torch.testing.assert_close(h.double(), g, rtol=digits, atol=digits * float(g.abs().max()))
 
 
+@pytest.mark.parametrize("layers", ["union", "mean", -1])
+def test_the_mask_may_lie_on_the_processor(layers):
+    hidden, mask = states()
+    penalty = IStar(0.5, zeta=0, layers=layers)
+    term = penalty(tuple(h.to(DEVICE) for h in hidden), mask)
+    torch.testing.assert_close(term.cpu(), penalty(tuple(hidden), mask), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", PENALTIES)
 def test_a_step_waits_for_nothing(kind):
     hidden, mask = states()

@@ -1979,6 +1979,13 @@ class Started(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("layers", ["union", "mean", -1])
+def test_an_empty_batch_has_no_score(layers):
+    states = tuple(torch.randn(0, 6, 16) for _ in range(3))
+    with pytest.raises(ValueError, match="holds no value"):
+        IStar(0.1, zeta=0, layers=layers)(states, torch.ones(0, 6))
+
+
 @pytest.mark.parametrize("kind, most", [("istar", 20), ("plain", 20), ("ustat", 40)])
 def test_a_layer_more_starts_few_operations_and_a_frozen_one_fewer(kind, most):
     def count(layers, frozen=0):

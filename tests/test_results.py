@@ -120,7 +120,7 @@ OPENINGS = {  # page: what its numbers have to say, for its first paragraph to b
                 ("constant p = mean of guided", "base"),
             )
         ),
-        r"2: I-STAR λ=-0.1 minus base \| 6 of 6 \| -\S+ \| \[-\S+, \+(?:[^|]*\|){4} cannot tell \|",
+        r"2: I-STAR λ=-0.1 minus base \| 6 of 6 \| -0.013 \| \[-0.026, \+0.000\] (?:\|[^|]*){3}\| cannot tell \|",
     ],
 }
 
@@ -156,7 +156,7 @@ def test_every_record_is_of_a_shipped_grid(as_it_ran):
 
     also = [  # as the plan has it: in fp32 on processors without bf16, and each batch read as a whole on a GPU
         run
-        for name in ("second-dropout", "second-istar", "second-search")
+        for name in ("second-dropout", "second-istar", "second-search", "second-epochs", "second-larger")
         for more in ({}, {"length_groups": 1})
         for run in expand(load_grid(name), overrides={"precision": "fp32"} | more).runs
     ]
