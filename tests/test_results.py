@@ -132,6 +132,15 @@ def test_the_numbers_of_a_page_say_what_its_first_paragraph_says(page):
     assert not missing, f"write the first paragraph of {page} anew; its numbers do not say: {missing}"
 
 
+@pytest.mark.parametrize("page, count", [("tables/overview", 5), ("tables/second", 1), ("index", 1)])
+def test_pages_repeat_the_numbers_of_the_second_round(page, count):
+    tables = " ".join(" ".join(shown(nbformat.read(NBS / "tables" / "second.ipynb", 4).cells)).split())
+    cells = nbformat.read(NBS / f"{page}.ipynb", 4).cells
+    cells = [c.source for c in cells if "second round" in c.source]
+    told = re.findall(r"([+-]0\.\d{3}) (\[[+-]0\.\d{3}, [+-]0\.\d{3}\])", " ".join(cells))
+    assert len(told) == count and all(f"| {d} | {interval} |" in tables for d, interval in told), told
+
+
 def test_every_record_is_whole_and_clean():
     for r in RECORDS + SECOND:
         assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), (
