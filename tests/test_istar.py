@@ -1925,17 +1925,20 @@ def test_the_steps_of_the_rise_are_rounded_up_once(warmup, steps, rise):
 # ---- compiled, and without waiting -----------------------------------------------------------------------------------
 
 
-class ReadBacks(TorchDispatchMode):
-    "Counts the values that are read back from the device."
+class Counted(TorchDispatchMode):
+    "Counts the operations that are of a kind."
 
-    def __init__(self):
+    def __init__(self, is_one):
         super().__init__()
-        self.count = 0
+        self.count, self.is_one = 0, is_one
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        waits = {"_local_scalar_dense", "nonzero", "equal", "masked_select"}
-        self.count += func.overloadpacket.__name__ in waits
+        self.count += self.is_one(func)
         return func(*args, **(kwargs or {}))
+
+
+def reads_back(func):
+    return func.overloadpacket.__name__ in {"_local_scalar_dense", "nonzero", "equal", "masked_select"}
 
 
 def batch():
@@ -1958,25 +1961,13 @@ def test_a_step_waits_for_no_value(kind, monkeypatch):
     penalty, (states, mask), lists = KINDS[kind](), batch(), []
     whole = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: lists.append(t) or whole(t))
-    with ReadBacks() as reads:
+    with Counted(reads_back) as reads:
         penalty(states, mask).backward()
     assert reads.count == 0 and len(lists) == 1  # on a CPU: whether all is well
     monkeypatch.setattr("isoreg.istar.check_batches", lambda *_: None)  # as on an accelerator
-    with ReadBacks() as reads:
+    with Counted(reads_back) as reads:
         penalty(states, mask).backward()
     assert reads.count == 0 and len(lists) == 1
-
-
-class Started(TorchDispatchMode):
-    "Counts the operations that compute something: each has to be started by a GPU."
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("layers", ["union", "mean", -1])
@@ -1990,7 +1981,7 @@ def test_an_empty_batch_has_no_score(layers):
 def test_a_layer_more_starts_few_operations_and_a_frozen_one_fewer(kind, most):
     def count(layers, frozen=0):
         states = tuple(torch.randn(4, 6, 16, requires_grad=k >= frozen) for k in range(layers + 1))
-        with Started() as seen:
+        with Counted(lambda func: not func.is_view) as seen:  # each is to be started by a GPU
             KINDS[kind]()(states, torch.ones(4, 6)).backward()
         return seen.count
 

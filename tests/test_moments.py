@@ -57,7 +57,7 @@ def test_parts_merge_to_the_whole(cuts, seed):
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_union_in_one_pass_is_that_of_the_joined_rows_and_so_is_its_gradient(masked, order):
     torch.manual_seed(0)
-    lengths = [3000, 3000, 3000] if masked else [5, 3000, 700]  # several chunks each
+    lengths = [3000, 3000, 3000] if masked else [5, 3000, 700]  # 3000 rows are several chunks
     clouds = [(3 * torch.randn(n, 200) + 50 * k).double().requires_grad_() for k, n in enumerate(lengths)]
     mask = torch.rand(3000) < 0.6 if masked else None
     kept = [x[mask] if masked else x for x in clouds]
