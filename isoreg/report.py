@@ -627,7 +627,7 @@ def _judged(rows: list[dict], alpha: float) -> list[dict]:
 
 # %% ../nbs/27_report.ipynb #641deeb3
 def _verdict(row: dict, alpha: float) -> str:
-    "Return higher, lower, no difference shown, or cannot tell."
+    "Return higher, lower, no difference shown, or that the seeds are too few for the test."
     n, word = row["n"], "higher" if row["difference"] > 0 else "lower"
     if n == 0: return "no pair to compare"
     if row["unequal"] == 0: return f"equal in all {n} pairs" if n > 1 else "equal in the only pair"
@@ -644,7 +644,8 @@ def _too_few(row: dict) -> str:
     after = f" ({p_text(row['reachable'])} in this table)" if row["reachable"] > least else ""
     takes = f"{row['seeds_table']} pairs"
     if row["seeds_table"] > row["seeds_alone"]: takes += f" in this table, {row['seeds_alone']} alone"
-    return f"cannot tell: with {n} pair{'s' * (n > 1)}{odd} p is at least {p_text(least)}{after}; it takes {takes}"
+    many = f"with {n} pair{'s' * (n > 1)}{odd}"
+    return f"too few seeds for this test: {many} p is at least {p_text(least)}{after}; it takes {takes}"
 
 # %% ../nbs/27_report.ipynb #5ffde48f
 def p_text(p: float) -> str:

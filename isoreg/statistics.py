@@ -106,6 +106,7 @@ def two_errors(
     differences: Sequence[Sequence[float] | np.ndarray],  # of each task: one number a pair, two or more
     row_errors: Sequence[float] | None = None,  # of each task: of its mean, from the rows; None: the rows stay
     level: float = 0.95,  # of the interval, between 0 and 1
+    pair_errors: Sequence | None = None,  # of each task: row error of each pair, to count what both share once
 ) -> dict:  # difference, error, freedom, low, high, p; all but the first two NaN without any spread
     """Return the mean of the tasks' differences with its interval for other seeds and evaluation rows, and two-sided p.
 
@@ -113,8 +114,12 @@ def two_errors(
     in_range("level", level, 0, 1, ends="()")
     d, r = _whole(differences, row_errors)
     T, n = len(d), np.array([len(x) for x in d])
+    if pair_errors is not None and [len(x) for x in pair_errors] != n.tolist():
+        raise ValueError("pair_errors: need one number a pair, of each task")
     a = np.array([x.var(ddof=1) for x in d]) / n
-    mean, error = float(np.mean([x.mean() for x in d])), math.sqrt((a + r**2).sum()) / T
+    shared = 0 if pair_errors is None else np.array([np.square(x).mean() for x in pair_errors]) - r**2
+    rows = r**2 - np.clip(shared / (n - 1), 0, r**2)  # without the part that is in the spread of the seeds too
+    mean, error = float(np.mean([x.mean() for x in d])), math.sqrt((a + rows).sum()) / T
     nothing = dict.fromkeys(("freedom", "low", "high", "p"), math.nan)
     if error <= ROUNDING: return {"difference": mean, "error": 0.0, **nothing}
     few = ((a / T**2) ** 2 / (n - 1)).sum()
@@ -149,8 +154,9 @@ def equivalence(
 def ratio_interval(
     pairs: Sequence,  # of each task (n, 2): numerator and denominator of each seed, two seeds or more
     level: float = 0.95,  # of the interval
+    rows: Sequence | None = None,  # of each task (2, 2): covariance of the two means from the evaluation rows
 ) -> tuple[float, float, float]:  # ratio, low, high; unbounded (-inf, inf) where the denominator is not clear of zero
-    """Return the ratio of two means over tasks and seeds, with Fieller's interval (1954) for other seeds.
+    """Return the ratio of two means over tasks and seeds, with Fieller's interval (1954) for other seeds, and rows.
 
     `ValueError` for no task, or one with fewer than two seeds."""
     in_range("level", level, 0, 1, ends="()")
@@ -160,9 +166,11 @@ def ratio_interval(
     a, b = np.mean([task.mean(0) for task in x], axis=0)
     left = [np.array([task[:, 0] - a / b * task[:, 1], task[:, 1]]) for task in x]  # e and b of each pair
     each = np.array([np.cov(pair) / pair.shape[1] for pair in left]) / len(x) ** 2  # (T, 2, 2)
+    turn = np.array([[1, -a / b], [0, 1]])  # from the two means to e and b
     V, parts = each.sum(0), each[:, 0, 0]
-    if b and parts.sum() <= (ROUNDING * b) ** 2: return (float(a / b),) * 3  # all pairs have this ratio
-    freedom = parts.sum() ** 2 / sum(v**2 / (len(task) - 1) for v, task in zip(parts, x))
+    if rows is not None: V = V + turn @ np.sum(rows, axis=0) @ turn.T / len(x) ** 2
+    if b and V[0, 0] <= (ROUNDING * b) ** 2: return (float(a / b),) * 3  # all pairs have this ratio
+    freedom = V[0, 0] ** 2 / sum(v**2 / (len(task) - 1) for v, task in zip(parts, x))
     t2 = stats.t.ppf((1 + level) / 2, freedom) ** 2
     A, B = b * b - t2 * V[1, 1], -t2 * V[0, 1]
     if not A > 0: return float(a / b), -math.inf, math.inf

@@ -684,7 +684,7 @@ def test_released_recipes_reach_the_trainer():
 def test_resamplings_have_the_error_of_the_rows():
     record = run(RunConfig(task="toy-rte", regularizer="none", max_train=320, max_eval=400, epochs=1))
     draws = unpack(record.resampled)
-    assert len(draws) == 500 and draws.mean() == pytest.approx(record.value, abs=0.01)
+    assert len(draws) == 5000 and draws.mean() == pytest.approx(record.value, abs=0.01)
     assert draws.std() == pytest.approx((record.value * (1 - record.value) / 400) ** 0.5, rel=0.15)
     answers = [{"id": str(i), "prediction_text": "a" if i % 2 else "b"} for i in range(200)]
     asked = [{"id": str(i), "answers": {"text": ["a"]}} for i in range(200)]

@@ -467,10 +467,10 @@ def test_what_a_seed_adds_to_both_arms_changes_nothing(rows):
 @pytest.mark.parametrize(
     "n, effect, verdict",
     [
-        (5, 0.1, "cannot tell: with 5 pairs p is at least 0.0625; it takes 6 pairs"),
+        (5, 0.1, "too few seeds for this test: with 5 pairs p is at least 0.0625; it takes 6 pairs"),
         (6, 0.1, "higher"),
         (6, -0.1, "lower"),
-        (1, 0.1, "cannot tell: with 1 pair p is at least 1.000; it takes 6 pairs"),
+        (1, 0.1, "too few seeds for this test: with 1 pair p is at least 1.000; it takes 6 pairs"),
         (8, 0.0, "equal in all 8 pairs"),
     ],
 )
@@ -487,7 +487,7 @@ def test_the_mixed_signs_of_eight_seeds_are_no_difference():
     )
     odd = compare(arms(none=base, plus=base + 0.01 * np.array([0, 0, 0, 0, 1, 1, 1, 1]))).iloc[0]
     assert (
-        odd.verdict == "cannot tell: with 8 pairs (4 of them unequal) p is at least 0.125; it takes 6 pairs"
+        odd.verdict.endswith("this test: with 8 pairs (4 of them unequal) p is at least 0.125; it takes 6 pairs")
         and odd.p == 0.125
     )
 
@@ -587,7 +587,7 @@ def test_one_task_together_is_that_task():
 
 def test_tasks_together_reach_what_each_alone_cannot():
     table = compare(on_tasks(cola=[0.02, 0.01, 0.03], rte=[0.05, 0.01, 0.02], mrpc=[0.01, -0.02, -0.01]))
-    assert all(v.startswith("cannot tell") for v in table.verdict)
+    assert all(v.startswith("too few seeds for this test") for v in table.verdict)
     row = over_tasks(table).iloc[0]
     assert row.verdict == "no difference shown" and (row.tasks, row.agree) == (3, 2), (
         "nine pairs could tell; one task speaks against"
@@ -669,7 +669,8 @@ def test_holm_over_the_table_raises_the_seeds():
     c = compare(arms(none=base, minus=base + 0.1, plus=base - 0.1))
     assert list(c.p) == [2 / 64] * 2 and list(c.p_holm) == [4 / 64] * 2
     assert set(c.verdict) == {
-        "cannot tell: with 6 pairs p is at least 0.031 (0.0625 in this table); it takes 7 pairs in this table, 6 alone"
+        "too few seeds for this test: with 6 pairs p is at least 0.031 (0.0625 in this table); "
+        "it takes 7 pairs in this table, 6 alone"
     }
     seven = np.random.default_rng(0).normal(0.6, 0.02, 7)
     assert list(compare(arms(none=seven, minus=seven + 0.1, plus=seven - 0.1)).verdict) == ["higher", "lower"]
@@ -1937,7 +1938,7 @@ def test_tasks_of_one_training_are_no_pairs_of_their_own():
     assert (both.low, both.high) == pytest.approx((low, high)) and both.p == pytest.approx(sign_flip(gains)[0])
     assert both.unequal == 5 and both.reachable == 2**-4
     runs = [matched(m, s, 0.6 + 0.01 * (m is MINUS), 0.6) for m in (NONE, MINUS) for s in range(5)]
-    assert over_tasks(compare(load(runs))).verdict[0].startswith("cannot tell: with 5 pairs p is at least 0.0625")
+    assert "this test: with 5 pairs p is at least 0.0625" in over_tasks(compare(load(runs))).verdict[0]
 
 
 def test_other_tasks_keep_their_weight_beside_tasks_of_one_training():

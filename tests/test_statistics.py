@@ -193,6 +193,30 @@ def test_row_error_widens_and_is_asked_for():
             two_errors(**bad)
 
 
+def test_the_part_that_seed_and_row_share_counts_once_where_pair_errors_say_how_large_it_is():
+    d, r, single = [0.01, 0.03, 0.02, 0.05], 0.01, [0.012, 0.011, 0.013, 0.012]
+    shared = (np.square(single).mean() - r**2) * 4 / 3
+    once = two_errors([d], [r], pair_errors=[single])
+    assert once["error"] ** 2 == pytest.approx(np.var(d, ddof=1) / 4 + r**2 - shared / 4)
+    assert two_errors([d], [r], pair_errors=[[0.009] * 4]) == two_errors([d], [r]), "none shared"
+    assert two_errors([d], [r], pair_errors=[[1.0] * 4]) == two_errors([d], [0.0]), "no more than all of it"
+    with pytest.raises(ValueError, match="pair_errors"):
+        two_errors([d], [r], pair_errors=[single[:3]])
+
+
+def test_counting_the_shared_part_once_covers_nearer_to_what_is_said():
+    "Rows, seeds and both together make the differences; the errors of the rows are known exactly. 2000 repetitions."
+    rng, n, rows, held = np.random.default_rng(0), 6, 100, np.zeros(2)
+    for _ in range(2000):
+        tasks = [rng.normal(0, 0.1, rows) + rng.normal(0, 0.01, (n, 1)) + rng.normal(0, 0.3, (n, rows)) for _ in "abc"]
+        found, errors = [x.mean(1) for x in tasks], [x.mean(0).std(ddof=1) / rows**0.5 for x in tasks]
+        single = [x.std(1, ddof=1) / rows**0.5 for x in tasks]
+        both = two_errors(found, errors), two_errors(found, errors, pair_errors=single)
+        held += [f["low"] <= 0 <= f["high"] for f in both]
+    twice, once = held / 2000
+    assert twice > 0.97 and abs(once - 0.95) < 0.013
+
+
 # ---- a share of a gain, and equivalence
 
 
@@ -232,6 +256,16 @@ def test_fieller_has_no_bounds_where_the_denominator_may_be_zero():
     ratio, *bounds = ratio_interval([pair])
     assert stats.ttest_1samp(pair[:, 1], 0).pvalue > 0.05 and bounds == [-math.inf, math.inf]
     assert ratio == pytest.approx(pair[:, 0].mean() / pair[:, 1].mean())
+
+
+def test_fieller_counts_the_rows_with_the_covariance_that_they_give():
+    (pair,), rows = made_up_pairs(np.random.default_rng(0), 8, 0.5, [(0.05, 0.01)]), np.array([[4, 1], [1, 3]]) * 1e-6
+    V = np.cov(pair.T) / 8 + rows
+    ratio, *bounds = ratio_interval([pair], rows=[rows])
+    far = [(pair.mean(0) @ [1, -x]) ** 2 / (np.array([1, -x]) @ V @ [1, -x]) for x in bounds]
+    assert far[0] == pytest.approx(far[1]) and bounds[0] < ratio < bounds[1]
+    assert ratio_interval([pair], rows=[0 * rows]) == pytest.approx(ratio_interval([pair]))
+    assert bounds[1] - bounds[0] > np.ptp(ratio_interval([pair])[1:])
 
 
 def test_fieller_has_the_level_that_is_asked_for():
