@@ -25,6 +25,9 @@ RECORDS, FIRST, SECOND = (
     for name in ("runs", "istar_first", "second")
 )
 SECOND += [json.loads(line) for line in (NBS / "results" / "second_gpu.jsonl").read_text().splitlines()]
+BASE = [
+    json.loads(line) for path in sorted((NBS / "results").glob("base*.jsonl")) for line in path.read_text().splitlines()
+]
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 
 
@@ -150,7 +153,7 @@ def test_pages_repeat_the_numbers_of_the_registered_round(page, count):
 
 
 def test_every_record_is_whole_and_clean():
-    for r in RECORDS + SECOND:
+    for r in RECORDS + SECOND + BASE:
         assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), (
             f"{r['key']}: commit {r['git_commit']}: local changes, or none"
         )
@@ -195,6 +198,19 @@ def test_second_round_is_as_planned():
         )
 
 
+def test_base_size_round_is_as_planned(monkeypatch):
+    "Each run is of a grid of the plan, read in groups or as a whole; the counted ones of a device are of one commit."
+    from isoreg.grid import expand, load_grid
+
+    monkeypatch.chdir(ROOT)
+    grids = (NBS / "grids").glob("base-*.yaml")
+    ways = [{}, {"length_groups": 1}]
+    keys = {run.key for path in grids for way in ways for run in expand(load_grid(path), overrides=way).runs}
+    assert not [r["key"] for r in BASE if r["key"] not in keys]
+    counted = [r for r in BASE if r["config"]["seed"] != 99]
+    assert len({r["git_commit"] for r in counted}) <= 1 and all(len(unpack(r["resampled"])) == 5000 for r in counted)
+
+
 def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_ran):
     "MRPC was read without groups at first: a grid has the same runs with them."
     from isoreg.grid import expand, load_grid
@@ -232,7 +248,7 @@ def test_keys_follow_from_the_configurations(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "nbs").symlink_to(NBS)
     monkeypatch.chdir(tmp_path)
-    for r in RECORDS + FIRST + SECOND:
+    for r in RECORDS + FIRST + SECOND + BASE:
         config = RunConfig.from_record(r["config"])
         assert config.key == r["key"] and config.to_dict().items() >= r["config"].items()
 

@@ -25,7 +25,7 @@ FINAL = {  # the splits of final runs that are not the official ones
 }
 GATE = {"cola": 0.50, "mrpc": 0.83, "stsb": 0.86, "sst2": 0.85, "sst5": 0.45}  # what the baseline has to reach
 SCORES = Path("nbs/results/mpnet_scores.json")
-OF_FISHER = ("fingerprint", "samples", "loss", "mean_loss", "corpus", "git_commit", "numel", "sites", "tensor_scores")
+OF_FISHER = ("fingerprint", "samples", "loss", "mean_loss", "corpus", "git_commit", "sites", "tensor_scores")
 OF_HEAD = (
     "config",
     "heldout",

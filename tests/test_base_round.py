@@ -1,0 +1,87 @@
+"""The base-size round: its rows, the choice of its final runs, and the parts that travel to a GPU."""
+
+import hashlib
+import sys
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import yaml
+
+from isoreg.grid import expand, load_grid
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import base_round
+import gpu
+
+
+@pytest.fixture(autouse=True)
+def _at_the_top(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])  # the grids name the scores from there
+
+
+def test_a_draw_is_fixed_and_leaves_nothing_out():
+    rows = pa.table({"x": range(100)})
+    some, rest = (part["x"].to_pylist() for part in base_round.drawn(rows, 85))
+    assert sorted(some + rest) == list(range(100)) and len(some) == 85 and some == sorted(some)
+    assert some == base_round.drawn(rows, 85)[0]["x"].to_pylist()
+
+
+def test_the_primary_runs_come_first_seed_by_seed():
+    runs = expand(load_grid("base-dropout")).runs
+    first = [(r.config["seed"], r.config["task"], r.config["dropout"]) for r in runs[:50]]
+    assert len(runs) == 125 and len(set(first)) == 50
+    assert [seed for seed, *_ in first] == sorted(seed for seed, *_ in first)
+    assert {how for *_, how in first} == {"guided", "constant-mean"}
+    assert {r.config["eval_split"] for r in runs if r.config["task"] == "sst5"} == {"validation_test"}
+
+
+def test_final_runs_have_the_chosen_settings_and_the_whole_rows(tmp_path):
+    plan = expand(load_grid("base-search"))
+    records = [{"key": r.key, "config": r.config, "status": "done", "metric": "m", "value": 0.5} for r in plan.runs]
+    for r in records:  # the best of CoLA: batch 16 at 1e-5, and λ = -1 at 5e-5; all else ties
+        c = r["config"]
+        best = (1e-5, 16, 0.0) if c["regularizer"] == "none" else (5e-5, 32, -1.0)
+        r["value"] += 0.1 * (c["task"] == "cola" and (c["lr"], c["batch_size"], c["lam"]) == best)
+    (tmp_path / "final.yaml").write_text(yaml.safe_dump(base_round.final_grid(records)))
+    runs = [r.config for r in expand(load_grid(tmp_path / "final.yaml"), only=("tuned",)).runs]
+    chosen = {(c["task"], c["regularizer"]): (c["lr"], c["batch_size"], c["lam"]) for c in runs}
+    assert len(runs) == 50 and {c["seed"] for c in runs} == set(range(5))
+    assert chosen["cola", "none"] == (1e-5, 16, 0.0) and chosen["cola", "istar"] == (5e-5, 32, -1.0)
+    assert chosen["mrpc", "none"] == (1e-5, 16, 0.0) and chosen["mrpc", "istar"] == (1e-5, 32, -1.0)  # the first
+    assert {c["zeta"] for c in runs if c["regularizer"] == "istar"} == {0.2}
+    splits = {c["task"]: (c["train_split"], c["eval_split"]) for c in runs}
+    assert splits["mrpc"] == ("train", None) and splits["sst5"] == ("train_4000_part", "validation_test")
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    "Folders as `pack` fills them, with tiny contents."
+    monkeypatch.setattr(gpu, "GPU", tmp_path / "parts")
+    monkeypatch.setattr(gpu, "BUILT", tmp_path / "built")
+    weights, small = bytes(range(200)), tmp_path / "parts/0"
+    for folder in ("wheels", "base-data", "model"):
+        (small / folder).mkdir(parents=True)
+    (small / "model/config.json").write_text("{}")
+    (small / "commit").write_text("abc")
+    (small / "sha256").write_text(hashlib.sha256(weights).hexdigest())
+    tarfile.open(small / "code.tar", "w").close()
+    for i in range(gpu.PARTS):
+        (tmp_path / f"parts/{i + 1}").mkdir()
+        (tmp_path / f"parts/{i + 1}/weights").write_bytes(weights[34 * i : 34 * (i + 1)])
+    return tmp_path
+
+
+def test_the_parts_become_the_weights_again(parts):
+    assert gpu.unpack() == "abc"
+    model = parts / "built" / gpu.MODEL
+    assert (model / "model.safetensors").read_bytes() == bytes(range(200)) and (model / "config.json").is_file()
+
+
+def test_weights_that_changed_on_the_way_are_refused(parts):
+    (parts / "parts/3/weights").write_bytes(bytes(34))
+    with pytest.raises(SystemExit, match="sha256"):
+        gpu.unpack()
+    assert not (parts / "built" / gpu.MODEL / "model.safetensors").exists()
