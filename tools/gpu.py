@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU, RESULTS, BUILT = ROOT / ".gpu", ROOT / "nbs/results", ROOT / "build/gpu"  # BUILT: what was unpacked
-PLAN = "HEAD"  # commit of the plan: every counted run is of its code
+PLAN = "fd39e41a3d7389bd0478c3be8b2160415afb81af"  # commit of the plan: every counted run is of its code
 MODEL, PARTS, WORKERS = "models/all-mpnet-base-v2", 6, 14
 WHEELS = (
     "datasets evaluate transformers dill multiprocess pydantic pydantic-core annotated-types typing-inspection".split()
