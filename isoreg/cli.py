@@ -196,7 +196,7 @@ def _takes_settings(kind: type):
     return decorate
 
 # %% ../nbs/31_cli.ipynb #cfa02b51
-_SAVE = typer.Option("--save-model", help="Also write the trained model and its card.")
+_SAVE = typer.Option("--save-model", help="Also write the trained model.")
 _SET = _option("name=value: any other setting, such as pad_to_max=true; may be given several times.", "--set")
 
 

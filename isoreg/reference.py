@@ -178,7 +178,7 @@ EXAMPLES = {  # in this order they build on each other
               "isoreg sweep search.yaml --out search\n"
               "isoreg select search.yaml search --out final.yaml",
     "status": "isoreg status runs --json",
-    "score": "isoreg score README.md --model toy-bert",
+    "score": "cp README.md text.txt\nisoreg score --model toy-bert --texts text.txt",
     "report": "isoreg report runs --out report",
     "tasks": "isoreg tasks",
 }

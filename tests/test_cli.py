@@ -131,7 +131,7 @@ def test_record_of_no_configuration_is_not_taken_for_the_run(tmp_path):
     assert _finished(run, tmp_path).value == 1.0
 
 
-def test_finished_run_is_not_repeated_and_a_damaged_record_is_with_its_model_and_card(done):
+def test_finished_run_is_not_repeated_and_a_damaged_record_is_with_its_model(done):
     folder, _ = done
     key = RunConfig(**TINY, lam=0.5, seed=3).key
     path, again = folder / "runs" / key / "record.json", ["run", *OPTIONS, "--lam", "0.5", "--seed", "3"]
@@ -145,7 +145,7 @@ def test_finished_run_is_not_repeated_and_a_damaged_record_is_with_its_model_and
     assert isoreg(*again, "--save-model", cwd=folder).returncode == 0
     assert RunRecord.load(path).value == json.loads(text)["value"]
     saved = {p.name for p in (path.parent / "model").iterdir()}
-    assert {"README.md", "model.safetensors", "config.json", "tokenizer.json"} <= saved
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= saved
     assert isoreg(*again, "--save-model", cwd=folder).returncode == 0
 
 
