@@ -5,14 +5,16 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from isoreg.pages import fold
+from pages import fold
 
 ROOT = Path(__file__).parents[1]
+FILTER = [sys.executable, str(ROOT / "site/pages.py")]
 
 
 def load(name: str):
@@ -480,14 +482,14 @@ def test_pages_filtered_in_one_go_are_those_of_the_filter_alone(site):
         return [cell | {"id": ""} for cell in json.loads(done.stdout)["cells"]] if done.stdout else None
 
     stored = lambda: set((site / "_filtered").glob("*.json"))
-    subprocess.run(["isoreg-pages", "--all"], cwd=site, check=True)
+    subprocess.run([*FILTER, "--all"], cwd=site, check=True)
     first = stored()
     assert len(first) == len(list((site / "nbs").rglob("[!_]*.ipynb")))
-    assert cells(["isoreg-pages"]) == cells(["nbdev_filter"]) and stored() == first
+    assert cells(FILTER) == cells(["nbdev_filter"]) and stored() == first
     (site / "settings.ini").write_text((site / "settings.ini").read_text() + "\n# changed\n")
-    cells(["isoreg-pages"])
+    cells(FILTER)
     assert len(stored() - first) == 1, "what was kept under other settings was taken"
-    subprocess.run(["isoreg-pages", "--all"], cwd=site, check=True)
+    subprocess.run([*FILTER, "--all"], cwd=site, check=True)
     assert len(stored()) == len(first) and not stored() & first
 
 
