@@ -184,7 +184,7 @@ def heading(path: Path) -> str:
 
 def passed(path: Path, name: Path, command: str) -> list:
     "The cells that the filter gives. `SystemExit` for what Quarto would refuse in them."
-    done = run_filter(path, command)
+    done = run_filter(path.parents[len(name.parts) - 1], path, command)
     if done.returncode:
         raise SystemExit(f"{name}: the filter fails: {done.stderr[-500:]}")
     cells = nbformat.reads(done.stdout, as_version=4).cells  # text that the file holds as a list of lines becomes one

@@ -291,7 +291,7 @@ def test_the_preview_refuses_what_the_check_refuses(name, site, monkeypatch):
     "The filter is left out but where it fails itself: each notebook is its own filtered form."
     cell, message = FILTER_BREAKS[name]
     failing = name == "failing export"
-    done = lambda path, _: type("Done", (), {"returncode": failing, "stderr": "", "stdout": path.read_text()})
+    done = lambda root, path, _: type("Done", (), {"returncode": failing, "stderr": "", "stdout": path.read_text()})
     monkeypatch.setattr(preview, "run_filter", done)
     write_notebook(site / "nbs/00_core.ipynb", [CORE[0], cell])
     with pytest.raises(SystemExit, match=re.escape(re.sub(r"cell \d+", "cell 1", message))):
