@@ -479,8 +479,8 @@ class _File:
         try:
             about = from_json(read_text(path))
             sums = load_file(path.parent / about["tensors"])
-            known = {f.name: about[f.name] for f in fields(cls) if f.name in about}
-            return cls(sums={n: sums[n] for n in about["numel"] if n in sums}, **known)
+            known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
+            return FisherEstimate(sums={n: sums[n] for n in about["numel"] if n in sums}, **known)
         except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
             why = f"holds no complete estimate ({error}); compute it again"
             raise ValueError(f"folder: {str(folder)!r} {why}") from None
