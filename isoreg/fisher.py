@@ -54,18 +54,21 @@ def empirical_fisher(
     _check(model, batches, level, reduction, sample, precision, loss)
     estimate = _empty(model, level, loss, reduction, sample, precision, batches, corpus)
     squares = _Squares(model, loss, level, reduction, precision)
+    number = 0
     with eval_mode(model), squares.watching():
         for number, batch in enumerate(batches, 1):
             _add(estimate, squares, batch, number)
+            if number == 1: _check_finite(estimate, number)
             if progress is not None: progress(number)
     if not estimate.n_samples:
         raise ValueError("batches: no sample with something to predict in them; give at least one")
+    _check_finite(estimate, number)
     estimate.sums = {n: s.cpu() for n, s in estimate.sums.items()}
     return estimate
 
 # %% ../nbs/11_fisher.ipynb #c69500fa
 def _add(estimate: "FisherEstimate", squares: "_Squares", batch: dict, number: int) -> None:
-    "Add the squares of the batch of this number, from 1; `ValueError` where one is not finite."
+    "Add the squares of the batch of this number, from 1."
     if not isinstance(batch, Mapping):
         raise ValueError(f"batches: batch {number} is a {type(batch).__name__}; give TextBatches or an iterable of "
                          "dicts of tensors, samples first")
@@ -74,13 +77,18 @@ def _add(estimate: "FisherEstimate", squares: "_Squares", batch: dict, number: i
     wide = torch.float32 if squares.device.type == "mps" else torch.float64
     for part in _samples(squares.model, batch, squares.loss, estimate.sample):
         for n, s in squares(part).items():
-            if not bool(torch.isfinite(s).all()):
-                raise ValueError(f"model: the squared gradient of {n} is not finite in batch {number}; weights or "
-                                 "losses hold NaN or infinity, or precision is too low")
             kept = s.to(wide if estimate.level == "tensor" else s.dtype)
             estimate.sums[n] = estimate.sums[n].add_(s) if n in estimate.sums else kept
         estimate.n_samples += _size(part)
     estimate.by_function = sorted(squares.used)
+
+
+def _check_finite(estimate: "FisherEstimate", number: int) -> None:
+    "Raise a `ValueError` that names the first parameter whose sum is not finite after so many batches."
+    bad = next((n for n, s in estimate.sums.items() if not bool(torch.isfinite(s).all())), None)
+    if bad is None: return
+    raise ValueError(f"model: the squared gradient of {bad} is not finite after batch {number}; weights or losses "
+                     "hold NaN or infinity, or precision is too low")
 
 # %% ../nbs/11_fisher.ipynb #3051806b
 def squared_norms(
@@ -479,8 +487,8 @@ class _File:
         try:
             about = from_json(read_text(path))
             sums = load_file(path.parent / about["tensors"])
-            known = {f.name: about[f.name] for f in fields(cls) if f.name in about}
-            return cls(sums={n: sums[n] for n in about["numel"] if n in sums}, **known)
+            known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
+            return FisherEstimate(sums={n: sums[n] for n in about["numel"] if n in sums}, **known)
         except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
             why = f"holds no complete estimate ({error}); compute it again"
             raise ValueError(f"folder: {str(folder)!r} {why}") from None

@@ -419,39 +419,30 @@ def split_by_length(
 # %% ../nbs/09_trainer.ipynb #878b8b42
 def _check_groups(grouped: "_Grouped", kind: str):
     "Raise a `ValueError` unless a model reads token ids and mask in one stack, and a small batch in groups alike."
-    names = set(inspect.signature(grouped.body.forward).parameters)
-    if "decoder_input_ids" in names:
-        raise ValueError(f"model: a {kind} has an encoder and a decoder, whose lengths differ; pass a model of one "
-                         "stack, or leave its batches whole")
-    if not {"input_ids", "attention_mask"} <= names:
-        raise ValueError(f"model: a {kind} does not read input_ids and attention_mask; leave its batches whole")
-    try: same, steady = _same_in_groups(grouped)
+    names, remedy = set(inspect.signature(grouped.body.forward).parameters), "leave its batches whole (groups=1)"
+    if "decoder_input_ids" in names or not {"input_ids", "attention_mask"} <= names:
+        raise ValueError(f"model: a {kind} does not read input_ids and attention_mask in one stack; {remedy}")
+    try: same = _same_in_groups(grouped)
     except Exception as error:
-        raise ValueError(f"model: a {kind} cannot read a small batch in groups ({error}); leave its batches whole "
-                         "(groups=1)") from error
-    if same: return
-    if not steady:
-        raise ValueError(f"model: the hidden states of a {kind} are others each time in evaluation mode; take off the "
-                         "noise that eval() leaves on, such as the Gaussian dropout as released")
-    raise ValueError(f"model: the hidden states of a {kind} are others in groups, so its tokens read padded "
-                     "positions; leave its batches whole (groups=1)")
+        raise ValueError(f"model: a {kind} cannot read a small batch in groups ({error}); {remedy}") from error
+    if not same:
+        raise ValueError(f"model: a {kind} has other hidden states in groups: its tokens read padded positions, or "
+                         f"noise is on in evaluation mode; {remedy}")
 
 # %% ../nbs/09_trainer.ipynb #88be1dd4
 @torch.no_grad()
-def _same_in_groups(grouped: "_Grouped") -> tuple[bool, bool]:
-    "Return whether tokens have the same hidden states in groups, and whole a second time; mode and draws stay."
+def _same_in_groups(grouped: "_Grouped") -> bool:
+    "Return whether tokens have the same hidden states in groups; mode and draws stay."
     body = grouped.body
     inputs = _small_batch(body)
     mask = inputs["attention_mask"].bool()  # (4, length)
     with eval_mode(body), same_draws(mask.device), full_precision(mask):
-        ways = grouped.whole, grouped.whole, grouped
-        states = (f(**inputs, output_hidden_states=True, return_dict=True) for f in ways)
-        whole, again, split = (out.hidden_states for out in states)
+        states = (f(**inputs, output_hidden_states=True, return_dict=True) for f in (grouped.whole, grouped))
+        whole, split = (out.hidden_states for out in states)
     rounding = max(1e-4, 12 * torch.finfo(next(body.parameters()).dtype).eps)  # of the length of a vector
     close = lambda a, b: bool(((a - b).norm(dim=-1) <= rounding * a.norm(dim=-1)).all())
-    same = all(a.shape == b.shape and a.shape[:2] == mask.shape and close(a[mask].float(), b[mask].float())
+    return all(a.shape == b.shape and a.shape[:2] == mask.shape and close(a[mask].float(), b[mask].float())
                for a, b in zip(whole, split))
-    return same, all(a.shape[:2] != mask.shape or close(a[mask].float(), b[mask].float()) for a, b in zip(whole, again))
 
 # %% ../nbs/09_trainer.ipynb #e6f7e473
 def _small_batch(body: nn.Module) -> dict[str, Tensor]:

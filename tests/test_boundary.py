@@ -615,19 +615,14 @@ def test_why_there_is_no_gradient():
     batch = tokens | {"labels": torch.where(torch.arange(tokens["input_ids"].shape[1]) == 1, -100, tokens["input_ids"])}
     made = lambda: AutoModelForMaskedLM.from_pretrained(toy_model_path())
     model = made()
-    with torch.inference_mode():
-        inside = made()
-        with pytest.raises(ValueError, match="model: under torch.inference_mode"):
-            empirical_fisher(model, [batch], loss="mlm")
-    with pytest.raises(ValueError, match="model: its weights were made under"):
-        empirical_fisher(inside, [batch], loss="mlm")
+    with torch.inference_mode(), pytest.raises(ValueError, match="loss: depends on no .* torch.inference_mode"):
+        empirical_fisher(model, [batch], loss="mlm")
     whole = empirical_fisher(model, [batch], loss="mlm").scores()
     layer = model.bert.encoder.layer[0]
     plain = layer.forward
     checkpointed = torch.utils.checkpoint.checkpoint
     layer.forward = lambda *a, **k: checkpointed(plain, *a, use_reentrant=True)
-    with pytest.raises(ValueError, match="model: its gradient checkpointing is the reentrant kind"):
-        empirical_fisher(model, [batch], loss="mlm")
+    assert empirical_fisher(model, [batch], loss="mlm").scores() == pytest.approx(whole, rel=1e-4, abs=1e-12)
     wrapped = {f"base_model.model.{n.replace('.query.', '.query.base_layer.')}": v for n, v in whole.items()}
     sites = dropout_sites(made())
     assert site_scores(sites, wrapped) == site_scores(sites, whole)

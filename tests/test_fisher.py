@@ -754,7 +754,7 @@ REFUSED = [  # model, batches, options, message
     (bert, lambda: [tuple(batch_of("mlm").values())], {}, "batches: batch 1 is a tuple; give TextBatches"),
     (bert, lambda: [{"input_ids": torch.ones(2, 3, dtype=torch.long)}], {}, "batch: has no labels"),
     (lambda: bert().requires_grad_(False), masked, {}, "model: no parameter requires a gradient"),
-    (not_finite, masked, {}, "model: the squared gradient of bert.* is not finite in batch 1"),
+    (not_finite, masked, {}, "model: the squared gradient of bert.* is not finite after batch 1"),
     (lambda: split_by_length(toy_model(), 2), corpus_of, {}, "model: reads its batches in groups"),
     (causal_model, lambda: corpus_of(12, loss="clm"), dict(loss="mlm"), "loss: 'mlm', but the batches were made for"),
     (two_part_model, corpus_of, {}, "loss: 'mlm', but T5ForConditionalGeneration is an encoder-decoder; use 'seq2seq'"),
