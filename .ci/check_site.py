@@ -231,7 +231,7 @@ def check_config(root: Path, config: dict) -> list[str]:
             if file.endswith(".scss") and not (root / file).exists():
                 wrong.append(f"_quarto.yml: the file {file} of theme does not exist")
     for command in [*config.get("ipynb-filters", []), config["project"].get("pre-render", "true")]:
-        if not shutil.which(command.split()[0]):
+        if not shutil.which(command.split()[0]) and not (root / command.split()[0]).exists():
             wrong.append(f"_quarto.yml: the filter {command} is not on PATH")
     return wrong
 
@@ -292,13 +292,19 @@ def check_loaded(cells: list[dict]) -> list[str]:
 def pre_render(root: Path, config: dict):
     "What Quarto does before the first page."
     if command := config["project"].get("pre-render"):
-        subprocess.run(command.split(), cwd=root, check=True, timeout=900)
+        subprocess.run(command_of(root, command), cwd=root, check=True, timeout=900)
 
 
-def run_filter(path: Path, command: str) -> subprocess.CompletedProcess:
+def command_of(root: Path, command: str) -> list[str]:
+    "The words of a command in _quarto.yml: a script of the project is run by Python, as Quarto does it."
+    script, *words = command.split()
+    return [sys.executable, str(root / script), *words] if script.endswith(".py") else [script, *words]
+
+
+def run_filter(root: Path, path: Path, command: str) -> subprocess.CompletedProcess:
     "What Quarto does with a notebook: the filter, in the notebook's folder, from stdin to stdout."
     return subprocess.run(
-        command.split(), cwd=path.parent, input=path.read_text(), capture_output=True, text=True, timeout=900
+        command_of(root, command), cwd=path.parent, input=path.read_text(), capture_output=True, text=True, timeout=900
     )
 
 
@@ -519,7 +525,9 @@ def check(root: Path, with_filter: bool = True, only: list[str] = ()) -> list[st
         if not only:
             pre_render(root, config)
         with ThreadPoolExecutor(2) as pool:
-            for path, done in zip(paths, pool.map(lambda path: run_filter(path, config["ipynb-filters"][0]), paths)):
+            for path, done in zip(
+                paths, pool.map(lambda path: run_filter(root, path, config["ipynb-filters"][0]), paths)
+            ):
                 wrong += check_filtered(path.relative_to(root), notebooks[path], done, api, anchors)
     return wrong
 

@@ -2,14 +2,17 @@
 pages Reference and Commands."""
 
 import json
+import sys
 from pathlib import Path
 
 from isoreg.config import CONFIGS, parameter_cell
 from isoreg.measure import measurement_schema
 from isoreg.record import record_schema
-from isoreg.reference import commands_page, index_page
 
-NOTEBOOKS = Path(__file__).parents[1] / "nbs"
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = ROOT / "nbs"
+sys.path.insert(0, str(ROOT / "site"))
+from reference import commands_page, index_page
 
 
 def write_parameters(name: str) -> None:

@@ -26,10 +26,7 @@ MODULES = {  # module: its tests, and which of them
     "fisher": (["test_fisher.py"], "not ranks and not loop_over_samples and not ten_batches and not memory"),
     "schedules": (["test_schedules.py"], ""),
     "statistics": (["test_statistics.py"], ""),
-    "config": (  # the card of a model names the commit, which a copied package has not
-        ["test_config.py", "test_grid.py", "test_records.py", "test_reference.py", "test_extending.py"],
-        "not model_card",
-    ),
+    "config": (["test_config.py", "test_grid.py", "test_records.py", "test_reference.py", "test_extending.py"], ""),
 }
 
 

@@ -4,7 +4,7 @@ one folder.
     python .ci/preview.py _preview
 
 It is not the site: Quarto's layout, search and navigation are missing. What is the same is what goes in (the filtered
-notebooks, the captions, the cross-references, styles.css, _records.html, _intervals.lua) and how equations are made
+notebooks, the captions, the cross-references, site/styles.css and so on) and how equations are made
 (pandoc, MathML)."""
 
 import argparse
@@ -42,7 +42,7 @@ KINDS = {"fig": "Figure", "tbl": "Table", "eq": "Equation"}
 PAGE = """<!doctype html>
 <html lang="{lang}"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><meta name="description" content="{description}">
-<meta property="og:image" content="{up}{card}"><link rel="icon" href="{icon}"><link rel="stylesheet" href="{up}styles.css">
+<meta property="og:image" content="{up}{card}"><link rel="icon" href="{icon}"><link rel="stylesheet" href="{up}site/styles.css">
 <style>
 :root {{ color-scheme: light dark; --paper: #fff; --ink: #212529; --edge: #ccc; --soft: #f4f4f4; --link: #2761a3 }}
 @media (prefers-color-scheme: dark) {{ :root {{ --paper: #222; --ink: #ddd; --edge: #555; --soft: #2c2c2c; --link: #7fb3f0 }} }}
@@ -83,7 +83,7 @@ def to_pandoc(text: str, numbers: dict[str, str]) -> str:
 
 
 def pandoc(texts: list[str]) -> list[str]:
-    filters = [f"--lua-filter={path}" for path in Path(__file__).parents[1].glob("_*.lua")]
+    filters = [f"--lua-filter={path}" for path in Path(__file__).parents[1].glob("site/_*.lua")]
     done = subprocess.run(
         ["pandoc", "-f", "markdown", "-t", "html5", "--mathml", "--wrap=none", *filters],
         input=f"\n\n{CUT}\n\n".join(texts),
@@ -184,7 +184,7 @@ def heading(path: Path) -> str:
 
 def passed(path: Path, name: Path, command: str) -> list:
     "The cells that the filter gives. `SystemExit` for what Quarto would refuse in them."
-    done = run_filter(path, command)
+    done = run_filter(path.parents[len(name.parts) - 1], path, command)
     if done.returncode:
         raise SystemExit(f"{name}: the filter fails: {done.stderr[-500:]}")
     cells = nbformat.reads(done.stdout, as_version=4).cells  # text that the file holds as a list of lines becomes one
@@ -220,7 +220,8 @@ def build(root: Path, out: Path) -> list[Path]:
     if out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True)
-    shutil.copy(root / "styles.css", out)
+    (out / "site").mkdir()
+    shutil.copy(root / "site/styles.css", out / "site")
     icon = config["website"].get("favicon")
     for glob in [*config["project"].get("resources", []), *([icon] if icon else [])]:
         for path in root.glob(glob):

@@ -10,6 +10,7 @@ import errno
 import functools
 import importlib.metadata
 import inspect
+import io
 import itertools
 import json
 import os
@@ -114,14 +115,13 @@ def _refuse_to_replace(
         raise ValueError(f"{name}: {str(out)!r} is a file that is read here; give another one to write")
 
 # %% ../nbs/31_cli.ipynb #checkpag
-def _check_page(html: Path, read: Iterable[str | Path | None], models: Iterable[str]):
-    "Raise, before anything is scored, what keeps a page from being written; `ValueError` in the folder of a model."
-    from isoreg.files import check_writable, expanded
-    _refuse_to_replace("html", html, read)
-    for folder in (expanded(m) for m in models if os.path.isdir(expanded(m))):
-        if Path(os.path.realpath(html)).is_relative_to(os.path.realpath(folder)):
-            raise ValueError(f"html: {str(html)!r} lies in the folder of a model that is read here; give another place")
-    check_writable(html)
+def _check_picture(picture: Path, read: Iterable[str | Path | None]):
+    "Raise, before anything is scored, what keeps a picture from being written."
+    from isoreg.checks import one_of
+    from isoreg.files import check_writable
+    one_of("picture", picture.suffix.lower(), (".pdf", ".png", ".svg"))
+    _refuse_to_replace("picture", picture, read)
+    check_writable(picture)
 
 # %% ../nbs/31_cli.ipynb #1d49b12f
 def _option(text: str, *names: str):
@@ -196,7 +196,7 @@ def _takes_settings(kind: type):
     return decorate
 
 # %% ../nbs/31_cli.ipynb #cfa02b51
-_SAVE = typer.Option("--save-model", help="Also write the trained model and its card.")
+_SAVE = typer.Option("--save-model", help="Also write the trained model.")
 _SET = _option("name=value: any other setting, such as pad_to_max=true; may be given several times.", "--set")
 
 
@@ -661,16 +661,14 @@ def _show_status(state: dict, folder: Path):
     _console.print(table)
 
 # %% ../nbs/31_cli.ipynb #6c46dd64
-_FILES = typer.Argument(metavar="[FILE]...", show_default=False, help="Vectors (.npy, .npz, .safetensors, .pt, "
-                        ".parquet, .feather, .arrow, .csv), or with --model a file of texts, one a line.")
+_FILES = typer.Argument(metavar="[FILE]...", show_default=False, help="Vectors (.npy, .npz, .parquet, .safetensors), "
+                        "or with --model a file of texts, one a line.")
 _MODEL = _option("Score this model on the texts: toy-bert, a folder or a name on the hub; may be given several times.")
 _TEXTS = _option("Texts: a file, one a line, or a table, or a data set on the hub as name:configuration:split.")
-_PAIRS = _option("Vectors or texts, row i of which belongs to row i of the others: adds their alignment.")
 _POOLING = _option("tokens, or one vector a text: mean, cls, last (default: what a SentenceTransformers model says "
                    "itself, else tokens).")
-_LAYER = _option("Layer shown in detail: 0 is the embeddings, -1 the last (default).")
-_OF_TEXTS = ("column", "pair_column", "max_lines", "max_length")  # options without meaning for vectors
-_HTML = _option("File for a page with everything: measures and their sources, pictures, comparisons.")
+_LAYER = typer.Option(help="Layer that is compared: 0 is the embeddings, -1 the last.")
+_PICTURE = _option("File for a picture (.png, .pdf, .svg): spectrum, scores with their intervals.")
 
 # %% ../nbs/31_cli.ipynb #831a25cd
 @app.command("score")
@@ -679,46 +677,53 @@ def score_command(
     files: Annotated[list[Path] | None, _FILES] = None,
     model: Annotated[list[str] | None, _MODEL] = None,
     texts: Annotated[str | None, _TEXTS] = None,
-    pairs: Annotated[str | None, _PAIRS] = None,
     pooling: Annotated[str | None, _POOLING] = None,
-    layer: Annotated[int | None, _LAYER] = None,
+    layer: Annotated[int, _LAYER] = -1,
     normalize: Annotated[bool, typer.Option("--normalize", help="Bring each vector to length one.")] = False,
     array: Annotated[str | None, _option("Name of the array or column in the file.")] = None,
     column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",
-    pair_column: Annotated[str | None, _option("Column of the partners (default: that of the texts).")] = None,
     max_lines: Annotated[int, typer.Option(min=1, help="Texts at most, drawn at random.")] = 500,
     max_length: Annotated[int, typer.Option(min=1, help="Tokens of a text at most; what is longer is cut.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of what is drawn.")] = 0,
-    html: Annotated[Path | None, _HTML] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draw of texts.")] = 0,
+    picture: Annotated[Path | None, _PICTURE] = None,
     as_json: Annotated[bool, _JSON] = False,
 ):
-    "IsoScore with its error, the spectrum, and what else is asked of embeddings; files or models compared by row."
-    from isoreg.embeddings import compare, report_page
-    from isoreg.files import write_atomically
-    if html is not None: _check_page(html, [*(files or []), texts, pairs], model or [])
+    "IsoScore with its interval, dimensions in use, outlier dimensions and spectrum; files or models compared by row."
+    from isoreg.embeddings import draw_texts, measure_model
+    _check_score_options(ctx, bool(model))
+    given, drawn = [str(f) for f in [*(files or []), texts] if f is not None], None
+    if picture: _check_picture(picture, given)
+    if len(given) != 1 and (model or not given):
+        raise ValueError(f"file: {len(given)} given; name a file of vectors, or give --model and one file of texts")
     with _warnings_shown():
         if model:
-            given = [f for f in [*(files or []), texts] if f is not None]
-            columns, most = (column, pair_column or column), (max_lines, max_length)
-            if array is not None: raise ValueError("array: belongs to vectors; leave --array out, or --model")
-            measured, drawn = _score_models(given, model, pairs, columns, pooling, layer, normalize, most, seed)
-        elif alone := [n for n in _OF_TEXTS if ctx.get_parameter_source(n).name == "COMMANDLINE"]:
-            name = alone[0].replace("_", "-")
-            raise ValueError(f"{name}: belongs to texts; leave it out, or give --model and --texts")
-        else: measured, drawn = _score_files(files, texts, pairs, pooling, layer, normalize, array, seed), None
+            lines, total = draw_texts(given[0], max_lines, seed, column)
+            drawn = {"count": len(lines), "texts": total, "seed": seed if total > len(lines) else None}
+            measured = [measure_model(m, lines, pooling, layer, normalize, max_length) for m in model]
+        else: measured = [_measured(f, array, normalize) for f in files]
         measured = _told_apart(measured)
-        first, *others = measured
-        differences = [(m.name, first.name, compare(m, first)) for m in others if not _too_even(m, first)]
-        if html: write_atomically(html, report_page(measured, differences, _about(drawn, pooling, normalize)))
+        differences = _differences(measured)
+    if picture: _draw(measured, picture)
     if as_json: return print(json.dumps(_scores_json(measured, differences, drawn), indent=1))
     _show_scores(measured, differences, drawn)
-    if html: _console.print(str(html))
 
 # %% ../nbs/31_cli.ipynb #a71d602c
-def _too_even(*measured) -> bool:
-    "Return whether a cloud is too even for a corrected score, which a warning has said already."
-    rows = [m.rows[m.shown] for m in measured]
-    return any("corrected" not in row and row.get("points", 0) >= 5 for row in rows)
+def _check_score_options(ctx: typer.Context, model: bool):
+    "Raise `ValueError` for an option that would have no effect."
+    without = ("array",) if model else ("texts", "pooling", "layer", "column", "max_lines", "max_length", "seed")
+    for name in without:
+        if ctx.get_parameter_source(name).name == "COMMANDLINE":
+            remedy = "vectors; leave out it or --model" if model else "a model on texts; leave it out, or give --model"
+            raise ValueError(f"{name.replace('_', '-')}: belongs to {remedy}")
+
+
+def _measured(file: Path, array: str | None, normalize: bool):
+    "Return the scores of the vectors in a file; a `ValueError` names it."
+    from isoreg.embeddings import measure_points, read_points
+    points = read_points(file, array)
+    name = str(file).encode(errors="backslashreplace").decode()  # one that is no UTF-8, too
+    try: return measure_points(points, name, normalize)
+    except ValueError as error: raise ValueError(f"{error} ({name})") from None
 
 
 def _told_apart(measured: list) -> list:
@@ -728,46 +733,22 @@ def _told_apart(measured: list) -> list:
     return [m._replace(name=f"{m.name} ({n + 1})") if n else m for m, n in zip(measured, again)]
 
 
-def _score_files(files, texts, pairs, pooling, layer, normalize, array, seed) -> list:
-    "Return what was measured of the vectors in files; `ValueError` for options that need a model."
-    from isoreg.embeddings import read_points
-    if texts is not None: raise ValueError("texts: need a model that reads them; give --model")
-    if not files: raise ValueError("file: none given; name a file of vectors, or give --model and --texts")
-    for name, value in ("pooling", pooling), ("layer", layer):
-        if value is not None: raise ValueError(f"{name}: belongs to a model; leave it out, or give --model and --texts")
-    partners = read_points(pairs, array) if pairs else None
-    names = [str(f).encode(errors="backslashreplace").decode() for f in files]  # those that are no UTF-8, too
-    return [_measured(read_points(f, array), partners, n, normalize, seed) for f, n in zip(files, names)]
-
-
-def _measured(points, partners, name: str, normalize: bool, seed: int):
-    "Return what was measured of the vectors of a file; a `ValueError` names it."
-    from isoreg.embeddings import measure_points
-    try: return measure_points(points, partners, name, normalize, seed)
-    except ValueError as error: raise ValueError(f"{error} ({name})") from None
-
-# %% ../nbs/31_cli.ipynb #ef16c61d
-def _score_models(given, models, pairs, columns, pooling, layer, normalize, most, seed) -> tuple:
-    "Return what was measured of models, and the texts: file, how many of how many, seed."
-    from isoreg.embeddings import POOLINGS, draw_pairs, draw_texts, measure_model
-    from isoreg.checks import one_of
-    if pooling: one_of("pooling", pooling, POOLINGS)
-    if len(given) != 1:
-        raise ValueError(f"texts: {len(given)} files given; --model reads those of one: name it with --texts")
-    limit, length = most
-    if pairs: lines, beside, total = draw_pairs(given[0], pairs, limit, seed, columns)
-    else: (lines, total), beside = draw_texts(given[0], limit, seed, columns[0]), None
-    layer = -1 if layer is None else layer
-    found = [measure_model(m, lines, beside, pooling, layer, normalize, seed, length) for m in models]
-    name = Path(given[0]).name
-    return found, {"file": name, "count": len(lines), "texts": total, "seed": seed if total > limit else None}
+def _differences(measured: Sequence) -> list[tuple]:
+    "Return each difference to the first, with both names, of those that have a corrected score."
+    from isoreg.embeddings import compare
+    first, *others = (m for m in measured if "corrected" in m.rows[m.shown] or m is measured[0])
+    if "corrected" not in first.rows[first.shown]: return []
+    return [(m.name, first.name, compare(m, first)) for m in others]
 
 # %% ../nbs/31_cli.ipynb #c160a18b
-def _about(drawn: dict | None, pooling: str | None, normalize: bool) -> str:
-    "Return in a line what was scored."
-    what = "" if drawn is None else f"{_texts_drawn(drawn)} of {drawn['file']}"
-    how = [what, f"pooling {pooling}" if pooling else "", "each vector brought to length one" if normalize else ""]
-    return "; ".join(word for word in how if word)
+def _draw(measured: Sequence, picture: Path):
+    "Write the picture of the scores."
+    from isoreg.embeddings import draw_scores
+    from isoreg.files import write_atomically
+    content = io.BytesIO()
+    draw_scores(measured).savefig(content, format=picture.suffix[1:].lower(), dpi=150)
+    write_atomically(picture, content.getvalue())
+    _errors.print(str(picture))
 
 
 def _texts_drawn(drawn: dict) -> str:
@@ -780,85 +761,68 @@ def _scores_json(measured: Sequence, differences: Sequence, drawn: dict | None):
     "Return what is printed as JSON: of a file its scores, of a model a row a layer, of several these by name."
     found = {}
     for m in measured:
-        rows = [dict(r) for r in m.rows]
-        rows[m.shown] |= {k: v for k, v in m.details.items() if k != "dimensions"}
-        if drawn: rows = [r | {"texts": drawn["texts"], "seed": drawn["seed"]} for r in rows]
-        found[m.name] = rows if drawn else rows[0]
+        if drawn: found[m.name] = [r | {"texts": drawn["texts"], "seed": drawn["seed"]} for r in m.rows]
+        else: found[m.name] = m.rows[0]
     if len(measured) == 1: return found[measured[0].name]
     return {"scores": found, "differences": [{"of": a, "minus": b} | d._asdict() for a, b, d in differences]}
 
 # %% ../nbs/31_cli.ipynb #2e7f58ab
 def _show_scores(measured: Sequence, differences: Sequence, drawn: dict | None):
     "Print what was measured."
-    if len(measured) == 1:
-        (one,) = measured
-        (_show_points if drawn is None else _show_layers)(one.rows, drawn)
-        return _show_measures(one)
-    from isoreg.embeddings import with_error
-    right = ("IsoScore", "corrected", "dimensions in even use")
-    table = _table("" if drawn is None else _texts_drawn(drawn), ("vectors",), right)
-    for m in measured:
-        row, used = m.rows[m.shown], "{dimensions_in_use:.1f} of {dims}".format(**m.rows[m.shown])
-        table.add_row(m.name, f"{row['isoscore']:.4f}", with_error(row), used)
+    (first, *others), seen = measured, "" if drawn is None else _texts_drawn(drawn)
+    if not others and drawn is None: return _show_points(first.rows[0])
+    if not others: return _show_layers(first.rows, seen)
+    table = _table(seen, ("vectors",), ("IsoScore", "corrected", "95 % interval", "dimensions in use"))
+    for m in measured: table.add_row(m.name, *_scores_of(m.rows[m.shown]))
     _console.print(table)
     for a, b, d in differences:
         how = "paired by row" if d.paired else "not paired: different numbers of rows"
         _console.print(f"{a} minus {b}: {d.difference:+.4f} [{d.low:+.4f}, {d.high:+.4f}], {how}")
 
+
+def _scores_of(row: dict) -> tuple[str, ...]:
+    "Return plain and corrected score, interval and dimensions in use as texts."
+    if "isoscore" not in row: return ("undefined", "", "", "")
+    used = f"{row['dimensions_in_use']:.1f} of {row['dims']}"
+    if "corrected" not in row: return (f"{row['isoscore']:.4f}", "–", "", used)
+    low, high = row["interval"]
+    return (f"{row['isoscore']:.4f}", f"{row['corrected']:.4f}", f"[{low:.4f}, {high:.4f}]", used)
+
 # %% ../nbs/31_cli.ipynb #70fad414
-def _show_points(rows: Sequence[dict], drawn: dict | None):
+def _show_points(row: dict):
     "Print the scores of a cloud, and a bar for each of the first axes."
-    (result,) = rows
-    from isoreg.embeddings import with_error
-    table, spectrum = _table(f"{result['points']} points, {result['dims']} dimensions"), result["spectrum"]
-    table.add_row("IsoScore", f"{result['isoscore']:.4f}")
-    if "corrected" in result: table.add_row("corrected", f"{with_error(result)} (standard error, rows independent)")
-    table.add_row("dimensions in even use", f"{result['dimensions_in_use']:.1f}")
-    table.add_row("axes for " + ", ".join(spectrum["axes_for"]), _axes(result))
+    table, spectrum = _table(f"{row['points']} points, {row['dims']} dimensions"), row["spectrum"]
+    plain, corrected, interval, used = _scores_of(row)
+    table.add_row("IsoScore", plain)
+    table.add_row("corrected", f"{corrected} {interval} (95 %, rows independent)" if interval else corrected)
+    table.add_row("dimensions in use", used)
+    for rule, found in row["outliers"].items(): table.add_row(f"outliers {rule.replace('_', ' ')}", _some(found))
+    table.add_row("axes for " + ", ".join(spectrum["axes_for"]), _axes(row))
     for i, share in enumerate(spectrum["share"], 1):
         bar = "█" * max(1, round(30 * share / spectrum["share"][0]))
         table.add_row(f"axis {i}", f"{100 * share:5.1f} %  {bar}")
     _console.print(table)
 
-# %% ../nbs/31_cli.ipynb #a0a2a9f6
-def _show_layers(rows: Sequence[dict], drawn: dict):
-    "Print the scores of a model, a layer a row; of a layer that has none only its number."
-    from isoreg.embeddings import with_error
-    tokens = next((r["tokens"] for r in rows if "tokens" in r), None)
-    kind = "corrected, by sequence" if tokens else "corrected"
-    table = _table(f"{tokens} tokens of {_texts_drawn(drawn)}" if tokens else _texts_drawn(drawn), right=(
-        "layer", "IsoScore", kind, "in even use", "axes for 50, 90, 99 %", "first axis"))
-    for row in rows:
-        if "isoscore" not in row: table.add_row(str(row["layer"]), "undefined"); continue
-        used, share = f"{row['dimensions_in_use']:.1f}", f"{100 * row['spectrum']['share'][0]:.1f} %"
-        table.add_row(str(row["layer"]), f"{row['isoscore']:.4f}", with_error(row), used, _axes(row), share)
-    _console.print(table)
+
+def _some(dimensions: list[int]) -> str:
+    "Return the first of the dimensions that stand out."
+    if not dimensions: return "none"
+    return ", ".join(map(str, dimensions[:8])) + f", ... ({len(dimensions)})" * (len(dimensions) > 8)
 
 
 def _axes(row: dict) -> str: return ", ".join(map(str, row["spectrum"]["axes_for"].values()))
 
-# %% ../nbs/31_cli.ipynb #899c42df
-def _show_measures(one):
-    "Print what else was measured, with what it says and whose it is; then the linear steps."
-    from isoreg.embeddings import MEASURES
-    layer = one.rows[one.shown].get("layer")
-    table = _table("also" if layer is None else f"also, layer {layer}", ("measure",), ("value",))
-    for name in ("what it says", "after"): table.add_column(name, overflow="fold")
-    for name, value in one.details["measures"].items():
-        m = MEASURES[name]
-        table.add_row(m.title, "undefined" if value is None else f"{value:.4g}", m.says, m.source)
-    for rule, found in one.details["outliers"].items():
-        names = ", ".join(map(str, found[:8]))
-        table.add_row(f"outlier dimensions, {rule.replace('_', ' ')}", str(len(found)), names, "")
+# %% ../nbs/31_cli.ipynb #a0a2a9f6
+def _show_layers(rows: Sequence[dict], seen: str):
+    "Print the scores of a model, a layer a row; of a layer that has none only its number."
+    tokens = next((r["tokens"] for r in rows if "tokens" in r), None)
+    table = _table(f"{tokens} tokens of {seen}" if tokens else seen, right=(
+        "layer", "IsoScore", "corrected", "95 % interval", "dimensions in use", "axes for 50, 90, 99 %", "outliers"))
+    for row in rows:
+        more = ("", "")
+        if "isoscore" in row: more = (_axes(row), str(len({d for v in row["outliers"].values() for d in v})))
+        table.add_row(str(row["layer"]), *_scores_of(row), *more)
     _console.print(table)
-    steps = _table("what a linear step, fitted on these vectors, would make of them", ("",), [
-        MEASURES["corrected" if k == "isoscore" else k].title for k in one.details["steps"][0] if k != "step"])
-    for row in one.details["steps"]:
-        steps.add_row(*(v if isinstance(v, str) else "undefined" if v is None else f"{v:.3f}" for v in row.values()))
-    _console.print(steps)
-    few, row = one.details["pairs_of"], one.rows[one.shown]
-    _console.print("whitened: the plain IsoScore, 1 by construction; this table, uniformity, hubness and TwoNN are of "
-                   f"{few} vectors" + ", drawn at random" * (few < row.get("points", row.get("tokens", 0))))
 
 # %% ../nbs/31_cli.ipynb #0f45d5da
 _BASELINE = typer.Option(help="The method that the others are compared with, as the report calls it.")

@@ -29,7 +29,6 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 # %% ../nbs/23_finetune.ipynb #9715743f
-from .card import save_model
 from isoreg.config import (
     BUILT_IN, COMMON, DROPOUTS, GUIDED, RATED, RunConfig, made, name_of, packages, reads, scores_source,
     scores_texts)
@@ -42,7 +41,8 @@ from .files import expanded, file_kind, pack, unpack, write_atomically
 from .fisher import FisherEstimate, empirical_fisher
 from .geometry import two_nn
 from .istar import measure_isotropy
-from .models import check_vocabulary, load_model, model_source, pretrained, process_kept, resolve_precision
+from .models import (
+    check_vocabulary, load_model, model_source, pretrained, process_kept, resolve_precision, save_model)
 from .schedules import site_scores
 from .sites import dropout_sites
 from .record import (
@@ -57,7 +57,7 @@ def run(
     config: RunConfig,  # everything that decides the run
     progress_file: str | Path | None = None,  # told how far the run is
     isotropy_points: int = 250_000,  # token vectors over all layers behind each isotropy score
-    model_folder: str | Path | None = None,  # gets the trained model, its tokenizer and a model card
+    model_folder: str | Path | None = None,  # gets the trained model and its tokenizer
     *,
     task: Task | None = None,  # one's own, in place of the configuration's
     penalty: nn.Module | None = None,  # any module that takes (hidden_states, attention_mask), in place of its penalty
@@ -118,7 +118,7 @@ def _kept(value):
 # %% ../nbs/23_finetune.ipynb #91c23ea7
 def _save_model(model: nn.Module, tokenizer, record: RunRecord, folder: str | Path):
     "Save the model; where that fails, on a full disk, say, what was measured is not lost with it."
-    try: save_model(model, tokenizer, record, folder)
+    try: save_model(model, tokenizer, folder)
     except Exception as error:
         record.warnings.append(f"the model was not saved: {type(error).__name__}: {error}")
         warnings.warn(record.warnings[-1])

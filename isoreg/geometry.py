@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['geometry', 'average_cosine', 'partition_score', 'variance_explained', 'effective_rank', 'rankme', 'nearest_two',
-           'two_nn', 'Dimensions', 'outlier_dimensions', 'mean_activation']
+           'two_nn', 'Dimensions', 'outlier_dimensions', 'stand_out', 'transformed']
 
 # %% ../nbs/05_geometry.ipynb #931dac7f
 import functools
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .checks import in_range, one_of
-from .moments import Moments, as_given, check_points, full_precision, merge, moments
+from .moments import Moments, as_given, check_points, floating, full_precision, merge, moments
 
 # %% ../nbs/05_geometry.ipynb #123124fb
 class Geometry(dict):
@@ -225,49 +225,51 @@ def nearest_two(
     points,  # (n, d) tensor or array, n >= 3
     chunk: int = 1024,  # rows of the table of distances at a time, at least 1
 ) -> Tensor:  # (n, 2), float64
-    """Return the distances to the nearest and second nearest other point, right to a part in a billion for any points.
+    """Return the distances to the nearest and second nearest other point, right to a part in a billion.
 
-    Costs less than one product of the points with themselves, about four where float32 is not enough (clusters far
-    apart). Memory beside the input: one copy, in float32 or, where that is not enough, in float64, and a table
-    (chunk, n). `ValueError` for fewer than 3 points, NaN or infinite values, or a chunk below 1.
+    Costs about one product of the points with themselves, three where float32 is not enough (clusters far apart).
+    `ValueError` for fewer than 3 points, NaN or infinite values, or a chunk below 1.
     """
-    in_range("chunk", chunk, 1, whole=True)
+    chunk = int(in_range("chunk", chunk, 1, whole=True))
     x = cloud_rows(points, None, 3)
-    scale = _power_of_two(x)
+    scale, left = _power_of_two(x), torch.arange(len(x), device=x.device)
     mean = sum((rows.double() / scale).sum(0) for rows in x.split(ROWS)) / len(x)
+    two = torch.empty(len(x), 2, dtype=torch.float64, device=x.device)
     with full_precision(x):
-        y = _shifted(x, mean, scale, torch.float32)
-        value, index = _candidates(y, min(_CANDIDATES, len(x) - 1), chunk)
-        two = _distances(x, torch.arange(len(x), device=x.device), index, scale)[:, :2]
-        left = (~_certain(value, two[:, 1], y)).nonzero()[:, 0]
-        if len(left): two[left] = _two_again(x, _shifted(x, mean, scale, torch.float64), left, scale, chunk)
+        for dtype, candidates in (torch.float32, 6), (torch.float64, 32):
+            y = torch.cat([(rows.double() / scale - mean).to(dtype) for rows in x.split(ROWS)])
+            two[left], certain = _two_by_product(x, y, left, scale, chunk, candidates)
+            left = left[~certain]
+            if not len(left): break
+        for rows in left.split(64): two[rows] = _two_by_difference(x, rows, scale)
     return two * scale
 
-# %% ../nbs/05_geometry.ipynb #890f17ae
-_CANDIDATES = 6
+# %% ../nbs/05_geometry.ipynb #a1b00046
+def _two_by_product(
+    x: Tensor,  # (n, d)
+    y: Tensor,  # x / scale - mean
+    rows: Tensor,  # (m,) whose neighbours are wanted
+    scale: float,
+    chunk: int,
+    candidates: int,
+) -> tuple[Tensor, Tensor]:  # (m, 2), and whether each row is certain, (m,)
+    "Return the two distances among the candidates that a product nominates."
+    half, k, two, certain = y.square().sum(1) / 2, min(candidates, len(x) - 1), [], []
+    for part in rows.split(chunk):
+        table = torch.addmm(half, y[part], y.T, beta=-1)
+        table[torch.arange(len(part), device=x.device), part] = -torch.inf
+        value, index = table.topk(k, 1)
+        two.append(_distances(x, part, index, scale)[:, :2])
+        certain.append(_certain(value - half[part, None], two[-1][:, 1], y[part]) | (k == len(x) - 1))
+    return torch.cat(two), torch.cat(certain)
 
 
-def _candidates(y: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
-    "Return minus half the squared distance and the index of about the k nearest other points, (n, k) each."
-    n, half = len(y), y.square().sum(1) / 2
-    found = y.new_full((n, k), -torch.inf), torch.zeros((n, k), dtype=torch.long, device=y.device)
-    for a in range(0, n, chunk):
-        b = min(a + chunk, n)
-        table = torch.addmm(half[a:], y[a:b], y[a:].T, beta=-1)  # without the row's own half square
-        table[:, : b - a].fill_diagonal_(-torch.inf)
-        value, index = table.topk(min(k, n - a), 1)  # along the block
-        _keep_best(found, value - half[a:b, None], index + a, slice(a, b))
-        if b == n: break
-        value, index = table[:, b - a :].sub_(half[a:b, None]).topk(min(k, b - a), 0)  # down the block
-        _keep_best(found, value.T, index.T + a, slice(b, n))
-    return found
-
-# %% ../nbs/05_geometry.ipynb #a1b00044
-def _keep_best(found: tuple[Tensor, Tensor], value: Tensor, index: Tensor, rows: slice):
-    "Keep the best of the candidates so far and of new ones (m, k) for some rows."
-    v, i = torch.cat([found[0][rows], value], 1), torch.cat([found[1][rows], index], 1)
-    v, at = v.topk(found[0].shape[1])
-    found[0][rows], found[1][rows] = v, i.gather(1, at)
+def _two_by_difference(x: Tensor, rows: Tensor, scale: float) -> Tensor:
+    "Return the two distances (m, 2) of some rows, of all points from differences."
+    y = x.double() / scale
+    table = torch.cdist(y[rows], y, compute_mode="donot_use_mm_for_euclid_dist")
+    table[torch.arange(len(rows), device=x.device), rows] = torch.inf
+    return table.topk(2, largest=False).values
 
 # %% ../nbs/05_geometry.ipynb #cedf2ef9
 def _distances(x: Tensor, rows: Tensor, index: Tensor, scale: float) -> Tensor:
@@ -281,43 +283,13 @@ def _distances(x: Tensor, rows: Tensor, index: Tensor, scale: float) -> Tensor:
     parts = [squares(i, j) for i, j in zip(rows.split(64), index.split(64))]
     return torch.cat(parts).sqrt().div_(after).sort(1).values
 
-# %% ../nbs/05_geometry.ipynb #a1b00045
-def _shifted(x: Tensor, mean: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    "Return the rows / scale - mean, computed in float64."
-    y = torch.empty_like(x, dtype=dtype)
-    for rows, out in zip(x.split(ROWS), y.split(ROWS)): out.copy_((rows.double() / scale).sub_(mean))
-    return y
-
 # %% ../nbs/05_geometry.ipynb #cedf2efb
-def _certain(value: Tensor, second: Tensor, y: Tensor, tolerance: float = 0.0) -> Tensor:
+def _certain(value: Tensor, second: Tensor, y: Tensor) -> Tensor:
     "Return for each row (m,) whether no point but its candidates (m, k) can be nearer than the second of them."
     finfo, d = torch.finfo(y.dtype), y.shape[1]
     γ, length = (d + 8) * finfo.eps / 2, torch.linalg.vector_norm(y, dim=1, dtype=torch.float64)
     bound = γ * (2 * length + second) ** 2 + d * finfo.tiny
-    return (second == 0) | (-2 * value[:, -1].double() - bound >= second.square() * (1 - tolerance))
-
-# %% ../nbs/05_geometry.ipynb #86c41aa3
-def _two_again(x: Tensor, y: Tensor, rows: Tensor, scale: float, chunk: int) -> Tensor:
-    "Return the two distances of some rows (m, 2) from products in float64, or, where that will not do, differences."
-    two, certain = _two_by_product(x, y, rows, scale, chunk)
-    for at in (~certain).nonzero()[:, 0].split(64):
-        mode = "donot_use_mm_for_euclid_dist"
-        table = torch.cdist(x[rows[at]].double() / scale, x.double() / scale, compute_mode=mode)
-        table[torch.arange(len(at), device=x.device), rows[at]] = torch.inf
-        two[at] = table.topk(2, largest=False).values
-    return two
-
-# %% ../nbs/05_geometry.ipynb #a1b00046
-def _two_by_product(x: Tensor, y: Tensor, rows: Tensor, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
-    "Return the two distances (m, 2) from products, and whether each row (m,) is certain to a part in a billion."
-    half, k, two, sure = y.square().sum(1) / 2, min(32, len(x) - 1), [], []
-    for part in rows.split(max(1, chunk // 4)):
-        table = torch.addmm(half, y[part], y.T, beta=-1)
-        table[torch.arange(len(part), device=x.device), part] = -torch.inf
-        value, index = table.topk(k, 1)
-        two.append(_distances(x, part, index, scale)[:, :2])
-        sure.append(_certain(value - half[part, None], two[-1][:, 1], y[part], 1e-9) | (k == len(x) - 1))
-    return torch.cat(two), torch.cat(sure)
+    return (second == 0) | (-2 * value[:, -1].double() - bound >= second.square() * (1 - 1e-9))
 
 # %% ../nbs/05_geometry.ipynb #f203105b
 def two_nn(
@@ -379,12 +351,17 @@ def outlier_dimensions(
     in_range("k", k, 1, whole=True)
     for name, value in ("sigmas", sigmas), ("ratio", ratio): in_range(name, value, 0, ends="(]")
     c = as_cloud(points, mask)
-    mean, variance = c.moments.mean, c.moments.m2.diagonal() / (c.n - 1)
+    return stand_out(c.moments, k, sigmas, ratio, c.scale)
+
+
+def stand_out(m: Moments, k: int = 5, sigmas: float = 3.0, ratio: float = 5.0, scale: float = 1.0) -> Dimensions:
+    "Return what `outlier_dimensions` gives, from the moments of the rows divided by `scale`."
+    mean, variance = m.mean, m.m2.diagonal() / (m.count - 1)
     far, spread = (mean - mean.mean()).abs(), mean.std(correction=0)
     order = variance.argsort(descending=True, stable=True)
     by_mean = _largest_first(far, (far >= sigmas * spread) & (far > 0))
     by_variance = _largest_first(variance, (variance >= ratio * variance.mean()) & (variance > 0))
-    return Dimensions(mean * c.scale, variance.sqrt() * c.scale, by_mean, by_variance, order[:k].tolist())
+    return Dimensions(mean * scale, variance.sqrt() * scale, by_mean, by_variance, order[:k].tolist())
 
 # %% ../nbs/05_geometry.ipynb #a1b00047
 def _largest_first(value: Tensor, chosen: Tensor) -> list[int]:
@@ -392,17 +369,50 @@ def _largest_first(value: Tensor, chosen: Tensor) -> list[int]:
     order = value.argsort(descending=True, stable=True)
     return order[chosen[order]].tolist()
 
-# %% ../nbs/05_geometry.ipynb #52951c88
-def mean_activation(
+# %% ../nbs/05_geometry.ipynb #cd5cdd92
+def transformed(
     points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-):
-    """Return the mean of each dimension, (d,), summed in float64; a tensor or array, as given, of float32 or better.
+    *steps: str | int,  # "centre", "normalise", "whiten", or how many top directions (and the mean) go; in this order
+    fitted_on=None,  # (m, d), where mean and directions come from; None: the points
+    strength: float = 1.0,  # of whitening, 0 (turned only) to 1
+):  # (n, d), float64, a tensor or array as given; whitened: (n, r), in the r principal directions with variance
+    """Return the points after linear steps: centred, normalised, whitened, or without their top directions.
 
-    `ValueError` for no point, NaN or infinite values.
+    `ValueError` for an unknown step, fewer than 2 rows to fit on, rows of another width, a row of zeros to be
+    normalised, and equal rows to be whitened.
     """
-    c = as_cloud(points, mask, 1)
-    return as_given((c.moments.mean * c.scale).to(c.x.dtype), points)
+    in_range("strength", strength, 0, 1)
+    fitted_on = points if fitted_on is None else fitted_on
+    x, y = cloud_rows(points, None, 1), cloud_rows(fitted_on, None, 2)
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(f"fitted_on: shape {tuple(y.shape)} beside points {tuple(x.shape)}; give rows of one width")
+    eps = torch.finfo(floating(fitted_on, "fitted_on").dtype).eps
+    x, y = x.double(), y.double()
+    error = eps / 2 * y.abs()  # of each entry, by its rounding as it was given
+    for step in steps:
+        apply = _fitted(y, step, strength, error)
+        if step == "normalise": error = error / y.norm(dim=1, keepdim=True)
+        x, y = apply(x), apply(y)
+        if step == "whiten": error = torch.zeros_like(y)
+    return as_given(x, points)
+
+# %% ../nbs/05_geometry.ipynb #873a9a32
+def _fitted(y: Tensor, step: str | int, strength: float, error: Tensor):
+    "Return a step as a function of rows, fitted on rows y (m, d) whose entries have an error each, (m, d)."
+    if step == "normalise": return unit_rows
+    mean = y.mean(0)
+    if step == "centre": return lambda x: x - mean
+    top = isinstance(step, int) and not isinstance(step, bool) and 0 < step < y.shape[1]
+    also = f"a number of directions below {y.shape[1]}"
+    if not top: one_of("steps", step, ("centre", "normalise", "whiten"), also)
+    centred = y - mean
+    σ, V = torch.linalg.svd(centred - centred.mean(0), full_matrices=False)[1:]  # twice: a large mean is rounded
+    if top: return lambda x: (x - mean) - (x - mean) @ V[:step].T @ V[:step]
+    noise = (1 + (y.shape[1] / len(y)) ** 0.5) * (V.square() @ error.square().sum(0)).sqrt()  # of random errors
+    kept = (σ > max(y.shape) * torch.finfo(y.dtype).eps * σ[0]) & (σ > noise)
+    if not kept.any(): raise ValueError("steps: nothing to whiten; all rows are equal, or differ by rounding alone")
+    scale = (σ[kept] / (len(y) - 1) ** 0.5) ** -strength
+    return lambda x: (x - mean) @ V[kept].T * scale
 
 # %% ../nbs/05_geometry.ipynb #68169a05
 def _isoscore(c: Cloud) -> float:

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from .checks import in_range, one_of
 from .corpus import LOSSES, predicted_positions, sample_losses
 from .files import check_writable, from_json, read_text, write_atomically
-from .fisher import FisherEstimate, check_named
+from .fisher import FisherEstimate
 from .states import eval_mode, same_draws
 
 # %% ../nbs/12_landscape.ipynb #6d5ae0cf
@@ -78,7 +78,6 @@ def _walk(model, batches, directions, axes, loss, path, progress, precision, red
             "reduction": reduction, "precision": precision, "model": _name(model)}
     rows: list = [None] * len(alphas)
     if path is not None:
-        check_named(loss, "path")
         made_of = {"weights": _parameters(model), "directions": directions,
                    "batches": [_fingerprint(b) for b in mean_loss.batches]}
         buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point()}  # such as running means

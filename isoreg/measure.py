@@ -5,6 +5,7 @@ __all__ = ['KINDS', 'measure_fisher', 'mean_loss', 'measure_landscape', 'as_surf
            'measurement_schema']
 
 # %% ../nbs/25_measure.ipynb #118e101d
+import itertools
 import json
 import shutil
 import time
@@ -44,21 +45,20 @@ from .toy import toy_corpus
 # %% ../nbs/25_measure.ipynb #beefee88
 def measure_fisher(
     config: FisherConfig,
-    folder: str | Path,  # gets full/ (the estimate), partial.json and, last, record.json
+    folder: str | Path,  # gets full/ (the estimate) and, last, record.json
     on_progress: Callable[[str], None] = lambda line: None,  # called with what is being done
 ) -> dict:
-    "Estimate, compare subsamples, write the record and return it. Goes on where a killed call stopped."
+    "Estimate, compare subsamples, write the record and return it; a finished record is returned as it is."
     folder, (begun, inputs) = Path(folder), _begin(config)
     if done := _finished(folder, config, on_progress): return done
-    resumed = (folder / "full" / "fisher.json").is_file()
     model, corpus, loss, notes = _model_and_corpus(config)
     on_progress(f"{len(corpus.numbers)} samples in {len(corpus)} batches")
     say = lambda n: on_progress(f"whole corpus: batch {n} of {len(corpus)}") if n % 50 == 0 else None
-    full = empirical_fisher(model, corpus, **_options(config, loss), checkpoint=folder / "full",
-                            every=max(50, len(corpus) // 20), progress=say)
+    full = empirical_fisher(model, corpus, **_options(config, loss), progress=say)
+    full.save(folder / "full")
     seconds, scores = time.perf_counter() - begun, full.scores()
     sites = _schedule(model, scores)
-    draws = _compare_draws(config, model, corpus, loss, full, sites, folder / "partial.json", on_progress)
+    draws = _compare_draws(config, model, corpus, loss, full, sites, on_progress)
     total, over = _summed_loss(model, corpus, loss)
     found = {
         "loss": loss, "mean_loss": total / over, "mean_loss_over": over, "unit": full.unit,
@@ -66,7 +66,7 @@ def measure_fisher(
         "by_function": full.by_function, "parameters": sum(full.numel.values()), "numel": full.numel,
         "tensor_scores": scores, "sites": sites, "draws": draws,
         "entries": _sorted_entries(full) if config.level == "diagonal" else {}, "seconds_full": seconds}
-    return _save(folder, record_of(config, notes, begun, inputs, resumed) | found)
+    return _save(folder, record_of(config, notes, begun, inputs) | found)
 
 # %% ../nbs/25_measure.ipynb #7da812bd
 def _options(config: FisherConfig, loss: str) -> dict:
@@ -75,17 +75,15 @@ def _options(config: FisherConfig, loss: str) -> dict:
                 precision=config.precision)
 
 
-def _compare_draws(config, model, corpus, loss, full, sites, partial: Path, on_progress) -> list[dict]:
-    "Return each subsample against the whole; those that the partial file holds are not drawn again."
-    draws = json.loads(partial.read_text()) if partial.is_file() else []
-    known, scores = {(d["share"], d["draw"]) for d in draws}, full.scores()
-    for share, draw in ((s, d) for s in config.percentages for d in range(config.draws) if (s, d) not in known):
+def _compare_draws(config, model, corpus, loss, full, sites, on_progress) -> list[dict]:
+    "Return each subsample against the whole."
+    draws, scores = [], full.scores()
+    for share, draw in itertools.product(config.percentages, range(config.draws)):
         part = empirical_fisher(model, corpus.draw(share / 100, draw), **_options(config, loss))
         draws.append({"share": share, "draw": draw} | _compare(part, full, scores, model, sites))
-        write_atomically(partial, json.dumps(plain(draws)))
         order = draws[-1]["tensor_order"]
         on_progress(f"{share:g} %, draw {draw + 1} of {config.draws}: order of the tensors {order:.4f}")
-    return [d for d in draws if d["share"] in config.percentages and d["draw"] < config.draws]  # the file may hold more
+    return draws
 
 # %% ../nbs/25_measure.ipynb #934863f4
 def _compare(part: FisherEstimate, full: FisherEstimate, scores: dict, model: nn.Module, sites: dict) -> dict:
@@ -438,7 +436,7 @@ def _finished(folder: Path, config: TextSettings, on_progress: Callable[[str], N
     if not (changed := changed_inputs(record)): return record
     on_progress(f"{' and '.join(changed)} changed since the record of {record['finished']}: all is computed again")
     shutil.rmtree(folder / "full", ignore_errors=True)
-    for name in ("partial.json", "surface.json"): (folder / name).unlink(missing_ok=True)
+    (folder / "surface.json").unlink(missing_ok=True)
     return None
 
 

@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['HOWS', 'set_dropout', 'Applied', 'gaussian_dropout', 'mix_weights', 'mixout', 'load_dropout', 'save_schedule',
-           'load_schedule', 'DropoutSchedule', 'apply_dropout']
+           'load_schedule', 'apply_dropout']
 
 # %% ../nbs/15_noise.ipynb #71307d4d
 import contextlib
@@ -25,7 +25,6 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from .checks import one_of
@@ -466,48 +465,6 @@ def load_schedule(
     rates = content.get("rates") if isinstance(content, dict) and "format" in content else content
     try: return check_schedule(rates)
     except ValueError as e: raise ValueError(f"schedule: {path}: {e}") from e
-
-# %% ../nbs/15_noise.ipynb #2443fe8f
-class DropoutSchedule(TrainerCallback):
-    """Set the rate of named sites before each step of a Trainer, and restore them after training.
-
-    `PenaltyTrainer` restores them after an error and an interruption, too; under another Trainer call `put_back()`, or
-    train again. `ValueError` for rates that are no function, an unknown site or a rate outside [0, 1).
-    """
-
-    def __init__(
-        self,
-        rates: Callable[[float], Mapping[str, float]],  # progress in [0, 1] -> {site: p}; others keep their rate
-        batch=None,  # as for dropout_sites
-    ):
-        if not callable(rates):
-            raise ValueError(f"rates: a {type(rates).__name__} is no function of the progress; or use set_dropout")
-        self.rates, self.batch, self.applied, self.sites = rates, batch, None, None
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.put_back()  # a training that was interrupted never came to its end
-        self.sites = dropout_sites(model, batch=self.batch)
-        self.applied = set_dropout(model, {s.name: s.p for s in self.sites}, batch=self.batch)  # changes nothing
-        self.applied["how"] = "scheduled"
-        self._set(model, 0.0, batch=self.batch)
-
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        self._set(model, state.global_step / max(1, state.max_steps), verify=False, sites=self.sites)
-
-    def _set(self, model, progress: float, **options):
-        rates = self.rates(progress)
-        if rates != {}: set_dropout(model, rates, partial=True, **options)  # none: all keep theirs
-
-    def on_train_end(self, args, state, control, **kwargs): self.put_back()
-
-    def put_back(self):
-        """Give every site the rate that it had before training; those that a second schedule set as well.
-
-        `RuntimeError` if another change lies on top and is not undone yet."""
-        if self.applied is None: return
-        for change in self.applied._later():
-            if change.get("how") == "scheduled": change.undo()
-        self.applied.undo()
 
 # %% ../nbs/15_noise.ipynb #2a5dae37
 HOWS = ("standard", "constant", "guided", "guided-released", *CONTROLS, "gaussian", "gaussian-released", "mixout")

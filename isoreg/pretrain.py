@@ -24,13 +24,12 @@ from transformers import (
     T5ForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments, set_seed)
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
-from .card import save_model
 from .checks import in_range, one_of
 from .config import PretrainConfig
 from .corpus import TextBatches, head_input, load_texts, predicted_logits
 from .files import write_atomically
 from .finetune import SMALL, ProgressFile
-from .models import load_tokenizer, pretrained, process_kept, read_config, resolve_precision
+from .models import load_tokenizer, pretrained, process_kept, read_config, resolve_precision, save_model
 from .record import (
     changed_inputs, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
 from .states import eval_mode
@@ -79,7 +78,7 @@ def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint
         "hardware": hardware() | {"precision": resolve_precision(config.precision)}, "versions": versions(),
         "git_commit": git_commit(), "notes": notes, "started": started,
         "last_sitting_seconds": time.perf_counter() - begun}
-    save_model(model, tokenizer, None, folder / "model")
+    save_model(model, tokenizer, folder / "model")
     write_atomically(folder / "record.json", json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
     for path in folder.glob("checkpoint-*"): shutil.rmtree(path)
     (folder / "progress.json").unlink(missing_ok=True)

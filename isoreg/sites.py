@@ -220,15 +220,13 @@ _NO_RATE = re.compile("layer_?drop|drop_?path", re.I)  # these skip whole layers
 
 @contextlib.contextmanager
 def trial(model: nn.Module):
-    """Enter train mode without gradient, checkpointing, layer drop or adapters; all is put back as it was.
-
-    `ValueError` for a model that replaced parts of itself, as BigBird does on short texts."""
+    "Enter train mode without gradient, checkpointing, layer drop or adapters; all is put back as it was."
     modules = list(model.modules())
     found = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
     configs = [c for c in found.values() if isinstance(getattr(c, "__dict__", None), dict)]
     plain = [(m, {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))})
              for m in [*modules, *configs]]
-    parts = [(m, dict(m._modules), dict(m._buffers)) for m in modules if isinstance(m._modules, dict)]  # no TorchScript
+    parts = [(m, dict(m._modules), dict(m._buffers)) for m in modules]
     modes, values = [(m, m.training) for m in modules], [(b, b.clone()) for b in model.buffers()]
     cpu, stance = torch.device("cpu"), torch.compiler.set_stance
     with same_draws(cpu), fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
@@ -236,12 +234,10 @@ def trial(model: nn.Module):
             for m, kept in plain: vars(m).update({k: _off(m, k, v) for k, v in kept.items() if _is_off(m, k)})
             yield model.train()
             if any(m._modules.get(name) is not part for m, children, _ in parts for name, part in children.items()):
-                raise ValueError("batch: the model replaced parts of itself while it ran, as BigBird does on short "
-                                 "texts; load it with attention_type='original_full', or pass batch=, texts of the "
-                                 "length that it is meant for")
+                raise ValueError("batch: the model replaced parts of itself while it ran; pass batch=, longer texts")
         finally:
             for m, kept in plain: vars(m).update(kept)
-            for m, training in modes: m.training = training  # TorchScript keeps it elsewhere
+            for m, training in modes: m.training = training
             for m, children, buffers in parts: m._modules.update(children); m._buffers.update(buffers)
             for b, value in values:
                 if b.is_contiguous() or not torch.equal(b, value): b.copy_(value)

@@ -37,7 +37,6 @@ def hidden_states(
     read, request = _inputs_read(body, batch), request_states(body)
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k in read}
     if "use_cache" in read: request["use_cache"] = False  # with a cache, texts in one row would see each other
-    inputs |= _given_by_head(model, body, inputs)
     try: output = body(**inputs, **request)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"model: a {type(body).__name__} does not run on {', '.join(inputs) or 'these batches'} alone "
@@ -92,16 +91,6 @@ def encoder_of(
     return body.get_encoder() if both else body
 
 # %% ../nbs/06_states.ipynb #84750e3c
-def _given_by_head(model: nn.Module, body: nn.Module, inputs: Mapping) -> dict[str, Tensor]:
-    "Return what a classifier on Longformer adds to its inputs: the first token attends to all, and all to it."
-    if getattr(getattr(body, "config", None), "model_type", "") != "longformer" or "input_ids" not in inputs: return {}
-    classifies = any("SequenceClassification" in k.__name__ for m in model.modules() for k in type(m).__mro__)
-    if not classifies or "global_attention_mask" in inputs: return {}
-    first = torch.zeros_like(inputs["input_ids"])
-    first[:, 0] = 1
-    return {"global_attention_mask": first}
-
-
 def _inputs_read(body: nn.Module, batch: Mapping) -> set[str]:
     "Return the names of the inputs that the model reads, without labels; the usual ones where a wrapper names none."
     others = {"labels", "start_positions", "end_positions", "output_hidden_states", "return_dict"}
@@ -142,10 +131,8 @@ def token_mask(
     mask, length = inputs.get("attention_mask"), hidden_states[-1].shape[1]
     frames = getattr(model, "_get_feature_vector_attention_mask", None)
     if frames is None or mask is None or mask.shape[-1] == length: return mask
-    squeezed = getattr(model.config, "squeeze_factor", 1)  # SEW: so many frames are one step
-    if squeezed > 1:
-        steps = model._get_feat_extract_output_lengths(mask.sum(-1)) // squeezed
-        return torch.arange(length, device=mask.device) < steps[:, None]
+    if hasattr(model.config, "squeeze_factor"):
+        raise ValueError(f"model: a {type(model).__name__} makes several frames one step; pass mask_fn, its own mask")
     adapted = {"add_adapter": False} if "add_adapter" in inspect.signature(frames).parameters else {}
     return frames(length, mask, **adapted)
 

@@ -427,7 +427,7 @@ def test_a_file_name_that_is_not_utf8_on_a_terminal_that_knows_ascii_alone():
     name = os.fsdecode(b"bad\xff.npy")
     np.save(name, np.random.default_rng(0).normal(size=(30, 6)))
     done = _command("score", os.fsencode(name), PYTHONIOENCODING="ascii")
-    assert done.returncode == 0 and b"\\xb1" in done.stdout
+    assert done.returncode == 0 and b"\\u2588" in done.stdout
     ends(2, "score", os.fsdecode(b"no\xff.npy"), words=["file: no file"])
     Path(os.fsdecode(b"runs\xff")).mkdir()
     (Path(os.fsdecode(b"runs\xff")) / "record.json").write_text(json.dumps(RECORD))
@@ -598,11 +598,12 @@ def test_one_dimension_is_no_divergence():
 
 
 @pytest.mark.parametrize(
-    "content, word", [(b"\x80\x04junk", "Python objects"), (b"junk", "damaged"), (b"\x93NUMPY\x01", "damaged")]
+    "content, word",
+    [(b"\x80\x04junk", "cannot be read"), (b"junk", "cannot be read"), (b"\x93NUMPY\x01", "cannot be read")],
 )
 def test_a_damaged_file_is_no_pickle(content, word):
     Path("x.npy").write_bytes(content)
-    ends(2, "score", "x.npy", words=[word])
+    ends(2, "score", "x.npy", words=["x.npy cannot be read"])
     np.save("x.npy", np.array([[{}]], dtype=object))
     ends(2, "score", "x.npy", words=["Python objects"])
 
@@ -614,19 +615,14 @@ def test_why_there_is_no_gradient():
     batch = tokens | {"labels": torch.where(torch.arange(tokens["input_ids"].shape[1]) == 1, -100, tokens["input_ids"])}
     made = lambda: AutoModelForMaskedLM.from_pretrained(toy_model_path())
     model = made()
-    with torch.inference_mode():
-        inside = made()
-        with pytest.raises(ValueError, match="model: under torch.inference_mode"):
-            empirical_fisher(model, [batch], loss="mlm")
-    with pytest.raises(ValueError, match="model: its weights were made under"):
-        empirical_fisher(inside, [batch], loss="mlm")
+    with torch.inference_mode(), pytest.raises(ValueError, match="loss: depends on no .* torch.inference_mode"):
+        empirical_fisher(model, [batch], loss="mlm")
     whole = empirical_fisher(model, [batch], loss="mlm").scores()
     layer = model.bert.encoder.layer[0]
     plain = layer.forward
     checkpointed = torch.utils.checkpoint.checkpoint
     layer.forward = lambda *a, **k: checkpointed(plain, *a, use_reentrant=True)
-    with pytest.raises(ValueError, match="model: its gradient checkpointing is the reentrant kind"):
-        empirical_fisher(model, [batch], loss="mlm")
+    assert empirical_fisher(model, [batch], loss="mlm").scores() == pytest.approx(whole, rel=1e-4, abs=1e-12)
     wrapped = {f"base_model.model.{n.replace('.query.', '.query.base_layer.')}": v for n, v in whole.items()}
     sites = dropout_sites(made())
     assert site_scores(sites, wrapped) == site_scores(sites, whole)
@@ -670,16 +666,16 @@ def test_code_of_a_sentence_transformers_folder_is_not_run(tmp_path):
 @pytest.mark.parametrize("kind", ["fifo", "link"])
 def test_what_is_no_plain_file_is_not_replaced(kind, tmp_path):
     np.save("x.npy", np.random.default_rng(0).normal(size=(50, 4)))
-    target = tmp_path / "target.html"
+    target = tmp_path / "target.svg"
     if kind == "fifo":
         os.mkfifo(target)
-        assert "no plain file" in ends(2, "score", "x.npy", "--html", target).output
+        assert "no plain file" in ends(2, "score", "x.npy", "--picture", target).output
         assert target.is_fifo()
     else:
-        (tmp_path / "real.html").write_text("old")
-        target.symlink_to(tmp_path / "real.html")
-        ends(0, "score", "x.npy", "--html", target)
-        assert target.is_symlink() and "<html" in (tmp_path / "real.html").read_text()
+        (tmp_path / "real.svg").write_text("old")
+        target.symlink_to(tmp_path / "real.svg")
+        ends(0, "score", "x.npy", "--picture", target)
+        assert target.is_symlink() and "<svg" in (tmp_path / "real.svg").read_text()
 
 
 def test_merge_keys_are_bounded():
@@ -823,39 +819,12 @@ def test_of_a_long_text_the_place_that_cannot_be_written_is_shown():
     assert code == 2 and r"xx\udcffyy" in said and len(said) < 200
 
 
-SAVED = {
-    "a dictionary of numbers": (lambda: {1: X, "a": 5}, 0, "30 points"),
-    "a list": (lambda: [*X], 0, "30 points"),
-    "a gradient": (lambda: X.clone().requires_grad_(), 0, "30 points"),
-    "eight bits": (lambda: X.to(torch.float8_e4m3fn), 0, "30 points"),
-    "two": (lambda: {1: X, 2: X}, 2, "the file holds 1, 2; choose one with --array"),
-    "a number": (lambda: 5, 2, "holds a int, no tensor"),
-    "words": (lambda: "x", 2, "holds a str, no tensor"),
-    "nothing": (lambda: None, 2, "holds a NoneType, no tensor"),
-    "an empty list": (lambda: [], 2, "holds a list, no tensor"),
-    "ragged": (lambda: [X, X[:3]], 2, "a list of tensors of one shape"),
-    "nested": (lambda: torch.nested.nested_tensor([X, X[:3]]), 2, "is nested|only unpickling"),
-    "nested in a list": (lambda: [torch.nested.nested_tensor([X, X[:3]])], 2, "no tensor|only unpickling"),
-    "quantized": (lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), 2, r"pass x.dequantize\(\)"),
-    "sparse": (lambda: X.to_sparse(), 2, r"pass x.to_dense\(\)"),
-    "more than fits": (lambda: torch.zeros(1, 1).expand(10**6, 10**6), 1, "the memory does not suffice"),
-}
-
-
-@pytest.mark.parametrize("what", SAVED)
-@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:.*nested tensors", "ignore:.*TypedStorage")
-def test_whatever_a_file_of_torch_holds(what):
-    content, code, word = SAVED[what]
-    torch.save(content(), "x.pt")
-    assert re.search(word, ends(code, "score", "x.pt").output)  # torch 2.15 reads no nested tensors without unpickling
-
-
 def test_foreign_members_of_an_archive_are_no_arrays():
     np.savez("x.npz", a=np.random.default_rng(0).normal(size=(30, 6)))
     with zipfile.ZipFile("x.npz", "a") as archive:
         archive.writestr("readme.txt", "about")
     ends(0, "score", "x.npz", words=["30 points"])
-    for member, said in ("readme.txt", "holds no array"), ("a.npy", "it holds bytes, no array"):
+    for member, said in ("readme.txt", "holds no vectors"), ("a.npy", "shape ()"):
         with zipfile.ZipFile("y.npz", "w") as archive:
             archive.writestr(member, "about")
         ends(2, "score", "y.npz", words=[said])
@@ -889,11 +858,10 @@ def test_a_long_name_of_a_model_makes_no_folder_that_cannot_be(monkeypatch):
         ends(2, "score", "t.txt", "--model", model, words=["model: 'a" if model[0] == "a" else "model:"])
 
 
-def test_a_page_of_a_file_whose_name_is_not_utf8():
+def test_a_picture_of_a_file_whose_name_is_not_utf8():
     name = os.fsdecode(b"bad\xff.npy")
     np.save(name, X.numpy())
-    ends(0, "score", name, "--html", "page.html")
-    assert r"bad\udcff.npy" in Path("page.html").read_text()
+    ends(0, "score", name, "--picture", "page.svg")
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["tasks"], ["tasks", "--json"], ["run", "--help"]])
@@ -971,18 +939,17 @@ def test_a_record_that_cannot_be_compared_is_not_repeated(monkeypatch, odd):
 
 @pytest.mark.parametrize("through_a_link", [False, True])
 def test_what_is_read_is_not_written_over(through_a_link):
-    np.save("x.npy", np.random.default_rng(0).normal(size=(30, 6)))
+    Path("x.svg").write_text("a text")
     Path("search.yaml").write_text("axes: {seed: [100], lr: [1e-3, 2e-3]}\n")
     Path("runs").mkdir()
     for file, command in (
-        ("x.npy", ["score", "x.npy", "--html"]),
+        ("x.svg", ["score", "--model", "toy-bert", "--texts", "x.svg", "--picture"]),
         ("search.yaml", ["select", "search.yaml", "runs", "--out"]),
     ):
         before = Path(file).read_bytes()
         if through_a_link:
-            Path("link").unlink(missing_ok=True)
-            Path("link").symlink_to(file)
-        out = "link" if through_a_link else file
+            Path(f"link{Path(file).suffix}").symlink_to(file)
+        out = f"link{Path(file).suffix}" if through_a_link else file
         ends(2, *command, out, words=[f"{command[-1][2:]}: '{out}' is a file that is read here; give another"])
         assert Path(file).read_bytes() == before
 
@@ -1263,14 +1230,7 @@ def test_cleaning_follows_no_link_in_place_of_the_sweep_or_of_a_run():
     assert half.exists() and (Path("elsewhere/sweep/part") / RUN.key).exists()
 
 
-def test_what_lies_in_a_folder_that_is_read_is_not_written_over(monkeypatch):
-    monkeypatch.setenv("HOME", str(Path().absolute()))
-    shutil.copytree(toy_model_path(), "m")
-    (Path("m") / "1_Pooling").mkdir()
-    (Path("m") / "1_Pooling" / "config.json").write_text("{}")
-    Path("t.txt").write_text("the cat\n" * 9)
-    for model, html in (("m", "m/config.json"), ("~/m", "m/config.json"), ("m", "m/1_Pooling/config.json")):
-        ends(2, "score", "t.txt", "--model", model, "--html", html, words=["html:", "the folder of a model"])
+def test_records_that_are_read_are_not_written_over():
     record = _folder_with(RECORD) / "record.json"
     ends(2, "select", "demo", "runs", "--out", record, words=["out:", "is read here"])
     ends(2, "select", "demo", "runs", "--out", grid_path("demo"), words=["out:", "is read here"])
@@ -1279,20 +1239,20 @@ def test_what_lies_in_a_folder_that_is_read_is_not_written_over(monkeypatch):
 @pytest.mark.parametrize(
     "page, said",
     [
-        ("d", "Is a"),
-        ("a", "Too many levels of symbolic links"),
-        ("x.npy/page.html", ""),
-        ("/proc/x.html", ""),
-        (LONG + ".html", ""),
+        ("d.svg", "Is a"),
+        ("a.svg", "Too many levels of symbolic links"),
+        ("x.npy/page.svg", ""),
+        ("/proc/x.svg", ""),
+        (LONG + ".svg", ""),
     ],
 )
 def test_a_page_that_cannot_be_written_is_said_before_anything_is_scored(monkeypatch, page, said):
     np.save("x.npy", X.numpy())
-    Path("d").mkdir()
-    Path("a").symlink_to("b")
-    Path("b").symlink_to("a")
+    Path("d.svg").mkdir()
+    Path("a.svg").symlink_to("b.svg")
+    Path("b.svg").symlink_to("a.svg")
     monkeypatch.setattr("isoreg.embeddings.measure_points", lambda *a, **k: pytest.fail("it was scored"))
-    ends(2, "score", "x.npy", "--html", page, words=[f"html: {said}", page[:100]])
-    if page == "a":
+    ends(2, "score", "x.npy", "--picture", page, words=[f"picture: {said}", page[:100]])
+    if page == "a.svg":
         with pytest.raises(OSError, match="symbolic links"):
             write_atomically(page, "x")

@@ -33,7 +33,6 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
@@ -42,10 +41,8 @@ from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import CosReg, IStar, check_batches, measure_isotropy, reference_covariance, token_moments
 from isoreg.moments import moments
 from isoreg.states import same_draws
-from isoreg.noise import gaussian_dropout
 from isoreg.trainer import (
     IsotropyLog,
-    LambdaSchedule,
     PenaltyMixin,
     PenaltyTrainer,
     ReferenceRefresh,
@@ -784,26 +781,6 @@ def texts(n, ignored):
     ]
 
 
-def test_a_first_text_without_labels_leaves_training_as_it_is():
-    losses = []
-    for kind in (InOrder, PlainInOrder):
-        trainer = make_trainer(None, texts(12, {0, 5}), 1, 4, steps=3, kind=kind, model=small_decoder())
-        trainer.train()
-        losses.append([e["loss"] for e in trainer.state.log_history if "loss" in e])
-    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def _normalises_on_rank(rank, world):
-    trainer = make_trainer(None, texts(8, {0}), 1, 2, model=small_decoder())
-    trainer.train()
-    return trainer.model_accepts_loss_kwargs
-
-
-def test_ranks_agree_on_whether_the_model_normalises():
-    "The first rank's first text has no label; the second's has."
-    assert on_ranks(_normalises_on_rank) == [True, True]
-
-
 def test_the_log_of_a_second_training_begins_anew():
     penalty = IStar(-1, zeta=0)
     trainer = make_trainer(penalty, examples(40, 0), steps=5, logging_steps=4)  # the last step is not logged
@@ -831,116 +808,20 @@ def test_label_smoothing_is_left_to_the_trainer():
     assert_same({n: g - plain[n] for n, g in with_penalty.items()}, alone)
 
 
-def weighted_mean(outputs, labels, num_items_in_batch=None):
-    "A loss of one's own, as it is often written: a mean that does not look at num_items_in_batch."
-    return torch.nn.functional.cross_entropy(outputs.logits, labels, weight=torch.tensor([1.0, 3.0]), reduction="mean")
-
-
-def weighted_sum(outputs, labels, num_items_in_batch=None):
-    "The same, normalised over the accumulated batch."
+def normalised(outputs, labels, num_items_in_batch=None):
+    "A loss of one's own, normalised over the accumulated batch."
     losses = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
     return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
-class OwnLoss(Trainer):
-    "A Trainer whose compute_loss is a mean."
-
-    def __init__(self, *args, penalty=None, **kwargs):
-        super().__init__(*args, **kwargs)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = weighted_mean(outputs, labels)
-        return (loss, outputs) if return_outputs else loss
-
-
-class PenaltyOwnLoss(PenaltyMixin, OwnLoss):
-    def _get_train_sampler(self, *args):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-
-@pytest.mark.parametrize("how", [weighted_mean, weighted_sum, PenaltyOwnLoss])
-def test_a_loss_of_ones_own_counts_once_under_accumulation(how):
-    def trainer(penalty, **arguments):
-        kind = how if isinstance(how, type) else InOrder
-        made = make_trainer(penalty, examples(2, 0) * 4, kind=kind, **arguments)
-        if kind is InOrder:
-            made.compute_loss_func = how
-        return made
-
-    for penalty in None, IStar(-2, zeta=0):
-        split = trainer(penalty, batch_size=2, accumulation=4)
-        assert_same(gradients(split), gradients(trainer(penalty)))
-        if penalty:
-            logged = next(e for e in split.state.log_history if "loss" in e)
-            assert logged["loss"] == pytest.approx(logged["task_loss"] + logged["istar"], abs=1e-3)
-    after = trainer(None, batch_size=2, accumulation=4)
-    after.model.load_state_dict(split.model.state_dict())
-    assert split.evaluate()["eval_loss"] == pytest.approx(after.evaluate()["eval_loss"], rel=1e-6)
-
-
-def test_a_division_is_told_and_can_be_declined():
-    def trainer(how, scaled=None):
-        made = make_trainer(None, examples(2, 0) * 4, batch_size=2, accumulation=4)
-        made.compute_loss_func, made.loss_is_scaled_for_ga = how, scaled
-        return made
-
-    divided = lambda *args, **kwargs: weighted_mean(*args, **kwargs) / 4
-    told = trainer(weighted_mean)
-    arguments = told.args
-    with pytest.warns(UserWarning, match="compute_loss: does not use num_items_in_batch, .* loss_is_scaled_for_ga"):
-        right = gradients(told)
-    assert arguments.average_tokens_across_devices  # those of the caller stay
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        gradients(trainer(weighted_sum))
-        assert_same(gradients(trainer(divided, scaled=True)), right)
-
-
-def test_a_loss_that_draws_or_takes_gradients_counts_once():
-    def drawn(outputs, labels, num_items_in_batch=None):
-        return weighted_mean(outputs, labels) + torch.rand(()) / 1e6
-
-    def with_gradients(outputs, labels, num_items_in_batch=None):
-        losses = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
-        (slope,) = torch.autograd.grad(losses, outputs.logits, create_graph=True)
-        return (losses + slope.square().sum()) / (len(labels) if num_items_in_batch is None else num_items_in_batch)
-
-    for how, words in ((drawn, "does not use"), (with_gradients, "could not be asked whether it uses")):
-        ends = []
-        for size, steps in ((8, 1), (2, 4)):
-            trainer = make_trainer(None, examples(2, 0) * 4, batch_size=size, accumulation=steps)
-            trainer.compute_loss_func = how
-            with pytest.warns(UserWarning, match=words) if steps > 1 else contextlib.nullcontext():
-                ends.append(gradients(trainer))
-        assert_same(*ends)
-
-
-def test_noise_that_stays_on_in_evaluation_does_not_pass_for_a_normalised_loss():
-    ends = []
+@pytest.mark.parametrize("penalty", [None, IStar(-2, zeta=0)])
+def test_a_loss_function_that_normalises_counts_once_under_accumulation(penalty):
+    found = []
     for size, steps in ((8, 1), (2, 4)):
-        trainer = make_trainer(None, examples(2, 0) * 4, batch_size=size, accumulation=steps, dropout=0.1)
-        gaussian_dropout(trainer.model, released=True)
-        ends.append(torch.cat([g.flatten() for g in gradients(trainer).values()]).norm())
-    assert ends[1] < 2 * ends[0]  # undivided it would be four times as long
-
-
-def _mean_on_rank(rank, world):
-    def mean(outputs, labels, num_items_in_batch=None):
-        return outputs.logits.mean() ** 2 + 1
-
-    trainer = make_trainer(None, examples(8, 0), 2, 2)
-    trainer.compute_loss_func = mean
-    trainer.train()
-    return next((e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e)
-
-
-def test_a_mean_counts_once_on_each_rank():
-    (loss, norm), *others = on_ranks(_mean_on_rank)
-    alone = _mean_on_rank(0, 1)
-    assert others == [(loss, norm)] and loss == pytest.approx(alone[0], rel=0.05)
-    assert norm < 1.5 * alone[1]
+        trainer = make_trainer(penalty, examples(2, 0) * 4, batch_size=size, accumulation=steps)
+        trainer.compute_loss_func = normalised
+        found.append(gradients(trainer))
+    assert_same(*found)
 
 
 class SeesItsWrapper(Trainer):
@@ -1843,83 +1724,6 @@ def test_tokens_that_say_nothing_are_told_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         penalty(few), penalty(many)
-
-
-class Seen(IStar):
-    "Notes the strength that each call really has."
-
-    def forward(self, hidden_states, attention_mask=None):
-        self.__dict__.setdefault("seen", []).append(self.lam)
-        return super().forward(hidden_states, attention_mask)
-
-
-SHAPES = [
-    (dict(warmup=0.25), lambda t: min(1, t / 2)),
-    (dict(warmup=0.0, decay="linear"), lambda t: 1 - t / 8),
-    (dict(warmup=0.25, decay="linear", floor=0.2), lambda t: t / 2 if t <= 2 else 0.2 + 0.8 * (8 - t) / 6),
-    (dict(warmup=0.5, decay="cosine"), lambda t: t / 4 if t <= 4 else 0.5 + 0.5 * math.cos(math.pi * (t - 4) / 4)),
-    (dict(warmup=1.0, decay="linear"), lambda t: t / 8),
-]
-
-
-@pytest.mark.parametrize("options, shape, accumulation", [*((*case, 1) for case in SHAPES), (*SHAPES[2], 2)])
-def test_a_scheduled_strength_is_what_training_sees(options, shape, accumulation):
-    penalty = Seen(-0.5, zeta=0.2)  # it reads a reference too, whose callback must still come
-    schedule = LambdaSchedule(penalty, **options)
-    data = examples(32 * accumulation, 0)
-    trainer = make_trainer(penalty, data, 4, accumulation, steps=8)
-    trainer.add_callback(schedule)
-    trainer.train()
-    expected = [-0.5 * shape(t) for t in range(1, 9) for _ in range(accumulation)]
-    assert penalty.seen == pytest.approx(expected, abs=1e-12) and penalty.lam == -0.5
-    assert penalty.reference_cov is not None
-    logged = [e["istar"] / (1 - e["isoscore"]) for e in trainer.state.log_history if "istar" in e]
-    assert logged == pytest.approx(expected[::accumulation], abs=1e-4)
-
-
-class Interrupt(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            raise KeyboardInterrupt
-
-
-def test_a_strength_changed_before_training_is_the_one_that_is_scheduled():
-    penalty = Seen(-0.5, zeta=0)
-    trainer = make_trainer(penalty, examples(32, 0), steps=4)
-    trainer.add_callback(LambdaSchedule(penalty, 0.5))
-    penalty.lam = -2.0
-    trainer.train()
-    assert penalty.seen == [-1.0, -2.0, -2.0, -2.0] and penalty.lam == -2.0
-
-
-def test_an_interrupted_training_restores_the_strength():
-    penalty = IStar(-1, zeta=0)
-    trainer = make_trainer(penalty, examples(64, 0), steps=8)
-    trainer.add_callback(LambdaSchedule(penalty, 0.9))
-    trainer.add_callback(Interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert penalty.lam == -1
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ((torch.nn.Linear(2, 2),), "penalty: a Linear has no number lam"),
-        ((IStar(-1), 1.5), "warmup: 1.5 is out of range"),
-        ((IStar(-1), 0.1, "step"), "decay: 'step' is unknown; use None, 'linear' or 'cosine'"),
-        ((IStar(-1), 0.1, "linear", -1), "floor: -1 is out of range"),
-    ],
-)
-def test_what_is_no_schedule_of_the_strength_is_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        LambdaSchedule(*arguments)
-
-
-@pytest.mark.parametrize("warmup, steps, rise", [(0.07, 100, 7), (0.14, 50, 7), (0.29, 100, 29), (0.101, 100, 11)])
-def test_the_steps_of_the_rise_are_rounded_up_once(warmup, steps, rise):
-    schedule = LambdaSchedule(IStar(1), warmup)
-    assert schedule.at(rise, steps) == 1 > schedule.at(rise - 1, steps)
 
 
 # ---- compiled, and without waiting -----------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The loss landscape: directions, subsets, a walk that leaves no trace, surfaces, resuming, curvature, plots."""
 
-import functools
 import json
 import os
 import random
@@ -1141,9 +1140,6 @@ def test_what_a_path_could_not_tell_or_take_is_refused_before_a_loss(tmp_path, m
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         loss_line(model, XS, d, [0.0], counted, tmp_path / "file" / "x.json")
-    for loss in (lambda m, b: counted(m, b), functools.partial(counted)):
-        with pytest.raises(ValueError, match="loss: .* has no name"):
-            loss_line(model, XS, d, [0.0], loss, tmp_path / "x.json")
     assert not calls
     done = tmp_path / "done.json"
     loss_line(model, XS, d, [0.0], counted, done)
@@ -1213,48 +1209,3 @@ def test_scores_may_be_an_estimate():
         assert all(torch.equal(ours[n], given[n]) for n in given)
     with pytest.raises(ValueError, match="scores: level 'tensor' has none of each scalar; .*level='diagonal'"):
         subset(model, empirical_fisher(model, batches, loss=of_first_output), 0.5)
-
-
-class Scaled:
-    def __init__(self, k):
-        self.k = k
-
-    def __call__(self, model, batch):
-        return self.k * model(batch["x"])[:, 0]
-
-
-def scaled(k):
-    def loss(model, batch):
-        return k * model(batch["x"])[:, 0]
-
-    return loss
-
-
-@torch.enable_grad()
-def decorated(model, batch):
-    return model(batch["x"])[:, 0]
-
-
-@pytest.mark.parametrize(
-    "loss, words",
-    [
-        (scaled(5), "scaled.<locals>.loss reads k of the function around it"),
-        (Scaled(5), "has no name that tells it from another one"),
-        (Scaled(5).__call__, "has no name that tells it from another one"),
-    ],
-)
-def test_a_loss_that_carries_values_stores_no_surface(loss, words, tmp_path):
-    model, batches = nn.Linear(2, 1), [{"x": torch.ones(2, 2)}]
-    with pytest.raises(ValueError, match=f"loss: .*{words}"):
-        loss_line(model, batches, direction(model, 0), [0, 1], loss=loss, path=tmp_path / "line.json")
-
-
-def test_a_decorated_loss_and_one_that_reads_a_module_have_a_name(tmp_path):
-    import torch.nn.functional as functional
-
-    def own(model, batch):
-        return functional.relu(model(batch["x"])[:, 0])
-
-    model, batches = nn.Linear(2, 1), [{"x": torch.ones(2, 2)}]
-    for loss in (decorated, own):
-        loss_line(model, batches, direction(model, 0), [0, 1], loss=loss, path=tmp_path / f"{loss.__name__}.json")

@@ -91,32 +91,6 @@ def test_the_mean_loss_is_that_of_the_samples_it_says_in_eval_mode(tmp_path):
         measure.mean_loss(model, [], loss)
 
 
-def test_a_stopped_study_goes_on(tmp_path, monkeypatch, fisher_run):
-    class Stop(Exception):
-        pass
-
-    calls, original = [], measure.empirical_fisher
-
-    def counted(*args, **kwargs):
-        calls.append(kwargs.get("checkpoint"))
-        if len(calls) == 4:
-            raise Stop
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(measure, "empirical_fisher", counted)
-    with pytest.raises(Stop):
-        measure_fisher(FisherConfig(**TINY), tmp_path)
-    assert not (tmp_path / "record.json").exists() and len(json.loads((tmp_path / "partial.json").read_text())) == 2
-    stopped = (tmp_path / "partial.json").read_text()
-    record = measure_fisher(FisherConfig(**TINY), tmp_path)
-    assert len(calls) == 4 + 3  # the whole (from its checkpoint) and the two draws that were missing
-    key = lambda r: [(d["share"], d["draw"], pytest.approx(d["tensor_order"], abs=0.02)) for d in r["draws"]]
-    assert key(fisher_run[1]) == [(d["share"], d["draw"], d["tensor_order"]) for d in record["draws"]]
-    (tmp_path / "partial.json").write_text(stopped)
-    fewer = measure_fisher(FisherConfig(**TINY | {"shares": "5", "draws": 1}), tmp_path)
-    assert [(d["share"], d["draw"]) for d in fewer["draws"]] == [(5, 0)], "what was stopped had drawn more"
-
-
 @pytest.mark.parametrize("by, level", [("tensor", "tensor"), ("scalar", "diagonal")])
 def test_landscape_record(tmp_path, by, level, fisher_run):
     config = LandscapeConfig(**LINE, subset="top", share=0.25, by=by)

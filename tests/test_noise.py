@@ -1,6 +1,5 @@
 """Rates are set, seen and undone; noise has its moments; Mixout its expectation; what was done survives a file."""
 
-import contextlib
 import copy
 import json
 import math
@@ -19,7 +18,6 @@ from torch import nn
 from isoreg.noise import (
     HOWS,
     Applied,
-    DropoutSchedule,
     apply_dropout,
     gaussian_dropout,
     load_dropout,
@@ -31,7 +29,6 @@ from isoreg.noise import (
 )
 from isoreg.schedules import CONTROLS, guided_schedule, released_schedule, site_scores
 from isoreg.sites import dropout_sites
-from isoreg.trainer import PenaltyTrainer
 
 
 @pytest.mark.parametrize("name,attention", EVERY)
@@ -813,8 +810,6 @@ def test_what_is_no_model_or_no_function_is_refused_at_once():
     ):
         with pytest.raises(ValueError, match="model: 'bert-base-uncased' is a str, no torch module; load it first"):
             call("bert-base-uncased")
-    with pytest.raises(ValueError, match="rates: a dict is no function of the progress"):
-        DropoutSchedule({"embeddings": 0.1})
 
 
 def test_applied_is_a_plain_dict_for_the_world():
@@ -835,80 +830,6 @@ def test_on_a_gpu(how):
         loss = model(**inputs).loss
     loss.backward()
     assert torch.isfinite(loss) and report["rates"]
-
-
-def test_rates_over_time_in_the_trainer(tmp_path):
-    config = transformers.BertConfig(**BERT, num_labels=2)
-    rows = [{"input_ids": [2, 5 + i % 7, 6, 3], "attention_mask": [1] * 4, "labels": i % 2} for i in range(32)]
-
-    def train(rates):
-        torch.manual_seed(0)
-        model = transformers.BertForSequenceClassification(config)
-        arguments = transformers.TrainingArguments(
-            str(tmp_path),
-            max_steps=4,
-            per_device_train_batch_size=8,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            save_strategy="no",
-        )
-        trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[DropoutSchedule(rates)])
-        seen = []
-        model.bert.embeddings.dropout.register_forward_hook(lambda m, a, o: seen.append(m.p))
-        trainer.train()
-        return model, seen
-
-    model, seen = train(lambda progress: {"embeddings": 0.5 * (1 - progress)})
-    assert seen[-4:] == pytest.approx([0.5, 0.375, 0.25, 0.125])  # the calls before are the checks
-    assert {s.p for s in dropout_sites(model)} == {0.1} and not hasattr(model.config, "dropout_schedule")
-    for wrong, message in (({"nowhere": 0.5}, "nowhere"), ({"embeddings": 1.0}, "embeddings")):
-        with pytest.raises(ValueError, match=message):
-            train(lambda progress: wrong)
-
-
-def test_rates_come_back_after_an_interruption(tmp_path):
-    config = transformers.ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        image_size=8,
-        patch_size=4,
-        hidden_dropout_prob=0.1,
-    )
-    model = transformers.ViTForImageClassification(config)
-    rows = [{"pixel_values": torch.randn(3, 8, 8), "labels": i % 2} for i in range(16)]
-    own = [s.p for s in dropout_sites(model, batch={"pixel_values": torch.zeros(1, 3, 8, 8)})]
-    schedule = DropoutSchedule(
-        lambda progress: {"embeddings.dropout": 0.5} if progress == 0 else {},
-        batch={"pixel_values": torch.zeros(1, 3, 8, 8)},
-    )
-
-    class Stop(transformers.TrainerCallback):
-        times = 0
-
-        def on_step_end(self, args, state, control, **kwargs):
-            self.times += 1
-            if self.times == 1:
-                raise KeyboardInterrupt
-
-    arguments = transformers.TrainingArguments(
-        str(tmp_path),
-        max_steps=2,
-        per_device_train_batch_size=8,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[schedule, Stop()])
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.train()
-    assert [s.p for s in dropout_sites(model, batch={"pixel_values": torch.zeros(1, 3, 8, 8)})] == own and not hasattr(
-        model.config, "dropout_schedule"
-    )
 
 
 @pytest.mark.parametrize("how", ["mixout", "gaussian"])
@@ -977,39 +898,6 @@ def test_an_interruption_within_a_pass_leaves_nothing_on(how, undone):
     assert not torch.overrides._get_current_function_mode_stack()
     twin = pickle.loads(pickle.dumps(copy.deepcopy(model))).train()
     assert not torch.equal(twin(**inputs).logits, twin(**inputs).logits)
-
-
-def test_two_schedules_of_rates_and_one_that_ends_in_an_error(tmp_path):
-    rows = [{"input_ids": [2, 5 + i % 7, 6, 3], "attention_mask": [1] * 4, "labels": i % 2} for i in range(32)]
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=4, per_device_train_batch_size=8, report_to="none", use_cpu=True, save_strategy="no"
-    )
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**BERT, num_labels=2))
-    own, seen = rates(model), []
-    name = "encoder.layer.0.ffn_output"
-    two = [DropoutSchedule(lambda u: {"embeddings": u / 2}), DropoutSchedule(lambda u: {name: u / 4})]
-
-    class Look(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            seen.append((model.bert.embeddings.dropout.p, model.bert.encoder.layer[0].output.dropout.p))
-            if fails and state.global_step == 2:
-                raise RuntimeError("of the user")
-
-    for fails in (False, True, False):
-        trainer = PenaltyTrainer(model, arguments, train_dataset=rows, callbacks=[*two, Look()])
-        with pytest.raises(RuntimeError, match="of the user") if fails else contextlib.nullcontext():
-            trainer.train()
-        assert rates(model) == own and not hasattr(model.config, "dropout_schedule")
-    assert seen == [(k / 8, k / 16) for k in (0, 1, 2, 3, 0, 1, 0, 1, 2, 3)]
-    fails, trainer = True, transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[*two, Look()])
-    with pytest.raises(RuntimeError, match="of the user"):
-        trainer.train()
-    noise = gaussian_dropout(model, 0.2)  # on top of what the schedules left
-    with pytest.raises(RuntimeError, match="a later change .* lies on top"):
-        trainer.train()
-    noise.undo()
-    two[0].put_back()
-    assert rates(model) == own
 
 
 def test_gaussian_dropout_and_mixout_together_come_back_after_loading(tmp_path):

@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings, strategies as st
 from jsonschema import Draft202012Validator
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
 from typer.testing import CliRunner
 
 from isoreg.cli import app
+from isoreg.noise import load_dropout
 from isoreg.sites import dropout_sites
-from isoreg.card import model_card
 from isoreg.config import RunConfig, command
 from isoreg.files import pack, unpack
 from isoreg.finetune import run, sentence_vectors
@@ -120,59 +119,7 @@ def test_saved_model_is_the_one_that_was_measured(done):
     assert guess == unpack(record.predictions).tolist()
 
 
-def test_model_card_says_what_the_record_says(done):
-    record, folder = done
-    card = (folder / "README.md").read_text()
-    assert (
-        card == model_card(record)
-        and f"{record.value:.4f}" in card
-        and f"{record.isoscore['after']['union']:.4f}" in card
-        and record.git_commit in card
-    )
-
-
-def front_matter(card: str) -> dict:
-    assert card.startswith("---\n")
-    return yaml.safe_load(card.split("---\n")[1])
-
-
-def test_front_matter_of_a_toy_names_nothing_that_the_hub_lacks(done):
-    front = front_matter(model_card(done[0]))
-    assert front == {"library_name": "transformers", "tags": ["isoreg"], "metrics": ["matthews_correlation"]}
-
-
-def _as_if(record: RunRecord, source: str, **config) -> RunRecord:
-    changed = RunRecord(**record.to_dict())
-    changed.config, changed.model = changed.config | config, changed.model | {"source": source}
-    return changed
-
-
-def test_front_matter_of_a_hub_model_names_it_and_its_data(done):
-    front = front_matter(
-        model_card(_as_if(done[0], "hub", task="cola", model="google-bert/bert-base-cased", recipe="quick"))
-    )
-    assert front["base_model"] == "google-bert/bert-base-cased" and front["datasets"] == ["nyu-mll/glue"]
-    assert front["metrics"] == ["matthews_correlation"] and all(
-        isinstance(front[k], list) for k in ("tags", "metrics", "datasets")
-    )
-
-
-@pytest.mark.parametrize("model", ["models/minilm", "{}/deep/minilm: a [new] one"])
-def test_card_shows_the_last_part_of_a_path_only(done, tmp_path, model):
-    model = model.format(tmp_path)
-    if model.startswith("/"):
-        Path(model).mkdir(parents=True)
-        (Path(model) / "config.json").write_text("{}")
-    (tmp_path / "private").mkdir()
-    record = _as_if(done[0], "folder", task="cola", model=model, data_dir=str(tmp_path / "private"), recipe="quick")
-    card = model_card(record)
-    assert "base_model" not in front_matter(card) and front_matter(card)["datasets"] == ["nyu-mll/glue"]
-    assert str(tmp_path) not in card and "models/" not in card and "minilm" in card and "private" in card
-    record.model.pop("source")  # of an older record nothing is known: the name could be a folder
-    assert "base_model" not in front_matter(model_card(record))
-
-
-def test_model_loads_as_its_card_says_with_its_dropout(tmp_path):
+def test_a_saved_model_loads_with_its_dropout(tmp_path):
     scores = {
         name: float(i + 1)
         for i, (name, _) in enumerate(AutoModelForMaskedLM.from_pretrained(toy_model_path()).named_parameters())
@@ -182,19 +129,12 @@ def test_model_loads_as_its_card_says_with_its_dropout(tmp_path):
         max_train=64, max_eval=64, epochs=1, regularizer="none", dropout="guided", scores=str(tmp_path / "scores.json")
     )
     record = run(config, model_folder=tmp_path / "model")
-    card, names = (tmp_path / "model" / "README.md").read_text(), {}
-    assert "## Limits" in card and str(tmp_path) not in card
-    code = card.split("```python\n")[1].split("```")[0]
-    assert "load_dropout(model)" in code
-    exec(code.replace('folder = "."', f"folder = {str(tmp_path / 'model')!r}"), names)  # the card's own example
-    rates = {s.name: s.p for s in dropout_sites(names["model"])}
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    load_dropout(model)
+    rates = {s.name: s.p for s in dropout_sites(model)}
     assert len(set(rates.values())) > 3 and all(
         record.dropout["rates"][n] == pytest.approx(p) for n, p in rates.items() if n in record.dropout["rates"]
     )
-
-
-def test_card_of_a_plain_run_needs_no_more_than_transformers(done):
-    assert "isoreg.noise" not in model_card(done[0])
 
 
 @pytest.mark.parametrize(
@@ -256,11 +196,6 @@ def test_first_token_is_found_behind_padding_on_the_left():
     ]
     for what in ("cls", "mean", "mean_activation"):
         torch.testing.assert_close(got[1][what], got[0][what], atol=1e-5, rtol=1e-4)
-
-
-def test_card_of_data_at_the_root_keeps_its_slashes(done):
-    card = model_card(_as_if(done[0], "folder", task="cola", data_dir="/", recipe="quick"))
-    assert "https://github.com/isoreg/isoreg" in card and "--data-dir /" in card
 
 
 def test_dimension_of_each_hidden_state_is_kept(done):

@@ -12,11 +12,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from isoreg import reference
+import reference
 from isoreg.cli import app
 from isoreg.config import CONFIGS
 from isoreg.grid import expand, load_grid
-from isoreg.reference import EXAMPLES, anchor, commands_page, entry, fields, first_sentence, index_page, public_names
+from reference import EXAMPLES, anchor, commands_page, entry, fields, first_sentence, index_page, public_names
 
 ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"
@@ -77,7 +77,7 @@ def test_the_chapter_shows_what_the_index_links_to(room):
 
 
 def test_the_settings_name_the_entry():
-    assert re.search(r"^renderer = isoreg\.reference\.entry$", (ROOT / "settings.ini").read_text(), re.M)
+    assert re.search(r"^renderer = reference\.entry$", (ROOT / "settings.ini").read_text(), re.M)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from transformers import BertConfig, BertForMaskedLM
 
 from isoreg.noise import HOWS, save_schedule
-from isoreg.card import model_card
 from isoreg.config import RunConfig, scores_source
 from isoreg.corpus import TextBatches
 from isoreg.fisher import empirical_fisher
@@ -206,15 +205,6 @@ def test_the_content_of_a_text_is_in_the_key(tmp_path):
     assert config.key != key
     hub = [RunConfig(**SMALL, dropout="guided", scores=f"corpus:a/b:{split}").key for split in ("one", "two")]
     assert hub[0] != hub[1] and RunConfig(**SMALL, dropout="guided", scores="corpus:a/b:one").key == hub[0]
-
-
-def test_a_card_shows_no_folder_of_a_text(tmp_path):
-    (tmp_path / "wiki.txt").write_text("\n".join(["the cat sleeps ."] * 5))
-    record = run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=f"corpus:{tmp_path}/wiki.txt"))
-    card = model_card(record)
-    assert str(tmp_path) not in card and "corpus:wiki.txt" in card
-    (tmp_path / "wiki.txt").unlink()  # it is read once, at the start
-    assert model_card(record) == card
 
 
 @pytest.mark.parametrize(

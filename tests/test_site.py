@@ -5,14 +5,16 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from isoreg.pages import fold
+from pages import fold
 
 ROOT = Path(__file__).parents[1]
+FILTER = [sys.executable, str(ROOT / "site/pages.py")]
 
 
 def load(name: str):
@@ -289,7 +291,7 @@ def test_the_preview_refuses_what_the_check_refuses(name, site, monkeypatch):
     "The filter is left out but where it fails itself: each notebook is its own filtered form."
     cell, message = FILTER_BREAKS[name]
     failing = name == "failing export"
-    done = lambda path, _: type("Done", (), {"returncode": failing, "stderr": "", "stdout": path.read_text()})
+    done = lambda root, path, _: type("Done", (), {"returncode": failing, "stderr": "", "stdout": path.read_text()})
     monkeypatch.setattr(preview, "run_filter", done)
     write_notebook(site / "nbs/00_core.ipynb", [CORE[0], cell])
     with pytest.raises(SystemExit, match=re.escape(re.sub(r"cell \d+", "cell 1", message))):
@@ -480,14 +482,14 @@ def test_pages_filtered_in_one_go_are_those_of_the_filter_alone(site):
         return [cell | {"id": ""} for cell in json.loads(done.stdout)["cells"]] if done.stdout else None
 
     stored = lambda: set((site / "_filtered").glob("*.json"))
-    subprocess.run(["isoreg-pages", "--all"], cwd=site, check=True)
+    subprocess.run([*FILTER, "--all"], cwd=site, check=True)
     first = stored()
     assert len(first) == len(list((site / "nbs").rglob("[!_]*.ipynb")))
-    assert cells(["isoreg-pages"]) == cells(["nbdev_filter"]) and stored() == first
+    assert cells(FILTER) == cells(["nbdev_filter"]) and stored() == first
     (site / "settings.ini").write_text((site / "settings.ini").read_text() + "\n# changed\n")
-    cells(["isoreg-pages"])
+    cells(FILTER)
     assert len(stored() - first) == 1, "what was kept under other settings was taken"
-    subprocess.run(["isoreg-pages", "--all"], cwd=site, check=True)
+    subprocess.run([*FILTER, "--all"], cwd=site, check=True)
     assert len(stored()) == len(first) and not stored() & first
 
 
