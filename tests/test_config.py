@@ -244,7 +244,7 @@ def test_words_are_those_of_the_functions():
 def test_method_labels_tell_the_stored_methods_apart():
     usual = {n: RunConfig.model_fields[n].default for n in module.METHOD}
     labels = {}
-    for record in stored("runs.jsonl", "second.jsonl", "second_gpu.jsonl", "istar_first.jsonl"):
+    for record in stored("runs.jsonl", "second.jsonl", "second_further.jsonl", "second_gpu.jsonl", "istar_first.jsonl"):
         method = usual | {k: v for k, v in record["config"].items() if k in usual}
         labels.setdefault(method_label(record["config"]), set()).add(str(method))
     assert "base" in labels and all(len(methods) == 1 for methods in labels.values()), labels

@@ -24,7 +24,8 @@ RECORDS, FIRST, SECOND = (
     [json.loads(line) for line in (NBS / "results" / f"{name}.jsonl").read_text().splitlines()]
     for name in ("runs", "istar_first", "second")
 )
-SECOND += [json.loads(line) for line in (NBS / "results" / "second_gpu.jsonl").read_text().splitlines()]
+for part in ("second_further", "second_gpu"):
+    SECOND += [json.loads(line) for line in (NBS / "results" / f"{part}.jsonl").read_text().splitlines()]
 BASE = [
     json.loads(line) for path in sorted((NBS / "results").glob("base*.jsonl")) for line in path.read_text().splitlines()
 ]
