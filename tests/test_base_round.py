@@ -18,8 +18,11 @@ import gpu
 
 
 @pytest.fixture(autouse=True)
-def _at_the_top(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[1])  # the grids name the scores from there
+def _with_the_rows(tmp_path, monkeypatch):
+    "A folder from which the grids see their rows and their scores."
+    (tmp_path / "base-data").mkdir()
+    (tmp_path / "nbs").symlink_to(Path(__file__).parents[1] / "nbs")
+    monkeypatch.chdir(tmp_path)
 
 
 def test_a_draw_is_fixed_and_leaves_nothing_out():

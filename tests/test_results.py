@@ -199,11 +199,13 @@ def test_second_round_is_as_planned():
         )
 
 
-def test_base_size_round_is_as_planned(monkeypatch):
+def test_base_size_round_is_as_planned(tmp_path, monkeypatch):
     "Each run is of a grid of the plan, read in groups or as a whole; the counted ones of a device are of one commit."
     from isoreg.grid import expand, load_grid
 
-    monkeypatch.chdir(ROOT)
+    (tmp_path / "base-data").mkdir()
+    (tmp_path / "nbs").symlink_to(NBS)
+    monkeypatch.chdir(tmp_path)
     grids = (NBS / "grids").glob("base-*.yaml")
     ways = [{}, {"length_groups": 1}]
     keys = {run.key for path in grids for way in ways for run in expand(load_grid(path), overrides=way).runs}
@@ -246,7 +248,8 @@ def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkey
 
 
 def test_keys_follow_from_the_configurations(tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
+    for name in ("data", "base-data"):
+        (tmp_path / name).mkdir()
     (tmp_path / "nbs").symlink_to(NBS)
     monkeypatch.chdir(tmp_path)
     for r in RECORDS + FIRST + SECOND + BASE:
