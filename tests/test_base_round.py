@@ -1,8 +1,11 @@
 """The base-size round: its rows, the choice of its final runs, and the parts that travel to a GPU."""
 
 import hashlib
+import json
 import sys
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -88,3 +91,51 @@ def test_weights_that_changed_on_the_way_are_refused(parts):
     with pytest.raises(SystemExit, match="sha256"):
         gpu.unpack()
     assert not (parts / "built" / gpu.MODEL / "model.safetensors").exists()
+
+
+class Run:
+    def __init__(self, key):
+        self.key, self.config = key, {"task": key, "seed": 99}
+
+
+def scored(config, value):
+    return {"key": config["task"], "status": "done", "value": value, "config": config}
+
+
+@pytest.fixture
+def card(tmp_path, monkeypatch):
+    "Stages whose runs take no time: the score of a task is what `scores` says, an error where it says nothing."
+    scores = {}
+    failed = lambda c: {"key": c["task"], "status": "failed", "error": "no", "config": c}
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(gpu, "ProcessPoolExecutor", lambda *a: ThreadPoolExecutor(2))
+    monkeypatch.setattr(gpu, "one", lambda c: scored(c, scores[c["task"]]) if c["task"] in scores else failed(c))
+    monkeypatch.setattr(
+        gpu, "planned", lambda grid, only=(): [Run(t) for t in ([*base_round.GATE] if "gate" in grid else "x")]
+    )
+    (tmp_path / "results").mkdir()
+    (tmp_path / "out").mkdir()
+    return scores, tmp_path / "out"
+
+
+def test_counted_runs_wait_for_the_gate(card):
+    scores, out = card
+    scores |= {task: 0.95 for task in base_round.GATE if task != "cola"} | {"x": 1.0}
+    with pytest.raises(SystemExit, match="cola"):  # it failed
+        gpu.primary(out, time.monotonic() + 60, False)
+    scores["cola"] = 0.4
+    with pytest.raises(SystemExit, match="cola"):  # it is below
+        gpu.primary(out, time.monotonic() + 60, False)
+    assert "x" not in {r["key"] for r in gpu.recorded(out)}
+
+
+def test_a_card_goes_on_where_another_stopped_and_nothing_is_kept_twice(card):
+    scores, out = card
+    scores |= dict.fromkeys(base_round.GATE, 0.95) | {"x": 1.0}
+    gpu.primary(out, time.monotonic() + 60, False)
+    for _ in range(2):
+        gpu.take(out)
+    kept = [json.loads(line) for line in (gpu.RESULTS / "base_gpu.jsonl").read_text().splitlines()]
+    assert sorted(r["key"] for r in kept) == sorted([*base_round.GATE, "x"])
+    scores.clear()  # whatever ran now would fail
+    assert gpu.work([Run(r["key"]) for r in kept], out.parent / "next", time.monotonic() + 60, False)

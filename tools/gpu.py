@@ -15,12 +15,14 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import time
 import types
 import zipfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +40,7 @@ TINY = {"max_train": 32, "max_eval": 32, "epochs": 1, "max_length": 16}
 
 def pack(model: Path, data: Path) -> None:
     "Fill .gpu/ with what a machine without a network needs: folder 0 and six parts of the weights."
+    import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
@@ -60,7 +63,8 @@ def pack(model: Path, data: Path) -> None:
     texts = []
     for name, n in {"wikipedia": 1500, "books": 600, "other": 600}.items():
         texts += pq.read_table(data / f"text/{name}.parquet")["text"].to_pylist()[:n]
-    table = pa.table({"text": texts})
+    mixed = np.random.default_rng(0).permutation(len(texts))  # the last ones, held out, are of all three files
+    table = pa.table({"text": [texts[i] for i in mixed]})
     pq.write_table(table, small / "base-data/head_texts.parquet", compression="zstd", compression_level=19)
     shutil.copytree(model, small / "model", ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.onnx", "onnx"))
     halves = {k: v.half() if v.dtype == torch.float32 else v for k, v in load_file(model / "model.safetensors").items()}
@@ -93,44 +97,45 @@ def unpack() -> str:
 
 
 def go(out: Path, seconds: float, dry: bool) -> None:
-    "Do the stages in turn until the time is up; each has a limit of its own, and a log."
+    "Do the stages in turn until the time is up; each has a limit of its own, and what it started ends with it."
     end = time.monotonic() + seconds
     out.mkdir(parents=True, exist_ok=True)
     print("code of the counted runs:", unpack(), flush=True)
-    with contextlib.suppress(FileNotFoundError):  # several processes then share the card's time better
-        if not dry:
-            subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False)
+    if not dry:
+        share_card("-d")
     for name, limit in STAGES.items():
         left = min(3600 if dry else limit, end - time.monotonic())
         if left < 20:
             print("no time for", name)
             continue
         code = BUILT if name in OF_PLAN else ROOT
-        paths = [
-            str(code),
-            str(code / "tools"),
-            *([] if dry else [str(BUILT / "site")]),
-        ]  # the wheels are of its Python
+        paths = [str(code), str(code / "tools"), *([] if dry else [str(BUILT / "site")])]  # the wheels fit its Python
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-P", __file__, name, str(out), f"--seconds={left - 10}", *["--dry"] * dry]
         start = time.monotonic()
         with open(out / "log.txt", "a") as log:
-            log.write(f"== {name}\n")
-            log.flush()
-            try:
-                done = subprocess.run(command, cwd=BUILT, env=env, timeout=left, stdout=log, stderr=log).returncode
-            except subprocess.TimeoutExpired:
-                done = "stopped"
-        print(f"{name}: {done}, {time.monotonic() - start:.0f} s", flush=True)
+            print("==", name, file=log, flush=True)
+            stage = subprocess.Popen(command, cwd=BUILT, env=env, stdout=log, stderr=log, start_new_session=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                stage.wait(left)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(stage.pid, signal.SIGKILL)
+        print(f"{name}: {stage.wait()}, {time.monotonic() - start:.0f} s", flush=True)
+    if not dry:
+        share_card(input="quit\n")
     print("\n".join((out / "log.txt").read_text().splitlines()[-60:]))
+
+
+def share_card(*arguments: str, **options) -> None:
+    "Tell NVIDIA's multi-process service to begin or to end: with it several processes share the card's time better."
+    with contextlib.suppress(FileNotFoundError):
+        subprocess.run(["nvidia-cuda-mps-control", *arguments], check=False, text=True, **options)
 
 
 def tests(out: Path, end: float, dry: bool) -> None:
     "Run what the tests say of a card."
-    os.execv(
-        sys.executable,
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests/test_gpu.py")],
-    )
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests/test_gpu.py")]
+    sys.exit(subprocess.run(command).returncode)
 
 
 def benchmark(out: Path, end: float, dry: bool) -> None:
@@ -175,14 +180,14 @@ def head(out: Path, end: float, dry: bool) -> None:
 
 
 def primary(out: Path, end: float, dry: bool) -> None:
-    "Do the gate and, where every task passes it, the runs of P2's primary outcome."
+    "Do the gate and, where every task passes it, the runs of P2's primary outcome. `SystemExit` where one does not."
     from base_round import GATE
 
-    if not work(planned("base-gate"), out, end, dry):
-        return
-    failed = [r["key"] for r in recorded(out) if r["config"]["seed"] == 99 and r["value"] < GATE[r["config"]["task"]]]
+    work(planned("base-gate"), out, end, dry)
+    reached = {r["config"]["task"]: r["value"] for r in recorded(out) if r["config"]["seed"] == 99}
+    failed = [task for task, least in GATE.items() if reached.get(task, 0) < least]
     if failed and not dry:
-        sys.exit(f"gate: {', '.join(failed)} is below the plan's threshold; change the plan before any counted run")
+        sys.exit(f"gate: {', '.join(failed)}: not passed; mend that, or change the plan before any counted run")
     work(planned("base-dropout", ("primary",)), out, end, dry)
 
 
@@ -207,29 +212,33 @@ def planned(grid: str, only: tuple[str, ...] = ()):
 
 
 def recorded(out: Path) -> list[dict]:
-    "Return the records of runs on cards, earlier and now."
+    "Return the records of runs on cards, earlier and now, each once."
     files = (RESULTS / "base_gpu.jsonl", out / "base_gpu.jsonl")
-    return [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+    return list({r["key"]: r for r in lines}.values())
 
 
 def work(runs, out: Path, end: float, dry: bool) -> bool:
-    "Do the runs that have no record, several at a time, until the time is up. Return whether all are done."
+    "Do the runs that have no record, several at a time. Return whether all have one; at the end of the time, exit."
     done = {r["key"] for r in recorded(out)}
     todo = [r.config for r in runs if r.key not in done]
     if dry:
         todo = [c | TINY | {"precision": "fp32"} for c in todo[:2]]
-    with multiprocessing.get_context("spawn").Pool(2 if dry else WORKERS, initializer=quiet) as pool:
-        found = pool.imap_unordered(one, todo)
-        for _ in todo:
-            try:
-                record = found.next(timeout=max(1.0, end - time.monotonic()))
-            except multiprocessing.TimeoutError:
-                return False
-            name = "base_gpu.jsonl" if record["status"] == "done" else "failed.jsonl"
-            with open(out / name, "a") as file:
-                file.write(json.dumps(record) + "\n")
-            print(record["key"], record.get("value", record.get("error")), flush=True)
-    return True
+    if not todo:
+        return True
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(2 if dry else WORKERS, len(todo)), spawn, quiet) as pool:
+        futures = [pool.submit(one, config) for config in todo]
+        try:
+            for future in as_completed(futures, timeout=max(1.0, end - time.monotonic())):
+                record = future.result()
+                name = "base_gpu.jsonl" if record["status"] == "done" else "failed.jsonl"
+                with open(out / name, "a") as file:
+                    file.write(json.dumps(record) + "\n")
+                print(record["key"], record.get("value", record.get("error")), flush=True)
+        except TimeoutError:
+            os._exit(3)  # what still runs is ended from outside
+    return {r.key for r in runs} <= {r["key"] for r in recorded(out)}
 
 
 def quiet() -> None:
