@@ -61,7 +61,8 @@ def digest(tensors):
 def keys(folder):
     "The key of each stored record, recomputed from its configuration in a folder that has what it names."
     os.chdir(folder)
-    Path("data").mkdir()
+    for name in ("data", "base-data"):
+        Path(name).mkdir()
     Path("nbs").symlink_to(NBS)
     found = {}
     for file in sorted((NBS / "results").glob("*.jsonl")):
@@ -71,7 +72,7 @@ def keys(folder):
             if place:
                 Path(place).mkdir(parents=True, exist_ok=True)
                 (Path(place) / "record.json").write_text('{"tensor_scores": {"a": 1.0}}')
-            found[f"{file.stem}/{record['key']}"] = config.from_record(record["config"]).key
+            found[record["key"]] = config.from_record(record["config"]).key
     return found
 
 
