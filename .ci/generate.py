@@ -5,9 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-from isoreg.config import CONFIGS, parameter_cell
-from isoreg.measure import measurement_schema
-from isoreg.record import record_schema
+from isoreg.experiments.config import CONFIGS, parameter_cell
+from isoreg.experiments.measure import measurement_schema
+from isoreg.experiments.record import record_schema
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "nbs"

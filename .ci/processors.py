@@ -9,7 +9,7 @@ from pathlib import Path
 from trust import ROOT, enter, today
 
 from isoreg.files import unpack
-from isoreg.record import read_lines
+from isoreg.experiments.record import read_lines
 
 STORED = ROOT / "nbs" / "results" / "second.jsonl"
 

@@ -47,9 +47,9 @@ def timed(*command: str, **environment: str) -> dict:
 
 def main(workers: str = "2"):
     "Measure, and write the record."
-    from isoreg.record import git_commit, hardware
+    from isoreg.experiments.record import git_commit, hardware
 
-    imports = timed(sys.executable, "-c", "import isoreg.finetune")
+    imports = timed(sys.executable, "-c", "import isoreg.experiments.finetune")
     with tempfile.TemporaryDirectory() as folder:
         options = ["-q", "-p", "times", "-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
         path = os.pathsep.join([str(ROOT / ".ci"), os.environ.get("PYTHONPATH", "")])

@@ -33,7 +33,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 import isoreg
-from .config import RunConfig, about, groups, help_text, kinds, parse_set
+from .experiments.config import RunConfig, about, groups, help_text, kinds, parse_set
 
 # %% ../nbs/31_cli.ipynb #92727564
 class _Commands(TyperGroup):
@@ -137,8 +137,8 @@ def demo_command(
     out: Annotated[Path, typer.Option(help="Folder for the two runs and the picture.")] = Path("runs"),
 ):
     "Fine-tune the toy model with and without I-STAR, and compare the two (about a minute)."
-    from isoreg.grid import expand, load_grid
-    from isoreg.record import RunRecord
+    from isoreg.experiments.grid import expand, load_grid
+    from isoreg.experiments.record import RunRecord
     plan = expand(load_grid("demo"))
     report = _sweep(plan, out, None, None, retry_failed=True)
     if report.code:
@@ -149,9 +149,9 @@ def demo_command(
 # %% ../nbs/31_cli.ipynb #fcd8340c
 def _show_demo(records: Sequence, picture: Path):
     "Print what two runs came to, draw their isotropy by layer, and say what to do next."
-    from isoreg.config import method_label
-    from isoreg.figures import plot_layers
-    from isoreg.report import load
+    from isoreg.experiments.config import method_label
+    from isoreg.report.figures import plot_layers
+    from isoreg.report.records import load
     names = [method_label(r.config).replace("base", "plain fine-tuning") for r in records]
     table = _table("Fine-tuning on toy-cola", ("method",), (records[0].metric, "IsoScore before", "after"))
     for name, r in zip(names, records):
@@ -220,8 +220,8 @@ def run_command(
 # %% ../nbs/31_cli.ipynb #0249d15d
 def _run(given: dict, out: Path, force: bool, save_model: bool = False):
     "Do the run of these settings unless it is done, and show its record; exit with 1 where that has no number."
-    from isoreg.grid import Run
-    from isoreg.record import RunRecord
+    from isoreg.experiments.grid import Run
+    from isoreg.experiments.record import RunRecord
     config = RunConfig.from_dict(given)
     for name, value in given.items():
         kept = getattr(config, name, value)  # of layers a number, where the option is a text
@@ -244,8 +244,8 @@ def _run(given: dict, out: Path, force: bool, save_model: bool = False):
 # %% ../nbs/31_cli.ipynb #c629f806
 def _finished(run, out: Path):
     "Return the record of a run if it is done, else None. `ValueError` if this version cannot read it."
-    from isoreg.record import RunRecord
-    from isoreg.sweep import Folder
+    from isoreg.experiments.record import RunRecord
+    from isoreg.experiments.sweep import Folder
     if Folder(out).record(run) is None: return None
     try: return RunRecord.load(out / run.key)
     except ValueError:
@@ -256,7 +256,7 @@ def _finished(run, out: Path):
 def _execute(run, out: Path, save_model: bool, force: bool):
     "Execute the notebook of a run in its folder; end the command if it fails, or if another process does it."
     from filelock import Timeout
-    from isoreg.sweep import Folder, set_aside
+    from isoreg.experiments.sweep import Folder, set_aside
     (out / run.key).mkdir(parents=True, exist_ok=True)
     try:
         with Folder(out).lock(run.key) as claim:
@@ -271,8 +271,8 @@ def _execute(run, out: Path, save_model: bool, force: bool):
 def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
     "Execute the notebook of a claimed run; return message and exit code if it fails."
     from papermill.exceptions import PapermillExecutionError
-    from isoreg.notebook import execute
-    from isoreg.sweep import stop_signals
+    from isoreg.experiments.notebook import execute
+    from isoreg.experiments.sweep import stop_signals
     folder = out / run.key
     parameters, progress = run.parameters | {"out": str(out), "save_model": save_model}, folder / "progress.json"
     progress.unlink(missing_ok=True)  # of an earlier try, as failed.json below
@@ -317,8 +317,8 @@ def _stopped(folder: Path) -> tuple[str, int]:
 # %% ../nbs/31_cli.ipynb #5de25b6b
 def _failure(run, out: Path, error: BaseException) -> tuple[str, int]:
     "Leave `failed.json`, as a sweep does; return what is said of the error, and 2 for bad input, 1 for all else."
-    from isoreg.notebook import error_name, error_words, read_progress
-    from isoreg.sweep import Folder, Outcome, is_disk_full, write_failure
+    from isoreg.experiments.notebook import error_name, error_words, read_progress
+    from isoreg.experiments.sweep import Folder, Outcome, is_disk_full, write_failure
     folder, (message, trace) = out / run.key, error_words(error)
     if not is_disk_full(error):
         with contextlib.suppress(OSError): write_failure(Folder(out), Outcome(run, "failed", message, trace))
@@ -363,8 +363,8 @@ def rerun_command(
     scores: Annotated[str | None, _option("Where the tensor scores lie now, if elsewhere.")] = None,
 ):
     "Repeat a stored run and say whether score and predictions are equal; exits 1 if they are not."
-    from isoreg.finetune import rerun
-    from isoreg.models import quiet_loading
+    from isoreg.experiments.finetune import rerun
+    from isoreg.experiments.models import quiet_loading
     where = {name: place for name, place in (("data_dir", data_dir), ("model", model), ("scores", scores)) if place}
     record = _stored(what, records)
     with quiet_loading(): found = rerun(record, **where)
@@ -375,7 +375,7 @@ def rerun_command(
 def _stored(what: str, records: Path) -> dict:
     "Return the record in a file or folder, or that of a key in files of records; `ValueError` if there is none."
     from isoreg.files import from_json, read_text
-    from isoreg.record import read_lines
+    from isoreg.experiments.record import read_lines
     there = (Path(what), Path(what) / "record.json", records / what / "record.json")
     path = next((p for p in there if p.is_file()), Path(what))
     if path.is_file():
@@ -449,8 +449,8 @@ def sweep_command(
     ray: Annotated[str | None, _RAY] = None,
 ):
     "Do all runs of a grid that are not done, several at a time."
-    from isoreg.grid import expand, load_grid
-    from isoreg.sweep import restore
+    from isoreg.experiments.grid import expand, load_grid
+    from isoreg.experiments.sweep import restore
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
     with _warnings_shown(): stored = restore(records, plan, out, dry_run) if records else set()
     if records: _console.print(f"{len(stored)} runs are taken from {records}")
@@ -465,9 +465,9 @@ def sweep_command(
 def _check_inputs(configs: Sequence[dict]):
     "`ValueError` for a model that is not here, and for files of a task of one's own that cannot be learned from."
     if not configs: return
-    from isoreg.data import load_task
-    from isoreg.models import model_source
-    from isoreg.tasks import get_task
+    from isoreg.experiments.data import load_task
+    from isoreg.experiments.models import model_source
+    from isoreg.experiments.tasks import get_task
     for model in dict.fromkeys(c["model"] for c in configs if "model" in c): model_source(model)
     names = ("definition", "train_split", "eval_split", "split_protocol")
     own = [[c[n] for n in names] for c in configs if (c.get("definition") or {}).get("files")]
@@ -477,7 +477,7 @@ def _check_inputs(configs: Sequence[dict]):
 
 def _sweep(plan, out: Path, jobs: int | None, ray: str | None, retry_failed: bool):
     "Return the report of a sweep; end the command where there is none."
-    from isoreg.sweep import Local, OnRay, sweep
+    from isoreg.experiments.sweep import Local, OnRay, sweep
     try:
         executor = Local(jobs) if ray is None else OnRay(ray or None, jobs)
         with _live_table() as on_progress:
@@ -487,7 +487,7 @@ def _sweep(plan, out: Path, jobs: int | None, ray: str | None, retry_failed: boo
 # %% ../nbs/31_cli.ipynb #a19c548c
 def _show_plan(plan, out: Path, stored: set[str], keys: bool) -> set[str]:
     "Print the blocks of a plan, count its runs, and return the keys of those that are done."
-    from isoreg.sweep import Folder
+    from isoreg.experiments.sweep import Folder
     table = _table(f"{plan.name}: {plan.description}" if plan.description else plan.name,
                    ("block", "notebook"), ("combinations", "runs"))
     for block in plan.blocks: table.add_row(*map(str, block))
@@ -506,8 +506,8 @@ def _show_plan(plan, out: Path, stored: set[str], keys: bool) -> set[str]:
 # %% ../nbs/31_cli.ipynb #slowbf16
 def _say_slow(runs: list):
     "Print a note where runs are to train in bf16 on a processor that is slow in it."
-    from isoreg.record import slow_in_bf16
-    from isoreg.sweep import find_gpus
+    from isoreg.experiments.record import slow_in_bf16
+    from isoreg.experiments.sweep import find_gpus
     if not any(run.parameters.get("precision") == "bf16" for run in runs): return
     if slow_in_bf16() and not find_gpus():
         _errors.print("note: this processor has no AVX-512: a step of training in bf16 takes up to ten times as long "
@@ -577,7 +577,7 @@ def select_command(
 ):
     "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
     from isoreg.files import record_files, write_atomically
-    from isoreg.grid import choose, expand, final_grid, grid_path, load_grid
+    from isoreg.experiments.grid import choose, expand, final_grid, grid_path, load_grid
     _refuse_to_replace("out", out, [grid_path(grid), *(f for p in records for f in [p, *record_files(p)])])
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
     choices = choose(plan, _of_plan(_records(records), plan))
@@ -602,7 +602,7 @@ def _records(paths: Iterable[Path]) -> list[dict]:
 # %% ../nbs/31_cli.ipynb #ofplanrc
 def _of_plan(records: Iterable[dict], plan) -> list[dict]:
     "Return the records of a plan's runs. `ValueError` for one that is not of its run, and for two that differ."
-    from isoreg.sweep import is_record_of
+    from isoreg.experiments.sweep import is_record_of
     runs, found = {run.key: run for run in plan.runs}, {}
     ended = (r for r in records if r.get("status") != "failed" and isinstance(r.get("key"), str))
     for r in (r for r in ended if r["key"] in runs):
@@ -637,7 +637,7 @@ def status_command(
     clean: Annotated[bool, _CLEAN] = False,
 ):
     "What is done, running, failed and missing in a folder, and the time left."
-    from isoreg.sweep import clean as remove, status
+    from isoreg.experiments.sweep import clean as remove, status
     state = status(folder)
     if clean: _errors.print(f"{len(remove(folder))} left-overs are removed; what is younger than a minute stays")
     if as_json: print(json.dumps(state, indent=1))
@@ -645,7 +645,7 @@ def status_command(
 
 # %% ../nbs/31_cli.ipynb #26b01bda
 def _show_status(state: dict, folder: Path):
-    "Print what `isoreg.sweep.status` found in a folder."
+    "Print what `isoreg.experiments.sweep.status` found in a folder."
     table, planned = _table(str(folder)), state["missing"] is not None
     empty = f", {len(state['empty'])} of them without a number" if state["empty"] else ""
     table.add_row("done", f"{len(state['done'])}{empty}")
@@ -839,7 +839,7 @@ def report_command(
     """Tables (.md, .html, .tex, .csv) and figures (.png, .pdf) from records: intervals, paired tests, failed and
     collapsed runs."""
     from isoreg.checks import one_of
-    from isoreg.report import load, summarise, write_report
+    from isoreg.report.records import load, summarise, write_report
     with _warnings_shown(): runs = load([str(s) for s in source])
     methods = list(runs.method.unique())
     if baseline != "base": one_of("baseline", baseline, methods)
@@ -854,7 +854,7 @@ def report_command(
 # %% ../nbs/31_cli.ipynb #f67db4df
 def _show_summary(summary):
     "Print the columns of the summary that fit a screen; `summary.md` has them all."
-    from isoreg.report import readable
+    from isoreg.report.records import readable
     left_out = ["median", "worst", "one class only", "IsoScore before", "its layers, mean"]
     shown = readable(summary).map(str).drop(columns=left_out, errors="ignore")
     table = _Table(box=None, pad_edge=False)
@@ -869,7 +869,7 @@ def tasks_command(
     as_json: Annotated[bool, _JSON] = False,
 ):
     "The tasks, their metrics, and where each was found."
-    from isoreg.data import find_tasks
+    from isoreg.experiments.data import find_tasks
     rows = find_tasks(data_dir)
     if as_json: return print(json.dumps(rows, indent=1))
     columns = ("task", "papers", "metric", "where")
@@ -916,7 +916,7 @@ _PATHS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, e
 
 def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
     "Return what a command says of the error that ends it, and its exit code; the words are its arguments."
-    from isoreg.sweep import is_disk_full
+    from isoreg.experiments.sweep import is_disk_full
     text, command = str(error), words[0] if words else ""
     if isinstance(error, KeyboardInterrupt): return "stopped", 130
     if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)):

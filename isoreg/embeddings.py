@@ -24,8 +24,9 @@ from .corpus import read_lines
 from .files import expanded, from_json, limit_hub
 from .geometry import Cloud, Dimensions, outlier_dimensions, stand_out, transformed
 from .isoscore import IsoScoreEstimate, isoscore, isoscore_from_cov, isoscore_with_error
-from .measure import layer_points
-from .models import check_vocabulary, has_decoder, limit_length, load_tokenizer, quiet_loading, read_body
+from .experiments.measure import layer_points
+from .experiments.models import (
+    check_vocabulary, has_decoder, limit_length, load_tokenizer, quiet_loading, read_body)
 from .moments import floating
 from .sequences import SequenceStream, draw_groups
 from .states import check_layer, states_of

@@ -75,7 +75,7 @@ def filter_pages(
     root = next(folder for folder in (here, *here.parents) if (folder / "settings.ini").exists())
     if not words:
         return print(json.dumps(json.loads(_filtered(sys.stdin.read(), root)[0])))
-    for module in pkgutil.iter_modules([root / "isoreg"], "isoreg."):
+    for module in pkgutil.walk_packages([str(root / "isoreg")], "isoreg."):
         try:
             importlib.import_module(module.name)
         except ImportError:
@@ -90,7 +90,7 @@ def filter_pages(
 def _filtered(text: str, root: Path) -> tuple[str, Path]:
     "Return the filtered form of a notebook, from the store where it is there, and its file in the store."
     digest = hashlib.sha256(text.encode())
-    for path in [root / "settings.ini", *sorted(root.glob("*/*.py"))]:
+    for path in [root / "settings.ini", *sorted(root.glob("*/*.py")), *sorted(root.glob("isoreg/*/*.py"))]:
         digest.update(path.read_bytes())
     stored = root / "_filtered" / f"{digest.hexdigest()}.json"
     if not stored.exists():

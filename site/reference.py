@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from isoreg.config import help_text
+from isoreg.experiments.config import help_text
 
 
 def public_names(room: str) -> dict[str, object]:
@@ -99,7 +99,7 @@ def _library(sym) -> tuple[str, object]:
         held = importlib.import_module(module)
         same = inspect.getdoc(getattr(held, name, None)) == lines
         if same:
-            return module.rpartition(".")[2] if name in held.__all__ else "", getattr(held, name)
+            return module.removeprefix("isoreg.") if name in held.__all__ else "", getattr(held, name)
     return "", sym
 
 
@@ -154,10 +154,15 @@ def _call(kind: type, signature: str) -> str:
 
 
 def rooms(folder: str | Path) -> Iterator[tuple[str, str, str]]:
-    "Yield (room, its notebook, the title of its page), in the order of the numbers."
-    for path in sorted(Path(folder).glob("[0-9]*_*.ipynb")):
+    "Yield (room, its notebook below the folder, the title of its page), in the order of the numbers."
+    for path in sorted(Path(folder).rglob("[0-9]*_*.ipynb"), key=lambda path: path.name):
         front = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
-        yield path.stem.split("_", 1)[1], path.name, re.search(r'^title: "?(.+?)"?$', front, re.MULTILINE)[1]
+        file = path.relative_to(folder).as_posix()
+        yield (
+            ".".join([*file.split("/")[:-1], path.stem[3:]]),
+            file,
+            re.search(r'^title: "?(.+?)"?$', front, re.MULTILINE)[1],
+        )
 
 
 _SMALL = '::: {style="font-size: .9rem"}'  # as tables are

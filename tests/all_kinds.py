@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from isoreg.config import FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig, RunConfig
-from isoreg.finetune import run
-from isoreg.measure import measure_fisher, measure_geometry, measure_landscape
-from isoreg.pretrain import pretrain, toy_language_model
-from isoreg.record import plain, weights_sha256
+from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig, RunConfig
+from isoreg.experiments.finetune import run
+from isoreg.experiments.measure import measure_fisher, measure_geometry, measure_landscape
+from isoreg.experiments.pretrain import pretrain, toy_language_model
+from isoreg.experiments.record import plain, weights_sha256
 
 OTHER = (
     "seconds",

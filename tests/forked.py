@@ -9,7 +9,14 @@ from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(  # of ranks.py, too
-    ["execnb.shell", "isoreg.finetune", "isoreg.figures", "isoreg.report", "matplotlib.pyplot", "torch.distributed"]
+    [
+        "execnb.shell",
+        "isoreg.experiments.finetune",
+        "isoreg.report.figures",
+        "isoreg.report.records",
+        "matplotlib.pyplot",
+        "torch.distributed",
+    ]
 )
 
 

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from isoreg.files import write_atomically
-from isoreg.config import CONFIGS, Settings, setting
-from isoreg.grid import PATHS, Run, expand, load_grid
-from isoreg.sweep import DiskFull, Local, sweep
+from isoreg.experiments.config import CONFIGS, Settings, setting
+from isoreg.experiments.grid import PATHS, Run, expand, load_grid
+from isoreg.experiments.sweep import DiskFull, Local, sweep
 
 CELLS = """
 task = "a"; seed = 0; wait = 0.0; fail = ""; log = ""; out = "runs"

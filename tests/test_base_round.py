@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from isoreg.grid import expand, load_grid
+from isoreg.experiments.grid import expand, load_grid
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 

@@ -29,11 +29,11 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, CanineConfig, Cani
 from typer.testing import CliRunner
 
 import isoreg
-import isoreg.finetune
-import isoreg.grid
-import isoreg.notebook
+import isoreg.experiments.finetune
+import isoreg.experiments.grid
+import isoreg.experiments.notebook
 from isoreg.cli import _ending, _hint, app
-from isoreg.config import RunConfig, parse_set
+from isoreg.experiments.config import RunConfig, parse_set
 from isoreg.files import (
     LARGEST,
     from_json,
@@ -47,15 +47,15 @@ from isoreg.files import (
     write_atomically,
 )
 from isoreg.fisher import empirical_fisher
-from isoreg.grid import expand, grid_path, load_grid
+from isoreg.experiments.grid import expand, grid_path, load_grid
 from isoreg.isoscore import isoscore, isoscore_from_cov
 from isoreg.istar import CosReg, IStar, measure_isotropy
-from isoreg.models import load_tokenizer, read_body, read_config
-from isoreg.report import load, summarise, to_markdown, write_report
+from isoreg.experiments.models import load_tokenizer, read_body, read_config
+from isoreg.report.records import load, summarise, to_markdown, write_report
 from isoreg.schedules import site_scores
 from isoreg.sites import dropout_sites
-from isoreg.sweep import Folder, clean, restore, status
-from isoreg.toy import toy_model_path
+from isoreg.experiments.sweep import Folder, clean, restore, status
+from isoreg.experiments.toy import toy_model_path
 
 LONG = "a" * 300
 RUN = expand(load_grid("demo")).runs[0]
@@ -102,12 +102,12 @@ def raises(error):
     ],
 )
 def test_a_run_that_fails_exits_with_1_and_an_interrupt_with_130(monkeypatch, error, code, word):
-    monkeypatch.setattr(isoreg.notebook, "execute", raises(error))
+    monkeypatch.setattr(isoreg.experiments.notebook, "execute", raises(error))
     ends(code, "run", "--out", "runs", words=[word])
 
 
 def test_a_mistake_is_called_so_and_leaves_a_report(monkeypatch):
-    monkeypatch.setattr(isoreg.notebook, "execute", raises(AssertionError("odd")))
+    monkeypatch.setattr(isoreg.experiments.notebook, "execute", raises(AssertionError("odd")))
     result = ends(1, "run", "--out", "runs", words=["mistake of isoreg"], report=True)
     (file,) = Path().glob("isoreg-error-*.txt")
     text = file.read_text()
@@ -116,15 +116,15 @@ def test_a_mistake_is_called_so_and_leaves_a_report(monkeypatch):
 
 
 def test_an_interrupt_of_any_command_is_one_line(monkeypatch):
-    monkeypatch.setattr("isoreg.sweep.status", raises(KeyboardInterrupt()))
+    monkeypatch.setattr("isoreg.experiments.sweep.status", raises(KeyboardInterrupt()))
     assert ends(130, "status", ".").stderr == "error: stopped\n"
 
 
 @pytest.mark.parametrize("disk", [OSError(28, "No space left on device"), OSError(30, "Read-only", "out/x")])
 def test_a_disk_that_refuses(monkeypatch, disk):
     Path("r.jsonl").write_text(json.dumps(RECORD))
-    monkeypatch.setattr("isoreg.sweep.write_atomically", raises(disk))
-    monkeypatch.setattr("isoreg.report.write_atomically", raises(disk))
+    monkeypatch.setattr("isoreg.experiments.sweep.write_atomically", raises(disk))
+    monkeypatch.setattr("isoreg.report.records.write_atomically", raises(disk))
     code, word = (1, "disk is full") if disk.errno == 28 else (2, "out: Read-only")
     ends(code, "sweep", "demo", "--records", "r.jsonl", "--out", "out", words=[word])
     ends(code, "report", "r.jsonl", "--out", "out", words=[word])
@@ -294,7 +294,7 @@ ODD_TEXTS += ["1" * 5000, "[" * 100_000, '{"a":' * 50_000]
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
 def test_records_and_state_files_of_a_wrong_type(monkeypatch, text):
-    monkeypatch.setattr(isoreg.finetune, "run", raises(AssertionError("a run was started")))
+    monkeypatch.setattr(isoreg.experiments.finetune, "run", raises(AssertionError("a run was started")))
     folder = Path("runs") / RUN.key
     for file in ("record.json", "failed.json", "progress.json"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -320,7 +320,7 @@ def test_records_and_state_files_of_a_wrong_type(monkeypatch, text):
 @pytest.mark.parametrize("odd", [None, [], {}, "x" * 300])
 @pytest.mark.parametrize("name", ["key", "predictions", "isoscore", "total_seconds", "versions", "hardware", "value"])
 def test_parts_of_records_of_a_wrong_type(monkeypatch, name, odd):
-    monkeypatch.setattr(isoreg.finetune, "run", raises(AssertionError("a run was started")))
+    monkeypatch.setattr(isoreg.experiments.finetune, "run", raises(AssertionError("a run was started")))
     folder = Path("runs") / RUN.key
     folder.mkdir(parents=True)
     (folder / "record.json").write_text(json.dumps(RECORD | {name: odd}))
@@ -361,7 +361,7 @@ def test_progress_of_a_wrong_type(said):
     (Path(RUN.key) / "failed.json").write_text(json.dumps({"key": RUN.key, "error": said, "traceback": 3}))
     with folder.lock(RUN.key):
         ends(0, "status", ".")
-    assert isoreg.notebook.read_progress(Path(RUN.key) / "progress.json").get("stage", "") in ("", "x")
+    assert isoreg.experiments.notebook.read_progress(Path(RUN.key) / "progress.json").get("stage", "") in ("", "x")
 
 
 LEVELS = "a: &a [x, x]\n" + "".join(
@@ -440,7 +440,7 @@ def test_an_output_path_with_braces(monkeypatch):
     "papermill would put parameters in the place of the names."
     asked = []
     monkeypatch.setattr("papermill.execute_notebook", lambda path, output, **k: asked.append(output))
-    isoreg.notebook.execute("finetune", "r{seed}/{x}/notebook.ipynb", {"seed": 3})
+    isoreg.experiments.notebook.execute("finetune", "r{seed}/{x}/notebook.ipynb", {"seed": 3})
     from papermill.parameterize import parameterize_path
 
     assert parameterize_path(asked[0], {"seed": 3}) == "r{seed}/{x}/notebook.ipynb" and Path("r{seed}/{x}").is_dir()
@@ -484,7 +484,7 @@ def test_markdown_in_records_stays_text(key):
 def test_a_caption_is_no_command_of_latex():
     table = pd.DataFrame({"a": ["x"]})
     table.attrs["caption"] = r"\input{/etc/passwd} ~ 5 %"
-    from isoreg.report import _forms
+    from isoreg.report.records import _forms
 
     tex = _forms(table, "")["tex"]
     assert r"\input" not in tex and r"\textbackslash{}input\{" in tex
@@ -837,8 +837,8 @@ def test_ranges_are_capped_together_and_exclusions_read_once(monkeypatch):
         "axes: {seed: 0..9, penalty_settings: [{a: 1}, {a: 2}]}\nfixed: {regularizer: none}\n"
         "exclude: [{seed: 0..99999, task: mrpc}, {seed: [1, 2.0]}]"
     )
-    seen, values = [], isoreg.grid._values
-    monkeypatch.setattr(isoreg.grid, "_values", lambda x, what: seen.append(what) or values(x, what))
+    seen, values = [], isoreg.experiments.grid._values
+    monkeypatch.setattr(isoreg.experiments.grid, "_values", lambda x, what: seen.append(what) or values(x, what))
     invoke("sweep", "g.yaml", "--dry-run")
     assert 0 < len([w for w in seen if "exclude" in w]) <= 3
 
@@ -930,7 +930,7 @@ def _packed(kind, content, rows=1):
     ],
 )
 def test_a_record_that_cannot_be_compared_is_not_repeated(monkeypatch, odd):
-    monkeypatch.setattr(isoreg.finetune, "run", lambda config: pytest.fail("it was run"))
+    monkeypatch.setattr(isoreg.experiments.finetune, "run", lambda config: pytest.fail("it was run"))
     whole = {"predictions": _packed("int16", bytes(20), 10), "isoscore": {"after": {"union": 0.5}}, "git_commit": "x"}
     whole |= {"versions": {}, "hardware": {}}
     Path("record.json").write_text(json.dumps(RECORD | whole | odd))
@@ -1077,7 +1077,7 @@ def test_stored_records_replace_no_other_record():
 @pytest.mark.parametrize("record", [OTHER, RECORD | {"of": "a later version"}], ids=["another's", "a later one"])
 def test_a_run_replaces_no_other_record(monkeypatch, record, force):
     folder = _folder_with(record)
-    monkeypatch.setattr(isoreg.notebook, "execute", raises(RuntimeError("the kernel died")))
+    monkeypatch.setattr(isoreg.experiments.notebook, "execute", raises(RuntimeError("the kernel died")))
     refused = record != OTHER and not force
     with pytest.raises(ValueError if refused else typer.Exit, match="--force" if refused else None):
         isoreg.cli._run(RUN.config, Path("runs"), force)
@@ -1112,7 +1112,7 @@ def test_an_owner_that_is_none_hangs_nothing(said):
     if said == "fifo":
         os.mkfifo(owner)
     else:
-        owner.write_bytes(said.replace(b"host", isoreg.sweep._machine().encode()))
+        owner.write_bytes(said.replace(b"host", isoreg.experiments.sweep._machine().encode()))
     ends(0, "status", "runs")  # whether it lives is seen from its age
     _old(owner)
     assert json.loads(ends(0, "status", "runs", "--json").stdout)["running"] == []
@@ -1207,12 +1207,14 @@ def test_a_file_in_place_of_a_run_is_said_before_anything_runs(what):
     ],
 )
 def test_how_a_command_ends(monkeypatch, error, code, words):
-    monkeypatch.setattr("isoreg.report.load", raises(error))
+    monkeypatch.setattr("isoreg.report.records.load", raises(error))
     ends(code, "report", "runs", words=[words], report="mistake" in words)
 
 
 def test_the_source_is_not_called_the_place_of_the_report(monkeypatch):
-    monkeypatch.setattr("isoreg.report.load", raises(PermissionError(13, "Permission denied", "report/a/record.json")))
+    monkeypatch.setattr(
+        "isoreg.report.records.load", raises(PermissionError(13, "Permission denied", "report/a/record.json"))
+    )
     ends(2, "report", "report/a", words=["path: Permission denied"])
 
 

@@ -23,17 +23,17 @@ from transformers.utils import logging as transformers_log
 from typer.testing import CliRunner
 
 from isoreg.cli import _finished, app, run_command
-from isoreg.config import RECIPES, RunConfig, about
-from isoreg.grid import Run, load_grid
-from isoreg.record import RunRecord
+from isoreg.experiments.config import RECIPES, RunConfig, about
+from isoreg.experiments.grid import Run, load_grid
+from isoreg.experiments.record import RunRecord
 from isoreg.embeddings import draw_texts, measure_model, read_points, score_points
 from isoreg.isoscore import isoscore, participation_ratio
 from isoreg.sequences import isoscore_by_sequence_with_error
-from isoreg.notebook import execute, run_notebook_path
-from isoreg.report import load
-from isoreg.notebook import KernelDied
-from isoreg.sweep import Folder, status
-from isoreg.toy import toy_model_path
+from isoreg.experiments.notebook import execute, run_notebook_path
+from isoreg.report.records import load
+from isoreg.experiments.notebook import KernelDied
+from isoreg.experiments.sweep import Folder, status
+from isoreg.experiments.toy import toy_model_path
 
 ROOT = Path(__file__).parents[1]
 
@@ -96,8 +96,8 @@ def test_a_layer_given_by_its_number_plays_its_part(done, monkeypatch):
     ],
 )
 def test_a_plan_says_where_bf16_is_slow(tmp_path, monkeypatch, flags, precision, gpus, told):
-    monkeypatch.setattr("isoreg.record._cpu", lambda: {"flags": flags})
-    monkeypatch.setattr("isoreg.sweep.find_gpus", lambda: gpus)
+    monkeypatch.setattr("isoreg.experiments.record._cpu", lambda: {"flags": flags})
+    monkeypatch.setattr("isoreg.experiments.sweep.find_gpus", lambda: gpus)
     plan = tmp_path / "grid.yaml"
     plan.write_text(f"fixed: {{task: toy-rte, precision: {precision}}}\naxes: {{seed: [0, 1]}}\n")
     said = CliRunner().invoke(app, ["sweep", str(plan), "--out", str(tmp_path), "--dry-run"])
@@ -229,7 +229,7 @@ def test_a_failed_run_leaves_word_until_it_is_done(tmp_path, monkeypatch):
         model={"notes": []},
         hardware={"gpu": None, "cpu": "some", "precision": "fp32"},
     )
-    monkeypatch.setattr("isoreg.notebook.execute", lambda *a: record.save(file.parent))
+    monkeypatch.setattr("isoreg.experiments.notebook.execute", lambda *a: record.save(file.parent))
     shown = invoke(*arguments)
     words = " ".join(re.findall(r"\w+", shown.stdout))  # a narrow screen folds them
     assert (
@@ -258,7 +258,7 @@ def test_a_failed_run_leaves_alone_what_a_sweep_has_begun(tmp_path, monkeypatch)
         Path(notebook).write_text("of this run")
         raise papermill.PapermillExecutionError(1, 1, "", "ValueError", "no", [])
 
-    monkeypatch.setattr("isoreg.notebook.execute", failing)
+    monkeypatch.setattr("isoreg.experiments.notebook.execute", failing)
     assert invoke("run", "--out", tmp_path).exit_code == 2
     assert (tmp_path / key / "notebook.ipynb").read_text() == "of this run" and {
         p.name: p.read_text() for p in part.iterdir()
@@ -286,7 +286,7 @@ def test_exit_codes_of_what_ends_a_run(tmp_path, monkeypatch, stage):
             (folder / "progress.json").write_text(json.dumps({"stage": stage}))
             raise error
 
-        monkeypatch.setattr("isoreg.notebook.execute", ends)
+        monkeypatch.setattr("isoreg.experiments.notebook.execute", ends)
         result = invoke("run", "--out", tmp_path)
         assert result.exit_code == code and (folder / "failed.json").exists() == told, error
         assert not isinstance(error, KernelDied) or "the kernel died" in result.stderr
@@ -295,7 +295,7 @@ def test_exit_codes_of_what_ends_a_run(tmp_path, monkeypatch, stage):
     def refuses(*a):
         raise cell("ValueError", "no")
 
-    monkeypatch.setattr("isoreg.notebook.execute", refuses)
+    monkeypatch.setattr("isoreg.experiments.notebook.execute", refuses)
     assert invoke("run", "--out", tmp_path).exit_code == 2  # whatever the last try had come to
 
 
@@ -461,7 +461,7 @@ def test_spectrum_of_half_precision_is_that_of_its_values(tmp_path, n, dtype):
 
 
 def test_score_of_a_model_on_text(tmp_path):
-    from isoreg.toy import toy_corpus
+    from isoreg.experiments.toy import toy_corpus
 
     (tmp_path / "text.txt").write_text("\n".join(toy_corpus(60)))
     verbosity = transformers_log.get_verbosity()
@@ -479,7 +479,7 @@ def test_score_of_a_model_on_text(tmp_path):
 
 def test_score_of_an_encoder_decoder_model_is_its_encoders(tmp_path):
     from transformers import T5Config, T5EncoderModel, T5Model
-    from isoreg.toy import toy_corpus, toy_tokenizer
+    from isoreg.experiments.toy import toy_corpus, toy_tokenizer
 
     torch.manual_seed(0)
     tokenizer, lines = toy_tokenizer(), toy_corpus(12)
@@ -502,7 +502,7 @@ def test_score_of_an_encoder_decoder_model_is_its_encoders(tmp_path):
 def test_score_of_an_encoder_without_its_decoder(tmp_path, texts, says):
     "A saved encoder, as of sentence-T5; older ones say that they are encoder and decoder."
     from transformers import T5Config, T5EncoderModel
-    from isoreg.toy import toy_tokenizer
+    from isoreg.experiments.toy import toy_tokenizer
 
     torch.manual_seed(0)
     tokenizer, lines = toy_tokenizer(), texts[:8]
@@ -523,7 +523,7 @@ def test_score_of_an_encoder_without_its_decoder(tmp_path, texts, says):
 
 @pytest.fixture(scope="module")
 def texts():
-    from isoreg.toy import toy_corpus
+    from isoreg.experiments.toy import toy_corpus
 
     return toy_corpus(90)
 
@@ -531,7 +531,7 @@ def texts():
 @pytest.mark.parametrize("count", [6, 25, 90])
 def test_streamed_scores_of_a_model_equal_those_of_all_states(texts, count):
     from transformers import AutoModel
-    from isoreg.toy import toy_tokenizer
+    from isoreg.experiments.toy import toy_tokenizer
 
     batch = toy_tokenizer()(texts[:count], padding=True, return_tensors="pt")
     with torch.no_grad():
@@ -551,7 +551,7 @@ def test_streamed_scores_of_a_model_equal_those_of_all_states(texts, count):
 @pytest.mark.parametrize("key", [len, str])
 def test_score_of_a_sorted_file_is_that_of_a_draw_from_it(tmp_path, key):
     "By length, and by the first words: the first lines are unlike the rest."
-    from isoreg.toy import toy_corpus
+    from isoreg.experiments.toy import toy_corpus
 
     (tmp_path / "t.txt").write_text("\n".join(sorted(toy_corpus(1200, seed=3), key=key)))
     draws = [draw_texts(tmp_path / "t.txt", *draw) for draw in ((1200, 0), (200, 0), (200, 1))]
@@ -572,7 +572,7 @@ def test_the_texts_that_were_drawn_are_told(tmp_path):
 
 
 def test_error_of_a_model_does_not_depend_on_the_order_of_the_texts():
-    from isoreg.toy import toy_corpus
+    from isoreg.experiments.toy import toy_corpus
 
     lines = toy_corpus(600, seed=3)
     orders = [sorted(lines, key=key) for key in (len, str, lines.index)]
@@ -692,7 +692,7 @@ def test_an_interrupt_by_the_kernel_leaves_an_earlier_record(tmp_path, monkeypat
         Path(notebook).write_text("half")
         raise papermill.PapermillExecutionError(1, 1, "", "KeyboardInterrupt", "", [])
 
-    monkeypatch.setattr("isoreg.notebook.execute", interrupted)
+    monkeypatch.setattr("isoreg.experiments.notebook.execute", interrupted)
     result = invoke("run", "--force", "--out", tmp_path)
     assert result.exit_code == 130 and result.stderr.count("\n") <= 3 and "Traceback" not in result.stderr
     assert [p.name for p in (tmp_path / RunConfig().key).iterdir()] == ["record.aside-1.json"]  # it was of no run
@@ -706,7 +706,7 @@ def test_an_interrupt_after_the_record_leaves_it_and_says_so(tmp_path, monkeypat
         (folder / "record.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("isoreg.notebook.execute", done_and_interrupted)
+    monkeypatch.setattr("isoreg.experiments.notebook.execute", done_and_interrupted)
     result = invoke("run", "--out", tmp_path)
     assert result.exit_code == 130 and "its record is kept" in result.stderr
     assert sorted(p.name for p in folder.iterdir()) == ["notebook.ipynb", "record.json"]
@@ -727,7 +727,7 @@ def test_the_kernel_and_tqdm_are_quiet_in_a_run_notebook():
         "kernel = types.SimpleNamespace(log=logging.getLogger('kernel'))\n"
         "shell = types.SimpleNamespace(kernel=kernel)\n"
         "sys.modules['IPython'] = types.SimpleNamespace(get_ipython=lambda: shell)\n"
-        "from isoreg.notebook import quiet; quiet()\n"
+        "from isoreg.experiments.notebook import quiet; quiet()\n"
         "kernel.log.error('KeyboardInterrupt caught in kernel')\n"
         "warnings.warn('IProgress not found. Please update jupyter'); warnings.warn('another')\n"
     )
@@ -735,7 +735,7 @@ def test_the_kernel_and_tqdm_are_quiet_in_a_run_notebook():
     assert "another" in said and "IProgress" not in said and "KeyboardInterrupt" not in said
     for path in (ROOT / "nbs" / "runs").glob("*.ipynb"):
         cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"]]
-        first = next(i for i, c in enumerate(cells) if "import torch" in c or "from isoreg.config" in c)
+        first = next(i for i, c in enumerate(cells) if "import torch" in c or "from isoreg.experiments.config" in c)
         assert any(c.endswith("quiet()") for c in cells[:first]), path
 
 
@@ -756,7 +756,7 @@ def test_demo_compares_two_runs_and_draws_them(tmp_path, monkeypatch):
     small = lambda block: dataclasses.replace(block, fixed=block.fixed | {"max_train": 320, "max_eval": 50})
     demo = load_grid("demo")
     demo = dataclasses.replace(demo, blocks=tuple(map(small, demo.blocks)))
-    monkeypatch.setattr("isoreg.grid.load_grid", lambda name: demo)
+    monkeypatch.setattr("isoreg.experiments.grid.load_grid", lambda name: demo)
     result = invoke("demo", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     loaded = [json.loads(p.read_text()) for p in tmp_path.glob("*/record.json")]

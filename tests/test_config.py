@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from papermill import inspect_notebook
 
-from isoreg import config as module
-from isoreg.config import (
+from isoreg.experiments import config as module
+from isoreg.experiments.config import (
     RECIPES,
     FisherConfig,
     GeometryConfig,
@@ -33,8 +33,8 @@ from isoreg.config import (
     parameter_cell,
     parse_set,
 )
-from isoreg.notebook import run_notebook_path
-from isoreg.tasks import Task
+from isoreg.experiments.notebook import run_notebook_path
+from isoreg.experiments.tasks import Task
 
 ROOT = Path(__file__).parents[1]
 KINDS = (RunConfig, FisherConfig, LandscapeConfig, GeometryConfig, PretrainConfig)
@@ -48,7 +48,7 @@ def stored(*names):
 
 
 def test_no_torch_is_imported():
-    code = "import sys, isoreg.config as c; c.RunConfig; c.method_label({}); print('torch' in sys.modules, 'transformers' in sys.modules)"  # noqa: E501
+    code = "import sys, isoreg.experiments.config as c; c.RunConfig; c.method_label({}); print('torch' in sys.modules, 'transformers' in sys.modules)"  # noqa: E501
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         == "False False\n"
@@ -222,7 +222,8 @@ def test_each_recipe_fills_all_that_is_open():
 
 
 def test_words_are_those_of_the_functions():
-    from isoreg import corpus, data, isoscore, landscape, noise, schedules
+    from isoreg import corpus, isoscore, landscape, noise, schedules
+    from isoreg.experiments import data
 
     field = RunConfig.model_fields
     assert set(choices(field["dropout"])) == set(noise.HOWS)

@@ -28,7 +28,7 @@ from isoreg.corpus import (
     predicted_logits,
     sample_losses,
 )
-from isoreg.toy import toy_corpus, toy_model_path
+from isoreg.experiments.toy import toy_corpus, toy_model_path
 
 TEXTS = toy_corpus(60)
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from isoreg.config import FisherConfig, RunConfig
+from isoreg.experiments.config import FisherConfig, RunConfig
 from isoreg.corpus import TextBatches
 from isoreg.fisher import empirical_fisher
-from isoreg.finetune import run
-from isoreg.grid import expand, load_grid
-from isoreg.measure import load_language_model
-from isoreg.sweep import Local, sweep
-from isoreg.toy import toy_corpus, toy_tokenizer
+from isoreg.experiments.finetune import run
+from isoreg.experiments.grid import expand, load_grid
+from isoreg.experiments.measure import load_language_model
+from isoreg.experiments.sweep import Local, sweep
+from isoreg.experiments.toy import toy_corpus, toy_tokenizer
 
 HERE = Path(__file__).parent
 KINDS = ["finetune", "pretrain", "mlm_head", "toy", "fisher", "landscape", "geometry"]
@@ -86,13 +86,13 @@ def test_a_subsample_is_the_same_in_any_number_of_parts():
 
 @pytest.mark.parametrize("workers", [2])
 def test_workers_that_load_data_change_nothing(monkeypatch, workers):
-    import isoreg.finetune
+    import isoreg.experiments.finetune
 
     config = RunConfig(task="toy-cola", max_train=64, max_eval=64, epochs=1)
     alone = run(config).to_dict()
-    made = isoreg.finetune.training_arguments
+    made = isoreg.experiments.finetune.training_arguments
     with_workers = lambda *a, **k: dataclasses.replace(made(*a, **k), dataloader_num_workers=workers)
-    monkeypatch.setattr(isoreg.finetune, "training_arguments", with_workers)
+    monkeypatch.setattr(isoreg.experiments.finetune, "training_arguments", with_workers)
     helped = run(config).to_dict()
     for name in ("value", "predictions", "isoscore", "epochs", "geometry"):
         drop = lambda x: [{k: v for k, v in e.items() if "runtime" not in k and "per_second" not in k} for e in x]

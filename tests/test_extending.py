@@ -18,16 +18,16 @@ from torch import nn
 import isoreg
 
 from isoreg.cli import sweep_command
-from isoreg.config import DROPOUTS, PENALTIES, RunConfig, command, made, method_label, name_of, packages
-from isoreg.data import load_metric, load_task
-from isoreg.finetune import rerun, run
-from isoreg.grid import Plan, Run, expand, load_grid
+from isoreg.experiments.config import DROPOUTS, PENALTIES, RunConfig, command, made, method_label, name_of, packages
+from isoreg.experiments.data import load_metric, load_task
+from isoreg.experiments.finetune import rerun, run
+from isoreg.experiments.grid import Plan, Run, expand, load_grid
 from isoreg.istar import CosReg, IStar
-from isoreg.record import RunRecord, changed_inputs, inputs_sha256
-from isoreg.report import load
-from isoreg.sweep import Folder, is_record_of, restore
-from isoreg.tasks import TASKS, Task, definition, from_definition, read_task
-from isoreg.toy import toy_model_path, toy_task, toy_tokenizer
+from isoreg.experiments.record import RunRecord, changed_inputs, inputs_sha256
+from isoreg.report.records import load
+from isoreg.experiments.sweep import Folder, is_record_of, restore
+from isoreg.experiments.tasks import TASKS, Task, definition, from_definition, read_task
+from isoreg.experiments.toy import toy_model_path, toy_task, toy_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(max_train=48, max_eval=40, epochs=1)
@@ -229,7 +229,7 @@ def test_a_bad_definition_fails_at_once_with_field_value_and_remedy(folder, chan
 )
 def test_bad_rows_are_refused_before_a_model_is_loaded(folder, text, message, monkeypatch):
     (folder / "train.csv").write_text(text)
-    monkeypatch.setattr("isoreg.finetune.load_model", lambda *a: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("isoreg.experiments.finetune.load_model", lambda *a: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=message):
         run(RunConfig(task=str(folder / "polarity.yaml")))
 
@@ -333,7 +333,7 @@ def test_a_change_of_a_data_folder_is_seen(folder, task, names):
 
 
 def test_a_sweep_looks_at_models_and_rows_before_it_starts(folder, monkeypatch):
-    monkeypatch.setattr("isoreg.sweep.sweep", lambda *a: pytest.fail("it was started"))
+    monkeypatch.setattr("isoreg.experiments.sweep.sweep", lambda *a: pytest.fail("it was started"))
     grid = folder / "g.yaml"
     for fixed, message in (
         ("model: my bert, task: toy-cola", "model: no folder 'my bert' here"),

@@ -18,11 +18,11 @@ import torch
 from filelock import Timeout
 from test_sweep import finish, importable, logged, records, start, stub, wait_for
 
-import isoreg.sweep
-from isoreg.config import RunConfig
-from isoreg.finetune import run
-from isoreg.grid import expand, load_grid
-from isoreg.sweep import Folder, OnRay, sweep
+import isoreg.experiments.sweep
+from isoreg.experiments.config import RunConfig
+from isoreg.experiments.finetune import run
+from isoreg.experiments.grid import expand, load_grid
+from isoreg.experiments.sweep import Folder, OnRay, sweep
 
 assert importable  # a fixture, used by every test
 LONG = pytest.mark.skipif("ISOREG_LONG" not in os.environ, reason="takes minutes; ISOREG_LONG=1 runs it")
@@ -68,11 +68,16 @@ importlib.machinery.SourceFileLoader.exec_module = exec_module
 @LONG
 @pytest.mark.parametrize(
     "point",
-    ["isoreg.finetune.load_model", "isoreg.trainer._penalised", "isoreg.finetune._fill_record", "isoreg.files.fsync"],
+    [
+        "isoreg.experiments.finetune.load_model",
+        "isoreg.trainer._penalised",
+        "isoreg.experiments.finetune._fill_record",
+        "isoreg.files.fsync",
+    ],
 )
 def test_a_real_run_killed_at_any_point_is_the_run_that_was_not(tmp_path, monkeypatch, point, whole_run):
     if point == "isoreg.files.fsync":  # at saving: the file is there under another name
-        point = "isoreg.record.write_atomically"
+        point = "isoreg.experiments.record.write_atomically"
     (tmp_path / "sitecustomize.py").write_text(KILLED_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("KILLED_IN", point)
@@ -212,7 +217,7 @@ def test_a_disk_without_locks_has_claims(tmp_path, monkeypatch, number):
     def refuse(handle, how):
         raise OSError(number, "no locks here")
 
-    monkeypatch.setattr(isoreg.sweep.fcntl, "flock", refuse)
+    monkeypatch.setattr(isoreg.experiments.sweep.fcntl, "flock", refuse)
     with Folder(tmp_path).lock("run"):
         assert Folder(tmp_path).is_held("run")
     assert not Folder(tmp_path).is_held("run")
@@ -221,7 +226,7 @@ def test_a_disk_without_locks_has_claims(tmp_path, monkeypatch, number):
 @pytest.fixture
 def no_flock(monkeypatch):
     "A disk of which every process gets every lock."
-    monkeypatch.setattr(isoreg.sweep.fcntl, "flock", lambda handle, how: None)
+    monkeypatch.setattr(isoreg.experiments.sweep.fcntl, "flock", lambda handle, how: None)
 
 
 def owned_by(path, machine, pid=1, began="0", age=0.0):
@@ -234,21 +239,21 @@ def owned_by(path, machine, pid=1, began="0", age=0.0):
 def test_an_owner_elsewhere_keeps_a_run_until_nothing_is_heard_of_it(tmp_path, no_flock, monkeypatch):
     folder = Folder(tmp_path)
     owner = folder.lock("run").owner
-    owned_by(owner, "another", age=isoreg.sweep.LEASE / 2)
+    owned_by(owner, "another", age=isoreg.experiments.sweep.LEASE / 2)
     with pytest.raises(Timeout):
         folder.lock("run").acquire()
-    owned_by(owner, "another", age=isoreg.sweep.LEASE * 2)
+    owned_by(owner, "another", age=isoreg.experiments.sweep.LEASE * 2)
     with folder.lock("run"):
-        assert owner.read_text() == isoreg.sweep._name() and folder.is_held("run")
+        assert owner.read_text() == isoreg.experiments.sweep._name() and folder.is_held("run")
         with pytest.raises(Timeout):
             folder.lock("run").acquire()
     assert not owner.exists() and not folder.is_held("run")
 
 
 def test_an_owner_here_is_dead_when_its_process_is(tmp_path, no_flock):
-    folder, here = Folder(tmp_path), isoreg.sweep._machine()
+    folder, here = Folder(tmp_path), isoreg.experiments.sweep._machine()
     owner, pid = folder.lock("run").owner, os.getpid()
-    began = isoreg.sweep._began(pid)
+    began = isoreg.experiments.sweep._began(pid)
     if began == "?":
         pytest.skip("nothing here tells when a process began")
     owned_by(owner, here, pid, began)
@@ -268,7 +273,7 @@ def test_an_owner_here_is_dead_when_its_process_is(tmp_path, no_flock):
 
 
 def test_a_claim_is_touched_while_it_is_held_and_a_lost_one_is_left_to_its_owner(tmp_path, no_flock, monkeypatch):
-    monkeypatch.setattr(isoreg.sweep, "LEASE", 0.3)
+    monkeypatch.setattr(isoreg.experiments.sweep, "LEASE", 0.3)
     folder = Folder(tmp_path)
     claim = folder.lock("run")
     with claim:
@@ -293,7 +298,7 @@ def test_of_many_who_find_a_dead_owner_one_has_the_run(tmp_path, no_flock):
         had.append(claim)
 
     for _ in range(20):
-        owned_by(folder.lock("run").owner, "another", age=isoreg.sweep.LEASE * 2)
+        owned_by(folder.lock("run").owner, "another", age=isoreg.experiments.sweep.LEASE * 2)
         threads = [threading.Thread(target=ask) for _ in range(8)]
         for t in threads:
             t.start()
@@ -305,7 +310,7 @@ def test_of_many_who_find_a_dead_owner_one_has_the_run(tmp_path, no_flock):
 
 def take_in_turn(folder, end, dead, told):
     "Take a run and let go of it, or die, again and again; tell how often, and how often somebody else had it, too."
-    isoreg.sweep._flock = lambda handle: True  # of everybody
+    isoreg.experiments.sweep._flock = lambda handle: True  # of everybody
     claims = twice = 0
     while time.time() < end:
         claim = Folder(folder).lock("run")
@@ -334,7 +339,7 @@ def test_a_run_whose_owners_die_all_the_time_is_never_taken_twice(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()
     context = multiprocessing.get_context("fork")
-    told, dead = context.Queue(), f"{isoreg.sweep._machine()} {gone.pid} 1"
+    told, dead = context.Queue(), f"{isoreg.experiments.sweep._machine()} {gone.pid} 1"
     takers = [context.Process(target=take_in_turn, args=(tmp_path, time.time() + 25, dead, told)) for _ in range(6)]
     for taker in takers:
         taker.start()
@@ -345,7 +350,7 @@ def test_a_run_whose_owners_die_all_the_time_is_never_taken_twice(tmp_path):
 def test_the_mark_of_one_who_died_removing_an_owner_does_not_stay(tmp_path, no_flock):
     folder = Folder(tmp_path)
     claim = folder.lock("run")
-    owned_by(claim.owner, "another", age=isoreg.sweep.LEASE * 2)
+    owned_by(claim.owner, "another", age=isoreg.experiments.sweep.LEASE * 2)
     mark = claim.owner.with_suffix(".removing")
     mark.touch()
     with pytest.raises(Timeout):
@@ -392,7 +397,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 os.environ |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": sys.argv[1], "HF_HUB_OFFLINE": "0"}
 warnings.simplefilter("ignore")
 import isoreg.files
-from isoreg.models import load_tokenizer, read_body, read_config
+from isoreg.experiments.models import load_tokenizer, read_body, read_config
 
 isoreg.files.HUB_SECONDS = 0.2
 for how in sys.argv[2:]:
@@ -511,8 +516,8 @@ from pathlib import Path
 
 import sweep_stub
 from test_faults import for_nodes
-from isoreg.grid import expand, load_grid
-from isoreg.sweep import OnRay, sweep
+from isoreg.experiments.grid import expand, load_grid
+from isoreg.experiments.sweep import OnRay, sweep
 
 grid, out, address = sys.argv[1:]
 sweep_stub.enter(Path(grid).parent)

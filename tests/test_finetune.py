@@ -43,21 +43,21 @@ from transformers import (
     RobertaModel,
 )
 
-from isoreg.config import PENALTIES, RECIPES, RunConfig
-from isoreg.data import resample
+from isoreg.experiments.config import PENALTIES, RECIPES, RunConfig
+from isoreg.experiments.data import resample
 from isoreg.files import pack, unpack, write_atomically
-from isoreg.finetune import rerun, run, sentence_vectors, training_arguments
-from isoreg.models import check_vocabulary, load_model, load_tokenizer
-from isoreg.record import RunRecord, collect, record_schema
+from isoreg.experiments.finetune import rerun, run, sentence_vectors, training_arguments
+from isoreg.experiments.models import check_vocabulary, load_model, load_tokenizer
+from isoreg.experiments.record import RunRecord, collect, record_schema
 from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import IStar
-from isoreg.config import FisherConfig, GeometryConfig
-from isoreg.measure import load_body, measure_geometry
-from isoreg.notebook import check_parameters
-from isoreg.report import load
-from isoreg.data import encode, load_task
-from isoreg.tasks import get_task
-from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
+from isoreg.experiments.config import FisherConfig, GeometryConfig
+from isoreg.experiments.measure import load_body, measure_geometry
+from isoreg.experiments.notebook import check_parameters
+from isoreg.report.records import load
+from isoreg.experiments.data import encode, load_task
+from isoreg.experiments.tasks import get_task
+from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 from isoreg.trainer import PenaltyTrainer, ReferenceRefresh
 
 EYE = torch.eye(96)
@@ -148,7 +148,7 @@ def test_the_released_recipe_takes_the_released_reference(monkeypatch):
             super().__init__(*args, **kwargs)
             seen.append(self.released)
 
-    monkeypatch.setattr("isoreg.finetune.ReferenceRefresh", Spy)
+    monkeypatch.setattr("isoreg.experiments.finetune.ReferenceRefresh", Spy)
     scores = [
         run(RunConfig(recipe=recipe, lam=-1, epochs=1, max_train=32, max_eval=16, max_length=32, reference_points=1000))
         for recipe in ("istar-released", "istar-paper")
@@ -339,7 +339,7 @@ def test_a_diverged_run_has_no_number(task, tmp_path, monkeypatch):
             model.classifier.bias.fill_(float("nan"))
         return model, *rest
 
-    monkeypatch.setattr("isoreg.finetune.load_model", broken)
+    monkeypatch.setattr("isoreg.experiments.finetune.load_model", broken)
     record = run(
         RunConfig(task=task, regularizer="none", max_train=16, max_eval=16, epochs=1), tmp_path / "progress.json"
     )
@@ -546,7 +546,7 @@ def test_further_parameters_of_a_notebook_have_their_type(value, message):
 @pytest.mark.parametrize("model", ["models/nix", "runs/a/model", "models/deep/nix"])
 def test_a_folder_that_is_not_there_is_told_before_anything_is_read(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("isoreg.finetune.load_task", lambda *a: pytest.fail("the data were read"))
+    monkeypatch.setattr("isoreg.experiments.finetune.load_task", lambda *a: pytest.fail("the data were read"))
     config = RunConfig(model=model)  # a record from elsewhere can be read
     for call in (run, load_model):
         with pytest.raises(ValueError, match=f"model: no folder '{model}' here, and a name on the hub is owner/name"):
@@ -560,7 +560,7 @@ def test_a_name_that_the_hub_does_not_give_is_told(monkeypatch):
         asked.append(name)
         raise OSError("not a local folder\nand much more")
 
-    monkeypatch.setattr("isoreg.models.PretrainedConfig.get_config_dict", nothing)
+    monkeypatch.setattr("isoreg.experiments.models.PretrainedConfig.get_config_dict", nothing)
     for name in ("google/bert_uncased_L-2", "bert-base-uncased"):
         with pytest.raises(
             ValueError,
@@ -728,7 +728,11 @@ def test_run_notebook_takes_any_penalty_and_writes_the_record_before_it_draws(tm
     cells = notebook.cells
     at = next(i for i, c in enumerate(cells) if "parameters" in c.metadata.get("tags", []))
     given = f"regularizer, lam, max_train, max_eval, epochs, out = 'mean', 0.1, 64, 40, 1, {str(tmp_path)!r}"
-    own = "import torch\nfrom isoreg.config import PENALTIES\n" + inspect.getsource(_Mean) + "PENALTIES['mean'] = _Mean"
+    own = (
+        "import torch\nfrom isoreg.experiments.config import PENALTIES\n"
+        + inspect.getsource(_Mean)
+        + "PENALTIES['mean'] = _Mean"
+    )
     cells[at + 1 : at + 1] = [nbformat.v4.new_code_cell(given), nbformat.v4.new_code_cell(own)]
     cells.insert(at + 3, nbformat.v4.new_code_cell("import matplotlib.pyplot as plt\nplt.subplots = None"))
     with pytest.raises(nbclient.exceptions.CellExecutionError):
@@ -754,7 +758,7 @@ def test_a_record_outlives_a_model_that_cannot_be_saved(monkeypatch, tmp_path):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("isoreg.finetune.save_model", full)
+    monkeypatch.setattr("isoreg.experiments.finetune.save_model", full)
     with pytest.warns(UserWarning, match="the model was not saved"):
         record = run(RunConfig(**SMALL), model_folder=tmp_path / "model")
     assert record.status == "done" and any("No space left" in w for w in record.warnings)
@@ -931,12 +935,12 @@ def test_a_penalty_that_a_record_could_not_tell_is_refused_and_a_given_reference
 def test_two_runs_that_diverged_alike_are_equal(monkeypatch):
     record = run(RunConfig(task="toy-cola", regularizer="none", **SMALL))
     record.predictions, record.value = pack(np.array([np.nan, 1.0])), None
-    monkeypatch.setattr("isoreg.finetune.run", lambda config: record)
+    monkeypatch.setattr("isoreg.experiments.finetune.run", lambda config: record)
     assert rerun(record.to_dict())["equal"]
 
 
 def test_a_note_stands_once_however_often_a_run_begins_anew():
-    from isoreg.finetune import _encoded
+    from isoreg.experiments.finetune import _encoded
 
     config = RunConfig(max_train=40, max_eval=10, max_length=8)
     data, (model, tokenizer, _) = load_task("toy-cola", max_train=40, max_eval=10), load_model(config)

@@ -59,7 +59,7 @@ from transformers import (
 from isoreg.corpus import TextBatches
 from isoreg.fisher import TAPED, FisherEstimate, agreement, empirical_fisher, load_scores
 from isoreg.noise import gaussian_dropout
-from isoreg.toy import toy_corpus, toy_model_path
+from isoreg.experiments.toy import toy_corpus, toy_model_path
 from isoreg.trainer import split_by_length
 
 V, H = 50, 16

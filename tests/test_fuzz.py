@@ -22,15 +22,15 @@ from safetensors.torch import save
 from typer.testing import CliRunner
 
 import isoreg.cli
-import isoreg.finetune
-import isoreg.sweep
+import isoreg.experiments.finetune
+import isoreg.experiments.sweep
 from isoreg.cli import app
-from isoreg.config import PENALTIES, RunConfig, parse_set
+from isoreg.experiments.config import PENALTIES, RunConfig, parse_set
 from isoreg.files import from_yaml
-from isoreg.grid import Run, expand, load_grid
+from isoreg.experiments.grid import Run, expand, load_grid
 from isoreg.isoscore import isoscore
-from isoreg.notebook import read_progress
-from isoreg.toy import toy_model_path
+from isoreg.experiments.notebook import read_progress
+from isoreg.experiments.toy import toy_model_path
 
 RUN = expand(load_grid("demo")).runs[0]
 RECORD = {"key": RUN.key, "status": "done", "config": RUN.config, "metric": "m", "value": 0.5}
@@ -75,8 +75,10 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "beside").write_text("stays")
     monkeypatch.chdir(home)
     monkeypatch.setattr(isoreg.cli, "_execute", lambda *a: (_ for _ in ()).throw(OSError("no run here")))
-    monkeypatch.setattr(isoreg.finetune, "run", lambda *a, **k: (_ for _ in ()).throw(ValueError("run: not here")))
-    monkeypatch.setattr(isoreg.sweep, "_work", lambda s, on_progress: None)
+    monkeypatch.setattr(
+        isoreg.experiments.finetune, "run", lambda *a, **k: (_ for _ in ()).throw(ValueError("run: not here"))
+    )
+    monkeypatch.setattr(isoreg.experiments.sweep, "_work", lambda s, on_progress: None)
     yield home
     assert {p.name for p in tmp_path.iterdir()} == {"home", "beside"} and (tmp_path / "beside").read_text() == "stays"
 

@@ -19,9 +19,9 @@ from sklearn.decomposition import PCA
 from sklearn.preprocessing import normalize
 
 import isoreg.geometry as module
-import isoreg.measure as measure
+import isoreg.experiments.measure as measure
 from isoreg.corpus import TextBatches
-from isoreg.finetune import sentence_vectors
+from isoreg.experiments.finetune import sentence_vectors
 from isoreg.geometry import (
     Dimensions,
     average_cosine,
@@ -36,10 +36,10 @@ from isoreg.geometry import (
     variance_explained,
 )
 from isoreg.isoscore import isoscore
-from isoreg.config import FisherConfig, GeometryConfig, choices
-from isoreg.measure import collect_measurements, layer_points, load_body, measure_fisher, measure_geometry
-from isoreg.notebook import execute
-from isoreg.toy import toy_corpus, toy_tokenizer
+from isoreg.experiments.config import FisherConfig, GeometryConfig, choices
+from isoreg.experiments.measure import collect_measurements, layer_points, load_body, measure_fisher, measure_geometry
+from isoreg.experiments.notebook import execute
+from isoreg.experiments.toy import toy_corpus, toy_tokenizer
 
 SCALARS = (average_cosine, partition_score, variance_explained, effective_rank, rankme, two_nn)
 

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from isoreg.cli import app
-from isoreg.config import LandscapeConfig
-from isoreg.finetune import RunConfig
-from isoreg.grid import choose, expand, final_grid, grid_path, load_grid
+from isoreg.experiments.config import LandscapeConfig
+from isoreg.experiments.finetune import RunConfig
+from isoreg.experiments.grid import choose, expand, final_grid, grid_path, load_grid
 
 ROOT = Path(__file__).parents[1]
 invoke = lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])

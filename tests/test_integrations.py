@@ -30,7 +30,7 @@ from isoreg.metric import IsoScore
 from isoreg.noise import apply_dropout, set_dropout
 from isoreg.sites import dropout_sites
 from isoreg.states import hidden_states
-from isoreg.toy import toy_model_path, toy_pairs
+from isoreg.experiments.toy import toy_model_path, toy_pairs
 from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, split_by_length
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)

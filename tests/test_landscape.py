@@ -41,8 +41,8 @@ from isoreg.landscape import (
     plot,
     subset,
 )
-from isoreg.notebook import execute
-from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
+from isoreg.experiments.notebook import execute
+from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 matplotlib.use("Agg")
 

@@ -12,12 +12,12 @@ from jsonschema import Draft202012Validator
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, T5Config, T5EncoderModel
 
-import isoreg.measure as measure
+import isoreg.experiments.measure as measure
 from isoreg.corpus import sample_losses
 from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
 from isoreg.landscape import direction, subset
-from isoreg.config import FisherConfig, GeometryConfig, LandscapeConfig
-from isoreg.measure import (
+from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig
+from isoreg.experiments.measure import (
     as_surface,
     collect_measurements,
     load_body,
@@ -27,7 +27,7 @@ from isoreg.measure import (
     measure_landscape,
     measurement_schema,
 )
-from isoreg.toy import toy_model_path
+from isoreg.experiments.toy import toy_model_path
 
 TINY = dict(limit=60, shares="33,5", draws=2)
 LINE = dict(limit=12, shape="line", points=5)

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from reference import rooms as chapters
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -206,13 +207,17 @@ def test_the_readme_gives_the_test_command():
     assert lines == [" && ".join(steps)]
 
 
-def test_rooms_import_from_lower_numbers_only():
-    "At the top of a module; what a function imports when it is called is left out."
-    numbers = {path.stem.split("_", 1)[1]: int(path.stem[:2]) for path in (ROOT / "nbs").glob("[0-9]*.ipynb")}
-    modules = {path.stem for path in (ROOT / "isoreg").glob("[!_]*.py")}
-    assert set(numbers) == modules and len(set(numbers.values())) == len(modules)
-    for name in modules:
-        tree = ast.parse((ROOT / "isoreg" / f"{name}.py").read_text())
-        imported = [node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.level]
-        for other in imported:
-            assert other is None or numbers[other] < numbers[name], f"{name} imports {other}"
+def test_rooms_import_from_lower_numbers_and_lower_packages_only():
+    "At the top of a module: the science, then the experiments, then the report, then the front."
+    rooms = {room: int(Path(file).name[:2]) for room, file, _ in chapters(ROOT / "nbs")}
+    files = {file: file.relative_to(ROOT / "isoreg") for file in (ROOT / "isoreg").rglob("[!_]*.py")}
+    modules = {".".join(file.with_suffix("").parts): file for file in files.values()}
+    assert set(rooms) == set(modules) and len(set(rooms.values())) == len(rooms)
+    level = lambda room: (
+        3 if room in ("embeddings", "cli") else {"experiments": 1, "report": 2}.get(room.split(".")[0], 0)
+    )
+    for room, file in modules.items():
+        tree = ast.parse((ROOT / "isoreg" / file).read_text())
+        for node in [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.level and n.module]:
+            other = ".".join([*file.parts[: len(file.parts) - node.level], node.module])
+            assert rooms[other] < rooms[room] and level(other) <= level(room), f"{room} imports {other}"

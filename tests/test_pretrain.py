@@ -45,9 +45,9 @@ from transformers import (
 )
 
 from isoreg.corpus import TextBatches
-from isoreg.notebook import execute, run_notebook_path
-from isoreg.config import PretrainConfig
-from isoreg.pretrain import (
+from isoreg.experiments.notebook import execute, run_notebook_path
+from isoreg.experiments.config import PretrainConfig
+from isoreg.experiments.pretrain import (
     LikelihoodTrainer,
     corpus_texts,
     freeze_encoder,
@@ -61,8 +61,8 @@ from isoreg.pretrain import (
     unigram_loss,
     with_mlm_head,
 )
-from isoreg.grid import Block, Grid, expand
-from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
+from isoreg.experiments.grid import Block, Grid, expand
+from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 V, H = len(toy_tokenizer()), 16
@@ -289,7 +289,7 @@ KILLED = dict(steps=50, limit=400, train_encoder=True, seed=3)
 
 def kill_at(out: Path, step: int):
     "Start the run in a process of its own and kill it as soon as it writes the checkpoint of this step."
-    program = f"import torch; torch.set_num_threads(1)\nfrom isoreg.config import PretrainConfig\nfrom isoreg.pretrain import pretrain\npretrain(PretrainConfig(**{KILLED!r}), {str(out)!r}, 2, 5)"  # noqa: E501
+    program = f"import torch; torch.set_num_threads(1)\nfrom isoreg.experiments.config import PretrainConfig\nfrom isoreg.experiments.pretrain import pretrain\npretrain(PretrainConfig(**{KILLED!r}), {str(out)!r}, 2, 5)"  # noqa: E501
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.DEVNULL,
@@ -319,7 +319,7 @@ def test_killed_and_resumed_is_the_run_left_alone(tmp_path):
 
 def test_killed_after_the_last_step(tmp_path, monkeypatch):
     config = PretrainConfig(limit=200, steps=4)
-    import isoreg.pretrain as module
+    import isoreg.experiments.pretrain as module
 
     def die(*args):
         raise KeyboardInterrupt

@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 from isoreg.cli import app
 from isoreg.noise import load_dropout
 from isoreg.sites import dropout_sites
-from isoreg.config import RunConfig, command
+from isoreg.experiments.config import RunConfig, command
 from isoreg.files import pack, unpack
-from isoreg.finetune import run, sentence_vectors
-from isoreg.record import RunRecord, collect, read_lines, record_schema
-from isoreg.report import load
-from isoreg.config import FisherConfig, GeometryConfig, LandscapeConfig
-from isoreg.measure import measure_fisher, measure_geometry, measure_landscape, measurement_schema
-from isoreg.data import encode, load_metric, load_task
-from isoreg.toy import toy_model_path
+from isoreg.experiments.finetune import run, sentence_vectors
+from isoreg.experiments.record import RunRecord, collect, read_lines, record_schema
+from isoreg.report.records import load
+from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig
+from isoreg.experiments.measure import measure_fisher, measure_geometry, measure_landscape, measurement_schema
+from isoreg.experiments.data import encode, load_metric, load_task
+from isoreg.experiments.toy import toy_model_path
 
 RESULTS = Path(__file__).parents[1] / "nbs" / "results"
 
@@ -69,7 +69,7 @@ def test_several_processes_collect_into_one_file(tmp_path):
     lines, seeds = tmp_path / "all.jsonl", range(4)
     for seed in seeds:
         lay(tmp_path / f"runs-{seed}", key=f"toy-cola-x-seed{seed}")
-    code = f"from isoreg.record import collect; collect({str(tmp_path)!r} + '/runs-%d', {str(lines)!r})"
+    code = f"from isoreg.experiments.record import collect; collect({str(tmp_path)!r} + '/runs-%d', {str(lines)!r})"
     started = [subprocess.Popen([sys.executable, "-c", code % seed]) for seed in seeds]
     assert [process.wait() for process in started] == [0] * 4 and len(read_lines(lines)) == 4
 
@@ -238,7 +238,7 @@ def test_schema_files_are_what_the_code_gives(name):
     made = record_schema() if name == "record" else measurement_schema(name)
     Draft202012Validator.check_schema(made)
     assert json.loads((RESULTS / f"{name}.schema.json").read_text()) == made, (
-        "execute nbs/23_finetune.ipynb and nbs/25_measure.ipynb, which write the files"
+        "execute nbs/experiments/23_finetune.ipynb and nbs/experiments/25_measure.ipynb, which write the files"
     )
     for where in (made, made["properties"]["config"]):
         assert all(len(p["description"]) > 5 for p in where["properties"].values()), "a field without a comment"

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import reference
 from isoreg.cli import app
-from isoreg.config import CONFIGS
-from isoreg.grid import expand, load_grid
+from isoreg.experiments.config import CONFIGS
+from isoreg.experiments.grid import expand, load_grid
 from reference import EXAMPLES, anchor, commands_page, entry, fields, first_sentence, index_page, public_names
 
 ROOT = Path(__file__).parents[1]
@@ -47,17 +47,18 @@ def test_pages_are_what_the_code_says():
 
 
 def test_rooms_stand_in_their_order():
-    headings = re.findall(r"^## (\w+): \[", index_page(NBS), re.M)
-    numbers = {path.stem.split("_", 1)[1]: int(path.stem[:2]) for path in NBS.glob("[0-9]*.ipynb")}
+    headings = re.findall(r"^## ([\w.]+): \[", index_page(NBS), re.M)
+    numbers = {room: int(Path(file).name[:2]) for room, file, _ in reference.rooms(NBS)}
     assert headings == sorted(numbers, key=numbers.get) == ROOMS
 
 
 def test_every_public_name_has_one_line_and_an_anchor():
-    rows = re.findall(r"^- \[(\w+)\]\(\.\./(\d\d_(\w+)\.ipynb)#([\w.]+)\): (.+)$", index_page(NBS), re.M)
-    assert [(room, name) for name, _, room, _, _ in rows] == [(room, name) for room, name, _ in PUBLIC]
-    for name, file, room, mark, line in rows:
+    rows = re.findall(r"^- \[(\w+)\]\(\.\./([\w/]*?\d\d_(\w+)\.ipynb)#([\w.]+)\): (.+)$", index_page(NBS), re.M)
+    homes = {file: room for room, file, _ in reference.rooms(NBS)}
+    assert [(homes[file], name) for name, file, _, _, _ in rows] == [(room, name) for room, name, _ in PUBLIC]
+    for name, file, _, mark, line in rows:
         assert (NBS / file).exists() and len(line) > 12, name
-        value = public_names(room)[name]
+        value = public_names(homes[file])[name]
         shown_there = entry(value)._repr_markdown_()
         assert f'<section id="{mark}" class="level2">' in shown_there, f"{name}: its entry has no anchor {mark}"
         assert f"<h2 hidden>{value.__name__}</h2>" in shown_there  # the site's search takes it for a section
@@ -70,7 +71,7 @@ def test_anchors_differ():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_chapter_shows_what_the_index_links_to(room):
-    (path,) = NBS.glob(f"[0-9]*_{room}.ipynb")
+    path = next(NBS / file for other, file, _ in reference.rooms(NBS) if other == room)
     source = "\n".join(text(c) for c in cells(path) if re.match(r"#\|\s*exports?\b", text(c)))
     for name, value in public_names(room).items():
         assert re.search(rf"^(?:class|def) {value.__name__}\b", source, re.M), f"{name} is not exported with an entry"

@@ -19,10 +19,10 @@ from scipy import stats
 
 matplotlib.use("Agg")
 from isoreg.files import pack
-from isoreg import report
-from isoreg import figures
-from isoreg.config import model_label
-from isoreg.figures import (
+from isoreg.report import records as report
+from isoreg.report import figures
+from isoreg.experiments.config import model_label
+from isoreg.report.figures import (
     plot_forest,
     plot_fraction,
     plot_layers,
@@ -30,7 +30,7 @@ from isoreg.figures import (
     plot_tradeoff,
     rank_correlation,
 )
-from isoreg.report import (
+from isoreg.report.records import (
     clears_majority,
     compare,
     failures,
@@ -46,7 +46,7 @@ from isoreg.report import (
     to_markdown,
     write_report,
 )
-from isoreg.statistics import ratio_interval, sign_flip, t_interval
+from isoreg.report.statistics import ratio_interval, sign_flip, t_interval
 
 NBS = Path(__file__).parents[1] / "nbs"
 FIRST = NBS / "results" / "istar_first.jsonl"
@@ -114,14 +114,14 @@ def arms(**values):
 
 
 def test_importing_needs_neither_transformers_nor_matplotlib():
-    code = "import sys, isoreg.report as r; r.label({}); "
+    code = "import sys, isoreg.report.records as r; r.label({}); "
     code += "print([n for n in ('torch', 'transformers', 'matplotlib', 'datasets') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=NBS.parent)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def test_distinct_methods_have_distinct_labels():
-    from isoreg.config import RunConfig
+    from isoreg.experiments.config import RunConfig
 
     penalties = [
         {"regularizer": "none"},
@@ -241,8 +241,8 @@ def test_nothing_to_load(source):
 
 
 def test_run_records_and_new_fields_are_taken():
-    from isoreg.config import RunConfig
-    from isoreg.record import RunRecord
+    from isoreg.experiments.config import RunConfig
+    from isoreg.experiments.record import RunRecord
 
     run = RunRecord("k", RunConfig(regularizer="none", dropout="guided").to_dict(), metric="accuracy", value=0.5)
     df = load(

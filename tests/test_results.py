@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from forked import run
 
-from isoreg.config import RunConfig
+from isoreg.experiments.config import RunConfig
 from isoreg.files import unpack
-from isoreg.report import load
-from isoreg.data import load_metric, load_task, resample
+from isoreg.report.records import load
+from isoreg.experiments.data import load_metric, load_task, resample
 
 ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"
@@ -173,7 +173,7 @@ def as_it_ran(tmp_path, monkeypatch):
 
 
 def test_every_record_is_of_a_shipped_grid(as_it_ran):
-    from isoreg.grid import expand, load_grid
+    from isoreg.experiments.grid import expand, load_grid
 
     also = [  # as the plan has it: in fp32 on processors without bf16, and each batch read as a whole on a GPU
         run
@@ -201,7 +201,7 @@ def test_second_round_is_as_planned():
 
 def test_base_size_round_is_as_planned(tmp_path, monkeypatch):
     "Each run is of a grid of the plan, read in groups or as a whole; the counted ones of a device are of one commit."
-    from isoreg.grid import expand, load_grid
+    from isoreg.experiments.grid import expand, load_grid
 
     (tmp_path / "base-data").mkdir()
     (tmp_path / "nbs").symlink_to(NBS)
@@ -216,7 +216,7 @@ def test_base_size_round_is_as_planned(tmp_path, monkeypatch):
 
 def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_ran):
     "MRPC was read without groups at first: a grid has the same runs with them."
-    from isoreg.grid import expand, load_grid
+    from isoreg.experiments.grid import expand, load_grid
 
     runs = expand(load_grid(NBS / "grids" / "small-istar.yaml")).runs
     bare = lambda config: {k: v for k, v in RunConfig.from_record(config).to_dict().items() if k != "length_groups"}
@@ -227,7 +227,7 @@ def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_
 
 @pytest.mark.parametrize("kind", ["fisher", "geometry"])
 def test_the_measurements_are_those_of_their_grid(kind):
-    from isoreg.grid import expand, load_grid
+    from isoreg.experiments.grid import expand, load_grid
 
     stored = [json.loads(line)["key"] for line in (NBS / "results" / f"{kind}.jsonl").read_text().splitlines()]
     assert sorted(stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / f"small-{kind}.yaml")).runs)
@@ -235,7 +235,7 @@ def test_the_measurements_are_those_of_their_grid(kind):
 
 def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkeypatch):
     "The stored runs took a Fisher estimate by --set; their keys are of its path."
-    from isoreg.grid import expand, load_grid
+    from isoreg.experiments.grid import expand, load_grid
 
     stored = [json.loads(line) for line in (NBS / "results" / "landscape.jsonl").read_text().splitlines()]
     (place,) = {r["config"]["fisher"] for r in stored} - {None}
@@ -432,7 +432,7 @@ def test_the_overview_answers_before_it_shows_code():
     ],
 )
 def test_no_page_says_what_was_wrong_about_the_papers_or_their_code(wrong):
-    pages = {p.name: prose(nbformat.read(p, 4)) for p in [*NBS.glob("*.ipynb"), *NBS.glob("*/*.ipynb")]}
+    pages = {p.name: prose(nbformat.read(p, 4)) for p in NBS.rglob("*.ipynb")}
     pages["README.md"] = (ROOT / "README.md").read_text()
     assert not [name for name, text in pages.items() if re.search(wrong, text)]
 

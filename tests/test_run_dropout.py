@@ -9,12 +9,12 @@ import pytest
 from transformers import BertConfig, BertForMaskedLM
 
 from isoreg.noise import HOWS, save_schedule
-from isoreg.config import RunConfig, scores_source
+from isoreg.experiments.config import RunConfig, scores_source
 from isoreg.corpus import TextBatches
 from isoreg.fisher import empirical_fisher
-from isoreg.finetune import run
-from isoreg.record import RunRecord
-from isoreg.toy import toy_corpus, toy_model_path, toy_tokenizer
+from isoreg.experiments.finetune import run
+from isoreg.experiments.record import RunRecord
+from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 SMALL = dict(task="toy-cola", max_train=64, max_eval=32, epochs=1)
 
@@ -160,10 +160,10 @@ def test_scores_source_and_the_record(tmp_path):
 
 def test_a_text_gives_one_schedule_to_all_tasks_and_seeds(tmp_path, monkeypatch):
     from isoreg.schedules import guided_schedule, site_scores
-    from isoreg.models import load_tokenizer
+    from isoreg.experiments.models import load_tokenizer
     from transformers import AutoModelForMaskedLM
 
-    monkeypatch.setattr("isoreg.finetune.CORPUS_TEXTS", 40)
+    monkeypatch.setattr("isoreg.experiments.finetune.CORPUS_TEXTS", 40)
     file, texts = tmp_path / "wiki.txt", toy_corpus(50, seed=9)
     file.write_text("\n".join(texts))
     run_of = lambda **kw: run(
@@ -225,7 +225,7 @@ def test_what_is_neither_scores_nor_a_text_is_refused_at_once(scores, message, t
 def test_scores_of_a_model_without_a_masked_head_are_asked_for(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from isoreg.finetune import _own_fisher
+    from isoreg.experiments.finetune import _own_fisher
 
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="scores: .*without a masked-language-model head; give --scores"):
@@ -235,6 +235,6 @@ def test_scores_of_a_model_without_a_masked_head_are_asked_for(tmp_path):
 @pytest.mark.parametrize("scores", ["corpus:{}/empty.txt", "corpus:nobody/nothing"])
 def test_a_text_that_cannot_be_read_is_told_before_training(scores, tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("\n\n")
-    monkeypatch.setattr("isoreg.finetune._train", lambda *a: pytest.fail("training has begun"))
+    monkeypatch.setattr("isoreg.experiments.finetune._train", lambda *a: pytest.fail("training has begun"))
     with pytest.raises(ValueError, match="scores: 'corpus:.*cannot be read"):
         run(RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path)))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from isoreg import statistics
-from isoreg.statistics import (
+from isoreg.report import statistics
+from isoreg.report.statistics import (
     equivalence,
     holm,
     mean_rank_correlation,

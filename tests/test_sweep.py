@@ -17,11 +17,11 @@ import sweep_stub
 from typer.testing import CliRunner
 
 from isoreg.cli import app
-from isoreg.config import GeometryConfig, RunConfig
-from isoreg.grid import Run, expand, load_grid
-from isoreg.data import MissingSplit
-from isoreg.notebook import KernelDied, error_name, error_words
-from isoreg.sweep import (
+from isoreg.experiments.config import GeometryConfig, RunConfig
+from isoreg.experiments.grid import Run, expand, load_grid
+from isoreg.experiments.data import MissingSplit
+from isoreg.experiments.notebook import KernelDied, error_name, error_words
+from isoreg.experiments.sweep import (
     Folder,
     Local,
     OnRay,
@@ -173,7 +173,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(kernel, 0)[1]))
 STARTER = """
 import os, sys, time
 from pathlib import Path
-from isoreg.notebook import execute
+from isoreg.experiments.notebook import execute
 
 def die(kernel):
     print(kernel.pid, flush=True)
@@ -292,7 +292,7 @@ def test_records_that_cannot_be_read_are_none(tmp_path):
 
 def told(plan, folder, jobs=1):
     "Tell `isoreg status` of a plan, as a sweep does that is killed at once."
-    from isoreg.sweep import _look, _write_plan
+    from isoreg.experiments.sweep import _look, _write_plan
 
     executor = Local()
     executor.jobs = jobs
@@ -330,8 +330,8 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     def refuse(*a, **k):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("isoreg.sweep.Claim.acquire", refuse)
-    monkeypatch.setattr("isoreg.sweep.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("isoreg.experiments.sweep.Claim.acquire", refuse)
+    monkeypatch.setattr("isoreg.experiments.sweep.tempfile.TemporaryFile", refuse)
     (Folder(out).home / "locks" / "other.claim").touch()
     assert status(out)["running"] == [] and len(status(out)["done"]) == 1
     with pytest.raises(ValueError, match="out: cannot write to .*give a folder that can be written"):
@@ -383,8 +383,8 @@ def test_what_a_killed_attempt_said_does_not_hide_the_next_one(tmp_path):
 
 def test_a_surface_of_other_scores_is_not_done(tmp_path, monkeypatch):
     "The key of a surface is of the path of its Fisher scores; what is in the file is told by the digest in the record."
-    from isoreg.config import LandscapeConfig
-    from isoreg.record import inputs_sha256
+    from isoreg.experiments.config import LandscapeConfig
+    from isoreg.experiments.record import inputs_sha256
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "f").mkdir()
@@ -476,7 +476,7 @@ def test_an_error_before_a_run_begins_leaves_no_claim(tmp_path, monkeypatch):
     def refused(*args):
         raise PermissionError("no")
 
-    monkeypatch.setattr("isoreg.sweep.publish", refused)
+    monkeypatch.setattr("isoreg.experiments.sweep.publish", refused)
     with pytest.raises(PermissionError):
         sweep(plan, folder.out)
     with folder.lock(plan.runs[0].key):
@@ -595,7 +595,7 @@ def test_full_disk_in_the_kernel_and_before_the_start(tmp_path, monkeypatch):
         and not list((tmp_path / "out").glob("*/failed.json"))
     )
     usage = type("Usage", (), {"free": 2**20})
-    monkeypatch.setattr("isoreg.sweep.shutil.disk_usage", lambda p: usage)
+    monkeypatch.setattr("isoreg.experiments.sweep.shutil.disk_usage", lambda p: usage)
     result = invoke("sweep", "toy", "--out", tmp_path / "other")
     assert result.exit_code == 1 and "the disk is full: 1 MiB are free" in result.output
     assert is_disk_full(RuntimeError("x")) is False
@@ -621,7 +621,7 @@ def test_workers_and_threads():
 def test_each_worker_has_a_gpu_in_turn(tmp_path, monkeypatch, jobs, gpus):
     "All workers are at work when the runs ask; with three workers one GPU has two of them."
     path, out = stub(tmp_path, wait=3, tasks="[a]", seeds="0..2"), tmp_path / "out"
-    monkeypatch.setattr("isoreg.sweep.machine", lambda: (8, ["0", "1"], None))
+    monkeypatch.setattr("isoreg.experiments.sweep.machine", lambda: (8, ["0", "1"], None))
     said = []
     assert sweep(expand(load_grid(path)), out, Local(jobs), log=said.append).code == 0
     asked = [r["gpu"] for r in records(out).values()]
@@ -629,7 +629,7 @@ def test_each_worker_has_a_gpu_in_turn(tmp_path, monkeypatch, jobs, gpus):
 
 
 def test_measurements_say_their_peak(monkeypatch):
-    from isoreg import measure
+    from isoreg.experiments import measure
 
     called = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -836,7 +836,7 @@ def test_ray_gives_the_same_records(toy, tmp_path):
 
 def test_closing_message_groups_equal_failures(tmp_path, capsys):
     from isoreg.cli import _show_report
-    from isoreg.sweep import Report
+    from isoreg.experiments.sweep import Report
 
     failure = {"error": "ValueError: x", "traceback": "Traceback\nValueError: x"}
     _show_report(
@@ -861,7 +861,7 @@ def test_closing_message_groups_equal_failures(tmp_path, capsys):
 def test_ray_address_may_be_left_out(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "isoreg.sweep.OnRay",
+        "isoreg.experiments.sweep.OnRay",
         lambda address, jobs: seen.append(address) or (_ for _ in ()).throw(ValueError("ray: seen")),
     )
     for arguments in (["--ray"], ["--ray", "auto"], ["--ray", "ray://head:10001"], ["--ray", "--jobs", "2"]):
@@ -888,9 +888,9 @@ def test_isoreg_run_leaves_a_claimed_run_alone(tmp_path):
 
 def test_stored_records_count_as_done(tmp_path):
     "Records go from folders to a file and back, and the sweep finds nothing to do."
-    from isoreg.config import RunConfig
-    from isoreg.finetune import run
-    from isoreg.record import RunRecord, collect
+    from isoreg.experiments.config import RunConfig
+    from isoreg.experiments.finetune import run
+    from isoreg.experiments.record import RunRecord, collect
 
     grid = tmp_path / "g.yaml"
     grid.write_text(

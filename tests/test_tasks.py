@@ -12,7 +12,7 @@ from datasets import Dataset
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
-from isoreg.data import (
+from isoreg.experiments.data import (
     _SCORES,
     MissingSplit,
     encode,
@@ -27,8 +27,8 @@ from isoreg.data import (
     squad_predictions,
     squad_scores,
 )
-from isoreg.tasks import METRICS, TASKS, Task, get_task
-from isoreg.toy import toy_tokenizer
+from isoreg.experiments.tasks import METRICS, TASKS, Task, get_task
+from isoreg.experiments.toy import toy_tokenizer
 
 DATA = os.environ.get("ISOREG_DATA")
 real = pytest.mark.skipif(not DATA, reason="ISOREG_DATA is not set: no folder of real tasks")

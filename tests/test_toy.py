@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from isoreg.toy import (
+from isoreg.experiments.toy import (
     _WEAKER,
     DEFINITE,
     KIND_OF,
@@ -246,7 +246,7 @@ def test_default_sizes_and_majorities():
 
 
 def test_another_process_with_another_hash_seed_gives_the_same_rows():
-    code = "from isoreg.toy import *; print([toy_task(n, 'validation', 60).to_list() for n in TOY_TASKS], toy_corpus(40), toy_pairs(20), toy_vocabulary())"  # noqa: E501
+    code = "from isoreg.experiments.toy import *; print([toy_task(n, 'validation', 60).to_list() for n in TOY_TASKS], toy_corpus(40), toy_pairs(20), toy_vocabulary())"  # noqa: E501
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code],

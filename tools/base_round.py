@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from isoreg.files import write_atomically
-from isoreg.grid import choose, expand, load_grid
+from isoreg.experiments.grid import choose, expand, load_grid
 
 app = typer.Typer(no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 SMALLER = {"glue/sst2": 4000, "sst5": 4000}  # training rows of the larger tasks

@@ -41,7 +41,7 @@ TINY = {
 
 def named(room, name):
     "A name of a room, wherever the room is."
-    for place in (f"isoreg.{room}", f"isoreg.experiments.{room}"):
+    for place in (f"isoreg.experiments.{room}", f"isoreg.{room}"):
         try:
             return getattr(importlib.import_module(place), name)
         except ModuleNotFoundError:

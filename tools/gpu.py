@@ -160,9 +160,9 @@ def benchmark(out: Path, end: float, dry: bool) -> None:
 def head(out: Path, end: float, dry: bool) -> None:
     "Train the encoder with its language-model head on ten million tokens, and take the Fisher scores it gives."
     from base_round import scores
-    from isoreg.config import FisherConfig, PretrainConfig
-    from isoreg.measure import measure_fisher
-    from isoreg.pretrain import pretrain
+    from isoreg.experiments.config import FisherConfig, PretrainConfig
+    from isoreg.experiments.measure import measure_fisher
+    from isoreg.experiments.pretrain import pretrain
 
     if (RESULTS / "mpnet_scores_gpu.json").exists():
         return
@@ -194,7 +194,7 @@ def primary(out: Path, end: float, dry: bool) -> None:
 def rest(out: Path, end: float, dry: bool) -> None:
     "Do P2's other runs once its primary ones are done, then P1: the search and, once it is whole, its final runs."
     from base_round import final_grid
-    from isoreg.grid import expand, load_grid
+    from isoreg.experiments.grid import expand, load_grid
 
     primary(out, end, dry)
     work(planned("base-dropout"), out, end, dry)
@@ -206,7 +206,7 @@ def rest(out: Path, end: float, dry: bool) -> None:
 
 def planned(grid: str, only: tuple[str, ...] = ()):
     "Return the runs of a grid, in its order, as they are on a card."
-    from isoreg.grid import expand, load_grid
+    from isoreg.experiments.grid import expand, load_grid
 
     return expand(load_grid(grid), only, ON_GPU).runs
 
@@ -253,9 +253,9 @@ def quiet() -> None:
 
 def one(config: dict) -> dict:
     "Do a run and return its record; of a failed one its error."
-    from isoreg.config import RunConfig
-    from isoreg.finetune import run
-    from isoreg.record import with_columns
+    from isoreg.experiments.config import RunConfig
+    from isoreg.experiments.finetune import run
+    from isoreg.experiments.record import with_columns
 
     config = RunConfig(**config)
     try:
