@@ -81,7 +81,7 @@ def test_every_import_is_declared(module):
 
 
 def test_what_is_needed_only_to_develop_is_not_needed_to_use():
-    assert not RUNTIME.keys() & {"nbdev", "fastcore", "execnb", "pytest", "hypothesis", "isoscore", "nbconvert"}
+    assert not RUNTIME.keys() & {"nbdev", "execnb", "pytest", "hypothesis", "isoscore", "nbconvert"}
 
 
 @pytest.mark.parametrize("name", sorted(EVERYTHING))
