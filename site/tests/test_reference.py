@@ -18,7 +18,7 @@ from isoreg.experiments.config import CONFIGS
 from isoreg.experiments.grid import expand, load_grid
 from reference import EXAMPLES, anchor, commands_page, entry, fields, first_sentence, index_page, public_names
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NBS = ROOT / "nbs"
 ROOMS = [room for room, _, _ in reference.rooms(NBS)]
 PUBLIC = [(room, name, value) for room in ROOMS for name, value in public_names(room).items()]
