@@ -178,17 +178,6 @@ def test_the_examples_name_what_is_there():
     )
 
 
-# ---- reproducing
-
-
-def test_the_audit_takes_its_tokens_from_the_page_on_cost():
-    rows = {}
-    for page in ("cost", "audit"):
-        (source,) = [text(c) for c in cells(NBS / "guides" / f"{page}.ipynb") if re.search(r"^ROW = ", text(c), re.M)]
-        rows[page] = eval(re.search(r"^ROW = (\{.*?\})", source, re.M | re.S)[1])
-    assert rows["audit"].items() <= rows["cost"].items()
-
-
 # ---- the tutorials
 
 
