@@ -52,7 +52,7 @@ class IsoScore(torchmetrics.Metric):
         self.register_buffer("reference_cov", R)
         self.order, zeros = (4 if correction == "ustat" else 2), torch.zeros(num_dims, dtype=torch.float64)
         empty = Moments(torch.tensor(0), zeros, zeros.outer(zeros), zeros, zeros.sum())
-        for name, value in zip(self._fields(), empty): self.add_state(name, value, dist_reduce_fx=None)
+        for name, value in zip(self._state_names(), empty): self.add_state(name, value, dist_reduce_fx=None)
 
     def update(
         self,
@@ -91,26 +91,26 @@ class IsoScore(torchmetrics.Metric):
 
 # %% ../nbs/04_metric.ipynb #3adfe94e
 @patch
-def _fields(self: IsoScore) -> tuple[str, ...]: return Moments._fields[: self.order + 1]
+def _state_names(self: IsoScore) -> tuple[str, ...]: return Moments._fields[: self.order + 1]
 
 
 @patch
 def _hold(self: IsoScore, m: Moments):
     "Make the moments the states."
-    for name in self._fields(): setattr(self, name, getattr(m, name))
+    for name in self._state_names(): setattr(self, name, getattr(m, name))
 
 
 @patch
 def _seen(self: IsoScore, need: int = 0) -> Moments:
     "Return the moments of all points; `ValueError` where fewer than are needed, or equal ones, were seen."
-    m = Moments(*(getattr(self, name) for name in self._fields()))
+    m = Moments(*(getattr(self, name) for name in self._state_names()))
     if m.count.ndim: m = pool(m)
     if m.count < need:
         raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
     mixed = self.reference_cov is not None and reference_weight(self.zeta, self.convention) > 0
     rounding = (8 * torch.finfo(m.mean.dtype).eps) ** 2 * m.count * m.mean.square().sum()
     if need and not mixed and m.m2.trace() <= rounding:
-        raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave constant clouds out")
+        raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave such clouds out")
     return m
 
 # %% ../nbs/04_metric.ipynb #141d1d8d
@@ -127,4 +127,4 @@ def merge_state(
 
 @patch
 def _reduce_states(self: IsoScore, incoming_state: dict):
-    self._hold(merge([Moments(*(incoming_state.get(name) for name in self._fields())), self._seen()]))
+    self._hold(merge([Moments(*(incoming_state.get(name) for name in self._state_names())), self._seen()]))

@@ -213,7 +213,7 @@ def full_precision(
         _set_precision(before)
 
 
-def _set_precision(wanted: list | str) -> list | str:
+def _set_precision(wanted):
     "Set the precision of float32 products and return what it was before."
     before = [m.fp32_precision for m in _SWITCHES] or torch.get_float32_matmul_precision()
     if not _SWITCHES: torch.set_float32_matmul_precision(wanted)

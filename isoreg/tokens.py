@@ -168,7 +168,8 @@ class SequenceStream:
     def scores(self) -> Tensor:
         "Return the score without each group, and last that of all, (groups + 1,). `ValueError` where one has none."
         self.close(-1)
-        t2, f = _estimates(_Sums(*(total.sum(0) - total for total in self.sums[:3]), self.sums.all))
+        lengths, vectors, single = (total.sum(0) - total for total in self.sums[:3])
+        t2, f = _estimates(_Sums(lengths, vectors, single, self.sums.all))
         scores = closed_form(t2, f, len(self.G))
         if bool((torch.isfinite(scores) & (t2 > 0) & (f > 0)).all()): return scores
         raise ValueError("points: without one group of sequences no score is left: too few sequences, zero variance or "
