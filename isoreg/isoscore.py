@@ -210,8 +210,8 @@ def check_cov(cov, name: str = "cov", dims: int | None = None) -> Tensor:
     "Return a covariance (..., d, d) as a tensor; `ValueError` unless it may be one, with d = dims if given."
     S = floating(cov, name)
     if S.ndim < 2 or S.shape[-2] != S.shape[-1] or S.shape[-1] < 2:
-        raise ValueError(f"{name}: need shape (..., d, d) with d >= 2, got {tuple(S.shape)}; pass a covariance, not the "
-                         "points")
+        raise ValueError(f"{name}: need shape (..., d, d) with d >= 2, got {tuple(S.shape)}; pass a covariance, not "
+                         "the points")
     if dims is not None and S.shape[-1] != dims:
         raise ValueError(f"{name}: is {S.shape[-1]} x {S.shape[-1]}, but the points have {dims} dimensions; rebuild it "
                          "from the same layer")

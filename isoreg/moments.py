@@ -228,8 +228,8 @@ def check_points(points, mask=None) -> tuple[Tensor, Tensor | None]:
     points = floating(points, "points")
     want = points.shape[:-1]
     if points.ndim < 2 or 0 in points.shape:
-        raise ValueError(f"points: need shape (..., n_points, n_dims), got {tuple(points.shape)}, which lacks an axis or "
-                         "holds no value; add the missing axis or points")
+        raise ValueError(f"points: need shape (..., n_points, n_dims), got {tuple(points.shape)}, which lacks an axis "
+                         "or holds no value; add the missing axis or points")
     if mask is None: return points, None
     mask = _tensor(mask, "mask")
     if mask.ndim == 0 or mask.shape != want[-mask.ndim :]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .checks import in_range
 from .isoscore import (
     IsoScoreEstimate, as_score, centre, check_cloud, check_score, closed_form, is_constant)
-from .moments import full_precision, merge, moments, wide_dtype
+from .moments import merge, moments, wide_dtype
 
 # %% ../nbs/03_tokens.ipynb #3e2a0006
 def isoscore_by_sequence(
@@ -90,7 +90,7 @@ def _check_sequences(points, mask) -> tuple[Tensor, Tensor]:
     "Return points and mask as `check_points` does, a mask in any case; `ValueError` unless they are sequences."
     X, keep = check_cloud(points, mask)
     if X.ndim < 3:
-        raise ValueError(f"points: need shape (..., n_sequences, length, d), got {tuple(X.shape)}; add the missing axis")
+        raise ValueError(f"points: need shape (..., n_sequences, length, d), got {tuple(X.shape)}; add the axis")
     return X, X.new_ones(X.shape[:-1], dtype=torch.bool) if keep is None else keep
 
 # %% ../nbs/03_tokens.ipynb #eb65a5ab
