@@ -131,63 +131,37 @@ relaxed = settings(deadline=None, max_examples=50)
 
 
 @relaxed
-@given(seeds, sizes, dims, st.floats(-1e3, 1e3))
-def test_mean_invariance(seed, n, d, shift):
-    torch.testing.assert_close(isoscore(cloud(seed, n, d) + shift), isoscore(cloud(seed, n, d)), rtol=1e-8, atol=1e-12)
+@given(seeds, sizes, dims, st.floats(-1e3, 1e3), st.floats(1e-4, 1e4))
+def test_mean_scale_rotation_bounds_and_masks(seed, n, d, shift, scale):
+    x = cloud(seed, n, d)
+    score, q = isoscore(x), torch.linalg.qr(cloud(seed + 1, d, d))[0]
+    assert -1e-12 <= score <= 1 + 1e-12
+    torch.testing.assert_close(isoscore(x + shift), score, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(isoscore(x * scale), score, rtol=1e-9, atol=0)
+    torch.testing.assert_close(isoscore(x @ q), score, rtol=1e-8, atol=1e-12)
+    garbage, mask = torch.cat([x, torch.full((5, d), float("nan"))]), torch.arange(n + 5) < n
+    torch.testing.assert_close(isoscore(garbage, mask), score, rtol=1e-9, atol=1e-13)
 
 
 @relaxed
-@given(seeds, sizes, dims, st.floats(1e-4, 1e4))
-def test_scalar_invariance(seed, n, d, scale):
-    torch.testing.assert_close(isoscore(cloud(seed, n, d) * scale), isoscore(cloud(seed, n, d)), rtol=1e-9, atol=0)
-
-
-@relaxed
-@given(seeds, sizes, dims)
-def test_rotation_invariance(seed, n, d):
-    q = torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))[0]
-    torch.testing.assert_close(isoscore(cloud(seed, n, d) @ q), isoscore(cloud(seed, n, d)), rtol=1e-8, atol=1e-12)
-
-
-@relaxed
-@given(st.integers(3, 40), st.floats(1.01, 100), st.floats(1.01, 10))
-def test_a_larger_maximal_variance_lowers_the_score(d, top, factor):
-    score = lambda v: isoscore_from_cov(torch.diag(torch.cat([torch.tensor([v]), torch.ones(d - 1)]).double()))
-    assert score(top * factor) < score(top) < 1
-
-
-@relaxed
-@given(st.integers(2, 200), st.data())
-def test_number_of_dimensions_used(d, data):
-    k = data.draw(st.integers(1, d))
-    cov = torch.diag(torch.cat([torch.ones(k), torch.zeros(d - k)]).double())
-    assert isoscore_from_cov(cov) * (d - 1) + 1 == pytest.approx(k)
-    assert participation_ratio(cov) == pytest.approx(k)
+@given(st.integers(3, 40), st.floats(1.01, 100), st.floats(1.01, 10), st.data())
+def test_maximal_variance_and_dimensions_used(d, top, factor, data):
+    of = lambda *v: torch.diag(torch.tensor(v, dtype=torch.float64))
+    ones, k = [1.0] * (d - 1), data.draw(st.integers(1, d))
+    assert isoscore_from_cov(of(top * factor, *ones)) < isoscore_from_cov(of(top, *ones)) < 1
+    used = of(*[1.0] * k, *[0.0] * (d - k))
+    assert isoscore_from_cov(used) * (d - 1) + 1 == pytest.approx(k) == pytest.approx(float(participation_ratio(used)))
 
 
 @relaxed
 @given(seeds, st.floats(2, 200), st.integers(2, 40))
-def test_global_stability(seed, length, d):
-    "A skewer through an isotropic ball lowers the score, but does not decide it while its points are few."
-    g = torch.Generator().manual_seed(seed)
-    ball, skewer = torch.randn(2000, d, generator=g).double(), torch.zeros(20, d).double()
+def test_a_skewer_through_a_ball_lowers_the_score_but_does_not_decide_it(seed, length, d):
+    ball, skewer = torch.randn(2000, d, generator=torch.Generator().manual_seed(seed)).double(), torch.zeros(20, d)
     skewer[:, 0] = torch.linspace(-length, length, 20)
-    with_skewer = torch.cat([ball, skewer])
-    expected = isoscore_from_cov(
-        torch.diag(torch.tensor([2000 + float(skewer.square().sum())] + [2000.0] * (d - 1)).double())
-    )
-    assert isoscore(with_skewer) < isoscore(ball) + 0.02
-    assert isoscore(with_skewer) == pytest.approx(float(expected), abs=0.06)
-
-
-@relaxed
-@given(seeds, sizes, dims)
-def test_bounds_and_masks(seed, n, d):
-    x = cloud(seed, n, d)
-    assert -1e-12 <= isoscore(x) <= 1 + 1e-12
-    garbage = torch.cat([x, torch.full((5, d), float("nan"))])
-    mask = torch.tensor([True] * n + [False] * 5)
-    torch.testing.assert_close(isoscore(garbage, mask), isoscore(x), rtol=1e-9, atol=1e-13)
+    both = isoscore(torch.cat([ball, skewer]))
+    variances = torch.tensor([2000 + float(skewer.square().sum())] + [2000.0] * (d - 1)).double()
+    assert both < isoscore(ball) + 0.02
+    assert both == pytest.approx(float(isoscore_from_cov(torch.diag(variances))), abs=0.06)
 
 
 def _himeno_yamada_by_loops(x):
