@@ -8,6 +8,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .checks import in_range
@@ -149,39 +150,47 @@ class SequenceStream:
         self.ns += n @ s
         self.G += s.mT @ s
 
-    def second(self, g: int, x: Tensor, mask: Tensor | None):
-        "Add the same sequences once more, to the sums of their group."
-        if self.centre is not self.moments.mean:
-            e, self.centre = self.moments.mean - self.centre, self.moments.mean
-            self.G += self.n2 * e.outer(e) - self.ns.outer(e) - e.outer(self.ns)
-        X, mask = self._about_centre(x, mask)
-        *parts, s = _each(X, mask)
-        for total, part in zip(self.sums, parts): total[g] += part
-        self.P_g += X.flatten(0, 1).mT @ X.flatten(0, 1)
-        self.G_g += s.mT @ s
-
-    def close(self, g: int):
-        "End group g."
-        self.sums.all[g] = _products(self.moments.m2 - self.P_g, self.G - self.G_g, self.sums.vectors[g, 0])
-        self.P_g.zero_(), self.G_g.zero_()
-
-    def scores(self) -> Tensor:
-        "Return the score without each group, and last that of all, (groups + 1,). `ValueError` where one has none."
-        self.close(-1)
-        lengths, vectors, single = (total.sum(0) - total for total in self.sums[:3])
-        t2, f = _estimates(_Sums(lengths, vectors, single, self.sums.all))
-        scores = closed_form(t2, f, len(self.G))
-        if bool((torch.isfinite(scores) & (t2 > 0) & (f > 0)).all()): return scores
-        raise ValueError("points: without one group of sequences no score is left: too few sequences, zero variance or "
-                         "NaN; add sequences or check the points")
-
-    def estimate(self) -> IsoScoreEstimate:
-        "Return the score of all, and its jackknife error. `ValueError` where a group leaves none behind."
-        *left, score = self.scores().tolist()
-        left = torch.tensor(left, dtype=torch.float64)
-        error = ((len(left) - 1) / len(left) * (left - left.mean()).square().sum()).sqrt()
-        return IsoScoreEstimate(score, float(error), self.sequences)
-
     def _about_centre(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if mask is None: mask = x.new_ones(x.shape[:-1], dtype=torch.bool)
         return (x.to(self.G.dtype) - self.centre).masked_fill(~mask[..., None], 0), mask
+
+# %% ../nbs/03_tokens.ipynb #41649adc
+@patch
+def second(self: SequenceStream, g: int, x: Tensor, mask: Tensor | None):
+    "Add the same sequences once more, to the sums of their group."
+    if self.centre is not self.moments.mean:
+        e, self.centre = self.moments.mean - self.centre, self.moments.mean
+        self.G += self.n2 * e.outer(e) - self.ns.outer(e) - e.outer(self.ns)
+    X, mask = self._about_centre(x, mask)
+    *parts, s = _each(X, mask)
+    for total, part in zip(self.sums, parts): total[g] += part
+    self.P_g += X.flatten(0, 1).mT @ X.flatten(0, 1)
+    self.G_g += s.mT @ s
+
+
+@patch
+def close(self: SequenceStream, g: int):
+    "End group g."
+    self.sums.all[g] = _products(self.moments.m2 - self.P_g, self.G - self.G_g, self.sums.vectors[g, 0])
+    self.P_g.zero_(), self.G_g.zero_()
+
+# %% ../nbs/03_tokens.ipynb #c16698b9
+@patch
+def scores(self: SequenceStream) -> Tensor:
+    "Return the score without each group, and last that of all, (groups + 1,). `ValueError` where one has none."
+    self.close(-1)
+    lengths, vectors, single = (total.sum(0) - total for total in self.sums[:3])
+    t2, f = _estimates(_Sums(lengths, vectors, single, self.sums.all))
+    scores = closed_form(t2, f, len(self.G))
+    if bool((torch.isfinite(scores) & (t2 > 0) & (f > 0)).all()): return scores
+    raise ValueError("points: without one group of sequences no score is left: too few sequences, zero variance or "
+                     "NaN; add sequences or check the points")
+
+
+@patch
+def estimate(self: SequenceStream) -> IsoScoreEstimate:
+    "Return the score of all, and its jackknife error. `ValueError` where a group leaves none behind."
+    *left, score = self.scores().tolist()
+    left = torch.tensor(left, dtype=torch.float64)
+    error = ((len(left) - 1) / len(left) * (left - left.mean()).square().sum()).sqrt()
+    return IsoScoreEstimate(score, float(error), self.sequences)

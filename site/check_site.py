@@ -341,7 +341,7 @@ def check_filtered(
         source = text_of(cell.get("source", ""))
         outputs = [text_of(out.get("data", {}).get("text/markdown", "")) for out in cell.get("outputs", [])]
         if cell["cell_type"] == "code":
-            if called := re.search(r"^show_doc\((\w+)\)", source, re.MULTILINE):
+            if called := re.search(r"^show_doc\((?:\w+\.)?(\w+)\)", source, re.MULTILINE):
                 shown[called[1]] = "".join(outputs)
         text = "".join([source if cell["cell_type"] == "markdown" else "", *outputs])
         for page, anchor in re.findall(re.escape(api) + r"([\w/.-]+)#([\w.]+)", text):
