@@ -1829,7 +1829,7 @@ def test_what_no_step_waited_for_is_said_by_the_check(damage, message):
 
 
 def test_second_moments_of_a_compiled_cloud_of_order_4():
-    x, mask = torch.randn(3, 20, 6, requires_grad=True), torch.rand(3, 20) > 0.3
+    x, mask = torch.randn(3, 20, 6, dtype=torch.float64, requires_grad=True), torch.rand(3, 20) > 0.3
 
     def loss(x):
         m = moments(x, mask, 4)
