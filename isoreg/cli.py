@@ -33,7 +33,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 import isoreg
-from .experiments.config import RunConfig, about, groups, help_text, kinds, parse_set
+from .experiments.config import RunConfig, groups, help_text, kinds, parse_set
 
 # %% ../nbs/31_cli.ipynb #92727564
 class _Commands(TyperGroup):
@@ -171,8 +171,8 @@ def _options(
     found = []
     for heading, fields in groups(kind).items():
         for name, field in fields.items():
-            if not about(field).flag: continue
             plain = next(k for k in kinds(field) if k is not type(None))
+            if plain is dict: continue
             option = typer.Option(help=help_text(field), rich_help_panel=heading, show_default=False)
             annotation = Annotated[plain | None, option]  # type: ignore[valid-type]
             found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
@@ -469,10 +469,10 @@ def _check_inputs(configs: Sequence[dict]):
     from isoreg.experiments.models import model_source
     from isoreg.experiments.tasks import get_task
     for model in dict.fromkeys(c["model"] for c in configs if "model" in c): model_source(model)
-    names = ("definition", "train_split", "eval_split", "split_protocol")
+    names = ("definition", "train_split", "eval_split")
     own = [[c[n] for n in names] for c in configs if (c.get("definition") or {}).get("files")]
-    for definition, train, evaluation, protocol in {json.dumps(c, sort_keys=True): c for c in own}.values():
-        load_task(get_task("", definition), None, train, evaluation, protocol)
+    for definition, train, evaluation in {json.dumps(c, sort_keys=True): c for c in own}.values():
+        load_task(get_task("", definition), None, train, evaluation)
 
 
 def _sweep(plan, out: Path, jobs: int | None, ray: str | None, retry_failed: bool):

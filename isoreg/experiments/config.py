@@ -93,7 +93,7 @@ class PenaltySettings(Settings):
         "istar", description="none, istar, cosreg, or a class of your own as module:Class")
     lam: float | None = Field(
         None, description="strength, -5 to 5 in the paper; without it -0.1 for istar, else 1")
-    layers: int | Literal["union", "mean"] = Field(
+    layers: Literal["union", "mean"] | int = Field(
         "union", description="istar: union, mean, or the number of one layer")
     zeta: float = Field(
         0.2, description="istar: weight of the reference covariance", ge=0, le=1)
@@ -176,19 +176,21 @@ class DataSettings(Settings):
     max_train: int | None = Field(None, description="training rows at most", ge=1)
     max_eval: int | None = Field(None, description="evaluation rows at most", ge=1)
 
+# %% ../../nbs/experiments/19_config.ipynb #ce630c50
+LEGACY = {
+    "cosreg_layer": -1, "reference_points": 250_000, "aggregate": "mean_of_means", "penalty_settings": None,
+    "dropout_settings": None, "out_of_memory": "fail"}
+LATER = (
+    {"dropout": "standard", "scores": None, "dropout_p": None, "p_max": 0.1, "p_min": 0.0,
+     "aggregate": "mean_of_means"},
+    {"definition": None}, {"penalty_settings": None}, {"dropout_settings": None}, {"out_of_memory": "fail"},
+    {"adam_epsilon": 1e-8}, {"reference": "exact"}, {"pad_to_max": False}, {"length_groups": 1},
+    {"batches": "by-length"})
+
 # %% ../../nbs/experiments/19_config.ipynb #426e9930
 class RunConfig(DataSettings, TrainingSettings, DropoutSettings, PenaltySettings, TaskSettings):
     "Hold everything that decides a fine-tuning run. `ValueError` for a bad value, before anything is loaded."
-    required = ("task", "model", "regularizer", "seed")
-    legacy = {
-        "cosreg_layer": -1, "reference_points": 250_000, "aggregate": "mean_of_means", "penalty_settings": None,
-        "dropout_settings": None, "out_of_memory": "fail"}
-    later = (
-        {"dropout": "standard", "scores": None, "dropout_p": None, "p_max": 0.1, "p_min": 0.0,
-         "aggregate": "mean_of_means"},
-        {"definition": None}, {"penalty_settings": None}, {"dropout_settings": None}, {"out_of_memory": "fail"},
-        {"adam_epsilon": 1e-8}, {"reference": "exact"}, {"pad_to_max": False}, {"length_groups": 1},
-        {"batches": "by-length"})
+    required, legacy, later = ("task", "model", "regularizer", "seed"), LEGACY, LATER
 
     def __init__(self, **values): super().__init__(**values | _own_task(values))
 
@@ -198,6 +200,26 @@ class RunConfig(DataSettings, TrainingSettings, DropoutSettings, PenaltySettings
         self._check()
         self._simplify()
         return self
+
+    def title(self) -> str:
+        "Return the readable part of the key."
+        how = self.regularizer.rpartition(":")[2]
+        if how != "none": how += f"{self.lam:g}"
+        if self.dropout != "standard": how += f"-{Path(self.dropout).stem.rpartition(':')[2]}"
+        return f"{self.task}-{Path(self.model).name}-{how}-seed{self.seed}"
+
+    def to_record(self) -> dict:
+        "Return what a record keeps: the settings, what the recipe alone decides, and the settings that are gone."
+        return super().to_record() | self.fixed()
+
+    def identity(self) -> dict:
+        "Return what the hash is taken of: the record's settings, and the digests of the files among them."
+        found = super().identity() | {"recipe": _default_recipe(self)}
+        if self.definition is not None:  # its files by what they hold, not by where they lie
+            found["definition"] = {n: v for n, v in self.definition.items() if n != "files"}
+        if self.scores is not None and (digest := scores_digest(self.scores)): found["scores_sha256"] = digest
+        if self.dropout.endswith(".json"): found["dropout_sha256"] = scores_digest(self.dropout)
+        return found
 
 # %% ../../nbs/experiments/19_config.ipynb #c0f2cf2b
 def _own_task(values: dict) -> dict:
@@ -351,13 +373,13 @@ def penalty_class(name: str) -> type:
 # %% ../../nbs/experiments/19_config.ipynb #bb730164
 @patch
 def to_record(self: Settings) -> dict:
-    "Return what a record keeps: the settings, and those of earlier versions with the value that they had."
+    "Return what a record keeps: the settings, and those that are gone with the value that they had."
     return self.legacy | self.to_dict()
 
 
 @patch
 def identity(self: Settings) -> dict:
-    "Return what the hash is taken of."
+    "Return what the hash is taken of: what a record keeps, without later settings that have their earlier value."
     found = self.to_record()
     unchanged = [family for family in self.later if all(found[n] == v for n, v in family.items())]
     for name in (n for family in unchanged for n in family): found.pop(name, None)
@@ -367,7 +389,7 @@ def identity(self: Settings) -> dict:
 @patch
 def title(self: Settings) -> str:
     "Return the readable part of the key."
-    return f"{type(self).__name__.removesuffix('Config').lower()}-{Path(self.model).name}"  # type: ignore[attr-defined]
+    return f"{type(self).__name__.removesuffix('Config').lower()}-{Path(self.model).name}"
 
 
 @patch(as_prop=True)
@@ -375,32 +397,6 @@ def key(self: Settings) -> str:
     "Return the name of the run: readable, and unique by a hash of all that decides it."
     digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
     return f"{self.title()[:200]}-{digest[:10]}"
-
-# %% ../../nbs/experiments/19_config.ipynb #afe3fe53
-@patch
-def to_record(self: RunConfig) -> dict:
-    "Return what a record keeps: the settings, what the recipe alone decides, and the settings that are gone."
-    return self.legacy | self.fixed() | self.to_dict()
-
-
-@patch
-def identity(self: RunConfig) -> dict:
-    "Return what the hash is taken of: the record's settings, and the digests of the files among them."
-    found = Settings.identity(self) | {"recipe": _default_recipe(self)}
-    if self.definition is not None:  # its files by what they hold, not by where they lie
-        found["definition"] = {n: v for n, v in self.definition.items() if n != "files"}
-    if self.scores is not None and (digest := scores_digest(self.scores)): found["scores_sha256"] = digest
-    if self.dropout.endswith(".json"): found["dropout_sha256"] = scores_digest(self.dropout)
-    return found
-
-
-@patch
-def title(self: RunConfig) -> str:
-    "Return the readable part of the key."
-    how = self.regularizer.rpartition(":")[2]
-    if how != "none": how += f"{self.lam:g}"
-    if self.dropout != "standard": how += f"-{Path(self.dropout).stem.rpartition(':')[2]}"
-    return f"{self.task}-{Path(self.model).name}-{how}-seed{self.seed}"
 
 # %% ../../nbs/experiments/19_config.ipynb #58a0a6ce
 def earlier(kind: type[Settings]) -> dict:
@@ -411,7 +407,8 @@ def earlier(kind: type[Settings]) -> dict:
 @patch(cls_method=True)
 def from_record(cls: Settings, config: dict):
     "Return the configuration of a stored run of any age. `ValueError` for one that this version cannot repeat."
-    given, gone = earlier(cls) | config, cls().to_record().keys() - cls.model_fields.keys()
+    given: dict = earlier(cls) | config  # type: ignore[arg-type]
+    gone = cls().to_record().keys() - cls.model_fields.keys()
     made = cls(**{n: v for n, v in given.items() if n not in gone})
     now = made.to_record()
     for n in sorted(gone & given.keys()):
@@ -704,12 +701,16 @@ class PretrainConfig(Settings):
 
     @model_validator(mode="after")
     def _complete(self):
-        self._fill()
+        self._settle_rest()
         return self
 
-# %% ../../nbs/experiments/19_config.ipynb #c19ee778
+    def title(self) -> str:
+        "Return the readable part of the key."
+        return f"{Path(self.model).name}-{'all' if self.train_encoder else 'head'}-seed{self.seed}"
+
+# %% ../../nbs/experiments/19_config.ipynb #773868ae
 @patch
-def _fill(self: PretrainConfig):
+def _settle_rest(self: PretrainConfig):
     "Fill in what was left open, check the rest, and put what plays no part to one value."
     is_toy = self.corpus == "toy"
     if self.new_head is None: self._put(new_head=self.model == "toy-bert")
@@ -722,12 +723,6 @@ def _fill(self: PretrainConfig):
     check_precision(self.precision)
     if self.steps is not None: self._put(epochs=1)
     if self.heldout is not None: self._put(heldout_share=0.0)
-
-
-@patch
-def title(self: PretrainConfig) -> str:
-    "Return the readable part of the key."
-    return f"{Path(self.model).name}-{'all' if self.train_encoder else 'head'}-seed{self.seed}"
 
 # %% ../../nbs/experiments/19_config.ipynb #e3b1e873
 CONFIGS: dict[str, type[Settings]] = {
