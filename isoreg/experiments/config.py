@@ -512,7 +512,8 @@ def _dropout_label(c: dict, scores: bool | str, schedule: str | None) -> str:
     words = [] if c["dropout_p"] is None else [f"p={_number(c['dropout_p'])}"]
     if (c["p_min"], c["p_max"]) != (0.0, 0.1): words.append(f"p {_number(c['p_min'])} to {_number(c['p_max'])}")
     if c["scores"] and scores: words.append(f"scores {file_label(c['scores']) if scores is True else scores}")
-    name = _DROPOUT.get(c["dropout"]) or f"schedule {schedule or file_label(c['dropout'].rpartition(':')[2])}"
+    own = (schedule or file_label(c["dropout"])).rpartition(":")[2]
+    name = _DROPOUT.get(c["dropout"], f"schedule {own}")
     return f"{name} {', '.join(words)}".strip()
 
 
