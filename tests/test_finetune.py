@@ -43,7 +43,7 @@ from transformers import (
     RobertaModel,
 )
 
-from isoreg.experiments.config import PENALTIES, RECIPES, RunConfig
+from isoreg.experiments.config import RECIPES, RunConfig
 from isoreg.experiments.data import resample
 from isoreg.files import pack, unpack, write_atomically
 from isoreg.experiments.finetune import rerun, run, sentence_vectors, training_arguments
@@ -104,13 +104,10 @@ ON_GLUE = dict(task="mrpc", model="bert-base-uncased")
 @pytest.mark.parametrize(
     "one, other",
     [
-        (dict(correction="ustat", reference_points=5000), dict(correction="ustat")),
+        (dict(correction="ustat", zeta=0.7), dict(correction="ustat")),
         (dict(correction="gaussian", convention="text", zeta=0.7), dict(correction="gaussian")),
-        (dict(zeta=0, reference="released"), dict(zeta=0)),
-        (dict(regularizer="none", reference="released"), dict(regularizer="none")),
-        (dict(reference="exact"), dict()),
         (
-            dict(zeta=1, convention="text", reference_points=5000),
+            dict(zeta=1, convention="text"),
             dict(zeta=0),
         ),  # the text's zeta weighs the sample: all of it
         (dict(regularizer="cosreg", lam=1, correction="ustat", layers=2), dict(regularizer="cosreg", lam=1)),
@@ -126,11 +123,8 @@ def test_settings_that_play_no_part_do_not_enter_the_key(one, other):
 @pytest.mark.parametrize(
     "one, other",
     [
-        (dict(reference_points=5000), dict()),
-        (dict(reference="released"), dict()),
         (dict(convention="text"), dict()),
         (dict(zeta=0, convention="text"), dict(zeta=0)),  # the reference alone, the sample alone
-        (dict(zeta=0, convention="text", reference_points=5000), dict(zeta=0, convention="text")),
         (dict(ON_GLUE, data_dir="."), ON_GLUE),
         (dict(ON_GLUE, eval_split="validation_part"), ON_GLUE),
         (dict(recipe="mosbach"), dict(recipe="quick")),
@@ -150,7 +144,7 @@ def test_the_released_recipe_takes_the_released_reference(monkeypatch):
 
     monkeypatch.setattr("isoreg.experiments.finetune.ReferenceRefresh", Spy)
     scores = [
-        run(RunConfig(recipe=recipe, lam=-1, epochs=1, max_train=32, max_eval=16, max_length=32, reference_points=1000))
+        run(RunConfig(recipe=recipe, lam=-1, epochs=1, max_train=32, max_eval=16, max_length=32))
         for recipe in ("istar-released", "istar-paper")
     ]
     assert seen == [True, False] and [r.config["reference"] for r in scores] == ["released", "exact"]
@@ -260,7 +254,7 @@ def test_recipes_are_those_of_their_papers():
         and arguments.lr_scheduler_type == "linear"
         and arguments.max_grad_norm == 1.0
     )
-    assert RunConfig(recipe="guided-released").split_protocol == "joined" and RunConfig().split_protocol == "official"
+    assert RunConfig(recipe="guided-released").fixed()["split_protocol"] == "joined"
     assert (
         RunConfig().lam == -0.1 and RunConfig(recipe="quick").lam == -0.1 and RunConfig(regularizer="cosreg").lam == 1.0
     )
@@ -375,7 +369,7 @@ def test_fp16_without_a_gpu_is_refused():
         RunConfig(precision="fp16")
 
 
-@pytest.mark.parametrize("values", [dict(layers=9), dict(regularizer="cosreg", cosreg_layer=-9)])
+@pytest.mark.parametrize("values", [dict(layers=9), dict(layers=-9)])
 def test_layer_that_the_model_lacks_is_refused_before_training(values, tmp_path):
     with pytest.raises(ValueError, match="hidden states 0 to 4"):
         run(RunConfig(**values), progress_file=tmp_path / "progress.json")
@@ -641,7 +635,7 @@ def test_batches_are_random_unless_asked_otherwise(monkeypatch):
     data = dict(task="toy-rte", regularizer="none", max_train=640, max_eval=32, epochs=1)
     random, sorted_, full = (
         _padding_seen(monkeypatch, **data, **more)
-        for more in ({}, {"batches": "by-length"}, {"pad_to_max": True, "max_length": 40})
+        for more in ({}, {"batches": "by-length"}, {"recipe": "guided-released", "batch_size": 32, "max_length": 40})
     )
     train = load_task("toy-rte", max_train=640).train
     lengths = torch.tensor(
@@ -668,9 +662,9 @@ def test_released_recipes_reach_the_trainer():
     for name in ("istar-released", "guided-released"):
         assert training_arguments(RunConfig(recipe=name), "unused", 10, "classification").adam_epsilon == 1e-6
     squad = RunConfig(task="squad", model="bert-base-cased", recipe="istar-released")
-    assert (squad.segment_ids, squad.pad_to_max, squad.max_length) == (True, True, 384)
+    assert (squad.segment_ids, squad.fixed()["pad_to_max"], squad.max_length) == (True, True, 384)
     sst2 = RunConfig(task="sst2", model="bert-base-cased", recipe="istar-released")
-    assert (sst2.segment_ids, sst2.pad_to_max) == (False, False)
+    assert (sst2.segment_ids, sst2.fixed()["pad_to_max"]) == (False, False)
 
 
 def test_resamplings_have_the_error_of_the_rows():
@@ -714,12 +708,11 @@ class _Mean(torch.nn.Module):
         return term
 
 
-def test_any_penalty_has_a_record(monkeypatch, tmp_path):
-    monkeypatch.setitem(PENALTIES, "mean", _Mean)
-    record = run(RunConfig(regularizer="mean", lam=0.1, **SMALL), model_folder=tmp_path / "model")
+def test_any_penalty_has_a_record(tmp_path):
+    record = run(RunConfig(**SMALL), penalty=_Mean(0.1), model_folder=tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file() and "mean_penalty" in record.loss[0]
     record.save(tmp_path / "run")
-    assert load(tmp_path / "run").method.tolist() == ["mean λ=0.1"]
+    assert load(tmp_path / "run").method.tolist() == ["_Mean λ=0.1"]
 
 
 def test_run_notebook_takes_any_penalty_and_writes_the_record_before_it_draws(tmp_path):
@@ -727,31 +720,15 @@ def test_run_notebook_takes_any_penalty_and_writes_the_record_before_it_draws(tm
     notebook = nbformat.read(Path(__file__).parents[1] / "nbs" / "runs" / "finetune.ipynb", 4)
     cells = notebook.cells
     at = next(i for i, c in enumerate(cells) if "parameters" in c.metadata.get("tags", []))
-    given = f"regularizer, lam, max_train, max_eval, epochs, out = 'mean', 0.1, 64, 40, 1, {str(tmp_path)!r}"
-    own = (
-        "import torch\nfrom isoreg.experiments.config import PENALTIES\n"
-        + inspect.getsource(_Mean)
-        + "PENALTIES['mean'] = _Mean"
-    )
+    given = f"regularizer, lam, max_train, max_eval, epochs, out = '__main__:_Mean', 0.1, 64, 40, 1, {str(tmp_path)!r}"
+    own = "import torch\n" + inspect.getsource(_Mean)
     cells[at + 1 : at + 1] = [nbformat.v4.new_code_cell(given), nbformat.v4.new_code_cell(own)]
     cells.insert(at + 3, nbformat.v4.new_code_cell("import matplotlib.pyplot as plt\nplt.subplots = None"))
     with pytest.raises(nbclient.exceptions.CellExecutionError):
         nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     (path,) = tmp_path.glob("*/record.json")
     record = json.loads(path.read_text())
-    assert (record["status"], record["config"]["regularizer"]) == ("done", "mean")
-
-
-def test_a_penalty_of_ones_own_keeps_the_settings_that_it_reads_and_its_sign(monkeypatch):
-    settings = dict(zeta=0.5, layers="mean", convention="text", correction="ustat", cosreg_layer=2)
-    monkeypatch.setitem(
-        PENALTIES, "mine", lambda lam, zeta=0.2, layers="union", convention="released", correction=None: _Mean(lam)
-    )
-    config = RunConfig(regularizer="mine", **settings)
-    assert config.lam == 1.0 and config.cosreg_layer == -1  # which is cosreg's alone
-    assert all(getattr(config, n) == v for n, v in settings.items() if n != "cosreg_layer")
-    monkeypatch.setitem(PENALTIES, "mine", _Mean)
-    assert RunConfig(regularizer="mine", **settings).key == RunConfig(regularizer="mine").key  # it reads none of them
+    assert (record["status"], record["config"]["regularizer"]) == ("done", "__main__:_Mean")
 
 
 def test_a_record_outlives_a_model_that_cannot_be_saved(monkeypatch, tmp_path):
@@ -921,14 +898,14 @@ def test_a_penalty_that_a_record_could_not_tell_is_refused_and_a_given_reference
         def forward(self, hidden_states, attention_mask=None):
             return self.lam * hidden_states[-1].square().mean()
 
-    assert run(RunConfig(**SMALL), penalty=Own(1.0, EYE)).config["penalty_settings"] == {"reference_cov": "a Tensor"}
+    assert run(RunConfig(**SMALL), penalty=Own(1.0, EYE)).config["regularizer"].endswith("Own")
 
     class Kept(IStar):
         def __init__(self, lam: float = 1.0, reference_cov=None):
             super().__init__(lam, reference_cov=reference_cov)
 
     penalty = Kept(-0.1, EYE)
-    run(RunConfig(**SMALL, reference_points=1000), penalty=penalty)
+    run(RunConfig(**SMALL), penalty=penalty)
     assert torch.equal(penalty.reference_cov, EYE)
 
 
