@@ -3,7 +3,6 @@
 import json
 import sys
 
-import datasets
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -118,30 +117,12 @@ def test_a_tokenizer_that_names_no_length_has_that_of_the_model(tmp_path, kind, 
         assert embed(str(tmp_path), ["every dog " + "sleeps " * 50]).shape == (1, 16)
 
 
-def test_points_may_be_a_data_frame_or_lists():
-    x = cloud(60)
-    want = score_points(x)
-    for points in (pd.DataFrame(x, columns=list("abcdefghij")), x.tolist(), [torch.tensor(row) for row in x]):
-        found = score_points(points)
-        for name in ("isoscore", "corrected", "standard_error", "interval"):
-            assert found[name] == pytest.approx(want[name], rel=1e-9)
-    with pytest.raises(ValueError, match="points: this Series is no array of numbers"):
-        score_points(pd.Series(list(x)))
-
-
 def test_the_interval_is_students_about_the_corrected_score():
     x = cloud(30, 5)
     found, best = score_points(x), isoscore_with_error(x)
     half = stats.t.ppf(0.975, 29) * best.stderr
     assert found["interval"] == pytest.approx([best.score - half, best.score + half])
     assert found["dimensions_in_use"] == dimensions_in_use(best.score, 5)
-
-
-def test_dimensions_in_use_are_the_participation_ratio():
-    x = cloud(200, 12)
-    values = np.linalg.eigvalsh(np.cov(x.T))
-    assert dimensions_in_use(isoscore(x), 12) == pytest.approx(values.sum() ** 2 / (values**2).sum())
-    assert (dimensions_in_use(-0.1, 12), dimensions_in_use(1.2, 12)) == (1, 12)
 
 
 def test_texts_of_a_table_are_drawn_too(tmp_path):
@@ -407,14 +388,6 @@ def test_what_the_command_refuses(arguments, words, tmp_path, monkeypatch):
     (tmp_path / "few.txt").write_text("a\nb\n")
     result = invoke("score", *arguments)
     assert result.exit_code == 2 and words in result.stderr
-
-
-def test_texts_of_a_data_set_by_its_name(monkeypatch):
-    asked = []
-    stored = datasets.Dataset.from_dict({"sentence": ["a", "", "b", "c"]})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or stored)
-    assert draw_texts("some/set:part:test", column="sentence") == (["a", "b", "c"], 3)
-    assert asked == [(("some/set", "part"), {"split": "test"})]
 
 
 def test_a_basis_has_a_plain_score_and_no_corrected_one(tmp_path):

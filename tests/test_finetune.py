@@ -534,13 +534,6 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, change, named):
     assert named in str(error.value) and "complete checkpoint" in str(error.value)
 
 
-def test_new_heads_and_poolers_are_named(tmp_path):
-    _, _, notes = load_model(RunConfig(model=_toy_folder(tmp_path / "model"), recipe="toy"))
-    assert any(n.startswith("bert.pooler.dense was absent") for n in notes) and any(
-        "classifier absent" in n for n in notes
-    )
-
-
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     model = _toy_folder(tmp_path / "model", tokenizer=False)
     with pytest.raises(ValueError, match="model: .* has no tokenizer"):

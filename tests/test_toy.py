@@ -190,7 +190,7 @@ def test_pairs_differ_and_premises_have_one_reading(rng):
 @given(seeds)
 @settings(max_examples=200, deadline=None)
 def test_similarity_is_symmetric_bounded_and_full_for_itself(rng):
-    a, b = sts_pair(rng)
+    a, b, _ = sts_pair(rng)
     assert similarity(a, b) == similarity(b, a) and 0 <= similarity(a, b) <= 5 and similarity(a, a) == 5
     assert similarity(a, replace(a, negated=not a.negated)) == 2.5
 

@@ -71,7 +71,7 @@ def load_task(
     task = _with_labels(task, tables[0], notes)
     parts = [_typed(task, table, split) for table, split in zip(tables, splits)]
     sizes = [len(part) for part in parts]
-    keep, held = split_rows(*sizes, split_protocol, seed, task.folder == "glue/mnli")
+    keep, held = split_rows(sizes[0], sizes[1], split_protocol, seed, task.folder == "glue/mnli")
     wanted = min(max(1, round(train_fraction * len(keep))), max_train or len(keep))
     if wanted < len(keep): notes.append(f"train is {wanted} of {len(keep)} rows")
     elif split_protocol == "official": keep = np.sort(keep)
@@ -88,11 +88,10 @@ def load_evaluation(
     max_eval: int | None = None,  # largest number of evaluation rows
 ) -> TaskData:
     "Return the evaluation rows of a second task for a model that the first one trains."
-    task, notes = get_task(task), []
+    task = get_task(task)
     split = task.eval_splits[0]
     table, origin = _read(task, data_dir, split)
-    notes += _notes(task, [split], [len(table)], "official", 0)
-    rows = _typed(task, table, split)
+    notes, rows = _notes(task, [split], [len(table)], "official", 0), _typed(task, table, split)
     rows = rows.select(_cut(np.arange(len(rows)), max_eval, notes))
     return _task_data(task, trained.train, rows, {split: origin}, notes)
 
@@ -228,14 +227,13 @@ def _typed(task: Task, table: pa.Table, split: str) -> Dataset:
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise ValueError(f"{where}: column {task.label}: {error}") from error
     if not len(rows): raise ValueError(f"{where} has no rows")
-    if task.kind != "qa": _check_labels(table["label"].to_numpy(), task, where)
+    if task.kind != "qa": _check_labels(rows, task, where)
     return rows
 
 
-def _check_labels(labels: np.ndarray, task: Task, where: str) -> None:
+def _check_labels(rows: Dataset, task: Task, where: str) -> None:
     "Raise `ValueError` for a label that is missing or out of range."
-    labels = labels.astype(float)
-    regression = task.kind == "regression"
+    labels, regression = rows.data.table["label"].to_numpy(), task.kind == "regression"  # a missing label is NaN
     top = np.inf if regression else task.num_labels
     low = -np.inf if regression and task.name not in TASKS else 0  # GLUE marks unlabelled rows by -1
     bad = ~np.isfinite(labels) | (labels < low) | (labels >= top)
@@ -286,14 +284,12 @@ def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
 # %% ../../nbs/experiments/18_data.ipynb #cef488bd
 def load_metric(
     task: str | Task,  # a task or its name
-    **kwargs,  # further arguments of evaluate.Metric, such as num_process
 ):  # an evaluate.Metric
     """Return the metrics of a task, without a network: `.compute(predictions=, references=)`.
 
     Accuracy, F1 and exact match lie in [0, 1], correlations in [-1, 1]. Where a correlation
     is undefined it is 0.0."""
-    kwargs.setdefault("keep_in_memory", kwargs.get("num_process", 1) == 1)
-    return _metric_class()(get_task(task), **kwargs)
+    return _metric_class()(get_task(task))
 
 
 @functools.cache
@@ -301,9 +297,9 @@ def _metric_class() -> type:
     import evaluate  # takes seconds, and those who read rows need none
 
     class TaskMetric(evaluate.Metric):
-        def __init__(self, task: Task, **kwargs):
+        def __init__(self, task: Task):
             self.task = task
-            super().__init__(config_name=task.name, **kwargs)
+            super().__init__(config_name=task.name, keep_in_memory=True)
 
         def _info(self):
             value = Value("float32" if self.task.kind == "regression" else "int64")
@@ -368,8 +364,8 @@ def _word_f1(predicted: list[str], reference: list[str]) -> float:
 
 def _squad_score(predictions: Sequence[dict], references: Sequence[dict]) -> dict[str, float]:
     answer = {p["id"]: p["prediction_text"] for p in predictions}
-    scores = np.array([squad_scores(answer[r["id"]], r["answers"]["text"]) for r in references])
-    exact, f1 = scores.mean(axis=0)
+    scores = [squad_scores(answer[r["id"]], r["answers"]["text"]) for r in references]
+    exact, f1 = np.mean(scores, axis=0)
     return {"f1": float(f1), "exact_match": float(exact)}
 
 # %% ../../nbs/experiments/18_data.ipynb #8d4d1236

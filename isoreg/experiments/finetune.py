@@ -307,7 +307,8 @@ class Scores:
         kind, first = self.task.kind, p.predictions
         logits = first if isinstance(first, tuple) else (first,)
         logits = logits[:2] if kind == "qa" else logits[:1]
-        if kind == "qa": self.predictions = squad_predictions(*logits, self.windows, self.data.evaluation)
+        if kind == "qa":
+            self.predictions = squad_predictions(logits[0], logits[1], self.windows, self.data.evaluation)
         else: self.predictions = logits[0].squeeze(-1) if kind == "regression" else logits[0].argmax(-1)
         if not all(np.isfinite(x).all() for x in logits):
             warnings.warn("the predictions are not all finite: the run has diverged, and its metrics are undefined")

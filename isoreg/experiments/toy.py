@@ -48,14 +48,17 @@ def side(sentence: str) -> str:
 def _rows(name, split, seed) -> Iterator[dict]:
     "Yield rows of a task without end, all on one side, no row twice."
     rng, seen = random.Random(f"{name}/{split}/{seed}"), set()
-    row_of = {"toy-cola": cola_row, "toy-rte": rte_row, "toy-stsb": sts_row}[name]
     while True:
-        row = row_of(rng)
+        row = cola_row(rng) if name == "toy-cola" else _pair_row(name, rng)
         sentences = tuple(v for k, v in row.items() if k != "label")
         if sentences in seen or any(side(s) != split for s in sentences): continue
         if len(sentences) == 2 and sentences[0] == sentences[1]: continue
         seen.add(sentences)
         yield row
+
+def _pair_row(name, rng) -> dict:
+    first, second, label = rte_pair(rng) if name == "toy-rte" else sts_pair(rng)
+    return {"sentence1": text(first.words()), "sentence2": text(second.words()), "label": label}
 
 @lru_cache(maxsize=8)
 def _first_rows(name, split, seed, n):
@@ -80,8 +83,8 @@ def toy_pairs(
     "Return `n` unlabelled pairs of related train sentences; the first k do not depend on `n`."
     rng, out = random.Random(f"pairs/{seed}"), []
     while len(out) < n:
-        trees = sts_pair(rng) if rng.random() < 0.5 else rte_pair(rng)[:2]
-        first, second = (text(tree.words()) for tree in trees)
+        pair = _pair_row("toy-stsb" if rng.random() < 0.5 else "toy-rte", rng)
+        first, second = pair["sentence1"], pair["sentence2"]
         if side(first) == side(second) == "train": out.append((first, second))
     return out
 
@@ -280,8 +283,8 @@ def _determiner(clause, rng):
 def _order(clause, rng):
     "Exchange two neighbours: `dog the`, `cat big`, `the in park`, `not does`."
     tags, words = ("det noun", "det adj", "adj noun", "prep det", "verb not"), clause.words()
-    pairs = [f"{a} {b}" for (_, a), (_, b) in zip(words, words[1:])]
-    i = _pick(rng, [i for i, pair in enumerate(pairs) if pair in tags])
+    found = [i for i in range(len(words) - 1) if f"{words[i][1]} {words[i + 1][1]}" in tags]
+    i = _pick(rng, found)
     return words[:i] + [words[i + 1], words[i]] + words[i + 2:]
 
 def _argument(clause, rng):
@@ -350,10 +353,6 @@ def rte_pair(rng, family=None, label=None) -> tuple[Clause, Clause, int]:
             "moved": _moved_pair}[family]
     return *pair(rng, label), label
 
-def rte_row(rng: random.Random) -> dict:
-    premise, hypothesis, label = rte_pair(rng)
-    return {"sentence1": text(premise.words()), "sentence2": text(hypothesis.words()), "label": label}
-
 # %% ../../nbs/experiments/16_toy.ipynb #a67715b1
 def draw_premise(rng: random.Random) -> Clause:
     "Return a sentence whose quantifiers and negation have only one order of scope."
@@ -418,10 +417,9 @@ def get_role(clause: Clause, role: str) -> str:
 
 def set_role(clause: Clause, role: str, word: str) -> Clause:
     "Return the sentence with another word in a role, whose noun phrase or place must exist."
-    *outer, last = ROLES[role]
-    if not outer: return replace(clause, **{last: word})
-    part: Any = replace(getattr(clause, outer[0]), **{last: word})
-    return replace(clause, **{outer[0]: part})
+    first, *inner = ROLES[role]
+    part: Any = replace(getattr(clause, first), **{inner[0]: word}) if inner else word
+    return replace(clause, **{first: part})
 
 # %% ../../nbs/experiments/16_toy.ipynb #c66c3aab
 def _word_pair(rng, label):
@@ -465,8 +463,8 @@ def likeness(a: str, b: str) -> float:
     return 0.5 if above_a == b or above_b == a or (above_a and above_a == above_b) else 0.0
 
 # %% ../../nbs/experiments/16_toy.ipynb #452697d3
-def sts_pair(rng: random.Random) -> tuple[Clause, Clause]:
-    "Return one pair of `toy-stsb`, without relative clauses."
+def sts_pair(rng: random.Random) -> tuple[Clause, Clause, float]:
+    "Return two sentences of `toy-stsb`, without relative clauses, and their similarity."
     while True:
         a = draw(rng)
         if not (a.subject.rel or a.subject.place or (a.object and a.object.rel)): break
@@ -478,11 +476,7 @@ def sts_pair(rng: random.Random) -> tuple[Clause, Clause]:
     if b.place and rng.random() < rate / 3: b = replace(b, place=None, fronted=False)
     if rng.random() < rate / 5: b = replace(b, negated=not b.negated)
     if rng.random() < 0.3: b = replace(b, subject=replace(b.subject, plural=not b.subject.plural, det="the"))
-    return a, b
-
-def sts_row(rng: random.Random) -> dict:
-    a, b = sts_pair(rng)
-    return {"sentence1": text(a.words()), "sentence2": text(b.words()), "label": similarity(a, b)}
+    return a, b, similarity(a, b)
 
 _OPTIONAL = {"adverb": ADVERBS, "subject adjective": ADJECTIVES, "object adjective": ADJECTIVES}
 
