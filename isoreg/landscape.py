@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['ONE_D', 'NORMS', 'REDUCTIONS', 'RINGS', 'WHICH', 'loss_surface', 'loss_line', 'grid', 'Direction', 'direction',
-           'displaced', 'Surface', 'Curvature', 'subset', 'plane_hessian', 'expected_curvature', 'plot']
+           'displaced', 'MeanLoss', 'Surface', 'Curvature', 'subset', 'plane_hessian', 'expected_curvature', 'plot']
 
 # %% ../nbs/12_landscape.ipynb #84c8132a
 import hashlib
@@ -50,11 +50,11 @@ def loss_surface(
     alphas = _axis("alphas", grid() if alphas is None else alphas)
     betas = alphas if betas is None else _axis("betas", betas)
     directions = [d for d in (d1, d2) if d is not None]
-    mean_loss = _MeanLoss(model, batches, loss, reduction, precision)
+    mean_loss = MeanLoss(model, batches, loss, reduction, precision)
     info = {"directions": [dict(getattr(d, "info", {})) for d in directions], "loss": mean_loss.name,
             "reduction": reduction, "precision": precision, "model": type(model).__name__}
     surface = Surface(np.empty((0, len(betas))), alphas, betas, info)
-    if path is not None: surface = surface.go_on(path, model, directions, mean_loss.batches)
+    if path is not None: surface = _go_on(path, surface, model_fingerprint(model), directions, mean_loss.batches)
     rest = [(a, b) for a in alphas[len(surface.losses):] for b in betas]
     with displaced(model, *directions) as place:
         row = []
@@ -118,6 +118,20 @@ def _lengths(rows: Tensor) -> Tensor:
     "Return the length of each row, (rows, 1), in float64."
     return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
 
+
+def _noise(seed: int, name: str, shape: Sequence[int], draw: Callable = torch.randn) -> Tensor:
+    "Return random float32 numbers that depend on seed, name and shape alone."
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return draw(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _orthogonal(d: Tensor, o: Tensor) -> Tensor:
+    "Return the rows of d without their part along the rows of o; zero where nothing is left."
+    before = _lengths(d)
+    for _ in range(2): d = d - (d * o).sum(1, keepdim=True) / o.square().sum(1, keepdim=True).clamp(min=1e-30) * o
+    return torch.where(_lengths(d) < 1e-3 * before, 0, d)
+
 # %% ../nbs/12_landscape.ipynb #22ce5bd9
 ONE_D, NORMS = ("zero", "scale"), ("filter", "equal")
 
@@ -174,26 +188,10 @@ def direction(
     out.info = {"seed": int(seed), "one_d": one_d, "norm": norm, "moved": moved / size, "length": out.length()}
     return out
 
-# %% ../nbs/12_landscape.ipynb #cef552e1
-def _noise(seed: int, name: str, shape: Sequence[int], draw: Callable = torch.randn) -> Tensor:
-    "Return random float32 numbers that depend on seed, name and shape alone."
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return draw(shape, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def _orthogonal(d: Tensor, o: Tensor) -> Tensor:
-    "Return the rows of d without their part along the rows of o; zero where nothing is left."
-    before = _lengths(d)
-    for _ in range(2): d = d - (d * o).sum(1, keepdim=True) / o.square().sum(1, keepdim=True).clamp(min=1e-30) * o
-    return torch.where(_lengths(d) < 1e-3 * before, 0, d)
-
 # %% ../nbs/12_landscape.ipynb #f568ab4e
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    "Return the floating-point parameters by name, tied ones once; raise `ValueError` if there are none."
-    params = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
-    if not params: raise ValueError("model: has no floating-point parameters; a landscape needs weights to move")
-    return params
+    "Return the floating-point parameters by name, tied ones once."
+    return {n: p for n, p in model.named_parameters() if p.is_floating_point()}
 
 
 def _fitting(name: str, given: Mapping, params: dict, one: bool = False) -> dict[str, Tensor]:
@@ -259,8 +257,8 @@ def _check_moves(model: nn.Module, directions: Sequence[Mapping]) -> tuple[dict[
 REDUCTIONS = {"sample": "mean", "batch": "batch"}  # name for a surface, and for sample_losses
 
 
-class _MeanLoss:
-    "The mean loss of a model over the same batches, again and again."
+class MeanLoss:
+    "The mean loss of a model over the same batches, each time it is called; `samples` says over how many."
 
     def __init__(self, model, batches, loss, reduction: str = "sample", precision: str = "fp32"):
         _check_options(batches, loss, reduction, precision)
@@ -293,7 +291,7 @@ class _MeanLoss:
 # %% ../nbs/12_landscape.ipynb #44c3493e
 @patch
 @torch.no_grad()
-def __call__(self: _MeanLoss) -> float:
+def __call__(self: MeanLoss) -> float:
     "Return the mean over all samples; NaN and infinity are passed on."
     total, self.samples = torch.zeros((), dtype=torch.float64, device=self.device), 0
     with self.evaluating():
@@ -312,11 +310,9 @@ def _seed(number: int) -> None:
 
 def _check_options(batches, loss, reduction: str, precision: str) -> None:
     "Raise `ValueError` for unknown options, and for batches that were made for another loss."
-    one_of("reduction", reduction, REDUCTIONS)
+    one_of("reduction", reduction, ("sample",) if callable(loss) else REDUCTIONS)
     one_of("precision", precision, ("fp32", "bf16"))
-    if callable(loss):
-        if reduction == "sample": return
-        raise ValueError(f"reduction: {reduction!r} is for the named losses; a function decides for itself")
+    if callable(loss): return
     one_of("loss", loss, LOSSES, also="a function of model and batch")
     if getattr(batches, "loss", loss) != loss:
         raise ValueError(f"loss: {loss!r}, but the batches were made for {batches.loss!r}; use the same for both")
@@ -347,7 +343,8 @@ class Surface:
     def from_dict(cls, content: Mapping) -> "Surface":
         "Return the surface of `to_dict`, bit for bit."
         alphas, betas = (np.array(content[k], dtype=np.float64) for k in ("alphas", "betas"))
-        return cls(np.array(content["losses"], dtype=np.float64), alphas, betas, dict(content["info"]))
+        losses = np.array(content["losses"], dtype=np.float64).reshape(-1, len(betas))
+        return cls(losses, alphas, betas, dict(content["info"]))
 
     def save(self, path: str | Path) -> None:
         "Write as strict JSON, by temporary file and rename; numbers keep every bit."
@@ -421,7 +418,6 @@ def subset(
     which: str = "top",  # "top", "bottom" or "random"
     by: str = "scalar",  # "scalar", or "tensor" as released
     seed: int = 0,  # seed of the random choice, and of the choice among equal scores
-    matrices: bool = False,  # rank tensors of two or more dimensions only; the share is then a share of these
 ) -> dict[str, Tensor]:
     """Return a share of the parameters, a `mask` for `direction`: name -> booleans of its shape, on the CPU.
 
@@ -431,14 +427,12 @@ def subset(
     one_of("by", by, ("scalar", "tensor"))
     params = _parameters(model)
     scores = None if which == "random" else _check_scores(scores, params, by)
-    ranked = {n: p for n, p in params.items() if p.ndim > 1 or not matrices}
-    parts = [_ranking(scores, n, p, by, seed) for n, p in ranked.items()]
+    parts = [_ranking(scores, n, p, by, seed) for n, p in params.items()]
     values = np.concatenate(parts) * (-1 if which == "bottom" else 1)
     best = torch.from_numpy(_best(values, max(1, round(share * len(values))), seed))
-    chosen = {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in params.items()}
-    for (n, p), c in zip(ranked.items(), best.split([len(v) for v in parts])):
-        chosen[n] = c.view(p.shape) if by == "scalar" else c.view((1,) * p.ndim).expand(p.shape)
-    return chosen
+    chosen = dict(zip(params, best.split([len(v) for v in parts])))
+    if by == "scalar": return {n: chosen[n].view(p.shape) for n, p in params.items()}
+    return {n: chosen[n].view((1,) * p.ndim).expand(p.shape) for n, p in params.items()}
 
 # %% ../nbs/12_landscape.ipynb #dbb1ae6b
 def _ranking(scores: dict | None, name: str, p: Tensor, by: str, seed: int) -> np.ndarray:
@@ -485,7 +479,7 @@ def plane_hessian(
     By Hessian-vector products: what the curvature of a fitted surface tends to as the radius goes to 0. Raises
     `ValueError` as `loss_surface` does."""
     moved, parts = _check_moves(model, directions)
-    params, mean_loss = list(moved.values()), _MeanLoss(model, batches, loss, reduction)
+    params, mean_loss = list(moved.values()), MeanLoss(model, batches, loss, reduction)
     along = [[d.get(n, torch.zeros(1, device=p.device)) for n, p in moved.items()] for d in parts]
     needed, H, samples = [p.requires_grad for p in params], np.zeros((len(along), len(along))), 0
     try:
@@ -533,85 +527,63 @@ def expected_curvature(
 # %% ../nbs/12_landscape.ipynb #86090409
 def plot(
     surfaces: Mapping[str, Surface] | Surface,  # label -> surface; one panel each, or one curve
-    kind: str = "contour",  # "contour", "surface" (3-D), "lines" (sections along alpha, and paler along beta), "radius"
-    top: float | None = None,  # losses above are drawn as this; default the highest finite one of all
+    kind: str = "contour",  # "contour", "surface" (3-D), "lines" (sections through the origin), "radius"
+    top: float | None = None,  # highest loss drawn; default the highest finite one of all
     label: str = "loss",  # name of the scale
 ):
-    "Return a matplotlib figure of surfaces on one scale; raise `ValueError` for an unknown kind or a line as a surface."
+    "Return a matplotlib figure of surfaces on one scale; raise `ValueError` for an unknown kind."
+    import matplotlib.pyplot as plt
     one_of("kind", kind, ("contour", "surface", "lines", "radius"))
     surfaces = {"": surfaces} if isinstance(surfaces, Surface) else dict(surfaces)
-    if kind in ("lines", "radius"): return _curves(surfaces, kind, top, label)
-    for name, s in surfaces.items():
-        if s.is_line: raise ValueError(f"surfaces: {name!r} is a line; use kind='lines' or 'radius'")
-    finite = np.concatenate([s.losses[np.isfinite(s.losses)] for s in surfaces.values()])
-    return _panels(surfaces, kind, finite.min(), finite.max() if top is None else top, label)
-
-# %% ../nbs/12_landscape.ipynb #6bcf5cfb
-def _curves(surfaces: dict[str, Surface], kind: str, top: float | None, label: str):
-    "Return a figure with a curve for each surface: loss by radius, or sections through the origin."
-    import matplotlib.pyplot as plt
+    if kind in ("contour", "surface"): return _panels(surfaces, kind == "surface", top, label)
     fig, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
-    looks = zip(("#0072B2", "#D55E00", "#009E73", "black", "#CC79A7", "#E69F00"), "os^Dv*", strict=True)
-    for (name, s), (colour, mark) in zip(surfaces.items(), itertools.cycle(looks)):
+    colours = itertools.cycle(("#0072B2", "#D55E00", "#009E73", "black", "#CC79A7", "#E69F00"))
+    for (name, s), colour, mark in zip(surfaces.items(), colours, itertools.cycle("os^Dv*")):
         x, y = s.alphas, s.losses[:, s.betas == 0][:, 0]
         if kind == "radius":
             rings = s.radius_profile().dropna(subset="loss")
             x, y = (rings["from"] + rings["to"]) / 2, rings["loss"]
+        elif not s.is_line: ax.plot(s.betas, s.losses[s.alphas == 0][0], color=colour, alpha=0.45)
         ax.plot(x, y, marker=mark, ms=4, color=colour, label=name)
-        if kind == "lines" and not s.is_line: ax.plot(s.betas, s.losses[s.alphas == 0][0], color=colour, alpha=0.45)
-    sections = "α" if all(s.is_line for s in surfaces.values()) else "α (paler: β)"
-    ax.set(xlabel="distance from the origin" if kind == "radius" else sections, ylabel=label)
+    ax.set(xlabel="distance from the origin" if kind == "radius" else "α (paler: β)", ylabel=label)
     ax.set_ylim(top=top)
     if list(surfaces) != [""]: ax.legend(fontsize=8)
     return fig
 
-# %% ../nbs/12_landscape.ipynb #4e75ee20
-def _panels(surfaces: dict[str, Surface], kind: str, low: float, high: float, label: str):
+# %% ../nbs/12_landscape.ipynb #0c73bb07
+def _panels(surfaces: dict[str, Surface], solid: bool, top: float | None, label: str):
     "Return a figure with a panel for each surface and one colour bar."
     import matplotlib.pyplot as plt
-    solid, columns = kind == "surface", 2 if len(surfaces) == 4 else min(3, len(surfaces))
+    finite = np.concatenate([s.losses[np.isfinite(s.losses)] for s in surfaces.values()])
+    low, high = finite.min(), finite.max() if top is None else top
+    columns = 2 if len(surfaces) == 4 else min(3, len(surfaces))
     lines, width = -(-len(surfaces) // columns), 2.2 if columns == 3 else 3.1
     fig, axes = plt.subplots(lines, columns, figsize=(width * columns + 0.8, (width + 0.1) * lines), squeeze=False,
                              layout="constrained", subplot_kw={"projection": "3d"} if solid else {})
     for ax, (name, s) in zip(axes.flat, surfaces.items()):
-        a, b = np.meshgrid(s.alphas, s.betas, indexing="ij")
         z = np.ma.masked_invalid(np.where(np.isposinf(s.losses), high, s.losses)).clip(low, high)
-        ax.set(xlabel="α", ylabel="β")
-        ax.set_title(name, fontsize=9)
-        ax.tick_params(labelsize=8)
-        if solid:
-            drawn = ax.plot_surface(a, b, z.filled(np.nan), cmap="viridis", vmin=low, vmax=high, rstride=1, cstride=1)
-            ax.set_zlim(low, high)
+        if solid: drawn = ax.plot_surface(*np.meshgrid(s.alphas, s.betas), z.filled(np.nan).T, cmap="viridis")
         else:
-            drawn = ax.contourf(a, b, z, np.linspace(low, high, 21), cmap="viridis")
+            drawn = ax.contourf(s.alphas, s.betas, z.T, np.linspace(low, high, 21), cmap="viridis")
             ax.plot(0, 0, "+", color="white", zorder=3)
             ax.set_aspect("equal")
+        ax.set(xlabel="α", ylabel="β", **{"zlim": (low, high)} if solid else {})
+        ax.set_title(name, fontsize=9)
     for ax in axes.flat[len(surfaces):]: ax.remove()
-    fig.colorbar(drawn, ax=list(axes.flat[:len(surfaces)]), label=label, shrink=0.8, pad=0.1 if solid else 0.02,
-                 ticks=plt.MaxNLocator(6))
+    fig.colorbar(drawn, ax=list(axes.flat[:len(surfaces)]), label=label, shrink=0.8, ticks=plt.MaxNLocator(6))
     return fig
 
-# %% ../nbs/12_landscape.ipynb #8889e1cd
-@patch
-def go_on(
-    self: Surface,
-    path: str | Path,  # file of `save`, if there is one
-    model: nn.Module,  # weights at the origin
-    directions: Sequence[Mapping[str, Tensor]],  # one or two
-    batches: Sequence,  # data behind each loss
-) -> Surface:
-    "Return the surface in a file, or itself without a file; raise `ValueError` if they were made of different things."
-    self.info["fingerprints"] = {"weights": model_fingerprint(model), "directions": _fingerprint(directions),
-                                 "batches": _fingerprint(batches)}
+# %% ../nbs/12_landscape.ipynb #51611a80
+def _go_on(path: str | Path, surface: Surface, *made_of) -> Surface:
+    "Return the surface that a file holds, or the new one; raise `ValueError` if they were made of different things."
+    surface.info["made_of"] = _fingerprint([surface.to_dict(), *made_of])
     if not Path(path).exists():
-        self.save(path)
-        return self
+        surface.save(path)
+        return surface
     there = Surface.load(path)
-    new, old = (s.to_dict() | s.info | s.info.get("fingerprints", {}) for s in (self, there))
-    same = ("losses", "info", "fingerprints", "n_samples")
-    if differ := [k for k in new if k not in same and new[k] != old.get(k)]:
-        raise ValueError(f"path: {path} was made with other {', '.join(differ)}; give another path or delete the file")
-    return Surface(there.losses.reshape(-1, len(self.betas)), there.alphas, there.betas, there.info)
+    if there.info.get("made_of") == surface.info["made_of"]: return there
+    raise ValueError(f"path: {path} was made of other weights, directions, batches or settings; "
+                     "give another path or delete the file")
 
 
 def _fingerprint(x: Any, into=None) -> str:
