@@ -28,7 +28,7 @@ from .experiments.measure import layer_points
 from .experiments.models import (
     check_vocabulary, has_decoder, limit_length, load_tokenizer, quiet_loading, read_body)
 from .moments import floating
-from .sequences import SequenceStream, draw_groups
+from .tokens import SequenceStream, draw_groups
 from .states import check_layer, states_of
 
 # %% ../nbs/36_embeddings.ipynb #3c650020

@@ -31,7 +31,7 @@ from isoreg.embeddings import (
 )
 from isoreg.geometry import outlier_dimensions, stand_out
 from isoreg.isoscore import isoscore, isoscore_with_error
-from isoreg.sequences import draw_groups, isoscore_by_sequence
+from isoreg.tokens import draw_groups, isoscore_by_sequence
 from isoreg.experiments.toy import toy_corpus, toy_model_path
 
 

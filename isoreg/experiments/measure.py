@@ -28,7 +28,7 @@ from ..schedules import guided_schedule, site_scores
 from ..sites import dropout_sites
 from ..files import record_files, write_atomically
 from ..fisher import FisherEstimate, agreement, empirical_fisher, model_fingerprint
-from ..geometry import Dimensions, geometry
+from ..geometry import MEASURES, Dimensions, geometry
 from ..isoscore import isoscore
 from ..landscape import MeanLoss, Surface, direction, grid, loss_surface, plane_hessian, subset
 from .models import (
@@ -190,8 +190,8 @@ def _measure_geometry(config: GeometryConfig, folder: Path, on_progress: Callabl
     for number, x in zip(numbers, points):
         row, dimensions = _measure_layer(number, x.to(device), config.pooling, notes)
         rows.append(row)
-        on_progress(f"layer {number}: IsoScore {row['isoscore']:.4f}, cosine {row['average_cosine']:.3f}, "
-                    f"effective rank {row['effective_rank']:.1f}, TwoNN {row['two_nn']:.1f}")
+        told = [f"{m.heading} {row[name]:.{m.digits}f}" for name, m in MEASURES.items()]
+        on_progress(f"layer {number}: {', '.join(told)}")
     unused = ("loss", "probability", "span", "epoch", "packed")
     about = {k: v for k, v in corpus.describe().items() if k not in unused}
     return {
