@@ -285,10 +285,7 @@ def predicted_logits(
     raise ValueError(f"model: gives logits of shape {tuple(logits.shape)} for labels {tuple(batch['labels'].shape)}")
 
 # %% ../nbs/10_corpus.ipynb #3ed5966c
-def predicted_positions(
-    batch: dict,  # a batch with labels (batch, length)
-    loss: str = "mlm",  # "clm" predicts each label from the position before it
-) -> tuple[Tensor, Tensor, Tensor]:
+def predicted_positions(batch: dict, loss: str = "mlm") -> tuple[Tensor, Tensor, Tensor]:
     "Return row and column of each position that predicts, in order of the rows, and the token that it predicts."
     if "labels" not in batch: raise ValueError(f"batch: has no labels, which {loss} needs; TextBatches makes them")
     labels = batch["labels"]
@@ -301,10 +298,7 @@ def predicted_positions(
     return row, column, labels[row, column]
 
 # %% ../nbs/10_corpus.ipynb #c2d8a35e
-def head_input(
-    model: nn.Module,  # a model with a language-model head
-    loss: str = "mlm",  # its loss
-) -> nn.Module | None:
+def head_input(model: nn.Module, loss: str = "mlm") -> nn.Module | None:
     "Return the submodule whose `last_hidden_state` the head reads, None if there is none."
     if hasattr(model, "get_base_model"):
         # the virtual tokens of a learned prompt stand before the others
@@ -315,11 +309,7 @@ def head_input(
     return None if body is model else body
 
 
-def only_positions(
-    body: nn.Module,  # the head's input
-    row: Tensor,  # (M,)
-    column: Tensor,  # (M,)
-):
+def only_positions(body: nn.Module, row: Tensor, column: Tensor):
     "Return a context in which the body returns M positions alone, (1, M, hidden)."
     def reduce(module, args, output):
         output.last_hidden_state = output.last_hidden_state[row, column][None]
@@ -327,10 +317,7 @@ def only_positions(
     return body.register_forward_hook(reduce)
 
 
-def decoder_inputs(
-    model: nn.Module,  # an encoder-decoder
-    labels: Tensor,  # (batch, length)
-) -> Tensor:
+def decoder_inputs(model: nn.Module, labels: Tensor) -> Tensor:
     "Return the labels moved on by one place, for the decoder."
     return model.prepare_decoder_input_ids_from_labels(labels)
 
@@ -339,9 +326,7 @@ MADE_FOR = {"mlm": (MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(), "ForMaskedLM"),
             "clm": (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), "ForCausalLM")}
 
 
-def model_losses(
-    model: nn.Module,  # any model
-) -> list[str]:
+def model_losses(model: nn.Module) -> list[str]:
     "Return the losses for which the model's class, or one from which it inherits, was made, the usual one first."
     made = []
     for kind in type(model).__mro__:
@@ -351,10 +336,7 @@ def model_losses(
     return ["seq2seq", *(loss for loss in made if loss == "mlm")]
 
 
-def check_head(
-    model: nn.Module,  # any model
-    loss: str,  # the loss that is wanted
-) -> None:
+def check_head(model: nn.Module, loss: str) -> None:
     "Raise `ValueError` for a loss for which the model's class was not made."
     known = model_losses(model)
     if known and loss not in known:
@@ -363,9 +345,7 @@ def check_head(
 
 
 @torch.no_grad()
-def looks_ahead(
-    model: nn.Module,  # any model
-) -> bool:
+def looks_ahead(model: nn.Module) -> bool:
     "Return whether the first logits depend on the last token; False for a model that does not run on made-up ids."
     ids = torch.tensor([[1, 2, 1], [1, 2, 2]], device=next(model.parameters()).device)
     with eval_mode(model), contextlib.suppress(AttributeError, IndexError, RuntimeError, TypeError, ValueError):

@@ -90,9 +90,7 @@ def chosen(self: IStar, states: tuple[Tensor, ...], mask: Tensor | None) -> list
                      "such as layers=-1, with zeta=0 or a correction")
 
 # %% ../nbs/07_istar.ipynb #ee138541
-def stacked(
-    clouds: list[Moments],  # moments of clouds of one width
-) -> Moments:
+def stacked(clouds: list[Moments]) -> Moments:
     "Return the moments of the clouds with one leading dimension for them."
     return Moments(*(None if f[0] is None else torch.stack(f) for f in zip(*clouds)))
 
@@ -140,11 +138,7 @@ def extra_repr(self: IStar) -> str:
     return f"lam={self.lam:g}, zeta={self.zeta:g}, layers={self.layers!r}, correction={self.correction!r}"
 
 # %% ../nbs/07_istar.ipynb #054db926
-def note_batch(
-    p: nn.Module,  # the penalty
-    mask: Tensor | None,  # (batch, length)
-    sound: Tensor,  # whether the batch has a score, a boolean
-) -> None:
+def note_batch(p: nn.Module, mask: Tensor | None, sound: Tensor) -> None:
     "Keep what is wrong with a batch in `p.worst`, (2,), and check it at once on a CPU."
     seen = torch.stack([zeros_and_ones(mask, sound), sound])
     before = getattr(p, "worst", None)
@@ -152,10 +146,7 @@ def note_batch(
     if seen.device.type == "cpu" and not torch.compiler.is_compiling(): check_batches(p)
 
 
-def zeros_and_ones(
-    mask: Tensor | None,  # (batch, length)
-    like: Tensor,  # a boolean on the device
-) -> Tensor:
+def zeros_and_ones(mask: Tensor | None, like: Tensor) -> Tensor:
     "Return whether a mask holds zeros and ones alone, a boolean on the device."
     if mask is None or mask.dtype == torch.bool: return torch.ones_like(like)
     return ((mask == 0) | (mask == 1)).all()
@@ -177,31 +168,21 @@ def check_batches(
                          "values are NaN; use larger batches, or lower lam or the learning rate")
 
 # %% ../nbs/07_istar.ipynb #5853360d
-def all_equal(
-    m: Moments,  # moments of clouds
-) -> Tensor:
+def all_equal(m: Moments) -> Tensor:
     "Return whether all tokens are equal up to rounding, (...)."
     rounding = 8 * torch.finfo(m.m2.dtype).eps
     trace = m.m2.detach().diagonal(dim1=-2, dim2=-1).sum(-1)
     return trace <= m.count * rounding**2 * m.mean.detach().square().sum(-1)
 
 # %% ../nbs/07_istar.ipynb #b3f1d852
-def logged_term(
-    penalty: nn.Module,  # the penalty, whose parts are set
-    name: str,  # name of the term in the log
-    term: Tensor,  # its weighted term, a scalar
-    **parts: Tensor,  # other scalars for the log
-) -> Tensor:
+def logged_term(penalty: nn.Module, name: str, term: Tensor, **parts: Tensor) -> Tensor:
     "Return the term, keep its parts for the log, and warn once if it has no gradient."
     warn_without_gradient(penalty, term)
     penalty.parts = {key: value.detach() for key, value in {name: term, **parts}.items()}
     return term
 
 
-def warn_without_gradient(
-    penalty: nn.Module,  # the penalty
-    term: Tensor,  # its weighted term
-) -> None:
+def warn_without_gradient(penalty: nn.Module, term: Tensor) -> None:
     "Warn once if the term has no gradient in training, unless gradients are off or `lam` is 0."
     if term.requires_grad or not torch.is_grad_enabled() or not penalty.training: return
     if getattr(penalty, "lam", None) == 0 or getattr(penalty, "_warned", False): return
@@ -328,10 +309,7 @@ class CosReg(nn.Module):
     def extra_repr(self): return f"lam={self.lam:g}, layer={self.layer}"
 
 # %% ../nbs/07_istar.ipynb #f560b93a
-def mean_cosine(
-    X: Tensor,  # (N, d)
-    mask: Tensor | None,  # (N,)
-) -> Tensor:
+def mean_cosine(X: Tensor, mask: Tensor | None) -> Tensor:
     "Return the sum of the cosines over pairs of distinct rows, over N², a scalar."
     X = X.to(torch.promote_types(X.dtype, torch.float32))
     keep = X.new_ones(len(X)) if mask is None else (mask != 0).to(X.dtype)

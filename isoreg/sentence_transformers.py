@@ -54,10 +54,7 @@ class PenaltyLoss(nn.Module):
         return terms
 
 # %% ../nbs/37_sentence_transformers.ipynb #1a2b87f6
-def noting(
-    forward,  # an encoder's forward
-    seen: list,  # list that gets the tokens of each call, L + 1 tensors (tokens, d)
-):
+def noting(forward, seen: list):
     "Return a forward that notes the tokens of its calls."
     @functools.wraps(forward)
     def call(*args, **kwargs):

@@ -36,16 +36,12 @@ def hidden_states(
     return states, token_mask(encoder, inputs, states, mask_fn)
 
 # %% ../nbs/06_states.ipynb #84750e3c
-def inside_wrapper(
-    model: nn.Module,  # any module
-) -> nn.Module:
+def inside_wrapper(model: nn.Module) -> nn.Module:
     "Return the model inside DistributedDataParallel, or the model itself."
     return getattr(model, "module", model)
 
 
-def encoder_of(
-    model: nn.Module,  # any module
-) -> nn.Module:
+def encoder_of(model: nn.Module) -> nn.Module:
     "Return the model without wrapper, head and decoder. Raises `ValueError` for a learned prompt of PEFT."
     body = inside_wrapper(model)
     if hasattr(body, "get_base_model"):
@@ -57,9 +53,7 @@ def encoder_of(
     return body.get_encoder() if two_stacks and hasattr(body, "get_encoder") else body
 
 # %% ../nbs/06_states.ipynb #0e9700ee
-def states_of(
-    output: Mapping,  # output of a model
-) -> tuple[Tensor, ...]:
+def states_of(output: Mapping) -> tuple[Tensor, ...]:
     "Return the hidden states of an output, the encoder's where there are two stacks. Raises `ValueError` without any."
     for name in ("hidden_states", "encoder_hidden_states"):
         if name in output and output[name] is not None: return output[name]
@@ -94,9 +88,7 @@ def eval_mode(
 
 # %% ../nbs/06_states.ipynb #164222e0
 @contextlib.contextmanager
-def same_draws(
-    device: torch.device,  # device of the model
-) -> Iterator[None]:
+def same_draws(device: torch.device) -> Iterator[None]:
     "Set the random states of Python, NumPy and PyTorch, on the CPU and the device, back after the context."
     python, numpy = random.getstate(), np.random.get_state()
     # an accelerator has its own generator
@@ -108,10 +100,7 @@ def same_draws(
             np.random.set_state(numpy)
 
 # %% ../nbs/06_states.ipynb #3e2d3d1e
-def check_states(
-    states,  # L + 1 tensors (batch, length, d)
-    mask: Tensor | None,  # (batch, length)
-) -> None:
+def check_states(states, mask: Tensor | None) -> None:
     "Raise `ValueError` unless the states are tensors (batch, length, d) and the mask fits them."
     several = isinstance(states, (tuple, list)) and len(states) > 0
     if not several or not all(isinstance(h, Tensor) and h.ndim == 3 for h in states):
@@ -123,28 +112,20 @@ def check_states(
                          "for a model that shortens its input")
 
 # %% ../nbs/06_states.ipynb #c8951cb3
-def check_layer(
-    name: str,  # name of the caller's argument
-    layer: int,  # index into the hidden states
-    states: Sequence,  # L + 1 items
-) -> int:
+def check_layer(name: str, layer: int, states: Sequence) -> int:
     "Return the layer. Raises `ValueError` if the model does not have it."
     last = len(states) - 1
     hint = f"there are {last + 1} hidden states, 0 the embeddings and {last} the last layer"
     return in_range(name, layer, -last - 1, last, whole=True, hint=hint)
 
 # %% ../nbs/06_states.ipynb #6c2a7e10
-def base_prefix(
-    model: nn.Module,  # model without wrapper
-) -> str:
+def base_prefix(model: nn.Module) -> str:
     "Return the path of the base model with a dot, empty if the model is its own base."
     base = getattr(model, "base_model", model)
     return next((path + "." for path, m in model.named_modules() if m is base and path), "")
 
 
-def named_weights(
-    model: nn.Module,  # model without wrapper
-) -> dict[str, nn.Parameter]:
+def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     "Return the parameters by name. A tied parameter has its name in the base model."
     prefix, names = base_prefix(model), {}
     for name, p in model.named_parameters(remove_duplicate=False):

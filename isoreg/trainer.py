@@ -73,9 +73,7 @@ class PenaltyMixin:
 IGNORES_ITEMS = re.compile(r"For(\w*Classification|MultipleChoice|QuestionAnswering)$")
 
 
-def is_trl(
-    trainer: Trainer,  # a Trainer
-) -> bool:
+def is_trl(trainer: Trainer) -> bool:
     "Return whether the Trainer is one of TRL."
     return any(kind.__module__.split(".")[0] == "trl" for kind in type(trainer).__mro__)
 
@@ -119,9 +117,7 @@ class Means:
         return dict(zip(sums, (total / world_size() / calls).tolist()))
 
 
-def named_parts(
-    penalties: list[nn.Module],  # penalties
-) -> dict[str, Tensor]:
+def named_parts(penalties: list[nn.Module]) -> dict[str, Tensor]:
     "Return the parts of all penalties by name."
     calls, named = Counter(), {}
     for name, value in (part for p in penalties for part in getattr(p, "parts", {}).items()):
@@ -185,11 +181,7 @@ class ReferenceRefresh(TrainerCallback):
                 progress=not args.disable_tqdm if self.progress is None else self.progress, **counted)
 
 # %% ../nbs/09_trainer.ipynb #36f0ad9e
-def own_batches(
-    loader: DataLoader,  # training loader, whose data and collate function are used
-    batch_size: int,  # examples of a batch
-    seed: int,  # seed of the order
-) -> Iterable[dict]:
+def own_batches(loader: DataLoader, batch_size: int, seed: int) -> Iterable[dict]:
     "Return batches of the training set in their own random order, on each rank its part. A stream keeps its order."
     data: Any = loader.dataset
     if not isinstance(data, IterableDataset):
@@ -307,13 +299,7 @@ class Grouped:
         return type(outputs[0])(**{k: joined([o[k] for o in outputs], back, ids.shape[1]) for k in names})
 
 # %% ../nbs/09_trainer.ipynb #33f9b9ba
-def of_group(
-    name: str,  # name of an input
-    v,  # the input, of a batch
-    shape: torch.Size,  # (batch, length)
-    rows: Tensor,  # numbers of the group's texts
-    length: int,  # length of the group
-):
+def of_group(name: str, v, shape: torch.Size, rows: Tensor, length: int):
     "Return what a group sees of an input."
     # two arguments with which the heads of ModernBERT count tokens in transformers 4
     if name in ("batch_size", "seq_len"): return None
@@ -323,11 +309,7 @@ def of_group(
     return v[rows] if len(v) == shape[0] else v
 
 
-def joined(
-    parts: list,  # one field of the groups' outputs
-    back: Tensor,  # place of each text of the batch, (batch,)
-    length: int,  # length of the batch
-):
+def joined(parts: list, back: Tensor, length: int):
     "Return the field of the batch, padded with zeros."
     if isinstance(parts[0], tuple): return tuple(joined(list(p), back, length) for p in zip(*parts))
     if parts[0].dim() > 3:

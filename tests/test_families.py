@@ -1,12 +1,9 @@
 """Families of models that behave in ways of their own, each against what the model itself computes."""
 
-import copy
-
 import peft
 import pytest
 import torch
 import transformers as T
-from torch import nn
 
 from isoreg.fisher import empirical_fisher
 from isoreg.istar import measure_isotropy
@@ -61,25 +58,6 @@ def test_layers_of_speech_models_are_all_found_at_their_layer_drop(kind):
     assert model.config.layerdrop == 0.9
 
 
-def test_a_model_that_changes_itself_on_short_texts_stays_as_it_was():
-    config = T.BigBirdConfig(**TEXT, block_size=4, num_random_blocks=1)
-    model, long = T.BigBirdForMaskedLM(config).eval(), texts(64, 60)
-    before, parts = model(**long).logits, list(model.modules())
-    with pytest.raises(ValueError, match="batch: the model replaced parts of itself"):
-        dropout_sites(model)
-    assert model.bert.attention_type == "block_sparse" and list(model.modules()) == parts
-    assert torch.equal(model(**long).logits, before)
-    assert dropout_sites(model, batch=long)
-
-
-def test_a_look_leaves_buffers_that_a_pass_replaces():
-    model = T.IBertForMaskedLM(T.IBertConfig(**TEXT, pad_token_id=1, quant_mode=True))
-    before, places = copy.deepcopy(model.state_dict()), [id(b) for b in model.buffers()]
-    dropout_sites(model)
-    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
-    assert [id(b) for b in model.buffers()] == places
-
-
 @pytest.mark.parametrize("drop_path", [0.0, 0.2])
 @pytest.mark.parametrize("kind", ["Dinov2", "Beit", "Swin"])
 def test_stochastic_depth_is_no_dropout(kind, drop_path):
@@ -91,29 +69,6 @@ def test_stochastic_depth_is_no_dropout(kind, drop_path):
     assert sites and not any("drop_path" in handle for s in sites for handle in s.handles)
     apply_dropout(model, "constant", p=0.3, batch=batch)
     assert depth() == before and (max(before, default=0) > 0) == (drop_path > 0)
-
-
-class Odd(nn.Module):
-    "Dropout whose name is like that of layer drop, a part made while it runs, a class as config."
-
-    config = T.BertConfig
-
-    def __init__(self):
-        super().__init__()
-        self.layer_dropout, self.linear = nn.Dropout(0.1), nn.Linear(4, 4)
-        self.parts = nn.ModuleDict()
-
-    def forward(self, x):
-        if "made" not in self.parts:
-            self.parts["made"] = nn.Linear(4, 4)
-        return self.parts["made"](self.layer_dropout(self.linear(x)))
-
-
-def test_a_module_of_odd_parts_is_looked_into():
-    model = Odd().eval()
-    (site,) = dropout_sites(model, batch=torch.randn(2, 4))
-    assert not any(m.training for m in model.modules() if m is not model.parts.made)
-    assert site.handles == ("layer_dropout",) and site.p == 0.1 and model.layer_dropout.p == 0.1
 
 
 @pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])

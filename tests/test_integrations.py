@@ -26,7 +26,6 @@ from transformers import (
 from isoreg.fisher import empirical_fisher
 from isoreg.isoscore import isoscore
 from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance
-from isoreg.metric import IsoScore
 from isoreg.noise import apply_dropout, set_dropout
 from isoreg.sites import dropout_sites
 from isoreg.states import hidden_states
@@ -397,27 +396,6 @@ def test_stages_of_swin_have_one_score_each_and_the_message_says_so(layers):
 
 
 # ---- torchmetrics
-
-
-def test_a_collection_computes_and_plots():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from torchmetrics import MetricCollection
-
-    torch.manual_seed(0)
-    points = torch.randn(60, 8) * torch.linspace(0.2, 2, 8)
-    metrics = MetricCollection({"plain": IsoScore(8), "corrected": IsoScore(8, correction="ustat")})
-    for part in points.split(20):
-        metrics.update(part)
-    assert float(metrics.compute()["plain"]) == pytest.approx(float(isoscore(points.double())), rel=1e-5)
-    assert float(metrics.compute()["corrected"]) == pytest.approx(
-        float(isoscore(points.double(), correction="ustat")), rel=1e-4
-    )
-    drawn = metrics.plot()
-    assert len(drawn) == 2
-    figure, axes = metrics.plot([metrics.compute()] * 3, together=True)
-    assert sorted(line.get_label() for line in axes.get_lines())[-2:] == ["corrected", "plain"]
 
 
 def test_the_fisher_information_of_a_language_model_with_adapters():
