@@ -50,7 +50,7 @@ from isoreg.experiments.record import RunRecord, collect, record_schema
 from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import IStar
 from isoreg.experiments.config import GeometryConfig
-from isoreg.experiments.measure import load_body, measure_geometry
+from isoreg.experiments.measure import load_body, measure
 from isoreg.report.records import load
 from isoreg.experiments.data import encode, load_task
 from isoreg.experiments.tasks import get_task
@@ -728,9 +728,7 @@ def test_unknown_words_are_told_where_a_run_and_a_measurement_show_them(tmp_path
     (tmp_path / "texts.txt").write_text(
         "\n".join(f"Der Zug {k} hält in Göttingen und fährt weiter nach Kassel." for k in range(40))
     )
-    record = measure_geometry(
-        GeometryConfig(model=model, corpus=str(tmp_path / "texts.txt"), points=50), tmp_path / "out"
-    )
+    record = measure(GeometryConfig(model=model, corpus=str(tmp_path / "texts.txt"), points=50), tmp_path / "out")
     assert any("unknown to the tokenizer" in n for n in record["notes"])
 
 

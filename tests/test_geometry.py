@@ -16,7 +16,7 @@ from scipy.spatial.distance import cdist
 from sklearn.decomposition import PCA
 from sklearn.preprocessing import normalize
 
-import isoreg.experiments.measure as measure
+import isoreg.experiments.measure as measuring
 from isoreg.corpus import TextBatches
 from isoreg.geometry import (
     MEASURES,
@@ -35,7 +35,7 @@ from isoreg.geometry import (
 )
 from isoreg.isoscore import isoscore
 from isoreg.experiments.config import FisherConfig, GeometryConfig, choices
-from isoreg.experiments.measure import collect_measurements, layer_points, load_body, measure_fisher, measure_geometry
+from isoreg.experiments.measure import collect_measurements, layer_points, load_body, measure
 from isoreg.experiments.notebook import execute
 from isoreg.experiments.toy import toy_corpus, toy_tokenizer
 
@@ -348,7 +348,7 @@ def test_a_measure_is_added_in_one_place(tmp_path, monkeypatch):
     monkeypatch.setitem(MEASURES, "width", Measure(lambda c: float(c.x.abs().max()), "largest value", 2))
     x, lines = cloud(), []
     assert geometry(x)["width"] == abs(x).max()
-    record = measure_geometry(GeometryConfig(**TINY, layers="-1"), tmp_path, lines.append)
+    record = measure(GeometryConfig(**TINY, layers="-1"), tmp_path, lines.append)
     width = record["layers"][0]["width"]
     assert width > 0 and any(f"largest value {width:.2f}" in line for line in lines)
 
@@ -357,7 +357,7 @@ def test_a_measure_is_added_in_one_place(tmp_path, monkeypatch):
 @pytest.mark.parametrize("pooling", choices(GeometryConfig.model_fields["pooling"]))
 def test_record_by_single_texts(tmp_path, gpt2, kind, pooling):
     config = GeometryConfig(**TINY, pooling=pooling, **({"model": gpt2} if kind == "decoder" else {}))
-    record = measure_geometry(config, tmp_path)
+    record = measure(config, tmp_path)
     model, tokenizer, _ = load_body(config)
     places = {"tokens": slice(None), "cls": slice(1), "last": slice(-1, None)}
     pool = lambda h: h.mean(1, keepdim=True) if pooling == "mean" else h[:, places[pooling]]
@@ -375,7 +375,7 @@ def test_record_by_single_texts(tmp_path, gpt2, kind, pooling):
 
 
 def test_first_token_before_the_first_layer_has_no_geometry(tmp_path):
-    record = measure_geometry(GeometryConfig(**TINY, pooling="cls"), tmp_path)
+    record = measure(GeometryConfig(**TINY, pooling="cls"), tmp_path)
     first = record["layers"][0]
     assert first["isoscore"] is None and first["two_nn"] is None and first["average_cosine"] == pytest.approx(1)
     assert any("layer 0: isoscore" in note for note in record["notes"]) and record["layers"][1]["isoscore"] > 0
@@ -389,26 +389,26 @@ def test_points_are_drawn_alike_in_all_layers_and_layers_chosen(tmp_path):
     assert some[1].shape[1] == 50 and some[2] == every[1].shape[1]
     assert all(any((e == x).all() for e in every[1][-1]) for x in some[1][-1]) and len(set(rows)) > 20
     config = GeometryConfig(**TINY, layers="0, -1,0", points=100)
-    record = measure_geometry(config, tmp_path / "a")
+    record = measure(config, tmp_path / "a")
     assert (
         [row["layer"] for row in record["layers"]] == [0, 4]
         and record["points"] == 100
         and record["dimensions"]["layer"] == 4
     )
     with pytest.raises(ValueError, match="layers: .*0 to 4"):
-        measure_geometry(GeometryConfig(**TINY, layers="7"), tmp_path / "b")
+        measure(GeometryConfig(**TINY, layers="7"), tmp_path / "b")
     assert not (tmp_path / "b" / "record.json").exists()
 
 
 def test_finished_record_is_returned_and_collected(tmp_path, monkeypatch):
     config = GeometryConfig(**TINY, layers="-1")
     told = []
-    record = measure_geometry(config, tmp_path / "runs" / "a", told.append)
+    record = measure(config, tmp_path / "runs" / "a", told.append)
     assert (
         record["kind"] == "geometry" and record["status"] == "done" and record["key"] == config.key and len(told) == 2
     )
-    monkeypatch.setattr(measure, "load_body", lambda config: pytest.fail("measured again"))
-    assert measure_geometry(config, tmp_path / "runs" / "a") == record
+    monkeypatch.setattr(measuring, "load_body", lambda config: pytest.fail("measured again"))
+    assert measure(config, tmp_path / "runs" / "a") == record
     assert collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl") == [record]
 
 
@@ -416,10 +416,10 @@ def test_a_record_of_a_text_that_has_changed_is_not_recloud(tmp_path):
     text, sentences = tmp_path / "t.txt", toy_corpus(60)
     text.write_text("\n".join(sentences[:40]))
     config = GeometryConfig(**TINY | {"corpus": str(text)}, layers="-1")
-    first = measure_geometry(config, tmp_path / "a")
-    assert measure_geometry(config, tmp_path / "a") == first and set(first["inputs"]) == {"corpus"}
+    first = measure(config, tmp_path / "a")
+    assert measure(config, tmp_path / "a") == first and set(first["inputs"]) == {"corpus"}
     text.write_text("\n".join(sentences[20:]))
-    second = measure_geometry(config, tmp_path / "a")
+    second = measure(config, tmp_path / "a")
     assert second["key"] == first["key"] and second["layers"] != first["layers"]
 
 
@@ -427,11 +427,11 @@ def test_a_fisher_run_begins_anew_when_its_text_has_changed(tmp_path):
     text, sentences, told = tmp_path / "t.txt", toy_corpus(60), []
     text.write_text("\n".join(sentences[:40]))
     config = FisherConfig(corpus=str(text), shares="50", draws=1)
-    first = measure_fisher(config, tmp_path / "a")
+    first = measure(config, tmp_path / "a")
     text.write_text("\n".join(sentences[20:]))
-    second = measure_fisher(config, tmp_path / "a", told.append)
+    second = measure(config, tmp_path / "a", told.append)
     assert "corpus changed since the record of" in told[0] and not second["resumed"]
-    assert second["draws"] == measure_fisher(config, tmp_path / "b")["draws"] != first["draws"]
+    assert second["draws"] == measure(config, tmp_path / "b")["draws"] != first["draws"]
 
 
 def test_notebook_runs(tmp_path, gpt2):
