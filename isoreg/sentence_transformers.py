@@ -5,162 +5,63 @@ __all__ = ['PenaltyLoss']
 
 # %% ../nbs/37_sentence_transformers.ipynb #1b3b70e8
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .istar import warn_without_gradient
 from .states import states_of
 
 # %% ../nbs/37_sentence_transformers.ipynb #d7c15e06
 class PenaltyLoss(nn.Module):
-    """Return a loss of sentence-transformers with penalties on the token vectors that it was computed from, by name.
+    """Return a loss of sentence-transformers and penalties on the token vectors from which it was computed, by name.
 
-    A penalty gets L + 1 tensors (1, tokens, d), the tokens of all columns, and no mask; padding never counts. Of a
-    cached loss, such as `CachedMultipleNegativesRankingLoss`, the penalty is that of the whole batch too; the token
-    vectors of the batch are then kept, and no activations. In evaluation the loss alone is returned, unchanged.
-    `ValueError` for a penalty that is no module or needs a reference, and for a model without a transformers encoder.
+    A penalty gets L + 1 tensors (1, tokens, d), the tokens of all columns without padding, and no mask. Raises
+    `ValueError` for a model with no or several encoders, and for a cached loss, which reads tokens without a graph.
     """
     def __init__(
         self,
         model: nn.Module,  # the SentenceTransformer
-        loss: nn.Module,  # any of its losses, made for this model
+        loss: nn.Module,  # one of its losses, made for this model
         penalty: nn.Module | Sequence[nn.Module],  # such as IStar(lam=-0.1, correction="ustat"), or several
     ):
         super().__init__()
-        self.model, self.loss, self.penalties = model, loss, nn.ModuleList(_checked(penalty))
-        _encoders(model)
+        self.model, self.loss = model, loss
+        self.penalties = nn.ModuleList([penalty] if isinstance(penalty, nn.Module) else penalty)
+        found = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+        # the outermost first; the others must lie within it
+        if not found or not set(found) <= set(found[0].modules()):
+            raise ValueError(f"model: {len(found)} transformers encoders; pass a SentenceTransformer with one")
 
     def forward(self, sentence_features: Sequence[dict[str, Tensor]], labels: Tensor | None = None):
         "Return the terms by name; their sum is what is minimised."
         if not self.model.training or not self.penalties: return self.loss(sentence_features, labels)
-        with _Reading(self.model) as seen: loss = self.loss(sentence_features, labels)
+        encoder = next(m for m in self.model.modules() if isinstance(m, PreTrainedModel))
+        seen: list[tuple[Tensor, ...]] = []
+        with patch.object(encoder, "forward", noting(encoder.forward, seen)):
+            loss = self.loss(sentence_features, labels)
+        if not seen: raise ValueError("loss: did not run this model; make it with the same SentenceTransformer")
+        tokens = tuple(torch.cat(layer)[None] for layer in zip(*seen))
+        if torch.is_grad_enabled() and not tokens[-1].requires_grad:
+            raise ValueError(f"loss: {type(self.loss).__name__} reads tokens without a graph, as cached losses do; use "
+                             "its form without a cache, or unfreeze the encoder")
         terms = dict(loss) if isinstance(loss, dict) else {"task_loss": loss}
-        penalise = _of_cached if torch.is_grad_enabled() and seen.cached else _of_graph
-        return penalise(self, terms, seen)
-
-# %% ../nbs/37_sentence_transformers.ipynb #1bc9eaec
-def _checked(penalty) -> list[nn.Module]:
-    "Return the penalties as a list; `ValueError` for what is none, and for one that needs a reference."
-    given = list(penalty) if isinstance(penalty, (list, tuple, nn.ModuleList)) else [penalty]
-    for p in given:
-        if not isinstance(p, nn.Module):
-            raise ValueError(f"penalty: {p!r} is no torch module; pass one, such as "
-                             "IStar(lam=-0.1, correction='ustat')")
-        if getattr(p, "needs_reference", False) and getattr(p, "reference_cov", None) is None:
-            raise ValueError("penalty: needs a reference covariance, which no trainer makes here; pass zeta=0, "
-                             "correction='ustat', or a reference_cov")
-    return given
-
-# %% ../nbs/37_sentence_transformers.ipynb #41ca19a5
-def _encoders(model: nn.Module) -> list[PreTrainedModel]:
-    "Return the outermost transformers models within; `ValueError` if there is none."
-    found: list[PreTrainedModel] = []
-    for m in model.modules():
-        if isinstance(m, PreTrainedModel) and not any(m in set(f.modules()) for f in found): found.append(m)
-    if found: return found
-    raise ValueError(f"model: a {type(model).__name__} holds no transformers encoder, and no hidden states; pass "
-                     "a SentenceTransformer with a Transformer module, or add lam * (1 - isoscore(vectors))")
-
-# %% ../nbs/37_sentence_transformers.ipynb #7f514c15
-class _Reading:
-    "Keep the token vectors of each call of the encoders: for each call a tuple of L + 1 tensors (tokens, d)."
-
-    def __init__(self, model: nn.Module): self.model, self.calls, self.cached = model, [], False
-
-    def __enter__(self):
-        self.undo = _watch(self.model, self._keep)
-        return self
-
-    def __exit__(self, *error): self.undo.close()
-
-    def _keep(self, tokens: tuple[Tensor, ...], output):
-        self.cached |= not torch.is_grad_enabled()
-        self.calls.append(tokens)
-        return output
-
-    def clouds(self) -> tuple[Tensor, ...]:
-        "Return the tokens of all calls after each layer, L + 1 tensors (1, tokens, d)."
-        if self.calls: return tuple(torch.cat(layer)[None] for layer in zip(*self.calls))
-        raise ValueError("loss: did not run the encoder of this model; make it with the same SentenceTransformer")
+        for number, p in enumerate(self.penalties, 1):
+            name = type(p).__name__.lower()
+            terms[f"{name}_{number}" if name in terms else name] = p(tokens)
+        return terms
 
 # %% ../nbs/37_sentence_transformers.ipynb #1a2b87f6
-def _watch(model: nn.Module, note: Callable) -> ExitStack:
-    "Let each call of the encoders give what `note` makes of its tokens and output, until the stack is closed."
-    undo = ExitStack()
-    for encoder in _encoders(model):
-        undo.enter_context(patch.object(encoder, "forward", _with_states(encoder.forward, note)))
-    return undo
-
-
-def _with_states(forward: Callable, note: Callable) -> Callable:
-    "Return a forward that hands the tokens of its call, L + 1 tensors (tokens, d), and its output to `note`."
+def noting(forward, seen: list):
+    "Return a forward that notes the tokens of its calls."
     @functools.wraps(forward)
     def call(*args, **kwargs):
         output = forward(*args, **kwargs | {"output_hidden_states": True})
         mask, states = kwargs.get("attention_mask"), states_of(output)
-        padded = isinstance(mask, Tensor) and mask.shape == states[-1].shape[:2]  # texts in one row have no padding
-        return note(tuple(h[mask.bool()] if padded else h.flatten(0, 1) for h in states), output)
-    return call
-
-# %% ../nbs/37_sentence_transformers.ipynb #d4580768
-def _of_graph(wrapper: PenaltyLoss, terms: dict[str, Tensor], seen: _Reading) -> dict[str, Tensor]:
-    "Return the terms with those of the penalties."
-    clouds = seen.clouds()
-    added = [(p, p(clouds)) for p in wrapper.penalties]
-    for p, term in added: warn_without_gradient(p, term)
-    return terms | _named(added)
-
-
-def _named(terms: list[tuple[nn.Module, Tensor]]) -> dict[str, Tensor]:
-    "Return the terms by the names of their classes, a second of a name with its number."
-    names = [type(p).__name__.lower() for p, _ in terms]
-    before = [names[:i].count(name) for i, name in enumerate(names)]
-    return {f"{n}_{k + 1}" if k else n: term for n, k, (_, term) in zip(names, before, terms)}
-
-# %% ../nbs/37_sentence_transformers.ipynb #85587f20
-def _of_cached(wrapper: PenaltyLoss, terms: dict[str, Tensor], seen: _Reading) -> dict[str, Tensor]:
-    "Return the terms with those of the penalties, whose gradient joins that of the loss when it embeds again."
-    clouds, sizes = tuple(c.requires_grad_() for c in seen.clouds()), [len(call[0]) for call in seen.calls]
-    with torch.enable_grad(): added = [(p, p(clouds)) for p in wrapper.penalties]
-    gradients = torch.autograd.grad(sum(term for _, term in added), clouds, allow_unused=True)
-    parts = list(zip(*(torch.zeros_like(c).split(sizes, 1) if g is None else g.split(sizes, 1)
-                       for c, g in zip(clouds, gradients))))  # of each call L + 1 tensors (1, tokens, d)
-    name, loss = next((name, t) for name, t in terms.items() if t.requires_grad)
-    loss = loss.clone()  # its hook runs before that of the cached loss
-    loss.register_hook(functools.partial(_replay, wrapper.model, parts))
-    return terms | {name: loss} | _named([(p, term.detach()) for p, term in added])
-
-# %% ../nbs/37_sentence_transformers.ipynb #24ae8cdf
-def _replay(model: nn.Module, parts: list[tuple[Tensor, ...]], scale: Tensor):
-    """Let the calls of the encoders that come next add the gradients of the parts, in their order, times the scale.
-
-    Calls after this backward pass, which an error may end early, are left as they are."""
-    left, task = list(parts), torch._C._current_graph_task_id()
-    def join(tokens: tuple[Tensor, ...], output):
-        if torch._C._current_graph_task_id() != task:
-            left.clear()
-            if mine == [e.forward for e in _encoders(model)]: undo.close()  # not beneath a later one
-            return output
-        part = left.pop(0)
-        if not left: undo.close()
-        output.last_hidden_state = _Join.apply(output.last_hidden_state, [g[0] * scale for g in part], *tokens)
+        # texts that are packed in one row have no padding
+        padded = isinstance(mask, Tensor) and mask.shape == states[-1].shape[:2]
+        seen.append(tuple(h[mask.bool()] if padded else h.flatten(0, 1) for h in states))
         return output
-    undo = _watch(model, join)
-    mine = [e.forward for e in _encoders(model)]
-
-# %% ../nbs/37_sentence_transformers.ipynb #2c84ed81
-class _Join(torch.autograd.Function):
-    "Return the first argument as it is; backward hands the given gradients to the others beside its own."
-
-    @staticmethod
-    def forward(ctx, last, gradients, *tokens):
-        ctx.gradients = gradients
-        return last.view_as(last)
-
-    @staticmethod
-    def backward(ctx, gradient): return gradient, None, *ctx.gradients
+    return call

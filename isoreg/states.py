@@ -7,154 +7,79 @@ __all__ = ['hidden_states', 'eval_mode']
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .checks import in_range
-from .moments import check_readable
 
 # %% ../nbs/06_states.ipynb #710ab10b
 def hidden_states(
     model: nn.Module,  # a transformers model, or DistributedDataParallel around one
-    batch: Mapping,  # model inputs, such as input_ids and attention_mask; labels are ignored
-    mask_fn: Callable | None = None,  # of inputs and hidden states: which vectors count; None: the attention mask
+    batch: Mapping,  # model inputs, such as input_ids and attention_mask
+    mask_fn: Callable | None = None,  # of inputs and states: the mask, in place of attention_mask
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return the hidden states of a batch, L + 1 tensors (batch, length, d), and its mask (batch, length) or None.
 
-    Of a model with encoder and decoder they are the encoder's. Raises `ValueError` for what is no batch, and for a
-    model that does not run without labels, gives no hidden states or has a learned prompt.
+    A model with an encoder and a decoder gives those of the encoder. Labels are ignored. Raises `ValueError` for a
+    model that returns no hidden states.
     """
-    body, batch = encoder_of(model), _check_batch(batch)
-    if getattr(getattr(inside_wrapper(model), "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError("model: its learned prompt stands before the body, whose own states are those without it; "
-                         "adapt the weights, as LoRA does")
-    weight = next(body.parameters(), None)
-    if weight is None: raise ValueError(f"model: a {type(body).__name__} has no weights; pass a transformers model")
-    device = check_readable(weight, "model").device
-    read, request = _inputs_read(body, batch), request_states(body)
-    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k in read}
-    if "use_cache" in read: request["use_cache"] = False  # with a cache, texts in one row would see each other
-    try: output = body(**inputs, **request)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"model: a {type(body).__name__} does not run on {', '.join(inputs) or 'these batches'} alone "
-                         f"({type(error).__name__}: {error}); pass its encoder, let forward run without labels, or "
-                         "train with correction='ustat'") from error
-    states = states_of(output)
-    return states, token_mask(body, inputs, states, mask_fn)
-
-# %% ../nbs/06_states.ipynb #8a749eb8
-def inside_wrapper(
-    model: nn.Module,
-) -> nn.Module:
-    "Return the model in DistributedDataParallel or the like; itself where `module` is a part of it among others."
-    return model if "module" in model._modules and len(model._modules) > 1 else getattr(model, "module", model)
-
-
-def body_of(
-    model: nn.Module,  # any module
-) -> nn.Module:
-    "Return the model without wrapper and head; `ValueError` for what is no module."
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: {model!r} is no torch module; load it, as AutoModel.from_pretrained does")
-    body = inside_wrapper(model)
-    if hasattr(body, "get_base_model"): body = body.get_base_model()  # of PEFT; its adapters stay in
-    return getattr(body, "base_model", body)
-
-# %% ../nbs/06_states.ipynb #6c2a7e10
-def base_prefix(
-    model: nn.Module,  # without wrapper
-) -> str:
-    "Return the path of the base model with a dot; empty if the model is its own base."
-    base = getattr(model, "base_model", model)
-    return next((path + "." for path, m in model.named_modules() if m is base and path), "")
-
-
-def named_weights(
-    model: nn.Module,  # without wrapper
-) -> dict[str, nn.Parameter]:
-    "Return the parameters by name, as `named_parameters` does, but a tied one by its name in the base model."
-    prefix, names = base_prefix(model), {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if id(p) not in names or name.startswith(prefix) > names[id(p)].startswith(prefix): names[id(p)] = name
-    return {names[id(p)]: p for p in model.parameters()}
-
-
-def encoder_of(
-    model: nn.Module,  # any module
-) -> nn.Module:
-    "Return the model without wrapper, head and, if it has an encoder, decoder; `ValueError` for what is no module."
-    body = body_of(model)
-    both = getattr(getattr(body, "config", None), "is_encoder_decoder", False) and hasattr(body, "get_encoder")
-    return body.get_encoder() if both else body
+    encoder = encoder_of(model)
+    device = next(encoder.parameters()).device
+    names = inspect.signature(encoder.forward).parameters
+    inputs = {k: v.to(device) for k, v in batch.items() if k in names and k != "labels"}
+    # with a cache, the texts of a packed row would see each other
+    if "use_cache" in names: inputs["use_cache"] = False
+    states = states_of(encoder(**inputs, output_hidden_states=True))
+    return states, token_mask(encoder, inputs, states, mask_fn)
 
 # %% ../nbs/06_states.ipynb #84750e3c
-def _inputs_read(body: nn.Module, batch: Mapping) -> set[str]:
-    "Return the names of the inputs that the model reads, without labels; the usual ones where a wrapper names none."
-    others = {"labels", "start_positions", "end_positions", "output_hidden_states", "return_dict"}
-    names = set(inspect.signature(body.forward).parameters) - others
-    return names if names & set(batch) else {"input_ids", "attention_mask", "token_type_ids", "inputs_embeds"}
+def inside_wrapper(model: nn.Module) -> nn.Module:
+    "Return the model inside DistributedDataParallel, or the model itself."
+    return getattr(model, "module", model)
 
-# %% ../nbs/06_states.ipynb #a8ff7e9f
-def request_states(
-    model: nn.Module,  # without wrapper
-) -> dict[str, bool]:
-    "Return the arguments with which a model gives its hidden states; `ValueError` if its forward takes none such."
-    names = inspect.signature(model.forward).parameters
-    if "output_hidden_states" not in names and not any(p.kind is p.VAR_KEYWORD for p in names.values()):
-        raise ValueError(f"model: the forward of {type(model).__name__} does not take output_hidden_states; "
-                         "let it, and return hidden_states")
-    named = getattr(getattr(model, "config", None), "return_dict", True)
-    return {"output_hidden_states": True} | ({} if named else {"return_dict": True})
+
+def encoder_of(model: nn.Module) -> nn.Module:
+    "Return the model without wrapper, head and decoder. Raises `ValueError` for a learned prompt of PEFT."
+    body = inside_wrapper(model)
+    if hasattr(body, "get_base_model"):
+        if body.active_peft_config.is_prompt_learning:
+            raise ValueError("model: its learned prompt is not part of the encoder; adapt the weights, as LoRA does")
+        body = body.get_base_model()
+    body = getattr(body, "base_model", body)
+    two_stacks = getattr(getattr(body, "config", None), "is_encoder_decoder", False)
+    return body.get_encoder() if two_stacks and hasattr(body, "get_encoder") else body
 
 # %% ../nbs/06_states.ipynb #0e9700ee
-def states_of(
-    output,  # of a model: a dict, or an object with attributes
-) -> tuple[Tensor, ...]:
-    "Return the hidden states of a model's output, where there is a decoder too the encoder's; `ValueError` if none."
-    get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
-    states = get("encoder_hidden_states") if get("hidden_states") is None else get("hidden_states")
-    if states is None: raise ValueError("model: returned no hidden_states; with output_hidden_states=True it must")
-    return states
+def states_of(output: Mapping) -> tuple[Tensor, ...]:
+    "Return the hidden states of an output, the encoder's where there are two stacks. Raises `ValueError` without any."
+    for name in ("hidden_states", "encoder_hidden_states"):
+        if name in output and output[name] is not None: return output[name]
+    raise ValueError("model: returned no hidden_states; let its forward take output_hidden_states=True and return them")
 
 # %% ../nbs/06_states.ipynb #20914372
 def token_mask(
-    model: nn.Module,  # without wrapper
+    model: nn.Module,  # model without wrapper
     inputs: Mapping,  # its inputs
-    hidden_states: tuple[Tensor, ...],  # L + 1 tensors (batch, length, d)
-    mask_fn: Callable | None = None,  # of inputs and hidden states
+    states: tuple[Tensor, ...],  # L + 1 tensors (batch, length, d)
+    mask_fn: Callable | None = None,  # of inputs and states
 ) -> Tensor | None:
-    "Return which vectors count, (batch, length) or None for all: of a model for sound the mask of its frames."
-    if mask_fn is not None: return mask_fn(inputs, hidden_states)
-    mask, length = inputs.get("attention_mask"), hidden_states[-1].shape[1]
+    "Return the mask of the vectors that count, (batch, length), or None if all do."
+    if mask_fn is not None: return mask_fn(inputs, states)
+    mask, length = inputs.get("attention_mask"), states[-1].shape[1]
     frames = getattr(model, "_get_feature_vector_attention_mask", None)
     if frames is None or mask is None or mask.shape[-1] == length: return mask
-    if hasattr(model.config, "squeeze_factor"):
-        raise ValueError(f"model: a {type(model).__name__} makes several frames one step; pass mask_fn, its own mask")
     adapted = {"add_adapter": False} if "add_adapter" in inspect.signature(frames).parameters else {}
     return frames(length, mask, **adapted)
-
-# %% ../nbs/06_states.ipynb #d1b211d0
-def _check_batch(batch) -> Mapping:
-    "Return the batch; `ValueError` unless it is a mapping with a tensor of several rows."
-    if isinstance(batch, Mapping) and any(isinstance(v, Tensor) and v.ndim > 1 for v in batch.values()): return batch
-    given = "one row, or lists in place of tensors" if isinstance(batch, Mapping) else f"a {_kind(batch)}, no dict"
-    raise ValueError(f"batches: gave {given}; pass a DataLoader with a collator, as DataCollatorWithPadding(tokenizer)"
-                     ", or a list: [batch]")
-
-# %% ../nbs/06_states.ipynb #b32a47e4
-def _kind(x) -> str:
-    "Return the type of x in words, of a sequence with that of its first entry."
-    return type(x).__name__ + (f" of {type(x[0]).__name__}" if isinstance(x, (tuple, list)) and x else "")
 
 # %% ../nbs/06_states.ipynb #687005b9
 @contextlib.contextmanager
 def eval_mode(
     model: nn.Module,  # any module
-):
-    "Set every part of the model to eval mode inside the context, and each back to the mode it was in after it."
+) -> Iterator[None]:
+    "Set each part of the model to evaluation mode inside the context, and back to its own mode after it."
     before = {m: m.training for m in model.modules()}
     model.eval()
     try: yield
@@ -163,85 +88,46 @@ def eval_mode(
 
 # %% ../nbs/06_states.ipynb #164222e0
 @contextlib.contextmanager
-def same_draws(
-    device: torch.device,  # of the model
-):
-    """Set the random states back after the context: of PyTorch on the CPU and the device, of Python and of NumPy.
-
-    A collate function may draw from any of them.
-    """
-    states = random.getstate(), np.random.get_state()
-    own = hasattr(getattr(torch, device.type, None), "get_rng_state")  # an accelerator with a generator of its own
+def same_draws(device: torch.device) -> Iterator[None]:
+    "Set the random states of Python, NumPy and PyTorch, on the CPU and the device, back after the context."
+    python, numpy = random.getstate(), np.random.get_state()
+    # an accelerator has its own generator
+    own = hasattr(getattr(torch, device.type, None), "get_rng_state")
     with torch.random.fork_rng([device.index or 0] if own else [], device_type=device.type if own else "cuda"):
         try: yield
-        finally: random.setstate(states[0]); np.random.set_state(states[1])
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 # %% ../nbs/06_states.ipynb #3e2d3d1e
-def check_states(
-    hidden_states,  # L + 1 tensors (batch, length, d)
-    attention_mask,  # (batch, length) or None
-) -> None:
-    "Raise a `ValueError` unless the states are a tuple of such tensors and the mask fits them."
-    tensors = isinstance(hidden_states, (tuple, list)) and all(isinstance(h, Tensor) for h in hidden_states)
-    if not tensors or not hidden_states:
-        given = "" if hidden_states is None else f"; got a {_kind(hidden_states)}, not the output's hidden_states"
-        raise ValueError("hidden_states: need the tuple of (batch, length, d) tensors; call the model with "
-                         f"output_hidden_states=True{given}")
-    for h in hidden_states: check_readable(h, "hidden_states")
-    shape = tuple(hidden_states[-1].shape)
-    if len(shape) != 3:
-        raise ValueError(f"hidden_states: need tensors (batch, length, d), got {shape}; of grids (batch, d, height, "
-                         "width) pass each h.flatten(2).transpose(1, 2)")
-    if attention_mask is not None: _check_fit(attention_mask, shape)
-
-# %% ../nbs/06_states.ipynb #76993667
-def _check_fit(mask, shape: tuple[int, ...]):
-    "Raise a `ValueError` unless the mask is a tensor (batch, length) for states of this shape."
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"attention_mask: a {_kind(mask)}; pass a (batch, length) tensor, true or 1 where a token "
-                         "counts")
-    check_readable(mask, "attention_mask")
-    if mask.shape != shape[:2]:
-        raise ValueError(f"attention_mask: shape {tuple(mask.shape)} does not fit hidden states {shape}; "
-                         "pass the (batch, length) mask of the same batch; where the model shortens its input, as "
-                         "for sound, that of its own steps: mask_fn of PenaltyTrainer and reference_covariance")
-
-# %% ../nbs/06_states.ipynb #efb29ba7
-def check_alike(
-    hidden_states,  # tensors (batch, length, d) that are to be one cloud, or a stack of clouds
-    mask: Tensor | None = None,  # for all of them
-) -> None:
-    "Raise a `ValueError` unless they have one width and, with a mask, one length: stages of an image model differ."
-    shapes = list(dict.fromkeys(h.shape if mask is not None else h.shape[-1:] for h in hidden_states))
-    if len(shapes) == 1: return
-    raise ValueError(f"layers: those of shapes {', '.join(str(tuple(s)) for s in shapes)} have no union and no mean; "
-                     "take one, such as layers=-1, with zeta=0 or a correction; to measure one: "
-                     "isoscore(hidden_states(model, batch)[0][-1])")
-
-# %% ../nbs/06_states.ipynb #f702acbf
-def zeros_and_ones(
-    mask: Tensor | None,
-) -> Tensor | bool:
-    "Return whether a mask holds zeros and ones alone: True, or a boolean on its device."
-    return True if mask is None or mask.dtype == torch.bool else ((mask == 0) | (mask == 1)).all()
-
-# %% ../nbs/06_states.ipynb #a72aef83
-def check_mask(
-    mask: Tensor | None,
-) -> None:
-    "Raise a `ValueError` that shows the value if a mask holds others than 0 and 1."
-    if bool(zeros_and_ones(mask)): return
-    other = mask[(mask != 0) & (mask != 1)][0].item()
-    raise ValueError(f"attention_mask: holds {other:g}; pass 1 where a token counts and 0 elsewhere "
-                     "(of an additive mask: mask == 0)")
+def check_states(states, mask: Tensor | None) -> None:
+    "Raise `ValueError` unless the states are tensors (batch, length, d) and the mask fits them."
+    several = isinstance(states, (tuple, list)) and len(states) > 0
+    if not several or not all(isinstance(h, Tensor) and h.ndim == 3 for h in states):
+        raise ValueError("hidden_states: need a tuple of tensors (batch, length, d); call the model with "
+                         "output_hidden_states=True, and flatten grids by h.flatten(2).transpose(1, 2)")
+    if mask is not None and mask.shape != states[-1].shape[:2]:
+        raise ValueError(f"attention_mask: shape {tuple(mask.shape)} does not fit hidden states "
+                         f"{tuple(states[-1].shape)}; pass the (batch, length) mask of the same batch, or a mask_fn "
+                         "for a model that shortens its input")
 
 # %% ../nbs/06_states.ipynb #c8951cb3
-def check_layer(
-    name: str,  # how the caller's argument is called
-    layer: int,  # index into hidden_states
-    hidden_states: Sequence,  # of L + 1 items
-) -> int:
-    "Return the layer; `ValueError` if the model has no such one."
-    count = len(hidden_states)
-    named = f"there are {count} hidden states, 0 the embeddings and {count - 1} the last layer"
-    return in_range(name, layer, -count, count - 1, whole=True, hint=named)
+def check_layer(name: str, layer: int, states: Sequence) -> int:
+    "Return the layer. Raises `ValueError` if the model does not have it."
+    last = len(states) - 1
+    hint = f"there are {last + 1} hidden states, 0 the embeddings and {last} the last layer"
+    return in_range(name, layer, -last - 1, last, whole=True, hint=hint)
+
+# %% ../nbs/06_states.ipynb #6c2a7e10
+def base_prefix(model: nn.Module) -> str:
+    "Return the path of the base model with a dot, empty if the model is its own base."
+    base = getattr(model, "base_model", model)
+    return next((path + "." for path, m in model.named_modules() if m is base and path), "")
+
+
+def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    "Return the parameters by name. A tied parameter has its name in the base model."
+    prefix, names = base_prefix(model), {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) not in names or name.startswith(prefix) > names[id(p)].startswith(prefix): names[id(p)] = name
+    return {names[id(p)]: p for p in model.parameters()}

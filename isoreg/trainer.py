@@ -7,195 +7,98 @@ __all__ = ['PenaltyMixin', 'PenaltyTrainer', 'ReferenceRefresh', 'IsotropyLog', 
 import contextlib
 import functools
 import inspect
-import os
 import re
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
 from .checks import in_range
 from .files import write_atomically
-from .istar import (
-    check_batches, check_max_points, measure_isotropy, reference_covariance, warn_without_gradient)
+from .istar import check_batches, measure_isotropy, reference_covariance, warn_without_gradient
 from .moments import full_precision, sum_over_ranks, world_size
-from .states import (
-    body_of, encoder_of, eval_mode, inside_wrapper, request_states, same_draws, states_of, token_mask)
+from .states import encoder_of, eval_mode, inside_wrapper, same_draws, states_of, token_mask
 
 # %% ../nbs/09_trainer.ipynb #574e6f71
-_IGNORES_ITEMS = re.compile(r"For(\w*Classification|MultipleChoice|QuestionAnswering)$")  # heads
-
-
 class PenaltyMixin:
     """Add penalties to the training loss of a transformers Trainer: `class MyTrainer(PenaltyMixin, Trainer)`.
 
-    A penalty is a module called as `penalty(hidden_states, attention_mask)` that returns a weighted scalar and may keep
-    named `parts`; they and `task_loss` are logged beside `loss`. `penalty` is one or several; `mask_fn`, of the inputs
-    and the hidden states, tells which vectors count where the attention mask does not fit them. `ValueError` for what
-    is no such penalty or has parameters that no optimiser has, and for a model that gives no hidden states."""
-    def __init__(self, *args, penalty: nn.Module | Sequence[nn.Module] | None = None, mask_fn=None, **kwargs):
-        self.penalties, self._means, self._padding_checked = _penalties(penalty), _Means(), False
-        self.mask_fn = mask_fn
+    A penalty is a module that is called as `penalty(hidden_states, attention_mask)` and returns a weighted scalar. The
+    log shows the means of `task_loss` and of the scalars that a penalty keeps in a dict `parts`.
+    """
+    def __init__(
+        self,
+        *args,  # arguments of the Trainer
+        penalty: nn.Module | Sequence[nn.Module] = (),  # one penalty or several
+        mask_fn: Callable | None = None,  # mask function of hidden_states
+        **kwargs,  # arguments of the Trainer
+    ):
+        self.penalties = [penalty] if isinstance(penalty, nn.Module) else list(penalty or ())
+        self.mask_fn, self.means = mask_fn, Means()
         super().__init__(*args, **kwargs)
-        if any(_IGNORES_ITEMS.search(type(m).__name__) for m in self.model.modules()):
+        if any(IGNORES_ITEMS.search(type(m).__name__) for m in self.model.modules()):
             self.model_accepts_loss_kwargs = False
-        for p in self.penalties: _attach(self, p)  # type: ignore[arg-type]
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        _check_order(cls)
-
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        "Train as the Trainer does; references are read from the checkpoint that it resumes from."
-        named = isinstance(resume_from_checkpoint, (str, os.PathLike))
-        _place_references(self, folder=None, checkpoint=Path(resume_from_checkpoint) if named else None)
-        self._means = _Means()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        for p in self.penalties: self.attach(p)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        "Return the Trainer's loss, in training with the penalties added as training_step will scale them."
-        if not model.training or not self.penalties:
-            return super().compute_loss(model, inputs, return_outputs=return_outputs,
-                                        num_items_in_batch=num_items_in_batch)
-        return _with_penalties(self, super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
+        "Return the Trainer's loss, in training with the penalties added."
+        loss_of = functools.partial(super().compute_loss, model, num_items_in_batch=num_items_in_batch)
+        if not model.training or not self.penalties: return loss_of(inputs, return_outputs=return_outputs)
+        body, seen, asked = inside_wrapper(model), [], return_outputs or not is_trl(self)
+        note = contextlib.nullcontext() if asked else encoder_of(body).register_forward_hook(
+            lambda module, args, output: seen.append(states_of(output)))
+        with note: loss = loss_of({**inputs, "output_hidden_states": True}, return_outputs=asked)
+        loss, outputs = loss if asked else (loss, None)
+        states = states_of(outputs) if asked else seen[0]
+        loss = self.penalised(loss, states, token_mask(body, inputs, states, self.mask_fn), num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
 
     def log(self, logs, *args, **kwargs):
         "Log as the Trainer does, with the mean of each part since the last log."
-        for p in self.penalties: check_batches(p)  # what an accelerator's steps did not wait for
-        if "loss" in logs: logs |= self._means.read(self.args.device)
+        for p in self.penalties: check_batches(p)
+        if "loss" in logs: logs |= self.means.read(self.args.device)
+        if "train_loss" in logs: self.means = Means()
         return super().log(logs, *args, **kwargs)
 
-    def _save_checkpoint(self, model, trial):
-        _place_references(self, folder=Path(self._get_output_dir(trial)))
-        return super()._save_checkpoint(model, trial)
-
-# %% ../nbs/09_trainer.ipynb #c6e93095
-def _check_order(cls: type):
-    "Raise a `TypeError` for a class in which the Trainer comes before the mixin, which it would not see."
-    order, name = cls.__mro__, cls.__name__
-    if Trainer in order and order.index(Trainer) < order.index(PenaltyMixin):
-        raise TypeError(f"{name}: the mixin comes after the Trainer, which would not see it; "
-                        f"write class {name}(PenaltyMixin, Trainer)")
-
-# %% ../nbs/09_trainer.ipynb #d862c4e1
-class PenaltyTrainer(PenaltyMixin, Trainer):
-    "Train as the transformers Trainer, with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
-    def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs)
+# %% ../nbs/09_trainer.ipynb #trlmodel
+# heads that ignore num_items_in_batch
+IGNORES_ITEMS = re.compile(r"For(\w*Classification|MultipleChoice|QuestionAnswering)$")
 
 
-_theirs, _own = (inspect.signature(cls.__init__).parameters for cls in (Trainer, PenaltyMixin))
-PenaltyTrainer.__init__.__signature__ = inspect.Signature(
-    [*_theirs.values(), *(_own[name] for name in ("penalty", "mask_fn"))])  # what help and an editor show
-
-# %% ../nbs/09_trainer.ipynb #d8351592
-def _from_trl(trainer: Trainer) -> bool:
+def is_trl(trainer: Trainer) -> bool:
     "Return whether the Trainer is one of TRL."
     return any(kind.__module__.split(".")[0] == "trl" for kind in type(trainer).__mro__)
 
-
-def _noted_states(body: nn.Module, seen: list):
-    "Return a context in which the hidden states of each call of the encoder are added to a list."
-    return encoder_of(body).register_forward_hook(lambda module, args, output: seen.append(states_of(output)))
-
-# %% ../nbs/09_trainer.ipynb #a6f77e3b
-def _with_penalties(trainer: Trainer, compute: Callable, model, inputs: dict, return_outputs: bool, num_items):
-    "Return the Trainer's loss with the penalties of its hidden states, and the outputs where they are asked for."
-    body, seen = inside_wrapper(model), []
-    whole = return_outputs or not _from_trl(trainer)
-    with contextlib.nullcontext() if whole else _noted_states(body, seen):
-        loss = compute(model, _request(trainer, body, inputs), return_outputs=whole, num_items_in_batch=num_items)
-    if whole and not isinstance(loss, tuple):
-        raise TypeError(f"compute_loss: {type(trainer).__name__}'s gives the loss alone; let it return (loss, outputs) "
-                        "with return_outputs=True, as the Trainer's does")
-    loss, outputs = loss if whole else (loss, None)
-    states = seen[0] if seen else states_of(outputs)
-    loss = _penalised(trainer, loss, states, token_mask(body, inputs, states, trainer.mask_fn), num_items)
-    return (loss, outputs) if return_outputs else loss
-
 # %% ../nbs/09_trainer.ipynb #e8b64804
-def _penalised(trainer: Trainer, loss: Tensor, states: tuple[Tensor, ...], mask: Tensor | None, num_items) -> Tensor:
-    "Return the loss with the penalties of the hidden states, as training_step will scale it; note both for the log."
-    terms = [_scalar(p, p(states, mask)) for p in trainer.penalties]
-    steps = 1 if _trainer_divides(trainer, num_items) else _accumulated(trainer)
-    trainer._means.add({"task_loss": loss.detach().mean() * steps} | _parts(trainer.penalties))
+@patch
+def penalised(self: PenaltyMixin, loss: Tensor, states: tuple[Tensor, ...], mask: Tensor | None, items) -> Tensor:
+    "Return the loss plus the penalties of the hidden states, scaled as training_step needs it."
+    terms = [p(states, mask) for p in self.penalties]
+    for p, term in zip(self.penalties, terms): warn_without_gradient(p, term)
+    steps = 1 if self.divides(items) else self.current_gradient_accumulation_steps
+    self.means.add({"task_loss": loss.detach().mean() * steps} | named_parts(self.penalties))
     return loss + sum(terms).to(loss.device) / steps
 
-# %% ../nbs/09_trainer.ipynb #f10f155a
-def _accumulated(trainer: Trainer) -> int:
-    "Return the batches of this optimiser step: the last one of an epoch may have fewer."
-    return getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
 
-
-def _trainer_divides(trainer: Trainer, num_items) -> bool:
+@patch
+def divides(self: PenaltyMixin, items) -> bool:
     "Return whether training_step will divide the loss by the accumulation steps."
-    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # of newer releases
+    # newer releases say so
+    scaled = getattr(self, "loss_is_scaled_for_ga", None)
     if scaled is not None: return not scaled
-    return not ((trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None)
-
-# %% ../nbs/09_trainer.ipynb #a1a71cb3
-def _request(trainer: Trainer, body: nn.Module, inputs: dict) -> dict:
-    "Return the inputs with the arguments that ask for hidden states; warn, once, of padding without a mask."
-    trainer._padding_checked = trainer._padding_checked or _check_padding(trainer.penalties, body, inputs)
-    return {**inputs, **request_states(body)}
-
-
-def _check_padding(penalties: list[nn.Module], body: nn.Module, inputs: dict) -> bool:
-    "Return whether the batch was one without a mask; warn if it holds padding, which the penalties count."
-    ids, pad = inputs.get("input_ids"), getattr(getattr(body, "config", None), "pad_token_id", None)
-    if pad is None or not isinstance(ids, Tensor) or inputs.get("attention_mask") is not None: return False
-    if "position_ids" in inputs: return False  # texts in one row, without padding; pad may be the end of each
-    if all(getattr(p, "padding", False) for p in penalties) or not bool((ids == pad).any()): return True
-    warnings.warn(f"attention_mask: the batches have none, but their input_ids hold padding ({pad}), which the penalty "
-                  "counts; let the collator give a mask, or padding=True if that is meant")
-    return True
-
-# %% ../nbs/09_trainer.ipynb #cc1cd146
-def _penalties(penalty) -> list[nn.Module]:
-    "Return what was given as one penalty or several, as a list; `ValueError` unless each is a module."
-    if penalty is None: return []
-    given = list(penalty) if isinstance(penalty, (list, tuple, nn.ModuleList)) else [penalty]
-    for p in given:
-        if not isinstance(p, nn.Module):
-            raise ValueError(f"penalty: {p!r} is no torch module; pass one, such as IStar(lam=-0.1), or a list of them")
-        if getattr(p, "needs_reference", False) and not hasattr(p, "set_reference"):
-            raise ValueError(f"penalty: a {type(p).__name__} has needs_reference, but no set_reference(reference_cov) "
-                             "that takes it; add one")
-    return given
-
-
-# %% ../nbs/09_trainer.ipynb #073a39bf
-def _scalar(p: nn.Module, term) -> Tensor:
-    "Return a penalty's term if it is one number, else raise a `ValueError`; warn where it has no gradient."
-    if isinstance(term, Tensor) and term.numel() == 1:
-        warn_without_gradient(p, term)
-        return term.reshape(())
-    got = f"a tensor {tuple(term.shape)}" if isinstance(term, Tensor) else f"a {type(term).__name__}"
-    raise ValueError(f"penalty: a {type(p).__name__} returned {got}; it must return a scalar tensor, its weighted term")
-
-# %% ../nbs/09_trainer.ipynb #0cd217d6
-def _parts(penalties: list[nn.Module]) -> dict[str, Tensor]:
-    "Return the parts of all penalties, scalars by name; `ValueError` for a name that the Trainer logs itself."
-    calls, named = Counter(), {}
-    for p in penalties:
-        for name, value in getattr(p, "parts", {}).items():
-            if name in ("loss", "task_loss", "grad_norm", "learning_rate", "epoch"):
-                raise ValueError(f"penalty: a {type(p).__name__} has a part {name!r}, which the Trainer logs itself; "
-                                 "rename it")
-            calls[name] += 1
-            named[name if calls[name] == 1 else f"{name}_{calls[name]}"] = value
-    return named
+    return not ((self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None)
 
 # %% ../nbs/09_trainer.ipynb #e20f16e5
-class _Means:
-    "Hold the means of named scalars, over the ranks and the micro-batches since they were read last."
+class Means:
+    "Means of named scalars over the ranks and the micro-batches since the last reading."
 
     def __init__(self): self.sums, self.calls = Counter(), 0
 
@@ -206,316 +109,228 @@ class _Means:
 
     def read(self, device: torch.device) -> dict[str, float]:
         "Return the means by name and begin anew."
-        sums, calls, self.sums, self.calls = self.sums, self.calls, Counter(), 0
+        sums, calls = self.sums, self.calls
+        self.__init__()
         if not calls: return {}
         total = torch.stack([torch.as_tensor(v, device=device).detach().float() for v in sums.values()])
         if world_size() > 1: torch.distributed.all_reduce(total)
         return dict(zip(sums, (total / world_size() / calls).tolist()))
 
-# %% ../nbs/09_trainer.ipynb #checkpar
-def _check_parameters(trainer: Trainer, p: nn.Module):
-    "`ValueError` for a penalty with parameters of its own that no optimiser has: the Trainer's has the model's alone."
-    if type(trainer).create_optimizer is not Trainer.create_optimizer: return  # it may take them
-    given = [w for g in (trainer.optimizer.param_groups if trainer.optimizer else ()) for w in g["params"]]
-    trained = {id(w) for w in (*trainer.model.parameters(), *given)}
-    own = [name for name, w in p.named_parameters() if w.requires_grad and id(w) not in trained]
-    if not own: return
-    raise ValueError(f"penalty: a {type(p).__name__} has the parameter {own[0]!r}, which the Trainer would not train; "
-                     "give an optimizer that has it, or requires_grad_(False) if it shall stay as it is")
+
+def named_parts(penalties: list[nn.Module]) -> dict[str, Tensor]:
+    "Return the parts of all penalties by name."
+    calls, named = Counter(), {}
+    for name, value in (part for p in penalties for part in getattr(p, "parts", {}).items()):
+        calls[name] += 1
+        named[name if calls[name] == 1 else f"{name}_{calls[name]}"] = value
+    return named
+
+# %% ../nbs/09_trainer.ipynb #d862c4e1
+class PenaltyTrainer(PenaltyMixin, Trainer):
+    "Train as the transformers Trainer, with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
 
 # %% ../nbs/09_trainer.ipynb #86343507
-def _attach(trainer: Trainer, p: nn.Module):
+@patch
+def attach(self: PenaltyMixin, p: nn.Module) -> None:
     "Move a penalty to the Trainer's device and add the callback for its reference, unless there is one."
-    _check_parameters(trainer, p)
-    p.to(trainer.args.device)
-    known = any(getattr(c, "penalty", None) is p for c in trainer.callback_handler.callbacks)
+    if not isinstance(p, nn.Module):
+        raise ValueError(f"penalty: {p!r} is no torch module; pass one, such as IStar(lam=-0.1), or a list of them")
+    p.to(self.args.device)
+    known = any(getattr(c, "penalty", None) is p for c in self.callback_handler.callbacks)
     if getattr(p, "needs_reference", False) and not known:
-        trainer.add_callback(ReferenceRefresh(p, every_epoch=not getattr(p, "given", False), mask_fn=trainer.mask_fn))
-
-# %% ../nbs/09_trainer.ipynb #a4193e67
-def _place_references(trainer: Trainer, **paths: Path | None):
-    "Set the paths of each reference's callback, and the number of its file."
-    referenced = [p for p in trainer.penalties if getattr(p, "needs_reference", False)]
-    for c in trainer.callback_handler.callbacks:
-        if not isinstance(c, ReferenceRefresh): continue
-        if c.penalty in referenced: c.place = referenced.index(c.penalty) + 1
-        vars(c).update(paths)
+        self.add_callback(ReferenceRefresh(p, every_epoch=not getattr(p, "given", False), mask_fn=self.mask_fn))
 
 # %% ../nbs/09_trainer.ipynb #c318bbab
 class ReferenceRefresh(TrainerCallback):
-    """Give a penalty its reference covariance at the start of each epoch (the paper's schedule), from the training set.
-
-    Each checkpoint gets it too, as `reference_cov.safetensors` (a second penalty's: `reference_cov_2.safetensors`). A
-    training that resumes inside an epoch, or has one reference for all epochs, reads it from there if every rank finds
-    it. `PenaltyTrainer` sets the folders and numbers the penalties; under another Trainer the output folder counts, and
-    `place` is the caller's to give."""
+    "Give a penalty its reference covariance from the training set at the start of each epoch, as the paper does."
 
     def __init__(
         self,
         penalty: nn.Module,  # an IStar, or another with `needs_reference` and `set_reference`
         max_points: int = 250_000,  # token vectors over all layers and ranks
         every_epoch: bool = True,  # False: only before training
-        seed: int | None = None,  # of the draw; None takes the training seed
+        seed: int | None = None,  # seed of the draw; None takes the training seed
         progress: bool | None = None,  # show a progress bar; None does as the Trainer does
-        place: int = 1,  # of the penalty among those with a reference: it numbers the file
-        released: bool = False,  # as reference_covariance has it, and in float32 whatever precision training has
-        mask_fn: Callable | None = None,  # as in hidden_states
+        *,
+        released: bool = False,  # draw as the released code does, and in float32
+        mask_fn: Callable | None = None,  # mask function of hidden_states
     ):
-        check_max_points(max_points)
         self.penalty, self.max_points, self.every_epoch, self.seed = penalty, max_points, every_epoch, seed
-        self.progress, self.place, self.released, self.mask_fn = progress, place, released, mask_fn
-        self.resumed, self.folder, self.checkpoint = False, None, None  # paths; None: as the output folder has it
-
-    def on_train_begin(self, args, state, control, **kwargs): self.resumed = state.global_step > 0
+        self.progress, self.released, self.mask_fn = progress, released, mask_fn
 
     def on_epoch_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
-        resumed, self.resumed = self.resumed, False
-        kept = not self.every_epoch and getattr(self.penalty, "reference_cov", None) is not None
-        if kept or not getattr(self.penalty, "needs_reference", False): return
-        inside = resumed and (not self.every_epoch or (state.epoch or 0) % 1)
-        reference = _saved_reference(self, args, state) if inside else None
-        if reference is None: reference = _drawn_reference(self, args, state, model, train_dataloader)
-        self.penalty.set_reference(reference.to(args.device))
-        if hasattr(self.penalty, "given"): self.penalty.given = False
+        p, inside = self.penalty, (state.epoch or 0) % 1 != 0
+        restored, p.restored = getattr(p, "restored", False), False
+        if restored and (inside or not self.every_epoch): return
+        kept = not self.every_epoch and getattr(p, "reference_cov", None) is not None
+        if kept or not getattr(p, "needs_reference", False): return
+        p.set_reference(self.draw(args, state, model, train_dataloader).to(args.device))
+        p.given = False
 
-    def on_save(self, args, state, control, **kwargs): _save_reference(self, args, state)
-
-# %% ../nbs/09_trainer.ipynb #1b8828b8
-def _drawn_reference(c: ReferenceRefresh, args, state, model: nn.Module, loader: DataLoader) -> Tensor:
-    "Return the reference of examples drawn for this epoch, (d, d), or (L, d, d) for a mean over layers."
-    seed = (args.seed if c.seed is None else c.seed) * 1009 + int(state.epoch or 0)
-    defaults: dict[str, Any] = {"layers": "union", "padding": False, "embeddings": False}
-    counted = {name: getattr(c.penalty, name, default) for name, default in defaults.items()}
-    progress = not args.disable_tqdm if c.progress is None else c.progress
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    autocast = torch.autocast(args.device.type, dtype=half, enabled=half is not None and not c.released)
-    with same_draws(args.device), autocast:
-        batches = own_batches(loader, args.per_device_train_batch_size, seed)
-        return reference_covariance(model, batches, c.max_points, released=c.released, mask_fn=c.mask_fn,
-                                    progress=progress, **counted)
+    def draw(self, args, state, model: nn.Module, loader: DataLoader) -> Tensor:
+        "Return the reference of examples drawn for this epoch."
+        defaults: dict[str, Any] = {"layers": "union", "padding": False, "embeddings": False}
+        counted = {name: getattr(self.penalty, name, default) for name, default in defaults.items()}
+        seed = (args.seed if self.seed is None else self.seed) * 1009 + int(state.epoch or 0)
+        half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        autocast = torch.autocast(args.device.type, dtype=half, enabled=half is not None and not self.released)
+        with same_draws(args.device), autocast:
+            return reference_covariance(
+                model, own_batches(loader, args.per_device_train_batch_size, seed), self.max_points,
+                released=self.released, mask_fn=self.mask_fn,
+                progress=not args.disable_tqdm if self.progress is None else self.progress, **counted)
 
 # %% ../nbs/09_trainer.ipynb #36f0ad9e
-def own_batches(
-    loader: DataLoader,  # of the Trainer; its dataset and collate function are used, not its random state
-    batch_size: int,  # examples a batch
-    seed: int,  # of the order
-) -> Iterable[dict]:
-    """Return batches of the training set in a random order of their own; each rank gets its own part.
+def own_batches(loader: DataLoader, batch_size: int, seed: int) -> Iterable[dict]:
+    "Return batches of the training set in their own random order, on each rank its part. A stream keeps its order."
+    data: Any = loader.dataset
+    if not isinstance(data, IterableDataset):
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+        rank = torch.distributed.get_rank() if world_size() > 1 else 0
+        data = Subset(data, order[rank :: world_size()].tolist())
+    return DataLoader(data, batch_size, collate_fn=loader.collate_fn)
 
-    A stream is read anew, in its own order: one that begins where it was left would lose the rows that are read here.
-    `ValueError` for one that is its own iterator and goes on like that, and for a loader without a data set."""
-    data = getattr(loader, "dataset", None)
-    if data is None:
-        raise ValueError(f"get_train_dataloader: gave a {type(loader).__name__}, without a data set from which a "
-                         "reference covariance could be drawn; give a DataLoader, or a penalty without a reference, "
-                         "such as IStar(correction='ustat')")
-    size = None if loader.batch_sampler is None else batch_size  # None: the data set gives whole batches
-    if isinstance(data, IterableDataset):
-        _check_again(data)
-        return DataLoader(data, size, collate_fn=loader.collate_fn)
-    rank, ranks = (torch.distributed.get_rank(), world_size()) if world_size() > 1 else (0, 1)
-    draw = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(data), generator=draw)[rank::ranks].tolist()
-    if isinstance(loader.sampler, BatchSampler):  # of lists of indices, which the data set takes
-        batches = BatchSampler(order, batch_size, drop_last=False)
-        return DataLoader(data, None, sampler=batches, collate_fn=loader.collate_fn)
-    return DataLoader(Subset(data, order), size, collate_fn=loader.collate_fn)
-
-# %% ../nbs/09_trainer.ipynb #checkagn
-def _check_again(stream: IterableDataset) -> None:
-    "Raise a `ValueError` for a stream that is one iterator and goes on: what a reference reads, training would miss."
-    first = iter(stream)
-    if first is not iter(stream) or str(next(first, None)) == str(next(iter(stream), None)): return
-    raise ValueError(f"train_dataset: its __iter__ gives the same {type(first).__name__} each time, so that training "
-                     "would miss the rows that the reference covariance has read; let it begin anew, or give a "
-                     "penalty without a reference, such as IStar(correction='ustat')")
-
-# %% ../nbs/09_trainer.ipynb #636fab78
-def _saved_reference(c: ReferenceRefresh, args, state) -> Tensor | None:
-    "Return the reference of the checkpoint that training resumes from; None unless every rank finds it."
-    file = _reference_file(c, args, state)
-    if c.checkpoint: file = c.checkpoint / file.name
-    found = torch.tensor(int(file.exists()), device=args.device)
-    if world_size() > 1: found = sum_over_ranks(found)
-    return safetensors.torch.load_file(file)["reference_cov"] if found == world_size() else None
+# %% ../nbs/09_trainer.ipynb #a4193e67
+@patch
+def _save_checkpoint(self: PenaltyMixin, model, trial):
+    "Save as the Trainer does, and the references too."
+    super(PenaltyMixin, self)._save_checkpoint(model, trial)
+    folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+    for p, file in self.references(folder):
+        if self.args.should_save and getattr(p, "reference_cov", None) is not None:
+            write_atomically(file, safetensors.torch.save({"reference_cov": p.reference_cov.cpu().contiguous()}))
 
 
-def _save_reference(c: ReferenceRefresh, args, state):
-    "Write the reference into the checkpoint, if there are both."
-    file, reference = _reference_file(c, args, state), getattr(c.penalty, "reference_cov", None)
-    needed = getattr(c.penalty, "needs_reference", False) and reference is not None
-    if not needed or not args.should_save or not file.parent.is_dir(): return
-    write_atomically(file, safetensors.torch.save({"reference_cov": reference.cpu().contiguous()}))
+@patch
+def _load_from_checkpoint(self: PenaltyMixin, checkpoint, model=None):
+    "Load as the Trainer does, and the references that every rank finds."
+    super(PenaltyMixin, self)._load_from_checkpoint(checkpoint, model)
+    for p, file in self.references(checkpoint):
+        found = torch.tensor(int(file.exists()), device=self.args.device)
+        if world_size() > 1: found = sum_over_ranks(found)
+        if found == world_size():
+            p.set_reference(safetensors.torch.load_file(file)["reference_cov"].to(self.args.device))
+            p.given, p.restored = False, True
 
 
-def _reference_file(c: ReferenceRefresh, args, state) -> Path:
-    "Return the file of the reference in this step's checkpoint; the second and later ones are numbered."
-    number = f"_{c.place}" if c.place > 1 else ""
-    return Path(c.folder or args.output_dir) / f"checkpoint-{state.global_step}" / f"reference_cov{number}.safetensors"
+@patch
+def references(self: PenaltyMixin, folder: str | Path) -> list[tuple[nn.Module, Path]]:
+    "Return the penalties with a reference, each with its file in a checkpoint."
+    found = [p for p in self.penalties if getattr(p, "needs_reference", False)]
+    names = ["reference_cov", *(f"reference_cov_{k}" for k in range(2, len(found) + 1))]
+    return [(p, Path(folder) / f"{name}.safetensors") for p, name in zip(found, names)]
 
 # %% ../nbs/09_trainer.ipynb #9a3630ef
 class IsotropyLog(TrainerCallback):
-    """Measure isotropy on a fixed sample before training and at each evaluation; `history` holds one dict for each.
-
-    On several ranks a list of batches is shared out. A loader has no parts to share: each rank reads all of it, and
-    each token counts once all the same. `ValueError` for a wrong `max_points`, and for an iterator.
-    """
+    "Measure isotropy on a fixed sample before training and at each evaluation; `history` holds one dict for each."
 
     def __init__(
         self,
-        batches: Iterable[dict],  # a list of collated batches, or a loader that gives the same ones each time
+        batches: Sequence[dict] | DataLoader,  # collated batches, the same at each reading
         max_points: int | None = 250_000,  # token vectors over all layers; None takes all
-        mask_fn: Callable | None = None,  # as in hidden_states
+        mask_fn: Callable | None = None,  # mask function of hidden_states
     ):
-        check_max_points(max_points)
-        if isinstance(batches, Iterator):
-            raise ValueError(f"batches: a {type(batches).__name__} gives them once, but they are read again and again; "
-                             "pass a list, or a loader")
-        self.batches, self.max_points, self.mask_fn, self.history, self.step = batches, max_points, mask_fn, [], None
+        self.batches, self.max_points, self.mask_fn = batches, max_points, mask_fn
+        self.history, self.step = [], None
 
-    def _measure(self, args, state, model):
-        world, batches, limit = world_size(), self.batches, self.max_points
-        shared = world == 1 or (isinstance(batches, Sequence) and len(batches) >= world)
-        if world > 1 and shared: batches = batches[torch.distributed.get_rank()::world]
-        if not shared and limit is not None: limit *= world  # too few to share out: all ranks read them all
-        with same_draws(args.device): score = measure_isotropy(model, batches, limit, mask_fn=self.mask_fn)
-        if not shared: score["points"] //= world
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        limit = None if self.max_points is None else self.max_points * world_size()
+        with same_draws(args.device): score = measure_isotropy(model, self.batches, limit, mask_fn=self.mask_fn)
+        score["points"] //= world_size()
         self.history.append({"epoch": float(state.epoch or 0), "step": state.global_step, **score})
         self.step = state.global_step
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs): self._measure(args, state, model)
-
     def on_evaluate(self, args, state, control, model=None, **kwargs):
-        if self.step != state.global_step: self._measure(args, state, model)
+        if self.step != state.global_step: self.on_train_begin(args, state, control, model)
 
     def on_train_end(self, args, state, control, **kwargs):
-        if args.load_best_model_at_end: self.step = None  # other weights than the last
+        # the best weights are other weights than the last
+        if args.load_best_model_at_end: self.step = None
 
 # %% ../nbs/09_trainer.ipynb #d65de4c2
 def split_by_length(
-    model: nn.Module,  # a transformers model; its encoder's forward is replaced, its weights are not touched
-    groups: int = 4,  # groups a batch is read in; 1 gives the encoder its own forward back
+    model: nn.Module,  # a transformers model, whose encoder's forward is replaced
+    groups: int = 4,  # groups of a batch; 1 gives the encoder its own forward back
 ) -> nn.Module:
     """Return the same model, whose encoder reads each batch in groups of similar length, with fewer padded tokens.
 
-    The same function of the weights for an encoder whose tokens do not read padded positions, which a small random
-    batch checks; dropout draws other masks. The head is not checked: that of question answering reads them. Padded
-    positions of the hidden states are zero, which a penalty with `padding=True` would count: do not combine the two.
-    A copy of the model, and a replica of `DataParallel`, has groups of its own; a second call replaces the first.
-    `ValueError` for fewer than one group, for a model that cannot be read so, or (in use) where attention maps are
-    asked for.
+    Hidden states at padded positions become zero, so do not use it with `padding=True`. Raises `ValueError` for an
+    encoder whose tokens read padded positions.
     """
     in_range("groups", groups, 1, whole=True, hint="1 leaves the batch as it is")
-    body = body_of(model)
-    if groups > 1:
-        grouped = _Grouped(body, int(groups))
-        _check_groups(grouped, type(model).__name__)
-        body.forward, body._replicate_for_data_parallel = grouped, grouped.replicate
-    elif isinstance(before := vars(body).get("forward"), _Grouped):
-        del body.forward, body._replicate_for_data_parallel
-        if before.earlier is not None: body.forward = before.earlier
+    encoder = encoder_of(model)
+    if isinstance(vars(encoder).get("forward"), Grouped): del encoder.forward
+    if groups == 1: return model
+    grouped = Grouped(encoder, groups)
+    if not grouped.agrees():
+        raise ValueError(f"model: the tokens of a {type(model).__name__} read padded positions, so its groups differ "
+                         "from the batch; leave its batches whole (groups=1)")
+    encoder.forward = grouped
     return model
 
-# %% ../nbs/09_trainer.ipynb #878b8b42
-def _check_groups(grouped: "_Grouped", kind: str):
-    "Raise a `ValueError` unless a model reads token ids and mask in one stack, and a small batch in groups alike."
-    names, remedy = set(inspect.signature(grouped.body.forward).parameters), "leave its batches whole (groups=1)"
-    if "decoder_input_ids" in names or not {"input_ids", "attention_mask"} <= names:
-        raise ValueError(f"model: a {kind} does not read input_ids and attention_mask in one stack; {remedy}")
-    try: same = _same_in_groups(grouped)
-    except Exception as error:
-        raise ValueError(f"model: a {kind} cannot read a small batch in groups ({error}); {remedy}") from error
-    if not same:
-        raise ValueError(f"model: a {kind} has other hidden states in groups: its tokens read padded positions, or "
-                         f"noise is on in evaluation mode; {remedy}")
-
-# %% ../nbs/09_trainer.ipynb #88be1dd4
-@torch.no_grad()
-def _same_in_groups(grouped: "_Grouped") -> bool:
-    "Return whether tokens have the same hidden states in groups; mode and draws stay."
-    body = grouped.body
-    inputs = _small_batch(body)
-    mask = inputs["attention_mask"].bool()  # (4, length)
-    with eval_mode(body), same_draws(mask.device), full_precision(mask):
-        states = (f(**inputs, output_hidden_states=True, return_dict=True) for f in (grouped.whole, grouped))
-        whole, split = (out.hidden_states for out in states)
-    rounding = max(1e-4, 12 * torch.finfo(next(body.parameters()).dtype).eps)  # of the length of a vector
-    close = lambda a, b: bool(((a - b).norm(dim=-1) <= rounding * a.norm(dim=-1)).all())
-    return all(a.shape == b.shape and a.shape[:2] == mask.shape and close(a[mask].float(), b[mask].float())
-               for a, b in zip(whole, split))
-
-# %% ../nbs/09_trainer.ipynb #e6f7e473
-def _small_batch(body: nn.Module) -> dict[str, Tensor]:
-    "Return four texts of random words, of one to four quarters of the length, on the model's device."
-    config, device = getattr(body, "config", None), next(body.parameters()).device
-    limit = getattr(config, "max_position_embeddings", None) or 0
-    length = min(12, limit - 2) if limit > 2 else 12  # some encoders begin to count at 2
-    ids = torch.randint(getattr(config, "vocab_size", 2), (4, length), generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(length) < (torch.arange(1, 5) * length / 4).ceil()[:, None]
-    return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
-
 # %% ../nbs/09_trainer.ipynb #8d1ef832
-class _Grouped:
-    "Call an encoder's forward group by group; it holds its encoder, so that a copy of the model computes with its own."
+class Grouped:
+    "The forward of an encoder, called group by group."
 
-    def __init__(self, body: nn.Module, groups: int):
-        earlier = vars(body).get("forward")  # None unless another wrapper lies on it
-        if isinstance(earlier, _Grouped): earlier = earlier.earlier
-        self.body, self.groups, self.earlier = body, groups, earlier
+    def __init__(self, encoder: nn.Module, groups: int): self.encoder, self.groups = encoder, groups
 
     @property
-    def whole(self):
-        return functools.partial(type(self.body).forward, self.body) if self.earlier is None else self.earlier
+    def whole(self) -> Callable:
+        "The encoder's own forward."
+        return functools.partial(type(self.encoder).forward, self.encoder)
 
     @property
     def __signature__(self): return inspect.signature(self.whole)
 
     def __call__(self, *args, **kwargs):
-        inputs = dict(**self.__signature__.bind_partial(*args).arguments, **kwargs) if args else dict(kwargs)
+        inputs = dict(**self.__signature__.bind_partial(*args).arguments, **kwargs)
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         masked = ids is not None and mask is not None and mask.shape == ids.shape
         if not masked or inputs.get("past_key_values") is not None: return self.whole(*args, **kwargs)
-        return_dict = inputs.pop("return_dict", None)
-        joined = _in_groups(self, inputs)
-        if return_dict is None: return_dict = getattr(self.body.config, "return_dict", True)
-        return joined if return_dict else joined.to_tuple()
-
-    def replicate(self) -> nn.Module:
-        "Return the encoder's replica for one device of DataParallel, which copies attributes, with groups of its own."
-        if self.earlier is not None:
-            raise ValueError("model: a wrapper lies on its forward, which replicas of DataParallel would share; use "
-                             "one process a device")
-        replica = type(self.body)._replicate_for_data_parallel(self.body)
-        replica.forward = _Grouped(replica, self.groups)
-        return replica
-
-# %% ../nbs/09_trainer.ipynb #cba05aa9
-def _in_groups(grouped: _Grouped, inputs: dict):
-    "Return the encoder's output for a batch that is read in groups, in the order of the batch."
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    ends = (mask.bool() * torch.arange(1, ids.shape[1] + 1, device=ids.device)).amax(1)  # (batch,)
-    order, outputs = ends.argsort(), []
-    for rows in order.tensor_split(min(grouped.groups, len(order))):
-        part = functools.partial(_of_group, shape=ids.shape, rows=rows, length=max(1, int(ends[rows].max())))
-        outputs.append(grouped.whole(**{k: part(k, v) for k, v in inputs.items()}, return_dict=True))
-    return type(outputs[0])(**_join(outputs, order.argsort(), ids.shape[1]))
+        # one past the last token of each text, (batch,)
+        ends = (mask.bool() * torch.arange(1, ids.shape[1] + 1, device=ids.device)).amax(1)
+        order, outputs = ends.argsort(), []
+        for rows in order.tensor_split(min(self.groups, len(order))):
+            part = functools.partial(of_group, shape=ids.shape, rows=rows, length=max(1, int(ends[rows].max())))
+            outputs.append(self.whole(**{k: part(k, v) for k, v in inputs.items()}))
+        back = order.argsort()
+        # a cache is left out
+        names = [k for k, v in outputs[0].items() if isinstance(v, (Tensor, tuple))]
+        return type(outputs[0])(**{k: joined([o[k] for o in outputs], back, ids.shape[1]) for k in names})
 
 # %% ../nbs/09_trainer.ipynb #33f9b9ba
-def _of_group(name: str, v, shape: torch.Size, rows: Tensor, length: int):
-    "Return what a group sees of an input, in a batch of this shape: its rows, cut to its length."
-    if name in ("batch_size", "seq_len"): return None  # of ModernBERT's heads in transformers 4: it counts anew
+def of_group(name: str, v, shape: torch.Size, rows: Tensor, length: int):
+    "Return what a group sees of an input."
+    # two arguments with which the heads of ModernBERT count tokens in transformers 4
+    if name in ("batch_size", "seq_len"): return None
     if not torch.is_tensor(v) or v.dim() == 0 or name == "head_mask": return v
     if v.shape[:2] == shape and not name.startswith("encoder_"): return v[rows, :length]
     if v.shape == (1, shape[1]): return v[:, :length]
     return v[rows] if len(v) == shape[0] else v
 
 
-def _join(outputs: list, back: Tensor, length: int) -> dict:
-    "Return the outputs of the groups by name, padded with zeros to one length, in the order of the batch."
-    def join(*parts):
-        if isinstance(parts[0], tuple): return tuple(join(*p) for p in zip(*parts))
-        if parts[0].dim() > 3:
-            raise ValueError("output_attentions: attention maps of groups do not make one of the batch; leave them "
-                             "out, or groups=1")
-        return torch.cat([F.pad(p, (0, 0, 0, length - p.shape[1])) if p.dim() == 3 else p for p in parts])[back]
-    return {k: join(*(o[k] for o in outputs)) for k, v in outputs[0].items() if isinstance(v, (Tensor, tuple))}
+def joined(parts: list, back: Tensor, length: int):
+    "Return the field of the batch, padded with zeros."
+    if isinstance(parts[0], tuple): return tuple(joined(list(p), back, length) for p in zip(*parts))
+    if parts[0].dim() > 3:
+        raise ValueError("output_attentions: groups have no attention maps of the batch; use groups=1")
+    return torch.cat([F.pad(p, (0, 0, 0, length - p.shape[1])) if p.dim() == 3 else p for p in parts])[back]
+
+# %% ../nbs/09_trainer.ipynb #88be1dd4
+@patch
+def agrees(self: Grouped) -> bool:
+    "Return whether four random texts have the same hidden states in groups."
+    config: Any = self.encoder.config
+    device = next(self.encoder.parameters()).device
+    limit = getattr(config, "max_position_embeddings", None) or 14
+    # some encoders begin to count at 2
+    length = min(12, limit - 2)
+    ids = torch.randint(config.vocab_size, (4, length), generator=torch.Generator().manual_seed(0)).to(device)
+    mask = torch.arange(length, device=device) < (torch.arange(1, 5, device=device) * length / 4).ceil()[:, None]
+    inputs = dict(input_ids=ids, attention_mask=mask.long(), output_hidden_states=True)
+    with torch.no_grad(), eval_mode(self.encoder), same_draws(device), full_precision(mask):
+        whole, split = self.whole(**inputs).hidden_states, self(**inputs).hidden_states
+    # of the length of a vector
+    rounding = max(1e-4, 12 * torch.finfo(next(self.encoder.parameters()).dtype).eps)
+    pairs = [(a[mask].float(), b[mask].float()) for a, b in zip(whole, split)]
+    return all(bool(((a - b).norm(dim=-1) <= rounding * a.norm(dim=-1)).all()) for a, b in pairs)

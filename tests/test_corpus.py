@@ -68,10 +68,9 @@ def test_a_sample_does_not_depend_on_its_batch(size, share, seed):
     assert set.union(*map(rows, shards)) == whole and sum(len(s.numbers) for s in shards) == 60
 
 
-def test_seed_epoch_and_resuming():
+def test_seed_and_epoch():
     corpus = TextBatches(TEXTS, tokenizer(), batch_size=4)
-    a, tail = list(corpus), list(corpus.iterate(9))
-    assert len(tail) == 6 and all(torch.equal(x[k], y[k]) for x, y in zip(a[9:], tail) for k in x)
+    a = list(corpus)
     assert rows(a) != rows(TextBatches(TEXTS, tokenizer(), seed=1))
     before = corpus.describe()
     corpus.epoch = 1
@@ -169,49 +168,51 @@ def test_the_losses_of_a_class():
     )
     assert model_losses(BartForConditionalGeneration(bart)) == ["seq2seq", "mlm"]
     assert model_losses(BartForCausalLM(bart)) == ["clm"]
-    for name, loss, words in (
-        ("gpt2", "mlm", "a causal .*; use 'clm'"),
-        ("bert", "clm", "a masked .*; use 'mlm'"),
-        ("gpt2", "seq2seq", "no encoder-decoder; use 'clm'"),
-        ("t5", "clm", "an encoder-decoder; use 'seq2seq'"),
-    ):
-        with pytest.raises(ValueError, match=f"loss: '{loss}', but .* is {words}"):
+    for name, loss in (("gpt2", "mlm"), ("bert", "clm"), ("gpt2", "seq2seq"), ("t5", "clm")):
+        right = LOSS.get(name, "mlm")
+        with pytest.raises(ValueError, match=f"loss: '{loss}', but .* was made for '{right}'"):
             sample_losses(model_of(name), batch_of(loss), loss)
 
 
-def test_bad_corpora_and_tokenizers():
-    t = tokenizer()
-    for texts in ([], ["", "  \n"]):
-        with pytest.raises(ValueError, match="texts: the corpus 'x' is empty"):
-            TextBatches(texts, t, name="x")
-    with pytest.raises(ValueError, match="one string"):
-        TextBatches("a text", t)
-    with pytest.raises(ValueError, match="no mask token"):
-        TextBatches(TEXTS, plain_tokenizer())
-    with pytest.raises(ValueError, match="a token that mlm can predict"):
-        TextBatches(["[SEP] [CLS]", "[PAD]"], t)
-    with pytest.raises(ValueError, match="a token that clm can predict"):
-        TextBatches(["a"], plain_tokenizer(), "clm")
-    with pytest.raises(ValueError, match="no sentinel tokens"):
-        TextBatches(TEXTS, t, "seq2seq")
-    with pytest.raises(ValueError, match="loss: 'mse'"):
-        TextBatches(TEXTS, t, "mse")
-    for wrong in (
-        dict(batch_size=0),
-        dict(max_length=2),
-        dict(probability=0),
-        dict(probability=1.5),
-        dict(loss="seq2seq", span=0.5),
-    ):
-        with pytest.raises(ValueError):
-            TextBatches(["a b c d"], plain_tokenizer() if "loss" in wrong else t, **wrong)
-    with pytest.raises(ValueError, match="share"):
-        TextBatches(TEXTS, t).draw(0)
-    with pytest.raises(ValueError, match="rank"):
-        TextBatches(TEXTS, t).shard(3, 3)
-    with pytest.raises(ValueError, match="rank, parts.*60 samples"):
-        TextBatches(TEXTS, t).shard(0, 100)
-    batch = next(iter(TextBatches([" ".join("abcdefghijklmnopqrstuvwxyz"), "f g h"], plain_tokenizer(), "seq2seq")))
+ALPHABET = " ".join("abcdefghijklmnopqrstuvwxyz")
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda t: TextBatches([], t), "texts: the corpus '' has no token that mlm"),
+        (lambda t: TextBatches(["", " \n"], t, name="x"), "texts: the corpus 'x' has no token"),
+        (lambda t: TextBatches(["[SEP] [CLS]", "[PAD]"], t), "texts: .*has no token that mlm"),
+        (lambda t: TextBatches(["a"], plain_tokenizer(), "clm"), "texts: .*has no token that clm"),
+        (lambda t: TextBatches("a text", t), "texts: need a list of strings"),
+        (lambda t: TextBatches([*TEXTS, None], t), "texts: need a list of strings"),
+        (lambda t: TextBatches(pd.DataFrame({"text": TEXTS}), t), r"texts: .*data\['text'\]"),
+        (lambda t: TextBatches({"text": TEXTS}, t), "texts: need"),
+        (lambda t: TextBatches(TEXTS, plain_tokenizer()), "tokenizer: has no mask token"),
+        (lambda t: TextBatches(TEXTS, t, "seq2seq"), "tokenizer: has no sentinel tokens"),
+        (lambda t: TextBatches(TEXTS, t, "mse"), "loss: 'mse'"),
+        (lambda t: TextBatches(TEXTS, t, batch_size=2.5), "batch_size: 2.5"),
+        (lambda t: TextBatches(TEXTS, t, max_length=2), "max_length: 2"),
+        (lambda t: TextBatches(TEXTS, t, seed=-1), "seed: -1"),
+        (lambda t: TextBatches(TEXTS, t, probability=0), "probability: 0"),
+        (lambda t: TextBatches(TEXTS, t, span=0.5), "span: 0.5"),
+        (lambda t: TextBatches(TEXTS, t).draw(0), "share: 0"),
+        (lambda t: TextBatches(TEXTS, t).shard(3, 3), "rank, parts: 3, 3; .*60 samples"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match="^" + message):
+        call(tokenizer())
+
+
+def test_columns_of_tables_are_texts():
+    table = pd.DataFrame({"text": TEXTS})
+    for texts in (table["text"], Dataset.from_pandas(table)["text"], np.array(TEXTS)):
+        assert rows(TextBatches(texts, tokenizer())) == rows(TextBatches(TEXTS, tokenizer()))
+
+
+def test_a_short_text_of_t5_shares_a_batch():
+    batch = next(iter(TextBatches([ALPHABET, "f g h"], plain_tokenizer(), "seq2seq")))
     assert batch["input_ids"].shape[0] == batch["labels"].shape[0] == 2 and (batch["labels"] == -100).any()
 
 
@@ -233,10 +234,9 @@ def test_texts_from_files(tmp_path):
     for name, mark in (("words.csv", ","), ("words.tsv", "\t")):
         (tmp_path / name).write_text("".join(f"{n}{mark}{w}\n" for n, w in enumerate(["text", *words, ""])))
         assert load_texts(tmp_path / name) == words
-    for code in ("latin-1", "utf-16"):
-        (tmp_path / "e.txt").write_bytes("une élève\n".encode(code))
-        with pytest.raises(ValueError, match=r"source: .*e.txt' is no UTF-8 text \(byte \d+\); .* iconv"):
-            load_texts(tmp_path / "e.txt")
+    (tmp_path / "e.txt").write_bytes("une élève\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"source: .*e.txt' cannot be read \('utf-8' codec"):
+        load_texts(tmp_path / "e.txt")
     (tmp_path / "d.txt").write_text("\n = x = \n")
     with pytest.raises(ValueError, match="holds no text"):
         load_texts(tmp_path / "d.txt")
@@ -251,45 +251,3 @@ def test_lines_end_at_line_feeds_alone_and_marks_are_no_text(tmp_path):
             ValueError, match=r"source: .* of unknown kind; known are \.txt, \.parquet, \.json, \.jsonl, \.csv"
         ):
             load_texts(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(batch_size=2.5), "batch_size: 2.5"),
-        (dict(batch_size=True), "batch_size: True"),
-        (dict(max_length=16.0), "max_length: 16.0"),
-        (dict(seed=-1), "seed: -1"),
-        (dict(seed=0.5), "seed: 0.5"),
-    ],
-)
-def test_bad_sizes_and_seeds_are_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        TextBatches(TEXTS, tokenizer(), **wrong)
-    two = np.int64(2)
-    corpus = TextBatches(TEXTS, tokenizer(), batch_size=15 * two, max_length=15 * two, seed=two)
-    assert len(corpus) == 2
-    corpus = TextBatches(TEXTS, tokenizer(), batch_size=5, probability=np.float32(0.2), span=np.float32(3))
-    part = corpus.draw(np.float32(0.5), two).shard(two, 2 * two)
-    assert json.loads(json.dumps(part.describe())) == part.describe()
-
-
-def test_what_is_no_text_is_named():
-    t, table = tokenizer(), pd.DataFrame({"text": TEXTS})
-    for texts, words in (
-        ([*TEXTS, None], "texts: number 60 .* NoneType; leave out"),
-        (pd.Series([*TEXTS, float("nan")]), "texts: number 60 .* float; leave out"),
-        (Dataset.from_pandas(table), r"texts: number 0 .* dict; give the column .* data\['text'\]"),
-        (table, "texts: is a DataFrame; give a list of texts"),
-        ({"text": TEXTS}, "texts: is a dict"),
-        (None, "texts: is a NoneType"),
-        ([b"a dog sleeps."], "texts: number 0 .* bytes"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            TextBatches(texts, t)
-    for texts in (table["text"], Dataset.from_pandas(table)["text"], np.array(TEXTS), iter(TEXTS)):
-        assert rows(TextBatches(texts, t)) == rows(TextBatches(TEXTS, t))
-    with pytest.raises(ValueError, match="tokenizer: is a list; the texts come first"):
-        TextBatches(t, TEXTS)
-    with pytest.raises(ValueError, match="tokenizer: is a str; .*AutoTokenizer.from_pretrained"):
-        TextBatches(TEXTS, "bert-base-uncased")

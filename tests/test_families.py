@@ -1,18 +1,14 @@
 """Families of models that behave in ways of their own, each against what the model itself computes."""
 
-import copy
-
 import peft
 import pytest
 import torch
 import transformers as T
-from torch import nn
 
 from isoreg.fisher import empirical_fisher
 from isoreg.istar import measure_isotropy
 from isoreg.noise import apply_dropout
 from isoreg.sites import dropout_sites
-from isoreg.states import hidden_states
 
 SIZE = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
 TEXT = SIZE | dict(vocab_size=99, max_position_embeddings=80)
@@ -62,25 +58,6 @@ def test_layers_of_speech_models_are_all_found_at_their_layer_drop(kind):
     assert model.config.layerdrop == 0.9
 
 
-def test_a_model_that_changes_itself_on_short_texts_stays_as_it_was():
-    config = T.BigBirdConfig(**TEXT, block_size=4, num_random_blocks=1)
-    model, long = T.BigBirdForMaskedLM(config).eval(), texts(64, 60)
-    before, parts = model(**long).logits, list(model.modules())
-    with pytest.raises(ValueError, match="batch: the model replaced parts of itself"):
-        dropout_sites(model)
-    assert model.bert.attention_type == "block_sparse" and list(model.modules()) == parts
-    assert torch.equal(model(**long).logits, before)
-    assert dropout_sites(model, batch=long)
-
-
-def test_a_look_leaves_buffers_that_a_pass_replaces():
-    model = T.IBertForMaskedLM(T.IBertConfig(**TEXT, pad_token_id=1, quant_mode=True))
-    before, places = copy.deepcopy(model.state_dict()), [id(b) for b in model.buffers()]
-    dropout_sites(model)
-    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
-    assert [id(b) for b in model.buffers()] == places
-
-
 @pytest.mark.parametrize("drop_path", [0.0, 0.2])
 @pytest.mark.parametrize("kind", ["Dinov2", "Beit", "Swin"])
 def test_stochastic_depth_is_no_dropout(kind, drop_path):
@@ -94,34 +71,11 @@ def test_stochastic_depth_is_no_dropout(kind, drop_path):
     assert depth() == before and (max(before, default=0) > 0) == (drop_path > 0)
 
 
-class Odd(nn.Module):
-    "Dropout whose name is like that of layer drop, a part made while it runs, a class as config."
-
-    config = T.BertConfig
-
-    def __init__(self):
-        super().__init__()
-        self.layer_dropout, self.linear = nn.Dropout(0.1), nn.Linear(4, 4)
-        self.parts = nn.ModuleDict()
-
-    def forward(self, x):
-        if "made" not in self.parts:
-            self.parts["made"] = nn.Linear(4, 4)
-        return self.parts["made"](self.layer_dropout(self.linear(x)))
-
-
-def test_a_module_of_odd_parts_is_looked_into():
-    model = Odd().eval()
-    (site,) = dropout_sites(model, batch=torch.randn(2, 4))
-    assert not any(m.training for m in model.modules() if m is not model.parts.made)
-    assert site.handles == ("layer_dropout",) and site.p == 0.1 and model.layer_dropout.p == 0.1
-
-
 @pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
 def test_states_without_a_learned_prompt_are_refused(kind):
     model = T.BertForSequenceClassification(T.BertConfig(**TEXT))
     model = peft.get_peft_model(model, kind(task_type="SEQ_CLS", num_virtual_tokens=4))
-    with pytest.raises(ValueError, match="model: its learned prompt stands before the body"):
+    with pytest.raises(ValueError, match="model: its learned prompt"):
         measure_isotropy(model, [texts()])
 
 
@@ -137,8 +91,3 @@ def test_a_causal_loss_of_a_model_that_looks_ahead_is_refused():
     with pytest.raises(ValueError, match="loss: 'clm', but this .* sees the tokens on the right"):
         batch = texts() | {"labels": texts()["input_ids"]}
         empirical_fisher(T.BertLMHeadModel(T.BertConfig(**TEXT)), [batch], loss="clm")
-
-
-def test_what_the_general_mechanism_cannot_know_is_refused():
-    with pytest.raises(ValueError, match="model: a SEWModel makes several frames one step; pass mask_fn"):
-        hidden_states(T.SEWModel(T.SEWConfig(**SOUND, squeeze_factor=2)).eval(), sounds())

@@ -69,7 +69,7 @@ importlib.machinery.SourceFileLoader.exec_module = exec_module
     "point",
     [
         "isoreg.experiments.finetune.load_model",
-        "isoreg.trainer._penalised",
+        "isoreg.trainer.named_parts",
         "isoreg.experiments.finetune._fill_record",
         "isoreg.files.fsync",
     ],
