@@ -35,8 +35,8 @@ def loss_surface(
     batches: Iterable,  # read once: a list, a DataLoader, TextBatches
     d1: Mapping[str, Tensor],  # parameter name -> tensor, such as a `direction`
     d2: Mapping[str, Tensor] | None,  # a second one; None for a line
-    alphas: Sequence[float] | None = None,  # increasing coordinates along d1, with 0; default grid()
-    betas: Sequence[float] | None = None,  # likewise along d2; default those of alphas
+    alphas: Sequence[float] | np.ndarray | None = None,  # increasing coordinates along d1, with 0; default grid()
+    betas: Sequence[float] | np.ndarray | None = None,  # likewise along d2; default those of alphas
     loss: str | Callable = "mlm",  # "mlm", "clm", "seq2seq", or a function (model, batch) -> (batch,) losses
     path: str | Path | None = None,  # JSON file: saved row by row, the same call goes on
     progress: bool = False,  # whether to show a bar
@@ -47,21 +47,21 @@ def loss_surface(
 
     Runs in eval mode without gradient. Raises `ValueError` for directions, grids and options that do not fit, and
     for a `path` that was made with other settings."""
-    alphas = _axis("alphas", grid() if alphas is None else alphas)
-    betas = alphas if betas is None else _axis("betas", betas)
+    rows = _axis("alphas", grid() if alphas is None else alphas)
+    columns = rows if betas is None else _axis("betas", betas)
     directions = [d for d in (d1, d2) if d is not None]
     mean_loss = MeanLoss(model, batches, loss, reduction, precision)
     info = {"directions": [dict(getattr(d, "info", {})) for d in directions], "loss": mean_loss.name,
             "reduction": reduction, "precision": precision, "model": type(model).__name__}
-    surface = Surface(np.empty((0, len(betas))), alphas, betas, info)
+    surface = Surface(np.empty((0, len(columns))), rows, columns, info)
     if path is not None: surface = _go_on(path, surface, model_fingerprint(model), directions, mean_loss.batches)
-    rest = [(a, b) for a in alphas[len(surface.losses):] for b in betas]
+    rest = [(a, b) for a in rows[len(surface.losses):] for b in columns]
     with displaced(model, *directions) as place:
         row = []
         for at in tqdm(rest, unit=" points", desc="landscape", disable=not progress):
             place(*at[: len(directions)])
             row.append(mean_loss())
-            if len(row) < len(betas): continue
+            if len(row) < len(columns): continue
             surface.losses, row = np.vstack([surface.losses, row]), []
             surface.info["n_samples"] = mean_loss.samples
             if path is not None: surface.save(path)
@@ -72,7 +72,7 @@ def loss_line(
     model: nn.Module,  # as in loss_surface
     batches: Iterable,  # as in loss_surface
     d: Mapping[str, Tensor],  # parameter name -> tensor, such as a `direction`
-    alphas: Sequence[float] | None = None,  # increasing coordinates, with 0; default grid()
+    alphas: Sequence[float] | np.ndarray | None = None,  # increasing coordinates, with 0; default grid()
     loss: str | Callable = "mlm",  # as in loss_surface
     path: str | Path | None = None,  # as in loss_surface
     **options,  # progress, precision, reduction of loss_surface
@@ -93,7 +93,7 @@ def grid(
     return np.concatenate([-half[:0:-1], half])
 
 
-def _axis(name: str, values: Sequence[float]) -> np.ndarray:
+def _axis(name: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
     "Return coordinates (n,); raise `ValueError` unless they are finite, increase and hold 0."
     x = np.atleast_1d(np.asarray(values, dtype=np.float64))
     if not np.isfinite(x).all() or (np.diff(x) <= 0).any() or 0 not in x:
@@ -593,7 +593,7 @@ def _fingerprint(x: Any, into=None) -> str:
     if isinstance(x, np.ndarray): x = x.tolist()
     if isinstance(x, Tensor):
         digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
-        digest.update(x.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        digest.update(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(x, (list, tuple)):
         digest.update(f"{len(x)}[".encode())
         for part in x: _fingerprint(part, digest)

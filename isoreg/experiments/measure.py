@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,8 +84,8 @@ def _measure_fisher(config: FisherConfig, folder: Path, on_progress: Callable) -
     "Return the Fisher information of the whole corpus and how its subsamples agree with it; save the estimate."
     begun = time.perf_counter()
     model, corpus, loss, notes = _model_and_corpus(config)
-    options = dict(level=config.level, loss=loss, reduction=config.reduction, sample=config.sample,
-                   precision=config.precision)
+    options: dict[str, Any] = dict(
+        level=config.level, loss=loss, reduction=config.reduction, sample=config.sample, precision=config.precision)
     on_progress(f"{len(corpus.numbers)} samples in {len(corpus)} batches")
     say = lambda n: on_progress(f"whole corpus: batch {n} of {len(corpus)}") if n % 50 == 0 else None
     full = empirical_fisher(model, corpus, **options, progress=say)

@@ -38,10 +38,11 @@ def load_model(
     name them. `ValueError` where any other weight is missing, and as `load_tokenizer`.
     """
     tokenizer, notes, task = load_tokenizer(config.model), [], task or get_task(config.task, config.definition)
-    model, missing, body = _with_head(config, task)
+    model, missing, body, unread = _with_head(config, task)
     limit_length(tokenizer, model)
     old = _redraw_head(model, body, missing, config.seed)
     if old: notes.append(f"{', '.join(old)} of the checkpoint not used: drawn with the seed")
+    if unread: notes.append(f"num_hidden_layers leaves out {len(unread)} weights of the checkpoint, as {min(unread)}")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         notes.append(f"padding token set to {tokenizer.eos_token}")
@@ -55,8 +56,10 @@ def load_model(
     return model, tokenizer, notes
 
 # %% ../../nbs/experiments/21_models.ipynb #62c57685
-def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.Module]:
-    "Return the model, the keys that the checkpoint lacks, and the part below the head. `ValueError` if that lacks any."
+def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.Module, list[str]]:
+    """Return the model, the keys that the checkpoint lacks, the part below the head, and the layers not read.
+
+    Raises `ValueError` where a weight below the head is missing."""
     kind, options = AutoModelForQuestionAnswering, dict[str, Any](ignore_mismatched_sizes=True)
     if task.kind != "qa":
         problem = "regression" if task.kind == "regression" else "single_label_classification"
@@ -75,7 +78,8 @@ def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.M
     if lost := missing_weights(model, body, info["missing_keys"]):
         raise ValueError(f"model: {config.model!r} lacks {len(lost)} weights of its encoder ({', '.join(lost[:3])}), "
                          "which would be random; give a complete checkpoint")
-    return model, set(info["missing_keys"]), body
+    unread = [k for k in info["unexpected_keys"] if re.search(r"\b(layers?|h|blocks?)\.\d+\.", k)]
+    return model, set(info["missing_keys"]), body, unread
 
 
 def _redraw_head(model: nn.Module, body: nn.Module, missing: set[str], seed: int) -> list[str]:
@@ -270,7 +274,9 @@ def check_vocabulary(
     model: nn.Module,  # a transformers model
     texts: Sequence[str],  # of the run
 ) -> list[str]:  # what is odd, in words; empty if nothing is
-    "Warn where over 5 % of the tokens are unknown, or the vocabulary does not fit the embedding; return the warnings."
+    """Warn where over 5 % of the tokens are unknown, or few embedding rows are used; return the warnings.
+
+    Raises `ValueError` for a token whose id is beyond the embedding."""
     odd = _fits(tokenizer, model)
     if tokenizer.unk_token_id is not None:
         picks = np.random.default_rng(0).permutation(len(texts))[:1000]  # one draw for all models
@@ -284,10 +290,14 @@ def check_vocabulary(
 
 
 def _fits(tokenizer, model) -> list[str]:
-    "Return a warning where the vocabulary does not fit the embedding rows."
+    "Return a warning where the vocabulary is far smaller than the embedding; raise `ValueError` where it is larger."
     try: rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     except NotImplementedError: return []  # a model that hashes its characters has none
-    if rows is None or 0.9 * rows <= len(tokenizer) <= rows: return []
+    if rows is None: return []
+    if (last := max(tokenizer.get_vocab().values())) >= rows:
+        raise ValueError(f"model: its tokenizer has the id {last} and the model {rows} embedding rows; "
+                         "give the tokenizer of this model, or resize_token_embeddings")
+    if 0.9 * rows <= len(tokenizer): return []
     return [f"the tokenizer has {len(tokenizer)} entries and the model {rows} embedding rows; "
             "is the tokenizer of another model?"]
 
