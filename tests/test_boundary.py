@@ -19,7 +19,6 @@ from pathlib import Path
 
 import huggingface_hub
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import transformers
@@ -51,7 +50,7 @@ from isoreg.experiments.grid import expand, grid_path, load_grid
 from isoreg.isoscore import isoscore, isoscore_from_cov
 from isoreg.istar import CosReg, IStar, measure_isotropy
 from isoreg.experiments.models import load_tokenizer, read_body, read_config
-from isoreg.report.records import load, summarise, to_markdown, write_report
+from isoreg.report.records import load, summarise, to_markdown
 from isoreg.schedules import site_scores
 from isoreg.sites import dropout_sites
 from isoreg.experiments.sweep import Folder, clean, restore, status
@@ -124,7 +123,7 @@ def test_an_interrupt_of_any_command_is_one_line(monkeypatch):
 def test_a_disk_that_refuses(monkeypatch, disk):
     Path("r.jsonl").write_text(json.dumps(RECORD))
     monkeypatch.setattr("isoreg.experiments.sweep.write_atomically", raises(disk))
-    monkeypatch.setattr("isoreg.report.records.write_atomically", raises(disk))
+    monkeypatch.setattr("isoreg.report.figures.write_atomically", raises(disk))
     code, word = (1, "disk is full") if disk.errno == 28 else (2, "out: Read-only")
     ends(code, "sweep", "demo", "--records", "r.jsonl", "--out", "out", words=[word])
     ends(code, "report", "r.jsonl", "--out", "out", words=[word])
@@ -477,17 +476,6 @@ def test_markdown_in_records_stays_text(key):
     text = to_markdown(summarise(load("a.jsonl")))
     assert len(text.split("\n\n")) == 2 and len(text.split("\n\n")[0].splitlines()) == 3
     assert not re.search(r"(?<!\\)<(script|javascript)", text) and not re.search(r"(?<!\\)\]\(javascript", text)
-    files = write_report("a.jsonl", "r", None)
-    assert "<script" not in next(f for f in files if f.name == "summary.html").read_text()
-
-
-def test_a_caption_is_no_command_of_latex():
-    table = pd.DataFrame({"a": ["x"]})
-    table.attrs["caption"] = r"\input{/etc/passwd} ~ 5 %"
-    from isoreg.report.records import _forms
-
-    tex = _forms(table, "")["tex"]
-    assert r"\input" not in tex and r"\textbackslash{}input\{" in tex
 
 
 # What a killed run leaves
