@@ -2,7 +2,6 @@
 their schema."""
 
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +12,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from jsonschema import Draft202012Validator
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
-from typer.testing import CliRunner
 
-from isoreg.cli import app
 from isoreg.noise import load_dropout
 from isoreg.sites import dropout_sites
-from isoreg.experiments.config import RunConfig, command
+from isoreg.experiments.config import RunConfig
 from isoreg.files import pack, unpack
 from isoreg.experiments.finetune import run, sentence_vectors
 from isoreg.experiments.record import RunRecord, collect, read_lines, record_schema
@@ -135,25 +132,6 @@ def test_a_saved_model_loads_with_its_dropout(tmp_path):
     assert len(set(rates.values())) > 3 and all(
         record.dropout["rates"][n] == pytest.approx(p) for n, p in rates.items() if n in record.dropout["rates"]
     )
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        dict(),
-        dict(regularizer="none", seed=3, segment_ids=False),
-        dict(padding=True, zeta=0.0, layers="mean", lr=1e-4),
-        dict(task="toy-rte", dropout="constant", dropout_p=0.05, recipe="mosbach"),
-        dict(regularizer="cosreg", lam=-1.0, cosreg_layer=2, train_fraction=0.5),
-        dict(correction="ustat", layers=3, warmup=0.0, clip=0.0),
-    ],
-)
-def test_command_makes_the_same_run(values, monkeypatch):
-    config, seen = RunConfig(**values), {}
-    monkeypatch.setattr("isoreg.cli._run", lambda given, *rest, **more: seen.update(given))
-    result = CliRunner().invoke(app, shlex.split(command(config))[1:])
-    assert result.exit_code == 0, result.output
-    assert RunConfig.from_dict(seen).key == config.key
 
 
 def test_sentence_vectors_equal_one_text_at_a_time():

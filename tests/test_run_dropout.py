@@ -83,11 +83,10 @@ def test_a_file_has_one_name(tmp_path, monkeypatch, setting):
 
 def test_keys_keep_and_tell_apart():
     plain = RunConfig(**SMALL)
-    assert plain.key == RunConfig(**SMALL, dropout="standard", p_max=0.3, aggregate="sum").key
+    assert plain.key == RunConfig(**SMALL, dropout="standard", p_max=0.3).key
     keys = {RunConfig(**SMALL, dropout=h, dropout_p=0.2 if h == "constant" else None).key for h in HOWS}
     assert len(keys) == len(HOWS) and plain.key in keys
     assert RunConfig(**SMALL, dropout="guided", p_max=0.2).key != RunConfig(**SMALL, dropout="guided").key
-    assert RunConfig(**SMALL, dropout="gaussian", aggregate="sum").key == RunConfig(**SMALL, dropout="gaussian").key
 
 
 def test_the_content_of_files_is_in_the_key(tmp_path):

@@ -31,7 +31,7 @@ from ..schedules import guided_schedule, site_scores
 from ..sites import dropout_sites
 from ..files import record_files, write_atomically
 from ..fisher import FisherEstimate, agreement, empirical_fisher, model_fingerprint
-from ..geometry import Dimensions, geometry
+from ..geometry import MEASURES, Dimensions, geometry
 from ..isoscore import isoscore
 from ..landscape import Direction, Surface, direction, grid, loss_line, loss_surface, plane_hessian, subset
 from .models import (
@@ -254,9 +254,9 @@ def _measure_layer(number: int, x: torch.Tensor, pooling: str, notes: list[str])
 
 
 def _in_a_line(row: dict) -> str:
-    "Return the measures of a layer that are told while it runs."
-    return (f"layer {row['layer']}: IsoScore {row['isoscore']:.4f}, cosine {row['average_cosine']:.3f}, "
-            f"effective rank {row['effective_rank']:.1f}, TwoNN {row['two_nn']:.1f}")
+    "Return the measures of a layer in words."
+    measures = [f"{m.heading} {row[name]:.{m.digits}f}" for name, m in MEASURES.items()]
+    return f"layer {row['layer']}: " + ", ".join(measures)
 
 # %% ../../nbs/experiments/25_measure.ipynb #ba4a8861
 def _about(corpus: TextBatches) -> dict:

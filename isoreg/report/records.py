@@ -106,7 +106,7 @@ RECORDED = {  # column: its place in a record
     "commit": "git_commit", "started": "started", "attempts": "attempts"}
 NUMBERS = ("value", "majority", "isoscore_before", "isoscore_after", "isoscore_embeddings_before",
            "isoscore_embeddings_after", "attempts")
-SETTINGS = {name: field.default for name, field in RunConfig.model_fields.items()}
+SETTINGS = dict.fromkeys(RunConfig().to_record()) | {n: field.default for n, field in RunConfig.model_fields.items()}
 
 
 def _get(record: dict, path: str):
@@ -416,7 +416,9 @@ def compare(
     return _table(_judged(rows, 1 - level), "comparison", [*by, "method"], level, df)
 
 # %% ../../nbs/report/27_records.ipynb #1e73e853
-def _pair(arm: pd.DataFrame, base: pd.DataFrame, names: tuple, values: pd.Series, level: float, metric: bool) -> dict:
+def _pair(
+    arm: pd.DataFrame, base: pd.DataFrame, names: tuple[str, str], values: pd.Series, level: float, metric: bool,
+) -> dict:
     "Return the comparison of two arms, runs paired by seed; metric: the values have a majority rate and row errors."
     for g in (arm, base): _check_pairs(g)
     a, b = (pd.Series(values[g.index].to_numpy(), index=g.seed, dtype=float) for g in (arm, base))
