@@ -547,10 +547,10 @@ def report_command(
     baseline: Annotated[str, _BASELINE] = "base",
     by: Annotated[list[str] | None, _APART] = None,
 ):
-    """Tables (.md, .html, .tex, .csv) and figures (.png, .pdf) from records: intervals, paired tests, failed and
-    collapsed runs."""
+    "Tables (.md) and figures (.png) from records: intervals, paired tests, failed and collapsed runs."
     from isoreg.checks import one_of
-    from isoreg.report.records import load, readable, summarise, write_report
+    from isoreg.report.figures import write_report
+    from isoreg.report.records import load, readable, summarise
     with _warnings_shown(): runs = load([str(s) for s in source])
     methods = list(runs.method.unique())
     if baseline != "base": one_of("baseline", baseline, methods)
