@@ -34,6 +34,7 @@ from transformers import (
 
 from isoreg.isoscore import isoscore, isoscore_star
 from isoreg.istar import CosReg, IStar, check_batches, measure_isotropy, reference_covariance, token_moments
+from isoreg.moments import moments
 from isoreg.states import same_draws
 from isoreg.trainer import (
     IsotropyLog,
