@@ -256,19 +256,17 @@ def _finished(run, out: Path):
 def _execute(run, out: Path, save_model: bool, force: bool):
     "Execute the notebook of a run in its folder; end the command if it fails, or if another process does it."
     from filelock import Timeout
-    from isoreg.experiments.sweep import Folder, set_aside
+    from isoreg.experiments.sweep import Folder
     (out / run.key).mkdir(parents=True, exist_ok=True)
     try:
-        with Folder(out).lock(run.key) as claim:
+        with Folder(out).lock(run.key):
             if not force and _finished(run, out) is not None: return  # meanwhile, by another process
-            if aside := set_aside(Folder(out), run):
-                _errors.print(f"note: record.json was of other settings or files; it is now {aside.name}")
-            failure = _attempt(run, out, save_model, claim)
+            failure = _attempt(run, out, save_model)
     except Timeout: _fail(f"another process does this run already; see isoreg status {out}", 1)
     if failure: _fail(*failure)
 
 # %% ../nbs/31_cli.ipynb #ec8867c4
-def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
+def _attempt(run, out: Path, save_model: bool) -> tuple[str, int] | None:
     "Execute the notebook of a claimed run; return message and exit code if it fails."
     from papermill.exceptions import PapermillExecutionError
     from isoreg.experiments.notebook import execute
@@ -278,7 +276,7 @@ def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
     progress.unlink(missing_ok=True)  # of an earlier try, as failed.json below
     before = _written(folder)
     with _progress_bar() as on_progress, stop_signals():
-        try: execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, [claim.handle])
+        try: execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress)
         except (KeyboardInterrupt, PapermillExecutionError, RuntimeError, OSError) as error:  # of kernel or disk, too
             interrupted = "KeyboardInterrupt" in (type(error).__name__, getattr(error, "ename", ""))
             if interrupted and _written(folder) != before: return "stopped; the run is done, its record is kept", 130
@@ -430,7 +428,6 @@ _JOBS = typer.Option(min=1, show_default=False, help="Runs at the same time (def
                      "more than GPUs share them).")
 _ONLY = _option("Only this block; may be given several times.")
 _IN_ALL = _option("name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].", "--set")
-_DONE = _option("Records (.jsonl) that count as done, such as nbs/results/runs.jsonl; they are put into the folder.")
 _RETRY = typer.Option("--retry-failed", help="Take up the runs that failed in an earlier sweep.")
 _RAY = typer.Option("--ray", metavar="[ADDRESS]", show_default=False,
                     help="Run on Ray: this cluster, or else that of RAY_ADDRESS, or one of this machine.")
@@ -444,17 +441,13 @@ def sweep_command(
     jobs: Annotated[int | None, _JOBS] = None,
     only: Annotated[list[str] | None, _ONLY] = None,
     set_: Annotated[list[str] | None, _IN_ALL] = None,
-    records: Annotated[Path | None, _DONE] = None,
     retry_failed: Annotated[bool, _RETRY] = False,
     ray: Annotated[str | None, _RAY] = None,
 ):
     "Do all runs of a grid that are not done, several at a time."
     from isoreg.experiments.grid import expand, load_grid
-    from isoreg.experiments.sweep import restore
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
-    with _warnings_shown(): stored = restore(records, plan, out, dry_run) if records else set()
-    if records: _console.print(f"{len(stored)} runs are taken from {records}")
-    done = _show_plan(plan, out, stored, keys=dry_run)
+    done = _show_plan(plan, out, keys=dry_run)
     if dry_run: return
     if ray is None: _check_inputs([run.config for run in plan.runs if run.key not in done])
     report = _sweep(plan, out, jobs, ray, retry_failed)
@@ -485,14 +478,14 @@ def _sweep(plan, out: Path, jobs: int | None, ray: str | None, retry_failed: boo
     except KeyboardInterrupt: _fail("stopped; what is done stays, and the same command goes on with the rest", 130)
 
 # %% ../nbs/31_cli.ipynb #a19c548c
-def _show_plan(plan, out: Path, stored: set[str], keys: bool) -> set[str]:
+def _show_plan(plan, out: Path, keys: bool) -> set[str]:
     "Print the blocks of a plan, count its runs, and return the keys of those that are done."
     from isoreg.experiments.sweep import Folder
     table = _table(f"{plan.name}: {plan.description}" if plan.description else plan.name,
                    ("block", "notebook"), ("combinations", "runs"))
     for block in plan.blocks: table.add_row(*map(str, block))
     _console.print(table)
-    done = {run.key for run in plan.runs if run.key in stored or Folder(out).record(run) is not None}
+    done = {run.key for run in plan.runs if Folder(out).record(run) is not None}
     more = f"; {plan.duplicates} combinations are equal to others" if plan.duplicates else ""
     if plan.excluded: more += f"; {plan.excluded} excluded"
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
@@ -626,20 +619,14 @@ def _show_choices(choices: list, name: str):
         _console.print("The methods chose from different numbers of settings: more of them find a higher best.")
 
 # %% ../nbs/31_cli.ipynb #a8c326f1
-_CLEAN = typer.Option("--clean", help="Remove what killed runs left: half-written files, and the folders of runs in "
-                      "the making that nobody computes; those then begin anew.")
-
-
 @app.command("status")
 def status_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a sweep, or of isoreg run.")],
     as_json: Annotated[bool, _JSON] = False,
-    clean: Annotated[bool, _CLEAN] = False,
 ):
     "What is done, running, failed and missing in a folder, and the time left."
-    from isoreg.experiments.sweep import clean as remove, status
+    from isoreg.experiments.sweep import status
     state = status(folder)
-    if clean: _errors.print(f"{len(remove(folder))} left-overs are removed; what is younger than a minute stays")
     if as_json: print(json.dumps(state, indent=1))
     else: _show_status(state, folder)
 

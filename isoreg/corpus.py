@@ -462,10 +462,8 @@ def _utf8(path: Path) -> str:
 
 def _from_table(kind: str, source: str):
     "Return the rows of a file; of .csv and .tsv as they are written, also NA and 007. `ValueError` for a damaged one."
-    try:
-        if kind != "csv": return load_rows(kind, data_files=source, split="train")
-        return Dataset.from_pandas(read_table(source, dtype=str, keep_default_na=False))
-    except ValueError as error:
+    try: return Dataset(read_table(source))
+    except (ValueError, TypeError, OSError) as error:
         raise ValueError(f"source: {source!r} cannot be read as {kind} ({error}); mend the file") from None
 
 

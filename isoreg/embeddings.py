@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .checks import in_range, one_of
 from .corpus import read_lines
-from .files import expanded, from_json, limit_hub
+from .files import expanded, from_json
 from .geometry import Cloud, Dimensions, outlier_dimensions, stand_out, transformed
 from .isoscore import IsoScoreEstimate, isoscore, isoscore_from_cov, isoscore_with_error
 from .experiments.measure import layer_points
@@ -305,7 +305,6 @@ def is_sentence_transformer(
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     "Return the vectors that a SentenceTransformers model gives, float32; `ValueError` where it cannot be read."
     folder, hint = expanded(model), "give a pooling, which reads its encoder alone"
-    limit_hub()
     try:
         from sentence_transformers import SentenceTransformer
         if folder.is_dir(): _check_modules(folder / "modules.json")

@@ -32,7 +32,7 @@ from isoreg.sequences import isoscore_by_sequence_with_error
 from isoreg.experiments.notebook import execute, run_notebook_path
 from isoreg.report.records import load
 from isoreg.experiments.notebook import KernelDied
-from isoreg.experiments.sweep import Folder, status
+from isoreg.experiments.sweep import status
 from isoreg.experiments.toy import toy_model_path
 
 ROOT = Path(__file__).parents[1]
@@ -171,7 +171,6 @@ def test_a_run_is_repeated_and_compared(done, tmp_path):
         (["run", "--layers=--1"], ["layers"]),
         (["run", "--lamm", 1], ["--lamm"]),
         (["run", "--lr", "1e-5", "--lr=2e-5"], ["lr: is given twice"]),
-        (["sweep", "toy", "--records", "a.jsonl", "--records", "b.jsonl"], ["records: is given twice"]),
         (["run", "--set", "pad_to_max"], ["set", "pad_to_max"]),
         (["rerun", "nothing", "--records", "nowhere"], ["record", "nothing", "nowhere"]),
         (["select", "toy", "nowhere.jsonl"], ["nowhere.jsonl"]),
@@ -238,33 +237,6 @@ def test_a_failed_run_leaves_word_until_it_is_done(tmp_path, monkeypatch):
         and "undefined" in words
         and not file.exists()
         and not status(out)["failed"]
-    )
-
-
-def test_a_failed_run_leaves_alone_what_a_sweep_has_begun(tmp_path, monkeypatch):
-    "A sweep was killed in this run, and `isoreg run` fails in it: its own notebook stays, and the sweep's files, too."
-    folder, key = Folder(tmp_path), RunConfig().key
-    part = folder.part(key)
-    part.mkdir(parents=True)
-    begun = {
-        "notebook.ipynb": "of the sweep",
-        "progress.json": "{}",
-        "tried.json": json.dumps({"key": key, "attempts": 1}),
-    }
-    for name, text in begun.items():
-        (part / name).write_text(text)
-
-    def failing(name, notebook, *a):
-        Path(notebook).write_text("of this run")
-        raise papermill.PapermillExecutionError(1, 1, "", "ValueError", "no", [])
-
-    monkeypatch.setattr("isoreg.experiments.notebook.execute", failing)
-    assert invoke("run", "--out", tmp_path).exit_code == 2
-    assert (tmp_path / key / "notebook.ipynb").read_text() == "of this run" and {
-        p.name: p.read_text() for p in part.iterdir()
-    } == begun
-    assert json.loads((tmp_path / key / "failed.json").read_text())["notebook"] == str(
-        tmp_path / key / "notebook.ipynb"
     )
 
 
@@ -695,7 +667,7 @@ def test_an_interrupt_by_the_kernel_leaves_an_earlier_record(tmp_path, monkeypat
     monkeypatch.setattr("isoreg.experiments.notebook.execute", interrupted)
     result = invoke("run", "--force", "--out", tmp_path)
     assert result.exit_code == 130 and result.stderr.count("\n") <= 3 and "Traceback" not in result.stderr
-    assert [p.name for p in (tmp_path / RunConfig().key).iterdir()] == ["record.aside-1.json"]  # it was of no run
+    assert [p.name for p in (tmp_path / RunConfig().key).iterdir()] == ["record.json"]
 
 
 def test_an_interrupt_after_the_record_leaves_it_and_says_so(tmp_path, monkeypatch):

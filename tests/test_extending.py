@@ -21,11 +21,12 @@ from isoreg.cli import sweep_command
 from isoreg.experiments.config import DROPOUTS, PENALTIES, RunConfig, command, made, method_label, name_of, packages
 from isoreg.experiments.data import load_metric, load_task
 from isoreg.experiments.finetune import rerun, run
-from isoreg.experiments.grid import Plan, Run, expand, load_grid
+from isoreg.files import read_table
+from isoreg.experiments.grid import Run, expand, load_grid
 from isoreg.istar import CosReg, IStar
 from isoreg.experiments.record import RunRecord, changed_inputs, inputs_sha256
 from isoreg.report.records import load
-from isoreg.experiments.sweep import Folder, is_record_of, restore
+from isoreg.experiments.sweep import Folder, is_record_of
 from isoreg.experiments.tasks import TASKS, Task, definition, from_definition, read_task
 from isoreg.experiments.toy import toy_model_path, toy_task, toy_tokenizer
 
@@ -136,11 +137,9 @@ def test_labels_that_are_numbers_are_never_taken_for_positions(tmp_path):
         'text\tlabel\none\t"no\ntwo\tyes"\nthree\tno\n',  # in the labels
     ],
 )
-def test_a_mark_that_joins_lines_of_a_tsv_is_refused(tmp_path, rows):
+def test_a_mark_that_is_not_closed_joins_no_lines(tmp_path, rows):
     (tmp_path / "t.tsv").write_text(rows)
-    files = dict.fromkeys(("train", "validation"), str(tmp_path / "t.tsv"))
-    with pytest.raises(ValueError, match="quotation mark .* joins lines"):
-        load_task(Task("own", label_names=("no", "yes"), files=files))
+    assert read_table(tmp_path / "t.tsv").num_rows == rows.count("\n") - 1
 
 
 def test_labels_in_a_task_file_are_words_also_where_old_yaml_had_others(folder):
@@ -275,7 +274,7 @@ def test_a_run_is_done_anew_when_the_weights_in_its_folder_change(folder):
     planned = Run(config.key, "finetune", config.to_dict())
     (folder / "out" / config.key).mkdir(parents=True)
     (folder / "out" / config.key / "record.json").write_text(json.dumps(record))
-    assert set(record["inputs"]) == {"model"} and Folder(folder / "out").record(planned) == record
+    assert set(record["inputs"]) == {"model", "tokenizer"} and Folder(folder / "out").record(planned) == record
     (model / "pytorch_model.bin").symlink_to("nowhere")  # nobody reads it
     (model / "notes.bin").mkdir()
     assert changed_inputs(record) == []
@@ -283,9 +282,6 @@ def test_a_run_is_done_anew_when_the_weights_in_its_folder_change(folder):
     save_file({n: 2 * w for n, w in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
     assert config.key == record["key"] and changed_inputs(record) == ["model"]
     assert is_record_of(record, planned) and Folder(folder / "out").record(planned) is None
-    (folder / "r.jsonl").write_text(json.dumps(record) + "\n")
-    with pytest.warns(UserWarning, match="records: those with another model than is here now are left out"):
-        assert restore(folder / "r.jsonl", Plan("g", (planned,), 1), folder / "other") == set()
     assert changed_inputs(record | {"inputs": {}}) == []  # as an older record, which does not tell
     shutil.rmtree(model)
     assert changed_inputs(record) == []  # nor can what is not here

@@ -78,7 +78,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(
         isoreg.experiments.finetune, "run", lambda *a, **k: (_ for _ in ()).throw(ValueError("run: not here"))
     )
-    monkeypatch.setattr(isoreg.experiments.sweep, "_work", lambda s, on_progress: None)
+    monkeypatch.setattr(isoreg.experiments.sweep.Sweep, "work", lambda s, on_progress: None)
     yield home
     assert {p.name for p in tmp_path.iterdir()} == {"home", "beside"} and (tmp_path / "beside").read_text() == "stays"
 
@@ -113,7 +113,7 @@ odd_texts = st.one_of(
     st.from_regex(r"[a-z_]{1,8}=[\[\]{}&*!:,.\-0-9a-z ]{0,12}", fullmatch=True),
 )
 names = [f"--{name.replace('_', '-')}" for name in RunConfig.model_fields]
-flags = st.sampled_from([*names, "--set", "--only", "--dry-run", "--json", "--clean", "--model", "--array", "--seeds"])
+flags = st.sampled_from([*names, "--set", "--only", "--dry-run", "--json", "--model", "--array", "--seeds"])
 places = st.sampled_from(["here", "r.jsonl", "x.npy", "t.txt", "g.yaml", "nowhere", ".", "toy", "demo", "x.npy/below"])
 words = st.lists(st.one_of(flags, places, odd_texts), max_size=6)
 
@@ -333,7 +333,6 @@ def _records(record, cut, whole):
     read_progress(home / "progress.json")
     for command in (["status", "runs"], ["sweep", "demo", "--out", "runs", "--dry-run"], ["rerun", str(home)]):
         ends(*command)
-    ends("sweep", "demo", "--records", "r.jsonl", "--out", "other", "--dry-run")
     ends("select", "demo", "r.jsonl")
     assert (home / "record.json").read_text() == text and Path("r.jsonl").read_text() == text + "\n"
 

@@ -20,8 +20,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.json
 import pyarrow.parquet as pq
 from datasets import Dataset, Features, Value
 from scipy import stats
@@ -29,7 +27,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 from transformers import PreTrainedTokenizerBase
 
 from ..checks import in_range, one_of
-from ..files import load_rows
+from ..files import load_rows, read_table
 from .tasks import TASKS, Task, file_digest, get_task
 from .toy import TOY_TASKS, toy_task
 
@@ -178,29 +176,14 @@ def _read_own(task: Task, split: str, argument: str) -> tuple[Dataset, str]:
     digest = file_digest(split, file)
     if dict(task.sha256).get(split, digest) != digest:
         raise ValueError(f"files: {split}: {file!r} is not the file that this run was planned with; plan it again")
-    try: table = _table_of(Path(file), task.text_columns)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    try: table = read_table(file, list(task.text_columns))
+    except (ValueError, TypeError, OSError) as error:
         why = " ".join(str(error).split())
         raise ValueError(f"files: {split}: {file!r} cannot be read ({why}); CSV and TSV need a head line, JSON an "
                          "object a line, all of them UTF-8") from None
     twice = [c for c in table.column_names if table.column_names.count(c) > 1]
     if twice: raise ValueError(f"files: {split}: {file!r} has several columns {twice[0]!r}; rename all but one")
     return Dataset(table), Path(file).name
-
-# %% ../../nbs/experiments/18_data.ipynb #cf3ebdf6
-def _table_of(path: Path, texts: Sequence[str]) -> pa.Table:
-    "Return the columns of a file; those of texts as texts."
-    kind = path.suffix.lower()
-    if kind == ".parquet": return pq.read_table(path)
-    if kind in (".json", ".jsonl"): return pa.json.read_json(path)
-    table = pa.csv.read_csv(
-        path, parse_options=pa.csv.ParseOptions(delimiter="\t" if kind == ".tsv" else ",", newlines_in_values=True),
-        convert_options=pa.csv.ConvertOptions(column_types={c: pa.string() for c in texts}))
-    words = (t for c in table.columns if pa.types.is_string(c.type) for t in c.to_pylist())  # labels, too
-    if kind == ".tsv" and any(re.search(r"[\n\t]", t or "") for t in words):
-        raise ValueError(f"files: a quotation mark in {str(path)!r} joins lines or columns to one text; write a mark "
-                         "of the text twice and the text in marks, or give the rows as .jsonl or .parquet")
-    return table
 
 # %% ../../nbs/experiments/18_data.ipynb #70d07329
 class MissingSplit(FileNotFoundError, ValueError):
