@@ -1,19 +1,17 @@
-"""A run that takes as long as it is told, for tests of what goes on around runs: python sweep_stub.py GRID OUT
-[OPTION=VALUE ...]"""
+"""A run that takes a given time, for tests of sweeps: python sweep_stub.py GRID OUT [OPTION=VALUE ...]"""
 
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from isoreg.files import write_atomically
-from pydantic import Field
-
-from isoreg.experiments.config import CONFIGS, Settings
+from isoreg.experiments.config import CONFIGS, Settings, setting
 from isoreg.experiments.grid import PATHS, Run, expand, load_grid
-from isoreg.experiments.sweep import DiskFull, Local, sweep
+from isoreg.experiments.sweep import Local, sweep
+from isoreg.files import write_atomically
 
 CELLS = """
 task = "a"; seed = 0; wait = 0.0; fail = ""; log = ""; out = "runs"
@@ -29,17 +27,15 @@ left_over = [1]
 
 class StubConfig(Settings):
     task: str = "a"
-    seed: int = Field(0, ge=0)
+    seed: int = setting(0, "", ge=0)
     wait: float = 0.0  # seconds
-    fail: str = ""  # always, once, die, kill, full; at-start, at-work, at-record, at-saving, at-end: killed there once
-    log: str = ""  # file that is told of each start and each record
+    fail: str = ""  # always, once, die, kill, full; at-start, at-work, at-record, at-end: killed there once
+    log: str = ""  # file with a line for each start and each record
 
     @property
     def key(self):
-        return (
-            f"{self.task}-{self.seed}-"
-            + hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
-        )
+        digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+        return f"{self.task}-{self.seed}-{digest[:8]}"
 
 
 def tell(config, word):
@@ -59,7 +55,6 @@ def kill_once(config, where):
 def work(config, out):
     tell(config, "start")
     kill_once(config, "start")
-    folder = Path(out) / config.key
     time.sleep(config.wait)
     kill_once(config, "work")
     if config.fail == "always":
@@ -69,23 +64,16 @@ def work(config, out):
     if config.fail == "die":
         os._exit(9)
     if config.fail == "kill":
-        os.write(2, b"last words")  # past the notebook, as what crashes does
+        os.write(2, b"last words")  # past the notebook, as a process that crashes does
         os.kill(os.getpid(), 9)
     if config.fail == "once" and not (mark := Path(config.log + config.key)).exists():
         mark.touch()
         raise ConnectionError("not at the first time")
-    record = {
-        "key": config.key,
-        "status": "done",
-        "config": config.to_dict(),
-        "value": hashlib.sha256(config.key.encode()).hexdigest(),
-        "total_seconds": config.wait,
-        "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"),
-    }
+    value, gpu = hashlib.sha256(config.key.encode()).hexdigest(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    record = {"key": config.key, "status": "done", "config": config.to_dict(), "value": value}
     kill_once(config, "record")
-    if config.fail == "at-saving":  # the file is written, its name not yet given
-        rename, os.replace = os.replace, lambda *names: kill_once(config, "saving") or rename(*names)
-    write_atomically(folder / "record.json", json.dumps(record))
+    content = json.dumps(record | {"total_seconds": config.wait, "gpu": gpu})
+    write_atomically(Path(out) / config.key / "record.json", content)
     tell(config, "record")
     kill_once(config, "end")
     return record
@@ -95,16 +83,10 @@ def enter(folder):
     "Make the notebook, and enter it among those that sweeps know."
     path = Path(folder) / "stub.ipynb"
     if not path.exists():
-        cells = [
-            {
-                "cell_type": "code",
-                "id": f"c{i}",
-                "metadata": {"tags": ["parameters"] * (not i)},
-                "source": source.strip(),
-            }
-            | {"outputs": [], "execution_count": None}
-            for i, source in enumerate(CELLS.split("#---"))
-        ]
+        empty = {"cell_type": "code", "outputs": [], "execution_count": None}
+        sources = [source.strip() for source in CELLS.split("#---")]
+        tags = [["parameters"], *([] for _ in sources[1:])]
+        cells = [empty | {"id": f"c{i}", "metadata": {"tags": tags[i]}, "source": s} for i, s in enumerate(sources)]
         kernel = {"name": "python3", "display_name": "python3", "language": "python"}
         notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
         write_atomically(path, json.dumps(notebook))
@@ -123,6 +105,45 @@ def received(folder, fields):
     return Travelling(**fields)
 
 
+# What the tests of sweeps share
+
+
+def stub(folder, name="g", wait=0.05, tasks="[a, b]", seeds="[0, 1]", extra=""):
+    "A grid of stub runs; its log is folder/log."
+    enter(folder)
+    path = folder / f"{name}.yaml"
+    fixed = f"fixed: {{wait: {wait}, log: {folder / 'log'}}}"
+    path.write_text(f"notebook: stub\n{fixed}\naxes: {{task: {tasks}, seed: {seeds}}}\n{extra}")
+    return path
+
+
+def start(path, out, **options):
+    words = [f"{k}={json.dumps(v)}" for k, v in options.items()]
+    command = [sys.executable, __file__, str(path), str(out), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(path, out, **options):
+    process = start(path, out, **options)
+    output, _ = process.communicate(timeout=600)
+    return process.returncode, output
+
+
+def wait_for(condition, seconds=300):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def records(out):
+    return {p.parent.name: json.loads(p.read_text()) for p in Path(out).glob("*/record.json")}
+
+
+def logged(folder, word):
+    return sorted(line.split()[1] for line in (folder / "log").read_text().splitlines() if line.startswith(word))
+
+
 if __name__ == "__main__":
     grid, out = sys.argv[1:3]
     options = {k: json.loads(v) for k, v in (a.split("=") for a in sys.argv[3:])}
@@ -130,8 +151,6 @@ if __name__ == "__main__":
     executor = Local(options.pop("jobs", None))
     try:
         report = sweep(expand(load_grid(grid)), out, executor, log=lambda line: print(line, flush=True), **options)
-    except DiskFull as error:
-        sys.exit(f"full: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
     if report.stopped:

@@ -1,50 +1,28 @@
-"""What goes wrong around a run: kernels that are killed at any point, disks without locks, a hub that answers rubbish,
-a device without memory, a cluster that loses what it has."""
+"""What goes wrong around a run: kernels that are killed, a device without memory, a cluster that loses what it has."""
 
 import dataclasses
-import errno
-import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 
 import pytest
 import sweep_stub
-from filelock import Timeout
-from test_sweep import finish, importable, logged, records, start, stub, wait_for
+import torch
+from sweep_stub import logged, records, stub, wait_for
+from test_sweep import importable
 
-import isoreg.experiments.sweep
 from isoreg.experiments.config import RunConfig
 from isoreg.experiments.finetune import run
 from isoreg.experiments.grid import expand, load_grid
-from isoreg.experiments.sweep import Folder, OnRay, sweep
+from isoreg.experiments.sweep import OnRay, sweep
 
 assert importable  # a fixture, used by every test
 LONG = pytest.mark.skipif("ISOREG_LONG" not in os.environ, reason="takes minutes; ISOREG_LONG=1 runs it")
 
 
 # A kernel that is killed
-
-POINTS = ["start", "work", "record", "saving", "end"]
-
-
-def test_a_kernel_killed_at_any_point_loses_no_record_and_repeats_only_what_was_lost(tmp_path):
-    more = "\n".join(f"  - {{task: c, seed: {i}, fail: at-{point}}}" for i, point in enumerate(POINTS))
-    path, out = stub(tmp_path, tasks="[a]", seeds="[0]", extra=f"include:\n{more}\n"), tmp_path / "out"
-    runs = expand(load_grid(path)).runs
-    code, output = finish(path, out, jobs=2)
-    assert code == 0, output
-    expected = {r.key: 1 if r.config["fail"] in ("", "at-end") else 2 for r in runs}
-    assert Counter(logged(tmp_path, "start")) == expected  # the record that was whole was not computed again
-    assert set(logged(tmp_path, "record")) == set(records(out)) == set(expected)
-    folder = Folder(out)
-    assert all(folder.record(r) is not None for r in runs)
-    assert not list(out.rglob("*.tmp")) and not list((folder.home / "part").iterdir())
-
 
 KILLED_IN = """
 import importlib.machinery, os
@@ -69,7 +47,7 @@ importlib.machinery.SourceFileLoader.exec_module = exec_module
     "point",
     [
         "isoreg.experiments.finetune.load_model",
-        "isoreg.trainer.named_parts",
+        "isoreg.trainer._penalised",
         "isoreg.experiments.finetune._fill_record",
         "isoreg.files.fsync",
     ],
@@ -112,6 +90,57 @@ def of_the_model(found: dict) -> dict:
 SMALL = dict(task="toy-cola", max_train=64, max_eval=64, epochs=1)
 
 
+def short_of_memory(monkeypatch, fits):
+    "Let training steps with more examples than fit fail as they do on a GPU; return the sizes that were tried."
+    from isoreg.trainer import PenaltyTrainer
+
+    tried, step = [], PenaltyTrainer.training_step
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        tried.append(len(inputs["input_ids"]))
+        if tried[-1] > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words.")
+        return step(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(PenaltyTrainer, "training_step", training_step)
+    return tried
+
+
+@pytest.mark.parametrize("regularizer", ["none", "istar"])
+def test_a_run_short_of_memory_is_the_run_with_smaller_batches(monkeypatch, regularizer):
+    config = RunConfig(**SMALL, regularizer=regularizer, batch_size=32, accumulation=1, out_of_memory="halve")
+    wanted = run(RunConfig(**SMALL, regularizer=regularizer, batch_size=8, accumulation=4)).to_dict()
+    tried = short_of_memory(monkeypatch, 8)
+    found = run(config).to_dict()
+    assert tried[:3] == [32, 16, 8] and set(tried[2:]) == {8}
+    note = found["model"]["notes"].pop()
+    assert note.startswith("out of memory with micro-batches of 32: trained with 8, 4 a step")
+    assert ("penalty" in note) == (regularizer == "istar")
+    for name in ("value", "predictions", "isoscore", "model", "dropout", "data"):
+        assert found[name] == wanted[name], name
+    assert found["config"]["batch_size"] == 32 and found["key"] == config.key != wanted["key"]
+
+
+@pytest.mark.parametrize(
+    "settings, fits, words",
+    [
+        (dict(batch_size=8), 4, "batch_size: micro-batches of 8 do not fit .*allocate 2.00 GiB.*out_of_memory=halve"),
+        (dict(batch_size=6, out_of_memory="halve"), 2, "batch_size: micro-batches of 3 .*smaller max_length"),
+        (dict(batch_size=2, out_of_memory="halve"), 0, "batch_size: micro-batches of 1 .*smaller max_length"),
+    ],
+)
+def test_a_run_that_cannot_have_the_memory_says_what_helps(monkeypatch, settings, fits, words):
+    short_of_memory(monkeypatch, fits)
+    with pytest.raises(torch.OutOfMemoryError, match=words):
+        run(RunConfig(**SMALL, regularizer="none", **settings))
+
+
+def test_the_choice_about_memory_leaves_the_keys_of_other_runs():
+    usual = RunConfig(**SMALL)
+    assert RunConfig(**SMALL, out_of_memory="fail").key == usual.key
+    assert "out_of_memory" not in usual.identity() and RunConfig(**SMALL, out_of_memory="halve").key != usual.key
+
+
 def test_the_precision_of_an_earlier_training_is_not_that_of_the_next(monkeypatch):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     config = RunConfig(**SMALL, regularizer="none", precision="fp32")
@@ -123,253 +152,6 @@ def test_the_precision_of_an_earlier_training_is_not_that_of_the_next(monkeypatc
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
     half = run(RunConfig(**SMALL, regularizer="none", precision="bf16")).to_dict()
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ and half["isoscore"] != wanted["isoscore"]
-
-
-# A folder whose locks are not those of a disk
-
-NO_FLOCK = """
-import fcntl, os, socket
-
-def flock(handle, how):
-    "As a network file system that lets everybody have the lock, or has none."
-    if os.environ["FLOCK"] != "yes": raise OSError(int(os.environ["FLOCK"]), "no locks here")
-
-fcntl.flock = flock
-socket.gethostname = lambda: os.environ["MACHINE"]
-"""
-
-
-@pytest.mark.parametrize("flock", ["yes", "38"])  # granted to all, or ENOSYS
-def test_two_machines_without_locks_between_them_never_do_a_run_twice(tmp_path, monkeypatch, flock):
-    (tmp_path / "sitecustomize.py").write_text(NO_FLOCK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("FLOCK", flock)
-    few = flock != "yes"
-    path = stub(tmp_path, wait=0.2, tasks="[a]", seeds="0..1" if few else "0..5")
-    runs, folder = expand(load_grid(path)).runs, Folder(tmp_path / "out")
-    machines = []
-    with folder.lock(runs[0].key):  # until both have begun
-        for name in ("one", "two"):
-            monkeypatch.setenv("MACHINE", name)
-            machines.append(start(path, folder.out, jobs=1))
-        assert all("to do" in p.stdout.readline() for p in machines)
-    assert [p.wait(300) for p in machines] == [0, 0]
-    said = [p.stdout.read() for p in machines]
-    assert logged(tmp_path, "start") == sorted(r.key for r in runs) and len(records(folder.out)) == len(runs)
-    assert few or all("done: " in s for s in said)
-    assert not list((folder.home / "locks").glob("*.owner"))
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_disk_without_locks_has_claims(tmp_path, monkeypatch, number):
-    def refuse(handle, how):
-        raise OSError(number, "no locks here")
-
-    monkeypatch.setattr(isoreg.experiments.sweep.fcntl, "flock", refuse)
-    with Folder(tmp_path).lock("run"):
-        assert Folder(tmp_path).is_held("run")
-    assert not Folder(tmp_path).is_held("run")
-
-
-@pytest.fixture
-def no_flock(monkeypatch):
-    "A disk of which every process gets every lock."
-    monkeypatch.setattr(isoreg.experiments.sweep.fcntl, "flock", lambda handle, how: None)
-
-
-def owned_by(path, machine, pid=1, began="0", age=0.0):
-    "The file of an owner who was last heard of some seconds ago."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{machine} {pid} {began}")
-    os.utime(path, (time.time() - age,) * 2)
-
-
-def test_an_owner_elsewhere_keeps_a_run_until_nothing_is_heard_of_it(tmp_path, no_flock, monkeypatch):
-    folder = Folder(tmp_path)
-    owner = folder.lock("run").owner
-    owned_by(owner, "another", age=isoreg.experiments.sweep.LEASE / 2)
-    with pytest.raises(Timeout):
-        folder.lock("run").acquire()
-    owned_by(owner, "another", age=isoreg.experiments.sweep.LEASE * 2)
-    with folder.lock("run"):
-        assert owner.read_text() == isoreg.experiments.sweep._name() and folder.is_held("run")
-        with pytest.raises(Timeout):
-            folder.lock("run").acquire()
-    assert not owner.exists() and not folder.is_held("run")
-
-
-def test_an_owner_here_is_dead_when_its_process_is(tmp_path, no_flock):
-    folder, here = Folder(tmp_path), isoreg.experiments.sweep._machine()
-    owner, pid = folder.lock("run").owner, os.getpid()
-    began = isoreg.experiments.sweep._began(pid)
-    if began == "?":
-        pytest.skip("nothing here tells when a process began")
-    owned_by(owner, here, pid, began)
-    with pytest.raises(Timeout):
-        folder.lock("run").acquire()
-    owned_by(owner, here, pid, "1")  # another process had this number
-    with folder.lock("run"):
-        pass
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    owned_by(owner, here, gone.pid, began)
-    with folder.lock("run"):
-        pass
-    owned_by(owner, f"{here}x", pid, "1")  # of another machine, nothing is known of its processes
-    with pytest.raises(Timeout):
-        folder.lock("run").acquire()
-
-
-def test_a_claim_is_touched_while_it_is_held_and_a_lost_one_is_left_to_its_owner(tmp_path, no_flock, monkeypatch):
-    monkeypatch.setattr(isoreg.experiments.sweep, "LEASE", 0.3)
-    folder = Folder(tmp_path)
-    claim = folder.lock("run")
-    with claim:
-        os.utime(claim.owner, (0, 0))
-        wait_for(lambda: claim.owner.stat().st_mtime > 1)
-        owned_by(claim.owner, "another", age=1000)  # this process stood still, and another took the run
-        time.sleep(0.3)
-        assert claim.owner.stat().st_mtime < time.time() - 900
-    assert claim.owner.read_text().startswith("another")
-
-
-def test_of_many_who_find_a_dead_owner_one_has_the_run(tmp_path, no_flock):
-    folder, had, begin = Folder(tmp_path), [], threading.Barrier(8)
-
-    def ask():
-        claim = folder.lock("run")
-        begin.wait()
-        try:
-            claim.acquire()
-        except Timeout:
-            return
-        had.append(claim)
-
-    for _ in range(20):
-        owned_by(folder.lock("run").owner, "another", age=isoreg.experiments.sweep.LEASE * 2)
-        threads = [threading.Thread(target=ask) for _ in range(8)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        assert len(had) == 1
-        had.pop().release()
-
-
-def take_in_turn(folder, end, dead, told):
-    "Take a run and let go of it, or die, again and again; tell how often, and how often somebody else had it, too."
-    isoreg.experiments.sweep._flock = lambda handle: True  # of everybody
-    claims = twice = 0
-    while time.time() < end:
-        claim = Folder(folder).lock("run")
-        try:
-            claim.acquire()
-        except (Timeout, OSError):
-            continue
-        claims += 1
-        try:
-            os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            twice += 1
-        else:
-            os.unlink(folder / "inside")
-        if claims % 2:
-            claim.owner.write_text(dead)  # as one leaves it who is killed
-            os.close(claim.handle)
-            claim.handle = claim.released.set()
-        else:
-            claim.release()
-    told.put((claims, twice))
-
-
-@LONG
-def test_a_run_whose_owners_die_all_the_time_is_never_taken_twice(tmp_path):
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    context = multiprocessing.get_context("fork")
-    told, dead = context.Queue(), f"{isoreg.experiments.sweep._machine()} {gone.pid} 1"
-    takers = [context.Process(target=take_in_turn, args=(tmp_path, time.time() + 25, dead, told)) for _ in range(6)]
-    for taker in takers:
-        taker.start()
-    claims, twice = map(sum, zip(*(told.get(timeout=60) for _ in takers)))
-    assert claims > 500 and twice == 0, (claims, twice)
-
-
-def test_the_mark_of_one_who_died_removing_an_owner_does_not_stay(tmp_path, no_flock):
-    folder = Folder(tmp_path)
-    claim = folder.lock("run")
-    owned_by(claim.owner, "another", age=isoreg.experiments.sweep.LEASE * 2)
-    mark = claim.owner.with_suffix(".removing")
-    mark.touch()
-    with pytest.raises(Timeout):
-        claim.acquire()  # somebody may be at it
-    os.utime(mark, (0, 0))
-    for _ in range(2):
-        try:
-            claim.acquire()
-            break
-        except Timeout:
-            pass
-    assert claim.handle is not None and not mark.exists()
-    claim.release()
-
-
-# A hub that is slow, or answers rubbish
-
-HUB = """
-import http.server, json, os, sys, threading, time, warnings
-
-ANSWERS = {
-    "error": (500, b"internal"), "busy": (429, b""), "html": (200, b"<html>please log in</html>"),
-    "cut": (200, b'{"model_type": "bert", "hidden_'), "binary": (200, bytes(range(256))),
-}
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    def answer(self):
-        how = next((w for w in self.path.split("/") if w in (*ANSWERS, "slow", "drop")), "cut")
-        if how == "slow": time.sleep(30)
-        if how in ("slow", "drop"): return
-        code, content = ANSWERS[how]
-        self.send_response(code)
-        for k, v in {"Content-Length": len(content), "ETag": "abc", "X-Repo-Commit": "a" * 40}.items():
-            self.send_header(k, str(v))
-        self.end_headers()
-        if self.command != "HEAD": self.wfile.write(content)
-
-    do_GET = do_HEAD = do_POST = answer
-    def log_message(self, *arguments): pass
-
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-server.daemon_threads = True
-threading.Thread(target=server.serve_forever, daemon=True).start()
-os.environ |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": sys.argv[1], "HF_HUB_OFFLINE": "0"}
-warnings.simplefilter("ignore")
-import isoreg.files
-from isoreg.experiments.models import load_tokenizer, read_body, read_config
-
-isoreg.files.HUB_SECONDS = 0.2
-for how in sys.argv[2:]:
-    for read in (read_config, load_tokenizer, read_body):
-        try: print(json.dumps([how, "read", ""]), read(f"{how}/model"))
-        except BaseException as error: print(json.dumps([how, type(error).__name__, str(error)]), flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        "html cut binary drop",
-        pytest.param("slow", marks=LONG),
-        pytest.param("error busy", marks=LONG),
-    ],
-)
-def test_a_hub_that_answers_rubbish_or_nothing_is_a_bad_model_by_name(tmp_path, kinds):
-    command = [sys.executable, "-c", HUB, str(tmp_path), *kinds.split()]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(found) == 3 * len(kinds.split()), done.stderr[-2000:]
-    for how, kind, said in found:
-        assert kind == "ValueError" and said.startswith("model: ") and f"'{how}/model'" in said, (how, kind, said)
 
 
 # A cluster that loses what it has

@@ -18,7 +18,7 @@ from isoreg.sites import dropout_sites
 from isoreg.experiments.config import RunConfig
 from isoreg.files import pack, unpack
 from isoreg.experiments.finetune import run, sentence_vectors
-from isoreg.experiments.record import RunRecord, collect, read_lines, record_schema
+from isoreg.experiments.record import RunRecord, changed_inputs, collect, inputs_sha256, read_lines, record_schema
 from isoreg.report.records import load
 from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig
 from isoreg.experiments.measure import measure
@@ -69,6 +69,25 @@ def test_several_processes_collect_into_one_file(tmp_path):
     code = f"from isoreg.experiments.record import collect; collect({str(tmp_path)!r} + '/runs-%d', {str(lines)!r})"
     started = [subprocess.Popen([sys.executable, "-c", code % seed]) for seed in seeds]
     assert [process.wait() for process in started] == [0] * 4 and len(read_lines(lines)) == 4
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "vocab.txt", "config.json",
+                                  "model-00002-of-00002.safetensors", "model.safetensors.index.json"])  # fmt: skip
+def test_every_file_that_a_model_is_loaded_from_decides_its_run(tmp_path, name):
+    for one in ("config.json", "model-00001-of-00002.safetensors", "README.md"):
+        (tmp_path / one).write_text("{}")
+    config = RunConfig(regularizer="none").to_dict() | {"model": str(tmp_path)}
+    record = {"config": config, "inputs": inputs_sha256(config)}
+    (tmp_path / "README.md").write_text("other words")
+    assert changed_inputs(record) == []
+    (tmp_path / name).write_text("first")  # a file that is new, or has another content
+    assert changed_inputs(record) != []
+    again = record | {"inputs": inputs_sha256(config)}
+    (tmp_path / name).write_text("second")
+    assert changed_inputs(again) != []
+    (tmp_path / name).unlink()
+    assert changed_inputs(again) != []
+    assert set(record["inputs"]) == {"model", "tokenizer"}
 
 
 @pytest.fixture(scope="module")
