@@ -145,9 +145,9 @@ def _execute(run, out: Path, save_model: bool):
     folder.mkdir(parents=True, exist_ok=True)
     parameters = run.parameters | {"out": str(out), "save_model": save_model}
     try:
-        with Folder(out).lock(run.key) as claim, _progress_bar() as on_progress, stop_signals():
+        with Folder(out).lock(run.key), _progress_bar() as on_progress, stop_signals():
             progress.unlink(missing_ok=True)  # of an earlier try, as failed.json below
-            execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, [claim.handle])
+            execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress)
             (folder / "failed.json").unlink(missing_ok=True)
     except Timeout: raise ValueError(f"out: another process does this run already; see isoreg status {out}") from None
     except PapermillExecutionError as error:
@@ -235,7 +235,7 @@ _JOBS = typer.Option(min=1, show_default=False, help="Runs at the same time (def
                      "more than GPUs share them).")
 _ONLY = _option("Only this block; may be given several times.")
 _IN_ALL = _option("name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].", "--set")
-_DONE = _option("Records (.jsonl) that count as done, such as nbs/results/runs.jsonl; they are put into the folder.")
+_DONE = _option("Records (.jsonl) whose runs count as done, such as nbs/results/runs.jsonl.")
 _RETRY = typer.Option("--retry-failed", help="Take up the runs that failed in an earlier sweep.")
 _RAY = typer.Option("--ray", help="Run on Ray: the cluster of RAY_ADDRESS, or one of this machine.")
 
@@ -254,12 +254,13 @@ def sweep_command(
 ):
     "Do all runs of a grid that are not done, several at a time."
     from isoreg.experiments.grid import expand, load_grid
-    from isoreg.experiments.sweep import restore
-    plan, stored = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ())), set()
+    plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
     if records:
-        with _warnings_shown(): stored = restore(records, plan, out, dry_run)
-        _console.print(f"{len(stored)} runs are taken from {records}")
-    done = _show_plan(plan, out, stored, keys=dry_run)
+        stored = {json.loads(line)["key"] for line in records.read_text(encoding="utf-8").splitlines()}
+        todo = tuple(run for run in plan.runs if run.key not in stored)
+        _console.print(f"{len(plan.runs) - len(todo)} runs are in {records}")
+        plan.runs = todo
+    done = _show_plan(plan, out, keys=dry_run)
     if dry_run: return
     if not ray: _check_inputs([run.config for run in plan.runs if run.key not in done])
     report = _sweep(plan, out, jobs, ray, retry_failed)
@@ -290,14 +291,14 @@ def _sweep(plan, out: Path, jobs: int | None = None, ray: bool = False, retry_fa
         return sweep(plan, out, executor, retry_failed, _errors.print, show)
 
 # %% ../nbs/31_cli.ipynb #a19c548c
-def _show_plan(plan, out: Path, stored: set[str], keys: bool) -> set[str]:
+def _show_plan(plan, out: Path, keys: bool) -> set[str]:
     "Print the blocks of a plan, count its runs, and return the keys of those that are done."
     from isoreg.experiments.sweep import Folder
     table = _table(f"{plan.name}: {plan.description}" if plan.description else plan.name,
                    ("block", "notebook"), ("combinations", "runs"))
     for block in plan.blocks: table.add_row(*map(str, block))
     _console.print(table)
-    done = {run.key for run in plan.runs if run.key in stored or Folder(out).record(run) is not None}
+    done = {run.key for run in plan.runs if Folder(out).record(run) is not None}
     more = f"; {plan.duplicates} combinations are equal to others" if plan.duplicates else ""
     if plan.excluded: more += f"; {plan.excluded} excluded"
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")

@@ -378,8 +378,7 @@ def read_lines(
     name, configuration, split = (words + [None, "train"][len(words) - 1 :])[:3]
     try:
         if kind == "text": return Path(source).read_text(encoding="utf-8-sig").split("\n")
-        if kind == "csv": data = Dataset.from_pandas(read_table(source, dtype=str, keep_default_na=False))
-        elif kind: data = load_rows(kind, data_files=source, split="train")
+        if kind: data = Dataset(read_table(source))
         else: data = load_rows(name, configuration or None, split=split)
     except ValueError as error: raise ValueError(f"source: {source!r} cannot be read ({error})") from None
     if column in data.column_names: return data[column]

@@ -21,7 +21,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.json
 import pyarrow.parquet as pq
 from datasets import Dataset, Features, Value
 from scipy import stats
@@ -197,13 +196,9 @@ def _read_own(task: Task, split: str) -> tuple[pa.Table, str]:
     if dict(task.sha256).get(split, digest) != digest:
         raise ValueError(f"files: {split}: {str(file)!r} is not the file that this run was planned with; "
                          "plan it again")
-    try:
-        if file.suffix == ".parquet": return pq.read_table(file), file.name
-        if file.suffix in (".json", ".jsonl"): return pa.json.read_json(file), file.name
-        texts = dict.fromkeys(task.text_columns, str)
-        rows = read_table(file, dtype=texts, keep_default_na=False)
-    except ValueError as error: raise ValueError(f"files: {split}: {str(file)!r}: {error}") from None
-    return pa.Table.from_pandas(rows, preserve_index=False), file.name
+    try: return read_table(file, list(task.text_columns)), file.name
+    except (ValueError, TypeError, OSError) as error:
+        raise ValueError(f"files: {split}: {str(file)!r}: {error}") from None
 
 # %% ../../nbs/experiments/18_data.ipynb #d0c0dd2f
 def _typed(task: Task, table: pa.Table, split: str) -> Dataset:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers.utils import logging
 
 from ..checks import in_range
 from .config import RunConfig
-from ..files import expanded, from_json, lacks_room, limit_hub, own_folder, read_text, write_atomically
+from ..files import expanded, from_json, lacks_room, read_text, write_atomically
 from .tasks import Task, get_task
 from .toy import toy_model_path
 
@@ -151,7 +152,6 @@ def model_source(model: str) -> str:
     if model.count("/") > 1 or model.startswith("models/") or not re.fullmatch(r"[\w./-]+", model, re.ASCII):
         raise ValueError(f"model: no folder {model!r} here, and a name on the hub is owner/name; "
                          "give the folder from its root, or start where it lies")
-    limit_hub()
     return model
 
 # %% ../../nbs/experiments/21_models.ipynb #4b436cdd
@@ -310,7 +310,7 @@ def save_model(
     "Write model and tokenizer for `from_pretrained` beside the folder, and then put them in its place."
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with own_folder(folder.parent) as (there, _):
+    with tempfile.TemporaryDirectory(prefix=".isoreg-", dir=folder.parent) as there:
         fresh = Path(there) / "model"
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
