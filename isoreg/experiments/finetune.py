@@ -135,7 +135,8 @@ def _read_data(config: RunConfig) -> tuple[TaskData, dict[str, TaskData]]:
 SMALL = 2_000_000  # parameters of a model that one thread serves best
 
 
-def _prepare(config: RunConfig, data: TaskData, record: RunRecord, schedule) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+def _prepare(
+        config: RunConfig, data: TaskData, record: RunRecord, schedule) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     "Return the model with its dropout, and the tokenizer; the record gets what is to be said of them."
     model, tokenizer, notes = load_model(config, data.task)
     notes += check_vocabulary(tokenizer, model, [t for c in data.task.text_columns for t in data.train[c]])
