@@ -26,7 +26,7 @@ from isoreg.experiments.grid import Run, load_grid
 from isoreg.experiments.record import RunRecord
 from isoreg.embeddings import draw_texts, measure_model, read_points, score_points
 from isoreg.isoscore import isoscore, participation_ratio
-from isoreg.sequences import isoscore_by_sequence_with_error
+from isoreg.tokens import isoscore_by_sequence_with_error
 from isoreg.experiments.notebook import execute
 from isoreg.experiments.notebook import KernelDied
 from isoreg.experiments.sweep import status
