@@ -318,24 +318,24 @@ def get_rate(model: nn.Module, handle: str) -> float:
     return 0.0 if isinstance(value, nn.Identity) else float(getattr(value, _rate_name(value)))
 
 def set_rate(model: nn.Module, handle: str, p: float):
-    "Write a rate to a handle; an Identity becomes a Dropout, with the hooks that hang on it."
+    "Write a rate to a handle; an Identity becomes a Dropout, and stays the same object with its hooks."
     owner, name, value = _owner(model, handle)
     if not isinstance(value, nn.Module): setattr(owner, name, p)
     elif not isinstance(value, nn.Identity): setattr(value, _rate_name(value), p)
-    elif p > 0:
-        made = nn.Dropout(p).train(value.training)
-        vars(made).update({k: v for k, v in vars(value).items() if "_hooks" in k})
-        setattr(owner, name, made)
+    elif p > 0: value.__class__, value.p, value.inplace = nn.Dropout, p, False
 
 # %% ../nbs/13_sites.ipynb #2f56dff7
 def rates_at(model: nn.Module, handles: Iterable[str]) -> contextlib.ExitStack:
-    "Return a context, or an undo by `.close()`, that puts the rates of the handles back, the very objects included."
-    kept, stack = [(*_owner(model, h), get_rate(model, h)) for h in handles], contextlib.ExitStack()
+    "Return a context, or an undo by `.close()`, that puts the rates of the handles back."
+    kept, stack = [(h, get_rate(model, h), type(_owner(model, h)[2])) for h in handles], contextlib.ExitStack()
     @stack.callback
     def put_back():
-        for owner, name, value, p in kept:
-            if isinstance(value, nn.Module) and _rate_name(value): setattr(value, _rate_name(value), p)
-            setattr(owner, name, value)
+        for h, p, kind in kept:
+            value = _owner(model, h)[2]
+            if kind is not nn.Identity: set_rate(model, h, p)
+            elif isinstance(value, nn.Dropout):
+                value.__class__ = nn.Identity
+                del value.p, value.inplace
     return stack
 
 # %% ../nbs/13_sites.ipynb #9d2e1cec

@@ -52,7 +52,7 @@ from isoreg.isoscore import isoscore, isoscore_from_cov
 from isoreg.istar import CosReg, IStar, measure_isotropy
 from isoreg.experiments.models import load_tokenizer, read_body, read_config
 from isoreg.report.records import load, summarise, to_markdown, write_report
-from isoreg.schedules import site_scores
+from isoreg.dropout import site_scores
 from isoreg.sites import dropout_sites
 from isoreg.experiments.sweep import Folder, clean, restore, status
 from isoreg.experiments.toy import toy_model_path

@@ -222,13 +222,13 @@ def test_each_recipe_fills_all_that_is_open():
 
 
 def test_words_are_those_of_the_functions():
-    from isoreg import corpus, isoscore, landscape, noise, schedules
+    from isoreg import corpus, dropout, isoscore, landscape, schedules
     from isoreg.experiments import data
 
     field = RunConfig.model_fields
-    assert set(choices(field["dropout"])) == set(noise.HOWS)
+    assert set(choices(field["dropout"])) == set(schedules.SCHEMES)
     assert (
-        choices(field["aggregate"]) == schedules.AGGREGATES
+        choices(field["aggregate"]) == dropout.AGGREGATES
         and (None, *choices(field["correction"])) == isoscore.CORRECTIONS
     )
     assert choices(field["convention"]) == isoscore.CONVENTIONS and choices(field["split_protocol"]) == data.PROTOCOLS

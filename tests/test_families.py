@@ -10,7 +10,7 @@ from torch import nn
 
 from isoreg.fisher import empirical_fisher
 from isoreg.istar import measure_isotropy
-from isoreg.noise import apply_dropout
+from isoreg.dropout import apply_dropout
 from isoreg.sites import dropout_sites
 from isoreg.states import hidden_states
 

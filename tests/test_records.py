@@ -16,7 +16,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 from typer.testing import CliRunner
 
 from isoreg.cli import app
-from isoreg.noise import load_dropout
+from isoreg.dropout import load_dropout
 from isoreg.sites import dropout_sites
 from isoreg.experiments.config import RunConfig, command
 from isoreg.files import pack, unpack

@@ -921,7 +921,9 @@ def test_the_stored_tables_are_what_the_records_give(monkeypatch):
     assert outputs("report/27_records.ipynb", "#| label: tbl-first\n") == [to_markdown(summarise(df))]
     assert outputs("report/27_records.ipynb", "#| label: tbl-first-differences\n") == [to_markdown(compare(df))]
     learnt = clears_majority(load("results/runs.jsonl").query("method == 'base' and train_fraction == 1"))
-    assert outputs("report/27_records.ipynb", "#| label: tbl-learnt\n") == [learnt.to_markdown(index=False, floatfmt=".3f")]
+    assert outputs("report/27_records.ipynb", "#| label: tbl-learnt\n") == [
+        learnt.to_markdown(index=False, floatfmt=".3f")
+    ]
 
 
 def test_the_page_of_the_first_round_shows_the_same_numbers():

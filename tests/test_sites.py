@@ -13,8 +13,8 @@ import transformers.modeling_utils
 from small_models import EVERY, SMALL, make, output, rates, scores_of
 from torch import nn
 
-from isoreg.noise import gaussian_dropout, set_dropout
-from isoreg.schedules import site_scores
+from isoreg.dropout import gaussian_dropout, set_dropout
+from isoreg.dropout import site_scores
 from isoreg.sites import dropout_sites
 from isoreg.states import encoder_of
 

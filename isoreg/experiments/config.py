@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from ..files import expanded, file_kind, from_json, from_yaml
+from ..schedules import SCHEMES
 from .tasks import TASKS, Task, definition, from_definition, get_task, pinned, read_task
 
 # %% ../../nbs/experiments/19_config.ipynb #1077cbab
@@ -291,11 +292,9 @@ class PenaltySettings(Settings):
 def _words(settings: dict) -> str: return ", ".join(f"{n} {v}" for n, v in settings.items())
 
 # %% ../../nbs/experiments/19_config.ipynb #3d0a6672
-Dropout = Literal[
-    "standard", "constant", "guided", "guided-released", "constant-mean", "reversed", "shuffled", "type-only",
-    "gaussian", "gaussian-released", "mixout"]
-GUIDED = ("guided", "constant-mean", "reversed", "shuffled", "type-only")  # need scores
-RATED = ("constant", "gaussian", "gaussian-released", "mixout")  # take dropout_p
+Dropout = Literal[tuple(SCHEMES)]  # type: ignore[valid-type]
+GUIDED = tuple(n for n, s in SCHEMES.items() if s.scores)
+RATED = tuple(n for n, s in SCHEMES.items() if s.rate)
 _rate = partial(option, ge=0, lt=1, family="dropout")
 
 
@@ -634,7 +633,7 @@ def _check_penalty(c):
 def _check_dropout(c):
     "`ValueError` for settings of the dropout that do not go together."
     if c.dropout.endswith(".json"):
-        from isoreg.noise import load_schedule
+        from isoreg.schedules import load_schedule
         load_schedule(c.dropout)
     elif c.dropout_settings is None and _is_plugin("dropout", c.dropout): DROPOUTS.find(c.dropout)
     if c.dropout_settings is not None and not _is_plugin("dropout", c.dropout):
@@ -708,11 +707,6 @@ class RunConfig(DataSettings, RecipeSettings, DropoutSettings, PenaltySettings, 
 
 # %% ../../nbs/experiments/19_config.ipynb #fbe99c77
 _PENALTY = {"istar": "I-STAR", "cosreg": "CosReg"}
-_DROPOUT = {
-    "guided": "guided dropout", "guided-released": "guided dropout with the authors' rates",
-    "constant-mean": "constant p = mean of guided", "reversed": "guided reversed", "shuffled": "guided shuffled",
-    "type-only": "guided by type only", "constant": "dropout", "gaussian": "Gaussian dropout",
-    "gaussian-released": "Gaussian dropout as released", "mixout": "mixout"}
 _HEAD = ("regularizer", "lam", "dropout", "dropout_p", "p_max", "p_min", "scores")  # told apart from the rest below
 METHOD = (*PenaltySettings.model_fields, "padding", *DropoutSettings.model_fields)  # the settings that make a method
 
@@ -759,7 +753,7 @@ def _dropout_label(c: dict, scores: bool | str, schedule: str | None) -> str:
     more += _details(c, DropoutSettings.model_fields)
     if c["scores"] and scores: more.append(f"scores {file_label(c['scores']) if scores is True else scores}")
     other = c["dropout"] if c["dropout_settings"] is not None else f"schedule {schedule or file_label(c['dropout'])}"
-    return f"{_DROPOUT.get(c['dropout'], other)} {', '.join(more)}".strip()
+    return f"{SCHEMES[c['dropout']].label if c['dropout'] in SCHEMES else other} {', '.join(more)}".strip()
 
 # %% ../../nbs/experiments/19_config.ipynb #77d36f3d
 def method_label(

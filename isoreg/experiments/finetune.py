@@ -36,14 +36,14 @@ from ..corpus import TextBatches, load_texts
 from .data import (
     MissingSplit, TaskData, encode, encode_squad_eval, encode_squad_train, load_evaluation, load_metric, load_task,
     resample, squad_predictions)
-from ..noise import apply_dropout
+from ..dropout import apply_dropout
 from ..files import expanded, file_kind, pack, unpack, write_atomically
 from ..fisher import FisherEstimate, empirical_fisher
 from ..geometry import two_nn
 from ..istar import measure_isotropy
 from .models import (
     check_vocabulary, load_model, model_source, pretrained, process_kept, resolve_precision, save_model)
-from ..schedules import site_scores
+from ..dropout import site_scores
 from ..sites import dropout_sites
 from .record import (
     RunRecord, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
@@ -202,7 +202,7 @@ def _apply_plugin(config: RunConfig, model: nn.Module, data: TaskData, tokenizer
     sites, more, source, notes = dropout_sites(model), {}, {}, []
     if "scores" in reads(DROPOUTS.find(config.dropout), "dropout")[0]:
         scores, source, notes = _fisher_scores(config, data, tokenizer)
-        more["scores"] = site_scores(sites, scores, config.aggregate, model=model)
+        more["scores"] = site_scores(sites, scores, config.aggregate)
     done = dict(apply_dropout(model, made("dropout", config, **more)(sites)))
     return done | {"how": config.dropout}, source, notes
 

@@ -27,7 +27,8 @@ from isoreg.experiments.config import (
     TOY_LOSSES, FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, Settings, TextSettings, config_schema,
     earlier)
 from ..corpus import TextBatches, load_texts, looks_ahead, sample_losses
-from ..schedules import guided_schedule, site_scores
+from ..dropout import site_scores
+from ..schedules import guided_schedule
 from ..sites import dropout_sites
 from ..files import record_files, write_atomically
 from ..fisher import FisherEstimate, agreement, empirical_fisher, model_fingerprint
