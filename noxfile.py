@@ -1,6 +1,6 @@
 """Checks that need environments of their own: `nox -s compat`, `coverage`, `times` and others.
 
-`pip install nox`, and `nox -l` lists them. Each set of `.ci/pins` is a whole environment, every package pinned; its
+`pip install nox`, and `nox -l` lists them. Each set of `tools/pins` is a whole environment, every package pinned; its
 first line names the Python that it is for. How the sets were made:
 
     uv pip compile --resolution lowest-direct --python-version 3.11 ...    # minimal: the bounds of pyproject.toml
@@ -13,7 +13,7 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
-PINS = ROOT / ".ci" / "pins"
+PINS = ROOT / "tools" / "pins"
 SETS = {path.stem: re.match(r"# Python (\S+):", path.read_text())[1] for path in sorted(PINS.glob("*.txt"))}
 QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
 
@@ -27,37 +27,37 @@ def compat(session: nox.Session, pins: str) -> None:
     """Run the quick selection of tests in a pinned environment, and enter the result in the record of
     compatibility. One set: nox -s "compat(minimal)"."""
     session.install("-r", str(PINS / f"{pins}.txt"))
-    session.run("python", ".ci/compatibility.py", pins, *session.posargs, env=QUIET)
+    session.run("python", "tools/compatibility.py", pins, *session.posargs, env=QUIET)
 
 
 @nox.session(python=False)
 def coverage(session: nox.Session) -> None:
     "Measure the branch coverage of each module by the whole suite, here; -- N for so many workers."
-    session.run("python", ".ci/branches.py", *session.posargs, env=QUIET)
+    session.run("python", "tools/branches.py", *session.posargs, env=QUIET)
 
 
 @nox.session(python=False)
 def mutation(session: nox.Session) -> None:
     "Change the code of five modules at sampled places, and count the changes that no test notices; -- MODULE ..."
-    session.run("python", ".ci/mutation.py", *session.posargs, env=QUIET)
+    session.run("python", "tools/mutation.py", *session.posargs, env=QUIET)
 
 
 @nox.session(python=False)
 def fuzz(session: nox.Session) -> None:
     "Try 10,000 random inputs and enter the counts in the record of trust."
-    session.run("python", ".ci/fuzz.py", env=QUIET)
+    session.run("python", "tools/fuzz.py", env=QUIET)
 
 
 @nox.session(python=False)
 def times(session: nox.Session) -> None:
     "Measure the processor time of the tests and of the filter of pages, for *How fast is it?*, on a quiet machine."
-    session.run("python", ".ci/times.py", *session.posargs, env=QUIET)
+    session.run("python", "tools/times.py", *session.posargs, env=QUIET)
 
 
 @nox.session(python=False)
 def long(session: nox.Session) -> None:
     "Run the tests that take minutes, and enter what came of them in the record of trust."
-    session.run("python", ".ci/long.py", env=QUIET)
+    session.run("python", "tools/long.py", env=QUIET)
 
 
 @nox.session
@@ -70,4 +70,4 @@ def audit(session: nox.Session) -> None:
 @nox.session(python=False)
 def licences(session: nox.Session) -> None:
     "List the licences of what isoreg depends on, as installed here; fails for one that is unknown. Needs no network."
-    session.run("python", ".ci/licences.py", *session.posargs)
+    session.run("python", "tools/licences.py", *session.posargs)

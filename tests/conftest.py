@@ -1,6 +1,6 @@
 "The files that take longest come first, so that no worker is left with one of them at the end."
 
-LONGEST = "cli sweep results finetune pages istar faults extending pretrain run_dropout".split()
+LONGEST = "cli sweep results finetune istar faults extending pretrain run_dropout".split()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,5 +1,5 @@
 """Try 10,000 random inputs and enter in the record of trust how many of each kind there were and what went wrong:
-python .ci/fuzz.py. A kind stops at its first failure."""
+python tools/fuzz.py. A kind stops at its first failure."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 """Run the tests that take minutes (whole runs that are killed, a slow hub, clusters of Ray that lose a part) and enter
-in the record of trust what came of them: python .ci/long.py."""
+in the record of trust what came of them: python tools/long.py."""
 
 import os
 import subprocess

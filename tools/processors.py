@@ -1,6 +1,6 @@
 """Compare runs that were repeated on this processor with the stored ones, and enter in the record of trust how far they
-are apart: python .ci/processors.py FOLDER [RECORDS]. The folder is that of `isoreg run` or `isoreg sweep`, made at the
-commit of the stored runs."""
+are apart: python tools/processors.py FOLDER [RECORDS]. The folder is that of `isoreg run` or `isoreg sweep`, made at
+the commit of the stored runs."""
 
 import json
 import sys

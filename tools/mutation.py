@@ -1,7 +1,7 @@
 """Change one place of a module at a time, as cosmic-ray does, and see whether the module's own tests notice:
-python .ci/mutation.py [MODULE ...] [--sample N] [--seed N]. The changes are a random sample; each is tried against the
-tests that enter the function it is in, and those that start a process. The result goes into the record of trust, every
-survivor with its line and, where somebody has looked at it, with what was found."""
+python tools/mutation.py [MODULE ...] [--sample N] [--seed N]. The changes are a random sample; each is tried against
+the tests that enter the function it is in, and those that start a process. The result goes into the record of trust,
+every survivor with its line and, where somebody has looked at it, with what was found."""
 
 import argparse
 import ast

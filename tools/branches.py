@@ -1,5 +1,5 @@
 """Measure which lines and branches of each module the test suite reaches, in its workers and in the kernels and
-commands that it starts, and enter them in the record of trust: python .ci/branches.py [WORKERS]."""
+commands that it starts, and enter them in the record of trust: python tools/branches.py [WORKERS]."""
 
 import json
 import os

@@ -121,7 +121,7 @@ def cell_options(source: str) -> dict:
     given = read_yaml(re.sub(r"^#[ \t]*\| ?", "", leading, flags=re.MULTILINE))
     for key, value in given.items():
         if key not in CELL_OPTIONS:
-            raise ValueError(f"{key}: {value} is no option; mend it, or add it to CELL_OPTIONS of .ci/check_site.py")
+            raise ValueError(f"{key}: {value} is no option; mend it, or add it to CELL_OPTIONS of site/check_site.py")
         allowed = CELL_OPTIONS[key]
         if type(value) not in allowed and not (isinstance(value, str) and value in allowed):
             names = [a if isinstance(a, str) else a.__name__ for a in allowed]

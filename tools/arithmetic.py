@@ -1,5 +1,5 @@
 """Measure how far a small run of each kind moves where processor, threads, precision or versions are others, and put it
-into the record of trust: python .ci/arithmetic.py [NAME=PYTHON ...], each an environment to compare with."""
+into the record of trust: python tools/arithmetic.py [NAME=PYTHON ...], each an environment to compare with."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 """Measure the processor time of the tests, file by file, and of the pages' filter, and enter both in the record of
-checks, nbs/results/checks.json: python .ci/times.py [WORKERS]. On a machine that does nothing else."""
+checks, nbs/results/checks.json: python tools/times.py [WORKERS]. On a machine that does nothing else."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def main(workers: str = "2"):
     imports = timed(sys.executable, "-c", "import isoreg.experiments.finetune")
     with tempfile.TemporaryDirectory() as folder:
         options = ["-q", "-p", "times", "-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
-        path = os.pathsep.join([str(ROOT / ".ci"), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
         tests = timed(sys.executable, "-m", "pytest", *options, PYTHONPATH=path, ISOREG_TIMES=folder)
         files = defaultdict(lambda: [0, 0.0, 0.0])
         for line in (line for part in Path(folder).iterdir() for line in part.read_text().splitlines()):

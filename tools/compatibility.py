@@ -1,5 +1,5 @@
 """Run the quick selection of tests in this environment, and enter what came of it in the record of compatibility:
-python .ci/compatibility.py SET [PYTEST_OPTION ...]"""
+python tools/compatibility.py SET [PYTEST_OPTION ...]"""
 
 import json
 import platform

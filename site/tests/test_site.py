@@ -1,6 +1,5 @@
 """The site's sources: sound as they are, and the check that says so finds what is broken on purpose."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -11,20 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
+import build_readme
+import check_site
+import preview
 from pages import fold
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILTER = [sys.executable, str(ROOT / "site/pages.py")]
 
 
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-check_site, build_readme, preview = load("check_site"), load("build_readme"), load("preview")
 SKIP = re.search(r"^skip_procs = .*$", (ROOT / "settings.ini").read_text(), re.MULTILINE)[0]
 
 CONFIG = """

@@ -3,20 +3,21 @@ without it."""
 
 import functools
 import http.server
-import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+import check_site
+import preview
+
+ROOT = Path(__file__).parents[2]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 pytestmark = [
@@ -28,21 +29,12 @@ pytestmark = [
 ]
 
 
-def _load(name):
-    sys.path.insert(0, str(ROOT / ".ci"))
-    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _pages():
-    site = _load("check_site")
-    config = site.read_config(ROOT)
+    config = check_site.read_config(ROOT)
     found = ["index.html"]
-    for path in site.published(ROOT, config["project"]["render"]):
+    for path in check_site.published(ROOT, config["project"]["render"]):
         if path.suffix == ".ipynb":
-            front = site.front_matter(site.read_cells(path))
+            front = check_site.front_matter(check_site.read_cells(path))
             found.append((path.parent / front["output-file"]).relative_to(ROOT).as_posix())
         elif path.suffix == ".md" or path.stem == "404":
             found.append(path.with_suffix(".html").name)
@@ -61,7 +53,7 @@ def folder(tmp_path_factory):
         subprocess.run(["quarto", "render"], cwd=ROOT, check=True, capture_output=True, timeout=1800)
         return ROOT / "_site"
     out = tmp_path_factory.mktemp("pages") / "site"
-    _load("preview").build(ROOT, out)
+    preview.build(ROOT, out)
     return out
 
 
@@ -160,10 +152,9 @@ def source(name):
     for text in ((ROOT / name).with_suffix(suffix) for suffix in (".md", ".qmd")):
         if text.exists():
             return text.read_text()
-    site = _load("check_site")
     for path in (ROOT / Path(name).parent).glob("*.ipynb"):
-        cells = site.read_cells(path)
-        if site.front_matter(cells).get("output-file") == Path(name).name:
+        cells = check_site.read_cells(path)
+        if check_site.front_matter(cells).get("output-file") == Path(name).name:
             return "\n".join(c["source"] for c in cells if c["cell_type"] == "markdown")
 
 
@@ -205,7 +196,7 @@ def test_page_is_whole(name, turned, folder):
 
 
 def test_nothing_is_loaded_from_another_host(folder):
-    assert not _load("check_site").check_hosts(folder)
+    assert not check_site.check_hosts(folder)
 
 
 def _links_lead_somewhere(name, page, folder):

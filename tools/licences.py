@@ -1,4 +1,4 @@
-"""List the licence of each package that isoreg needs, directly or not, as installed here: python .ci/licences.py
+"""List the licence of each package that isoreg needs, directly or not, as installed here: python tools/licences.py
 [--json]. Exits 1 where a package names none, or one under which isoreg could not be given away."""
 
 import json

@@ -1,7 +1,7 @@
 """A preview of the pages, without Quarto: each published notebook through the site's filter, nbconvert and pandoc, into
 one folder.
 
-    python .ci/preview.py _preview
+    python site/preview.py _preview
 
 It is not the site: Quarto's layout, search and navigation are missing. What is the same is what goes in (the filtered
 notebooks, the captions, the cross-references, site/styles.css and so on) and how equations are made
