@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import MethodType
+from typing import Any
 
 import numpy as np
 import torch
@@ -386,7 +387,7 @@ class _GaussianMode(TorchFunctionMode):
         if recorders: recorders[-1].note_call(func, args, kwargs, noise=True)
         return _REPLACED[func](p, self.released, *args, **kwargs)
 
-# %% ../nbs/15_dropout.ipynb #0652dc4f
+
 def _noisy_attention(p, released, /, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                      enable_gqa=False) -> Tensor:
     "Return scaled dot-product attention with noise on its probabilities; arguments as of the fused function."
@@ -452,7 +453,7 @@ def mixout(
 # %% ../nbs/15_dropout.ipynb #038636c4
 _HEAD = re.compile(r"pooler|lm_head|classifier|\bcls\b|predictions")
 
-def _reference(m: nn.Module, path: str, prefix: str, pretrained: Mapping[str, Tensor] | None) -> Tensor:
+def _reference(m: Any, path: str, prefix: str, pretrained: Mapping[str, Tensor] | None) -> Tensor:
     "Return a copy of the weight that a linear map is mixed with; `ValueError` if there is none of its shape."
     names = f"{path}.weight", f"{path.removeprefix(prefix)}.weight"
     u = m.weight if pretrained is None else next((pretrained[n] for n in names if n in pretrained), None)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import torch as tensor_files
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -448,7 +448,7 @@ def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
     path = Path(folder) if Path(folder).is_file() else Path(folder) / "fisher.json"
     try:
         about = from_json(read_text(path))
-        sums = load_file(path.parent / about["tensors"])
+        sums = tensor_files.load_file(path.parent / about["tensors"])
         known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
         return FisherEstimate(sums={n: sums[n] for n in about["numel"] if n in sums}, **known)
     except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
@@ -493,7 +493,7 @@ def check_finite(self: FisherEstimate) -> None:
 @patch
 def save(self: FisherEstimate, folder: str | Path) -> Path:
     "Write the tensors, under a name from their content, then fisher.json that names them, and return its path."
-    file, content = Path(folder) / "fisher.json", save({k: v.contiguous() for k, v in self.sums.items()})
+    file, content = Path(folder) / "fisher.json", tensor_files.save({k: v.contiguous() for k, v in self.sums.items()})
     name = f"fisher-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     write_atomically(file.parent / name, content)
     about = {k: v for k, v in vars(self).items() if k != "sums"}

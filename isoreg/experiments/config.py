@@ -301,7 +301,7 @@ _rate = partial(option, ge=0, lt=1, family="dropout")
 class DropoutSettings(Settings):
     "Which units are left out, and how often."
     group = "Dropout"
-    dropout: Dropout | str = option(
+    dropout: Dropout | str = option(  # type: ignore[valid-type]
         "standard", "scheme of dropout: one of these, a file (.json), or the name of a plug-in", before="standard",
         family="dropout", file=True)
     scores: str | None = option(
