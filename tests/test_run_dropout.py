@@ -231,11 +231,3 @@ def test_scores_of_a_model_without_a_masked_head_are_asked_for(tmp_path):
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="scores: .*without a masked-language-model head; give --scores"):
         _own_fisher(str(tmp_path / "gpt2"), None, ["text"], 16, "corpus")
-
-
-@pytest.mark.parametrize("scores", ["corpus:{}/empty.txt", "corpus:nobody/nothing"])
-def test_a_text_that_cannot_be_read_is_told_before_training(scores, tmp_path, monkeypatch):
-    (tmp_path / "empty.txt").write_text("\n\n")
-    monkeypatch.setattr("isoreg.experiments.finetune._train", lambda *a: pytest.fail("training has begun"))
-    with pytest.raises(ValueError, match="scores: 'corpus:.*cannot be read"):
-        run(RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path)))

@@ -16,7 +16,6 @@ from torch import nn
 from isoreg.dropout import gaussian_dropout, set_dropout
 from isoreg.dropout import site_scores
 from isoreg.sites import dropout_sites
-from isoreg.states import encoder_of
 
 
 @pytest.mark.parametrize("name,attention", EVERY)
@@ -236,19 +235,6 @@ def test_a_kernel_that_ignores_its_rate_is_an_error():
     with pytest.raises(RuntimeError, match=message):
         set_dropout(model, {n: 0.2 for n in before})
     assert rates(model) == before
-
-
-def test_a_part_that_is_called_module_is_no_wrapper():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module, self.drop = nn.Linear(4, 4), nn.Dropout(0.3)
-
-        def forward(self, x):
-            return self.drop(self.module(x))
-
-    model = Named()
-    assert [s.name for s in dropout_sites(model, batch=(torch.ones(2, 4),))] == ["drop"] and encoder_of(model) is model
 
 
 IDS = torch.arange(24).view(4, 6)
