@@ -243,7 +243,7 @@ def _verify(model: nn.Module, found: Found, rates: Mapping[str, float], batch) -
     with trial(model): seen = [c for c in record_calls(model, batch).calls if c.p > 0]
     for s, c in zip_longest([s for s in owned if want[s.name] > 0], seen):
         if s is None: raise _fault(model, f"{shown_module(model, c.module)}, which is no known site", _applied(0, c.p))
-        if c is None or c.p != want[s.name]: raise _fault(model, s, _applied(want[s.name], c and c.p))
+        if c is None or c.p != want[s.name]: raise _fault(model, s, _applied(want[s.name], c.p if c else None))
         if _GAUSSIAN & _installed(model).keys() and not c.noise: raise _fault(model, s, _MASK)
     hidden, handles = [s for s in found.hidden() if want[s.name] > 0], [h for s in found.sites for h in s.handles]
     with trial(model), rates_at(model, handles):

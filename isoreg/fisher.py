@@ -403,8 +403,9 @@ def check_alone(self: _Squares, batch: dict) -> None:
         raise ValueError("loss: depends on no parameter that requires a gradient; compute it without torch.no_grad(), "
                          "detach() and torch.inference_mode(), or call model.requires_grad_(True)")
     with torch.no_grad(): alone = torch.cat([self.losses(_pick(two, [i])) for i in range(2)])
-    coarse = self.precision == "bf16" or min(together.dtype.itemsize, *(p.itemsize for p in self.parameters.values())) < 4
-    if torch.allclose(together.double(), alone.double(), rtol=0.05 if coarse else 1e-3, atol=1e-4, equal_nan=True): return
+    coarse = self.precision == "bf16" or any(p.itemsize < 4 for p in (together, *self.parameters.values()))
+    rtol = 0.05 if coarse else 1e-3
+    if torch.allclose(together.double(), alone.double(), rtol=rtol, atol=1e-4, equal_nan=True): return
     raise ValueError("loss: the loss of a sample depends on the other samples of its batch, or differs from call to "
                      "call; give a loss that treats each sample alone, and take off noise that eval() leaves on")
 

@@ -215,7 +215,7 @@ def trial(model: nn.Module):
     configs = [c for c in found.values() if isinstance(getattr(c, "__dict__", None), dict)]
     plain = [(m, {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))})
              for m in [*modules, *configs]]
-    buffers = [(m, dict(m._buffers)) for m in modules]
+    parts = [(m, dict(m._modules), dict(m._buffers)) for m in modules]
     modes, values = [(m, m.training) for m in modules], [(b, b.clone()) for b in model.buffers()]
     cpu, stance = torch.device("cpu"), torch.compiler.set_stance
     with same_draws(cpu), fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
@@ -225,7 +225,9 @@ def trial(model: nn.Module):
         finally:
             for m, kept in plain: vars(m).update(kept)
             for m, training in modes: m.training = training
-            for m, kept in buffers: m._buffers.update(kept)
+            for m, children, buffers in parts:
+                m._modules.update(children)
+                m._buffers.update(buffers)
             for b, value in values:
                 if not torch.equal(b, value): b.copy_(value)
 

@@ -62,17 +62,6 @@ def test_layers_of_speech_models_are_all_found_at_their_layer_drop(kind):
     assert model.config.layerdrop == 0.9
 
 
-def test_a_model_that_changes_itself_on_short_texts_stays_as_it_was():
-    config = T.BigBirdConfig(**TEXT, block_size=4, num_random_blocks=1)
-    model, long = T.BigBirdForMaskedLM(config).eval(), texts(64, 60)
-    before, parts = model(**long).logits, list(model.modules())
-    with pytest.raises(ValueError, match="batch: the model replaced parts of itself"):
-        dropout_sites(model)
-    assert model.bert.attention_type == "block_sparse" and list(model.modules()) == parts
-    assert torch.equal(model(**long).logits, before)
-    assert dropout_sites(model, batch=long)
-
-
 def test_a_look_leaves_buffers_that_a_pass_replaces():
     model = T.IBertForMaskedLM(T.IBertConfig(**TEXT, pad_token_id=1, quant_mode=True))
     before, places = copy.deepcopy(model.state_dict()), [id(b) for b in model.buffers()]
