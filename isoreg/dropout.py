@@ -50,7 +50,7 @@ def apply_dropout(
     aggregate: str = "mean_of_means",  # of site_scores
     grouping: str = "released",  # of dropout_sites
     batch=None,  # as for dropout_sites
-) -> "Applied":  # how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
+):  # an Applied: how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
     """Put a scheme of dropout on a model; `standard` leaves the model's own rates.
 
     Raises `ValueError` for an unknown name, and for an argument, other than the seed, that is missing or has no
@@ -180,7 +180,7 @@ def set_dropout(
     verify: bool = True,  # run the model and compare each rate with what is applied
     sites: Sequence[Site] | None = None,  # with verify=False: those of an earlier look, to set rates without one
     batch=None,  # as for dropout_sites
-) -> "Applied":  # rates, mean and calls; undo(), or leaving a with block, puts everything back
+):  # an Applied: rates, mean and calls; undo(), or leaving a with block, puts everything back
     """Set the rate of each site by name, check that it is the one applied, and note it in the model's configuration.
 
     Call it before training, outside of `torch.compile`d code, and `load_dropout` after loading: `from_pretrained` knows

@@ -42,7 +42,7 @@ def empirical_fisher(
     precision: str = "fp32",  # "bf16" for autocast; sums stay in float32 or wider
     corpus: dict | None = None,  # description of other batches than TextBatches, for the record
     progress: Callable[[int], None] | None = None,  # called with the number of batches done
-) -> "FisherEstimate":
+):  # a FisherEstimate
     """Return sums over samples of the squared gradient of each sample's loss (Sharma et al. 2024, equation 3).
 
     Exact per sample, also for shared and tied weights, on any device. Without `loss` it is that of `TextBatches`; for
