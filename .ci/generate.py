@@ -1,4 +1,4 @@
-"""Write what is made from the code: the parameter cells of the run notebooks, the schemas of the records, and the
+"""Write what is made from the code: the parameter cells of the run notebooks, the schema of a record, and the
 pages Reference and Commands."""
 
 import json
@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from isoreg.experiments.config import CONFIGS, parameter_cell
-from isoreg.experiments.measure import measurement_schema
 from isoreg.experiments.record import record_schema
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +44,5 @@ if __name__ == "__main__":
     for name in CONFIGS:
         write_parameters(name)
     write_schema("record", record_schema())
-    for name in ("fisher", "landscape", "geometry"):
-        write_schema(name, measurement_schema(name))
     write_page("reference", index_page(NOTEBOOKS))
     write_page("commands", commands_page())

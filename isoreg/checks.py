@@ -5,81 +5,64 @@ __all__ = ['one_of', 'in_range']
 
 # %% ../nbs/00_checks.ipynb #5f1c0a04
 import difflib
+import math
 import numbers
 from collections.abc import Iterable
 
 # %% ../nbs/00_checks.ipynb #5f1c0a06
 def one_of(
-    name: str,  # how the caller's argument is called
-    value,  # what it was given
-    choices: Iterable,  # the values that are known: names, numbers or None
+    name: str,  # name of the argument
+    value,  # value that was passed
+    choices: Iterable,  # names, numbers or None
     also: str = "",  # what else the caller takes, for the message: "a schedule file"
 ):
-    "Return `value` if it is among the choices; else a `ValueError` that lists them and names the one that is near."
-    choices, array = list(choices), getattr(value, "shape", ())
-    if not array and any(value == c and isinstance(value, bool) == isinstance(c, bool) for c in choices): return value
+    "Return `value` if it is among the choices; else raise a `ValueError` that lists them and names the nearest."
+    choices = list(choices)
+    array = getattr(value, "shape", ())
+    if not array and any(value == c and isinstance(value, bool) == isinstance(c, bool) for c in choices):
+        return value
     raise ValueError(f"{name}: {shown(value)} is unknown; {did_you_mean(value, choices)}use {listed(choices, also)}")
 
 # %% ../nbs/00_checks.ipynb #5f1c0a0a
 def in_range(
-    name: str,  # how the caller's argument is called
-    value,  # what it was given
-    low: float = -float("inf"),  # infinity as a bound: any finite number
-    high: float = float("inf"),
+    name: str,  # name of the argument
+    value,  # value that was passed
+    low: float = -math.inf,
+    high: float = math.inf,
     *,
-    ends: str = "[]",  # which bounds belong to the range: "[]" both, "[)" the lower, "(]" the upper, "()" neither
-    whole: bool = False,  # whole numbers alone
-    optional: bool = False,  # None is allowed too
-    hint: str = "",  # closes the message: "the paper uses 0.2 to 0.8"
+    ends: str = "[]",  # bounds in the range: "[]" both, "[)" the lower, "(]" the upper, "()" neither
+    whole: bool = False,  # whole numbers only
+    optional: bool = False,  # None too
+    hint: str = "",  # end of the message: "the paper uses 0.2 to 0.8"
 ):
-    "Return `value` if it is a finite number between `low` and `high`, else raise a `ValueError` that names the range."
+    "Return `value` if it is a finite number in the range; else raise a `ValueError` that names the range."
     if value is None and optional: return value
-    wrong = _fault(value, low, high, ends, whole)
-    if not wrong: return value
-    need = _range(low, high, ends, whole) + (" or None" if optional else "")
-    raise ValueError(f"{name}: {shown(value)} {wrong}; need {need}" + (f"; {hint}" if hint else ""))
-
-# %% ../nbs/00_checks.ipynb #5f1c0a0c
-def _fault(value, low: float, high: float, ends: str, whole: bool) -> str:
-    "Say what is wrong with a number; an empty string where nothing is."
-    if isinstance(value, bool) or not isinstance(value, numbers.Real): return "is not a number"
-    if whole and not isinstance(value, numbers.Integral): return "is not a whole number"
-    above = low <= value if ends[0] == "[" else low < value
-    below = value <= high if ends[1] == "]" else value < high
-    finite = abs(value) != float("inf")
-    return "" if above and below and finite else "is out of range"  # nor does any comparison with NaN hold
-
-# %% ../nbs/00_checks.ipynb #5f1c0a0d
-def _range(low: float, high: float, ends: str, whole: bool) -> str:
-    "Return the range in words."
-    noun, unbounded = "whole number" if whole else "number", float("inf")
-    if -low == high == unbounded: return f"a {noun}" if whole else f"a finite {noun}"
-    if high == unbounded: return f"a {noun} {'of at least' if ends[0] == '[' else 'above'} {low}"
-    if -low == unbounded: return f"a {noun} {'of at most' if ends[1] == ']' else 'below'} {high}"
-    return f"a {noun} in {ends[0]}{low}, {high}{ends[1]}"
+    noun, kind = ("whole number", numbers.Integral) if whole else ("number", numbers.Real)
+    number = isinstance(value, kind) and not isinstance(value, bool)
+    above = number and (low <= value if ends[0] == "[" else low < value)
+    below = number and (value <= high if ends[1] == "]" else value < high)
+    if above and below and abs(value) != math.inf: return value
+    wrong = "is out of range" if number else f"is not a {noun}"
+    need = f"a {noun} in {ends[0]}{low}, {high}{ends[1]}"
+    if high == math.inf: need = f"a {noun} {'of at least' if ends[0] == '[' else 'above'} {low}"
+    if -low == high == math.inf: need = f"a finite {noun}"
+    hint = (" or None" if optional else "") + (f"; {hint}" if hint else "")
+    raise ValueError(f"{name}: {shown(value)} {wrong}; need {need}{hint}")
 
 # %% ../nbs/00_checks.ipynb #5f1c0a0f
-def shown(
-    value,  # anything
-) -> str:
-    "Return a value as a message shows it: type and shape of an array or tensor, else its `repr`."
+def shown(value) -> str:
+    "Return a value as a message shows it: an array or tensor by type and shape, anything else by its `repr`."
     shape = getattr(value, "shape", ())
     return f"{type(value).__name__} of shape {tuple(shape)}" if shape else repr(value)
 
 # %% ../nbs/00_checks.ipynb #5f1c0a10
-def listed(
-    choices: Iterable,  # names, numbers or None
-    also: str = "",  # what else is allowed
-) -> str:
+def listed(choices: Iterable, also: str = "") -> str:
     "Return the choices as a message lists them: 1, 2 or 'all'."
     *rest, last = [repr(c) for c in choices] + ([also] if also else []) or ["nothing"]
     return f"{', '.join(rest)} or {last}" if rest else last
 
 # %% ../nbs/00_checks.ipynb #5f1c0a11
-def did_you_mean(
-    value,  # what was given
-    choices: Iterable,  # what is known
-) -> str:
+def did_you_mean(value, choices: Iterable) -> str:
     "Return \"did you mean 'gaussian'? \" for a string that is nearly one of the choices, else an empty string."
     names = [c for c in choices if isinstance(c, str)]
     near = difflib.get_close_matches(value, names, 1) if isinstance(value, str) else []

@@ -4,23 +4,13 @@
 __all__ = ['app', 'demo_command', 'run_command', 'rerun_command', 'sweep_command', 'select_command', 'status_command',
            'score_command', 'report_command', 'tasks_command']
 
-# %% ../nbs/31_cli.ipynb #5d321039
+# %% ../nbs/31_cli.ipynb #59f81918
 import contextlib
-import errno
-import functools
-import importlib.metadata
 import inspect
 import io
-import itertools
 import json
-import os
-import platform
 import re
-import shlex
-import sys
-import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,102 +20,36 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 import isoreg
-from .experiments.config import RunConfig, about, groups, help_text, kinds, parse_set
+from .experiments.config import RunConfig, groups, help_text, kinds, parse_set
 
 # %% ../nbs/31_cli.ipynb #92727564
 class _Commands(TyperGroup):
-    "The commands, inside one boundary: whatever goes wrong in one ends in a line and an exit code."
-
-    def main(self, args=None, **options):
-        for stream in (sys.stdout, sys.stderr):  # a letter that the terminal does not know is no reason to stop
-            if hasattr(stream, "reconfigure"): stream.reconfigure(errors="backslashreplace")
-        message, code = "the working folder is gone; go to one that is there", 2
-        try:
-            if _working_folder(): return super().main(args, **options)
-        except OSError as error: message, code = _ending(error, sys.argv[1:] if args is None else args)  # of the help
-        _errors.print(Text("error:", "red"), message)
-        sys.exit(code)
+    "The commands; bad input ends each of them with one line."
 
     def invoke(self, ctx):
-        ctx.args = list(map(_at_home, ctx.args))
-        words = [*ctx._protected_args, *ctx.args]
-        try:
-            _refuse_empty(words)
-            _refuse_twice(self.get_command(ctx, words[0]) if words else None, words)
-            return super().invoke(ctx)
-        except (Exception, KeyboardInterrupt) as error:
-            if hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError)): raise  # typer's own
-            ending = _ending(error, words)
-        _fail(*ending)
+        try: return super().invoke(ctx)
+        except BrokenPipeError: raise  # of a closed pipe, as of `| head`; typer ends in silence
+        except (ValueError, OSError) as error: message, code = str(error), 2
+        except KeyboardInterrupt: message, code = "stopped; the same command does the rest", 130
+        _errors.print(Text("error:", "red"), _printable(message))
+        raise typer.Exit(code)
 
 
-app = typer.Typer(name="isoreg", no_args_is_help=True, rich_markup_mode="rich", cls=_Commands,
-                  pretty_exceptions_enable=False,
-                  help="Isotropy and dropout regularisers for fine-tuning language models.")
+app = typer.Typer(
+    name="isoreg", no_args_is_help=True, cls=_Commands, pretty_exceptions_enable=False,
+    help="Isotropy and dropout regularisers for fine-tuning language models.")
 
 
 @app.callback(invoke_without_command=True)
 def _main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False):
-    if version:
-        print(isoreg.__version__)
-        raise typer.Exit()
-
-# %% ../nbs/31_cli.ipynb #refusemp
-def _refuse_empty(words: Sequence[str]):
-    "Raise `ValueError` for an empty argument: as a path it would be the working folder."
-    for before, word in itertools.pairwise(words):
-        if word and not re.fullmatch("--[a-z-]+=", word): continue
-        place = f"{word!r}" if word else f"the one after {before!r}"
-        raise ValueError(f"argument: {place} is empty, perhaps a variable of the shell without a value; give one, or "
-                         "leave it out")
-
-
-def _refuse_twice(command, words: Sequence[str]):
-    "Raise `ValueError` for an option given twice, unless it takes several values: the last would count in silence."
-    options = {name: p for p in getattr(command, "params", ()) for name in p.opts}
-    given = [word.partition("=")[0] for word in itertools.takewhile("--".__ne__, words)]
-    for name, p in options.items():
-        if name.startswith("--") and given.count(name) > 1 and not (p.multiple or p.is_flag):
-            raise ValueError(f"{name[2:]}: is given twice, and takes one value; give it once")
-
-
-def _at_home(word: str) -> str:
-    "Return an argument with the home folder in the place of the ~ that its path begins with, as in --set=scores=~/a."
-    names = re.match(r"([\w-]+=)*", word)[0]
-    return names + os.path.expanduser(word.removeprefix(names))
-
-
-def _working_folder() -> str:
-    "Return the folder in which the command was called; an empty string where somebody has removed it."
-    with contextlib.suppress(OSError): return os.getcwd()
-    return ""
-
-# %% ../nbs/31_cli.ipynb #keepread
-def _refuse_to_replace(
-    name: str,  # of the option
-    out: Path | None,  # file that the command will write
-    read: Iterable[str | Path | None],  # what it reads
-):
-    "Raise `ValueError` where a command would write over what it reads, also through a link."
-    if out is None or not os.path.exists(out): return
-    if any(path and os.path.exists(path) and os.path.samefile(path, out) for path in read):
-        raise ValueError(f"{name}: {str(out)!r} is a file that is read here; give another one to write")
-
-# %% ../nbs/31_cli.ipynb #checkpag
-def _check_picture(picture: Path, read: Iterable[str | Path | None]):
-    "Raise, before anything is scored, what keeps a picture from being written."
-    from isoreg.checks import one_of
-    from isoreg.files import check_writable
-    one_of("picture", picture.suffix.lower(), (".pdf", ".png", ".svg"))
-    _refuse_to_replace("picture", picture, read)
-    check_writable(picture)
+    if version: print(isoreg.__version__)
 
 # %% ../nbs/31_cli.ipynb #1d49b12f
 def _option(text: str, *names: str):
-    "Return an option with this help, whose default is said there if at all."
+    "Return an option with this help, which names its default if at all."
     return typer.Option(*names, help=text, show_default=False)
 
 
@@ -140,7 +64,7 @@ def demo_command(
     from isoreg.experiments.grid import expand, load_grid
     from isoreg.experiments.record import RunRecord
     plan = expand(load_grid("demo"))
-    report = _sweep(plan, out, None, None, retry_failed=True)
+    report = _sweep(plan, out, retry_failed=True)
     if report.code:
         _show_report(report, out)
         raise typer.Exit(report.code)
@@ -152,9 +76,9 @@ def _show_demo(records: Sequence, picture: Path):
     from isoreg.experiments.config import method_label
     from isoreg.report.figures import plot_layers
     from isoreg.report.records import load
-    names = [method_label(r.config).replace("base", "plain fine-tuning") for r in records]
     table = _table("Fine-tuning on toy-cola", ("method",), (records[0].metric, "IsoScore before", "after"))
-    for name, r in zip(names, records):
+    for r in records:
+        name = method_label(r.config).replace("base", "plain fine-tuning")
         table.add_row(name, _number(r.value), *(_number(r.isoscore[w]["union"]) for w in ("before", "after")))
     _console.print(table)
     plot_layers(load(list(records))).savefig(picture, dpi=150)
@@ -163,179 +87,95 @@ def _show_demo(records: Sequence, picture: Path):
                    "      isoreg run --help      your task\n"
                    "      isoreg sweep --help    grids")
 
-# %% ../nbs/31_cli.ipynb #05e63257
-def _options(
-    kind: type,  # a configuration
-) -> list[inspect.Parameter]:
-    "Return a keyword for each setting that has a flag, in the groups of the configuration."
-    found = []
-    for heading, fields in groups(kind).items():
+# %% ../nbs/31_cli.ipynb #a20ca1cf
+def _with_settings(command):
+    "Return the command with an option for each setting of a run; `**settings` gets what is given."
+    own = list(inspect.signature(command).parameters.values())[:-1]
+    for heading, fields in groups(RunConfig).items():
         for name, field in fields.items():
-            if not about(field).flag: continue
-            plain = next(k for k in kinds(field) if k is not type(None))
+            kind = kinds(field)[0]
+            if kind is dict: continue  # the definition of a task comes from its file
             option = typer.Option(help=help_text(field), rich_help_panel=heading, show_default=False)
-            annotation = Annotated[plain | None, option]  # type: ignore[valid-type]
-            found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    return found
-
-# %% ../nbs/31_cli.ipynb #03a60a82
-def _takes_settings(kind: type):
-    "Return a decorator that gives a command the options of a configuration; what is given arrives as a dictionary."
-    def decorate(command):
-        options, own = _options(kind), list(inspect.signature(command).parameters.values())[1:]
-
-        @functools.wraps(command)
-        def wrapped(**values):
-            given = {p.name: values.pop(p.name) for p in options}
-            return command({k: v for k, v in given.items() if v is not None}, **values)
-
-        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-        wrapped.__signature__ = inspect.Signature([*options, *own])
-        wrapped.__annotations__ = {p.name: p.annotation for p in (*options, *own)}
-        return wrapped
-    return decorate
+            own.append(inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]))
+    command.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in own])
+    return command
 
 # %% ../nbs/31_cli.ipynb #cfa02b51
 _SAVE = typer.Option("--save-model", help="Also write the trained model.")
-_SET = _option("name=value: any other setting, such as pad_to_max=true; may be given several times.", "--set")
+_FORCE = typer.Option("--force", help="Run again even if the record is there.")
+_SET = _option("name=value: a setting as a grid has it; may be given several times.", "--set")
 
 
 @app.command("run")
-@_takes_settings(RunConfig)
+@_with_settings
 def run_command(
-    given: dict,  # settings by name
     set_: Annotated[list[str] | None, _SET] = None,
     out: Annotated[Path, typer.Option(help="Folder for runs; each gets its own below.")] = Path("runs"),
     save_model: Annotated[bool, _SAVE] = False,
-    force: Annotated[bool, typer.Option("--force", help="Run again even if the record is there.")] = False,
+    force: Annotated[bool, _FORCE] = False,
+    **settings,  # of RunConfig
 ):
     """Fine-tune a model on a task and write the record.
 
-    Without options: I-STAR on the embedded toy task, no network, about a minute. All settings: guide Options.
+    Without options: I-STAR on the embedded toy task, no network, about a minute.
     """
-    others = parse_set(set_ or ())
-    if both := sorted(given.keys() & others): raise ValueError(f"set: {both[0]} is an option too; give it once")
-    _run(given | others, out, force, save_model)
-
-# %% ../nbs/31_cli.ipynb #0249d15d
-def _run(given: dict, out: Path, force: bool, save_model: bool = False):
-    "Do the run of these settings unless it is done, and show its record; exit with 1 where that has no number."
     from isoreg.experiments.grid import Run
     from isoreg.experiments.record import RunRecord
-    config = RunConfig.from_dict(given)
-    for name, value in given.items():
-        kept = getattr(config, name, value)  # of layers a number, where the option is a text
-        filled_in = name in ("eval_split", "task") or isinstance(value, dict)  # more than was given, not less
-        if name in ("data_dir", "model"): filled_in = kept is not None  # another form of the path
-        if not filled_in and kept != value and str(kept) != str(value):
-            _errors.print(f"note: {name} {value} plays no part in this run")
+    from isoreg.experiments.sweep import Folder
+    given = {name: value for name, value in settings.items() if value is not None}
+    config = RunConfig(**parse_set(set_ or ()) | given)
     run, folder = Run(config.key, "finetune", config.to_dict()), out / config.key
-    record = None if force else _finished(run, out)
-    if record is None:
-        _say_slow([run])
-        _execute(run, out, save_model, force)
-        record = RunRecord.load(folder)
+    if force or Folder(out).record(run) is None: _execute(run, out, save_model)
     elif save_model and not (folder / "model").is_dir():
-        _fail(f"save-model: {folder} has the record of this run, but not its model; --force runs it again", 2)
+        raise ValueError(f"save-model: {folder} has the record of this run, but not its model; --force runs it again")
     else: _console.print("This run is already done (--force runs it again).")
+    record = RunRecord.load(folder)
     _show_record(record, folder)
     if record.value is None: raise typer.Exit(1)
 
-# %% ../nbs/31_cli.ipynb #c629f806
-def _finished(run, out: Path):
-    "Return the record of a run if it is done, else None. `ValueError` if this version cannot read it."
-    from isoreg.experiments.record import RunRecord
-    from isoreg.experiments.sweep import Folder
-    if Folder(out).record(run) is None: return None
-    try: return RunRecord.load(out / run.key)
-    except ValueError:
-        raise ValueError(f"record: that of this run in {str(out / run.key)!r} cannot be read by this version; --force "
-                         "runs it again and replaces it, --out DIR puts another elsewhere") from None
-
 # %% ../nbs/31_cli.ipynb #1b55a03e
-def _execute(run, out: Path, save_model: bool, force: bool):
-    "Execute the notebook of a run in its folder; end the command if it fails, or if another process does it."
+def _execute(run, out: Path, save_model: bool):
+    "Execute the notebook of a run in its folder. `ValueError` for bad input, and if another process does the run."
     from filelock import Timeout
-    from isoreg.experiments.sweep import Folder, set_aside
-    (out / run.key).mkdir(parents=True, exist_ok=True)
-    try:
-        with Folder(out).lock(run.key) as claim:
-            if not force and _finished(run, out) is not None: return  # meanwhile, by another process
-            if aside := set_aside(Folder(out), run):
-                _errors.print(f"note: record.json was of other settings or files; it is now {aside.name}")
-            failure = _attempt(run, out, save_model, claim)
-    except Timeout: _fail(f"another process does this run already; see isoreg status {out}", 1)
-    if failure: _fail(*failure)
-
-# %% ../nbs/31_cli.ipynb #ec8867c4
-def _attempt(run, out: Path, save_model: bool, claim) -> tuple[str, int] | None:
-    "Execute the notebook of a claimed run; return message and exit code if it fails."
     from papermill.exceptions import PapermillExecutionError
     from isoreg.experiments.notebook import execute
-    from isoreg.experiments.sweep import stop_signals
-    folder = out / run.key
-    parameters, progress = run.parameters | {"out": str(out), "save_model": save_model}, folder / "progress.json"
-    progress.unlink(missing_ok=True)  # of an earlier try, as failed.json below
-    before = _written(folder)
-    with _progress_bar() as on_progress, stop_signals():
-        try: execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, [claim.handle])
-        except (KeyboardInterrupt, PapermillExecutionError, RuntimeError, OSError) as error:  # of kernel or disk, too
-            interrupted = "KeyboardInterrupt" in (type(error).__name__, getattr(error, "ename", ""))
-            if interrupted and _written(folder) != before: return "stopped; the run is done, its record is kept", 130
-            return _stopped(folder) if interrupted else _failure(run, out, error)
-    (folder / "failed.json").unlink(missing_ok=True)
-    return None
+    from isoreg.experiments.sweep import Folder, stop_signals
+    folder, progress = out / run.key, out / run.key / "progress.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    parameters = run.parameters | {"out": str(out), "save_model": save_model}
+    try:
+        with Folder(out).lock(run.key) as claim, _progress_bar() as on_progress, stop_signals():
+            progress.unlink(missing_ok=True)  # of an earlier try, as failed.json below
+            execute("finetune", folder / "notebook.ipynb", parameters, progress, on_progress, [claim.handle])
+            (folder / "failed.json").unlink(missing_ok=True)
+    except Timeout: raise ValueError(f"out: another process does this run already; see isoreg status {out}") from None
+    except PapermillExecutionError as error:
+        if error.ename == "KeyboardInterrupt": raise KeyboardInterrupt from None
+        if error.ename not in ("ValueError", "OSError", "MissingSplit"): raise
+        raise ValueError(f"{error.evalue}\nnotebook: {folder / 'notebook.ipynb'}") from None
 
-# %% ../nbs/31_cli.ipynb #262feb22
+# %% ../nbs/31_cli.ipynb #30731f73
 @contextlib.contextmanager
 def _progress_bar() -> Iterator[Callable[[dict], None]]:
-    "Context that shows a bar and gives the function to call with what the notebook says of its progress."
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    words = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[step]}", markup=False)
-    with Progress(SpinnerColumn(), *words, TimeElapsedColumn(), console=_errors) as bar:
+    "Context that shows a bar and gives the function to call with the progress that the notebook writes."
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    words = (TextColumn("{task.description}", markup=False), TextColumn("{task.fields[step]}", markup=False))
+    with Progress(words[0], BarColumn(), words[1], TimeElapsedColumn(), console=_errors) as bar:
         row = bar.add_task("starting the kernel", total=None, step="")
 
-        def on_progress(said: dict):
-            step = f"{_step(said)}  loss {_loss(said)}" if _loss(said) else _step(said)
-            total, done = said.get("total") or None, said.get("step", 0)
-            bar.update(row, description=said.get("stage", ""), total=total, completed=done, step=step)
+        def on_progress(state: dict):
+            bar.update(row, description=state.get("stage", ""), total=state.get("total") or None,
+                       completed=state.get("step", 0), step=f"{_step(state)} {_loss(state)}")
         yield on_progress
-
-# %% ../nbs/31_cli.ipynb #40e32074
-def _written(folder: Path) -> int | None:
-    "Return when the record of a run was written, in nanoseconds; None where there is none."
-    with contextlib.suppress(OSError): return (folder / "record.json").stat().st_mtime_ns
-    return None
-
-
-def _stopped(folder: Path) -> tuple[str, int]:
-    "Take away what an interrupted run has half written; return what the command says of it, and its exit code."
-    for name in ("notebook.ipynb", "progress.json"): (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError): folder.rmdir()  # unless an earlier try has left something
-    return "stopped; nothing of this run is kept, and the same command does it again", 130
-
-# %% ../nbs/31_cli.ipynb #5de25b6b
-def _failure(run, out: Path, error: BaseException) -> tuple[str, int]:
-    "Leave `failed.json`, as a sweep does; return what is said of the error, and 2 for bad input, 1 for all else."
-    from isoreg.experiments.notebook import error_name, error_words, read_progress
-    from isoreg.experiments.sweep import Folder, Outcome, is_disk_full, write_failure
-    folder, (message, trace) = out / run.key, error_words(error)
-    if not is_disk_full(error):
-        with contextlib.suppress(OSError): write_failure(Folder(out), Outcome(run, "failed", message, trace))
-    trained = read_progress(folder / "progress.json").get("stage") in ("training", "done")
-    said_no = hasattr(error, "ename") and error_name(error) in ("ValueError", "OSError", "PermissionError")  # a cell
-    refused = said_no and not trained and not is_disk_full(error)
-    hint = _hint(message, "run") if refused else ""
-    where = f"\nnotebook: {folder / 'notebook.ipynb'}" * (folder / "notebook.ipynb").is_file()
-    return f"{message}{hint}{where}", 2 if refused else 1
 
 # %% ../nbs/31_cli.ipynb #b5c10cdd
 def _show_record(record, folder: Path):
     "Print scores, isotropy, time and notes of a run, and the files in its folder."
     table, where = _table(record.key), record.hardware
-    score = Text(f"{_number(record.value)}  (majority {_number(record.data['majority'])})")
-    if record.value is None: score.append("  the metric is no finite number", "red")
-    if record.collapsed: score.append("  all predictions are one class", "red")
+    score = f"{_number(record.value)}  (majority {_number(record.data['majority'])})"
+    if record.value is None: score += "  the metric is no finite number"
+    if record.collapsed: score += "  predicts a single class"
     table.add_row(record.metric, score)
     for name, value in record.metrics.items():
         if name != record.metric: table.add_row(name, _number(value))
@@ -343,7 +183,7 @@ def _show_record(record, folder: Path):
     hardware = f"{where['gpu'] or where['cpu']}, {where['precision']}"
     table.add_row("training", f"{record.train_seconds:.0f} s, {hardware}")
     for note in record.data["notes"] + record.model["notes"] + record.dropout.get("notes", []):
-        table.add_row("note", note)
+        table.add_row("note", _printable(note))
     _console.print(table)
     for name in ("record.json", "notebook.ipynb", "model"):
         if (folder / name).exists(): _console.print(str(folder / name))
@@ -365,10 +205,15 @@ def rerun_command(
     "Repeat a stored run and say whether score and predictions are equal; exits 1 if they are not."
     from isoreg.experiments.finetune import rerun
     from isoreg.experiments.models import quiet_loading
-    where = {name: place for name, place in (("data_dir", data_dir), ("model", model), ("scores", scores)) if place}
+    places = {"data_dir": data_dir, "model": model, "scores": scores}
     record = _stored(what, records)
-    with quiet_loading(): found = rerun(record, **where)
-    _show_comparison(record["key"], found)
+    with quiet_loading(): found = rerun(record, **{name: place for name, place in places.items() if place})
+    table = _table(record["key"], ("", "stored", "now"))
+    for name in ("value", "isoscore", "commit", "cpu"): table.add_row(name, *map(str, found[name]))
+    for name, pair in found["versions"].items(): table.add_row(name, *map(str, pair))
+    _console.print(table)
+    _console.print("equal: score and all predictions" if found["equal"]
+                   else f"not equal: {found['rows']} predictions differ")
     if not found["equal"]: raise typer.Exit(1)
 
 # %% ../nbs/31_cli.ipynb #32df9063
@@ -376,54 +221,14 @@ def _stored(what: str, records: Path) -> dict:
     "Return the record in a file or folder, or that of a key in files of records; `ValueError` if there is none."
     from isoreg.files import from_json, read_text
     from isoreg.experiments.record import read_lines
-    there = (Path(what), Path(what) / "record.json", records / what / "record.json")
-    path = next((p for p in there if p.is_file()), Path(what))
-    if path.is_file():
-        try: found = from_json(read_text(path))
-        except (ValueError, OSError) as error: raise ValueError(f"record: {what!r} cannot be read ({error})") from None
-        return _comparable(found, what)
+    for path in (Path(what), Path(what) / "record.json", records / what / "record.json"):
+        if path.is_file(): return from_json(read_text(path))
     files = sorted(records.glob("*.jsonl")) if records.is_dir() else [records]
     runs = [r for file in files for r in read_lines(file) if r.get("key") == what]
     found = max(runs, key=lambda r: str(r.get("started", "")), default=None)  # the later, as in a report
-    if found: return _comparable(found, what)
+    if found: return found
     raise ValueError(f"record: no file {what!r}, and no run of that key in {str(records)!r}; "
                      "give a record.json, or --records")
-
-# %% ../nbs/31_cli.ipynb #243bc357
-def _comparable(record, what: str) -> dict:
-    "Return the record if a repetition can be compared with it. `ValueError` for what is none, before anything runs."
-    from isoreg.files import unpack
-    try:
-        answers = unpack(record["predictions"])
-        plain = not isinstance(answers, list) or all(isinstance(a, dict) for a in answers)
-        named = all(isinstance(record[name], dict) for name in ("config", "versions", "hardware"))
-        numbers = (record["value"], record["isoscore"]["after"]["union"])
-        numeric = all(x is None or isinstance(x, (int, float)) for x in numbers)
-        if plain and named and numeric and isinstance(record["key"], str) and "git_commit" in record: return record
-    except (KeyError, TypeError, ValueError): pass
-    raise ValueError(f"record: {what!r} is no record of a run with its predictions; give another")
-
-# %% ../nbs/31_cli.ipynb #6f96aa65
-def _show_comparison(key: str, found: dict):
-    "Print a stored run beside its repetition, and the versions that differ."
-    table = _table(key, ("", "stored", "now"))
-    for name in ("value", "isoscore", "commit", "cpu"): table.add_row(name, *map(str, found[name]))
-    for name, pair in found["versions"].items(): table.add_row(name, *map(str, pair))
-    _console.print(table)
-    different = f"not equal: {found['rows']} predictions differ"
-    _console.print("equal: score and all predictions" if found["equal"] else different)
-
-# %% ../nbs/31_cli.ipynb #cd897762
-_ADDRESS = re.compile(r"auto|local|ray://.+|[\w.-]+:\d+")
-
-
-class _SweepCommand(TyperCommand):
-    "A command whose `--ray` may stand without an address, which is then empty."
-
-    def parse_args(self, ctx, args):
-        alone = lambda name, following: name == "--ray" and not _ADDRESS.fullmatch(following)
-        pairs = zip(args, [*args[1:], ""])
-        return super().parse_args(ctx, ["--ray=" if alone(*pair) else pair[0] for pair in pairs])
 
 # %% ../nbs/31_cli.ipynb #3c934f1c
 _JOBS = typer.Option(min=1, show_default=False, help="Runs at the same time (default: from cores, memory and GPUs; "
@@ -432,11 +237,10 @@ _ONLY = _option("Only this block; may be given several times.")
 _IN_ALL = _option("name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].", "--set")
 _DONE = _option("Records (.jsonl) that count as done, such as nbs/results/runs.jsonl; they are put into the folder.")
 _RETRY = typer.Option("--retry-failed", help="Take up the runs that failed in an earlier sweep.")
-_RAY = typer.Option("--ray", metavar="[ADDRESS]", show_default=False,
-                    help="Run on Ray: this cluster, or else that of RAY_ADDRESS, or one of this machine.")
+_RAY = typer.Option("--ray", help="Run on Ray: the cluster of RAY_ADDRESS, or one of this machine.")
 
-# %% ../nbs/31_cli.ipynb #39da2f86
-@app.command("sweep", cls=_SweepCommand)
+
+@app.command("sweep")
 def sweep_command(
     grid: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped grid, such as toy.")],
     out: Annotated[Path, typer.Option(help="Folder for runs, as of isoreg run.")] = Path("runs"),
@@ -446,43 +250,44 @@ def sweep_command(
     set_: Annotated[list[str] | None, _IN_ALL] = None,
     records: Annotated[Path | None, _DONE] = None,
     retry_failed: Annotated[bool, _RETRY] = False,
-    ray: Annotated[str | None, _RAY] = None,
+    ray: Annotated[bool, _RAY] = False,
 ):
     "Do all runs of a grid that are not done, several at a time."
     from isoreg.experiments.grid import expand, load_grid
     from isoreg.experiments.sweep import restore
-    plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
-    with _warnings_shown(): stored = restore(records, plan, out, dry_run) if records else set()
-    if records: _console.print(f"{len(stored)} runs are taken from {records}")
+    plan, stored = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ())), set()
+    if records:
+        with _warnings_shown(): stored = restore(records, plan, out, dry_run)
+        _console.print(f"{len(stored)} runs are taken from {records}")
     done = _show_plan(plan, out, stored, keys=dry_run)
     if dry_run: return
-    if ray is None: _check_inputs([run.config for run in plan.runs if run.key not in done])
+    if not ray: _check_inputs([run.config for run in plan.runs if run.key not in done])
     report = _sweep(plan, out, jobs, ray, retry_failed)
     _show_report(report, out)
     raise typer.Exit(report.code)
 
 # %% ../nbs/31_cli.ipynb #46440222
 def _check_inputs(configs: Sequence[dict]):
-    "`ValueError` for a model that is not here, and for files of a task of one's own that cannot be learned from."
+    "Raise `ValueError` for a model that is not here, and for files of an own task that cannot be learned from."
     if not configs: return
     from isoreg.experiments.data import load_task
     from isoreg.experiments.models import model_source
     from isoreg.experiments.tasks import get_task
-    for model in dict.fromkeys(c["model"] for c in configs if "model" in c): model_source(model)
-    names = ("definition", "train_split", "eval_split", "split_protocol")
-    own = [[c[n] for n in names] for c in configs if (c.get("definition") or {}).get("files")]
-    for definition, train, evaluation, protocol in {json.dumps(c, sort_keys=True): c for c in own}.values():
-        load_task(get_task("", definition), None, train, evaluation, protocol)
+    for model in {c["model"] for c in configs if "model" in c}: model_source(model)
+    own = [c for c in configs if (c.get("definition") or {}).get("files")]
+    for c in {json.dumps(c["definition"], sort_keys=True): c for c in own}.values():
+        load_task(get_task("", c["definition"]), None, c["train_split"], c["eval_split"])
 
 
-def _sweep(plan, out: Path, jobs: int | None, ray: str | None, retry_failed: bool):
-    "Return the report of a sweep; end the command where there is none."
+def _sweep(plan, out: Path, jobs: int | None = None, ray: bool = False, retry_failed: bool = False):
+    "Return the report of a sweep, shown in a table on a terminal while it lasts."
+    from rich.live import Live
     from isoreg.experiments.sweep import Local, OnRay, sweep
-    try:
-        executor = Local(jobs) if ray is None else OnRay(ray or None, jobs)
-        with _live_table() as on_progress:
-            return sweep(plan, out, executor, retry_failed, _errors.print, on_progress)
-    except KeyboardInterrupt: _fail("stopped; what is done stays, and the same command goes on with the rest", 130)
+    executor = OnRay(None, jobs) if ray else Local(jobs)
+    if not _errors.is_terminal: return sweep(plan, out, executor, retry_failed, _errors.print)
+    with Live(console=_errors, auto_refresh=False, transient=True) as live:
+        show = lambda state: live.update(_state_table(state), refresh=True)
+        return sweep(plan, out, executor, retry_failed, _errors.print, show)
 
 # %% ../nbs/31_cli.ipynb #a19c548c
 def _show_plan(plan, out: Path, stored: set[str], keys: bool) -> set[str]:
@@ -497,51 +302,32 @@ def _show_plan(plan, out: Path, stored: set[str], keys: bool) -> set[str]:
     if plan.excluded: more += f"; {plan.excluded} excluded"
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
     for note in plan.notes: _console.print(f"note: {note}")
-    _say_slow([run for run in plan.runs if run.key not in done])
     if not keys: return done
     for run in plan.runs[:100]: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run.key}")
     if len(plan.runs) > 100: _console.print(f"  and {len(plan.runs) - 100} more")
     return done
 
-# %% ../nbs/31_cli.ipynb #slowbf16
-def _say_slow(runs: list):
-    "Print a note where runs are to train in bf16 on a processor that is slow in it."
-    from isoreg.experiments.record import slow_in_bf16
-    from isoreg.experiments.sweep import find_gpus
-    if not any(run.parameters.get("precision") == "bf16" for run in runs): return
-    if slow_in_bf16() and not find_gpus():
-        _errors.print("note: this processor has no AVX-512: a step of training in bf16 takes up to ten times as long "
-                      "as one in fp32; --set precision=fp32 makes runs of their own, with other keys")
 
-# %% ../nbs/31_cli.ipynb #02fdd546
-@contextlib.contextmanager
-def _live_table() -> Iterator[Callable[[dict], None]]:
-    "Context that gives the function by which a sweep shows its state: a table on a terminal, nothing elsewhere."
-    from rich.live import Live
-    if not _errors.is_terminal:
-        yield lambda state: None
-        return
-    with Live(console=_errors, auto_refresh=False, transient=True) as live:
-        yield lambda state: live.update(_state_table(state), refresh=True)
-
-# %% ../nbs/31_cli.ipynb #b68461fd
 def _state_table(state: dict) -> Table:
     "Return a table of the runs that are on, under how many are done, failed and to do."
     counts = (f"{state['done']} of {state['planned']} done, {len(state['running'])} running, "
               f"{state['waiting']} to do, {len(state['failed'])} failed")
-    if state.get("elsewhere"): counts += f", {state['elsewhere']} done by another sweep"
     times = f"{_time(state['seconds'])} gone, {_time(state['left'])} left"
     table = _table(f"{state['name']}: {counts}; {times}", ("run", "stage"), ("step", "loss", "since"))
     for run in state["running"]:
-        again = " (again)" if run["attempt"] > 1 else ""
         since = _time(time.time() - run["since"])
-        table.add_row(run["key"] + again, run.get("stage", "starting"), _step(run), _loss(run), since)
+        table.add_row(run["key"], run.get("stage", "starting"), _step(run), _loss(run), since)
     return table
 
 # %% ../nbs/31_cli.ipynb #096625ec
 def _show_report(report, out: Path):
-    "Print how a sweep ended."
-    _show_failures(report.failed, out)
+    "Print how a sweep ended: failures first, each error once, then the counts."
+    by_error: dict[str, list[str]] = {}
+    for key, failure in report.failed.items(): by_error.setdefault(failure.get("error", ""), []).append(key)
+    for error, keys in by_error.items():
+        trace = "\n".join(report.failed[keys[0]].get("traceback", "").strip().splitlines()[-25:])
+        files = "\n".join(f"  {out / key / 'failed.json'}" for key in keys)
+        _errors.print(_printable(f"\nfailed, {len(keys)} run{'s' * (len(keys) > 1)}: {error}\n{trace}\n{files}"))
     ours = f"{report.made} by this sweep, {_time(report.seconds)}"
     counts = f"{report.found + len(report.done)} of {report.planned} runs are done ({ours})"
     _console.print(f"{counts}, {len(report.failed)} failed; records in {out}")
@@ -550,16 +336,6 @@ def _show_report(report, out: Path):
                        f"(a report counts them as failed): {', '.join(report.empty)}")
     if report.stopped: _errors.print(Text("error:", "red"), report.stopped)
     elif report.failed: _console.print("When the cause is mended, the same command with --retry-failed does them.")
-
-# %% ../nbs/31_cli.ipynb #65bd182f
-def _show_failures(failed: dict[str, dict], out: Path):
-    "Print each error once: how many runs it ended, the end of its traceback, and the files that say more."
-    by_error = {}
-    for key, failure in failed.items(): by_error.setdefault(failure.get("error", ""), []).append(key)
-    for error, keys in by_error.items():
-        trace = "\n".join(failed[keys[0]].get("traceback", "").strip().splitlines()[-25:])
-        files = "\n".join(f"  {out / key / 'failed.json'}" for key in keys)
-        _errors.print(f"\nfailed, {len(keys)} run{'s' * (len(keys) > 1)}: {error}\n{trace}\n{files}")
 
 # %% ../nbs/31_cli.ipynb #6b56ec45
 _SEARCH = typer.Argument(help="The grid of the search: a YAML file, or the name of a shipped one; "
@@ -576,42 +352,26 @@ def select_command(
     set_: Annotated[list[str] | None, _IN_ALL] = None,
 ):
     "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
-    from isoreg.files import record_files, write_atomically
+    from isoreg.files import write_atomically
     from isoreg.experiments.grid import choose, expand, final_grid, grid_path, load_grid
-    _refuse_to_replace("out", out, [grid_path(grid), *(f for p in records for f in [p, *record_files(p)])])
+    if out is not None and out.exists() and out.samefile(grid_path(grid)):
+        raise ValueError(f"out: {str(out)!r} is the grid of the search; give another file")
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
-    choices = choose(plan, _of_plan(_records(records), plan))
+    choices = choose(plan, _records(records))
     text = final_grid(choices, seeds, plan.name)
     _show_choices(choices, plan.name)
     if out is None: return
     write_atomically(out, text)
     _console.print(str(out))
 
-# %% ../nbs/31_cli.ipynb #97b84435
-def _records(paths: Iterable[Path]) -> list[dict]:
-    "Return the records in folders of runs and in JSON lines files. `ValueError` for what is no JSON."
-    from isoreg.files import from_json, read_text, record_files
-    found = []
-    for path in paths:
-        try:
-            texts = map(read_text, record_files(path)) if path.is_dir() else read_text(path).split("\n")
-            found += [from_json(text) for text in texts if text.strip()]
-        except ValueError as error: raise ValueError(f"records: {str(path)!r} cannot be read ({error})") from None
-    return [r for r in found if isinstance(r, dict)]
 
-# %% ../nbs/31_cli.ipynb #ofplanrc
-def _of_plan(records: Iterable[dict], plan) -> list[dict]:
-    "Return the records of a plan's runs. `ValueError` for one that is not of its run, and for two that differ."
-    from isoreg.experiments.sweep import is_record_of
-    runs, found = {run.key: run for run in plan.runs}, {}
-    ended = (r for r in records if r.get("status") != "failed" and isinstance(r.get("key"), str))
-    for r in (r for r in ended if r["key"] in runs):
-        key, value = r["key"], r.get("value")
-        if not is_record_of(r, runs[key]) or isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-            raise ValueError(f"records: that of {key} is no record of this run; do it again, or give others")
-        if found.setdefault(key, r) is not r and (other := found[key].get("value")) != value:
-            raise ValueError(f"records: {key} is there with the values {other} and {value}; give one")
-    return list(found.values())
+def _records(paths: Iterable[Path]) -> list[dict]:
+    "Return the records in folders of runs and in JSON lines files, the older first."
+    from isoreg.files import from_json, read_text, record_files
+    from isoreg.experiments.record import read_lines
+    parts = ([from_json(read_text(f)) for f in record_files(p)] if p.is_dir() else read_lines(p) for p in paths)
+    found = [r for part in parts for r in part if r.get("status") != "failed"]
+    return sorted(found, key=lambda r: str(r.get("started", "")))
 
 # %% ../nbs/31_cli.ipynb #63e43a91
 def _show_choices(choices: list, name: str):
@@ -626,33 +386,22 @@ def _show_choices(choices: list, name: str):
         _console.print("The methods chose from different numbers of settings: more of them find a higher best.")
 
 # %% ../nbs/31_cli.ipynb #a8c326f1
-_CLEAN = typer.Option("--clean", help="Remove what killed runs left: half-written files, and the folders of runs in "
-                      "the making that nobody computes; those then begin anew.")
-
-
 @app.command("status")
 def status_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a sweep, or of isoreg run.")],
     as_json: Annotated[bool, _JSON] = False,
-    clean: Annotated[bool, _CLEAN] = False,
 ):
     "What is done, running, failed and missing in a folder, and the time left."
-    from isoreg.experiments.sweep import clean as remove, status
+    from isoreg.experiments.sweep import status
     state = status(folder)
-    if clean: _errors.print(f"{len(remove(folder))} left-overs are removed; what is younger than a minute stays")
-    if as_json: print(json.dumps(state, indent=1))
-    else: _show_status(state, folder)
-
-# %% ../nbs/31_cli.ipynb #26b01bda
-def _show_status(state: dict, folder: Path):
-    "Print what `isoreg.experiments.sweep.status` found in a folder."
+    if as_json: return print(json.dumps(state, indent=1))
     table, planned = _table(str(folder)), state["missing"] is not None
     empty = f", {len(state['empty'])} of them without a number" if state["empty"] else ""
     table.add_row("done", f"{len(state['done'])}{empty}")
-    running = [f"{r['key']}  {r.get('stage', '')} {_step(r)}" if _step(r) else r["key"] for r in state["running"]]
+    running = [f"{r['key']}  {r.get('stage', '')} {_step(r)}".rstrip() for r in state["running"]]
     table.add_row("running", "\n".join([str(len(running)), *running]))
     failed = [f"{key}  {error.partition(chr(10))[0]}" for key, error in state["failed"].items()]
-    table.add_row("failed", "\n".join([str(len(failed)), *failed]))
+    table.add_row("failed", _printable("\n".join([str(len(failed)), *failed])))
     table.add_row("missing", str(len(state["missing"])) if planned else "unknown: no sweep was started here")
     if planned: table.add_row("time left", _time(state["left"]))
     for name, grid in state["grids"].items():
@@ -667,18 +416,16 @@ _MODEL = _option("Score this model on the texts: toy-bert, a folder or a name on
 _TEXTS = _option("Texts: a file, one a line, or a table, or a data set on the hub as name:configuration:split.")
 _POOLING = _option("tokens, or one vector a text: mean, cls, last (default: what a SentenceTransformers model says "
                    "itself, else tokens).")
-_LAYER = typer.Option(help="Layer that is compared: 0 is the embeddings, -1 the last.")
 _PICTURE = _option("File for a picture (.png, .pdf, .svg): spectrum, scores with their intervals.")
 
 # %% ../nbs/31_cli.ipynb #831a25cd
 @app.command("score")
 def score_command(
-    ctx: typer.Context,
     files: Annotated[list[Path] | None, _FILES] = None,
     model: Annotated[list[str] | None, _MODEL] = None,
     texts: Annotated[str | None, _TEXTS] = None,
     pooling: Annotated[str | None, _POOLING] = None,
-    layer: Annotated[int, _LAYER] = -1,
+    layer: Annotated[int, typer.Option(help="Layer that is compared: 0 is the embeddings, -1 the last.")] = -1,
     normalize: Annotated[bool, typer.Option("--normalize", help="Bring each vector to length one.")] = False,
     array: Annotated[str | None, _option("Name of the array or column in the file.")] = None,
     column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",
@@ -689,50 +436,22 @@ def score_command(
     as_json: Annotated[bool, _JSON] = False,
 ):
     "IsoScore with its interval, dimensions in use, outlier dimensions and spectrum; files or models compared by row."
-    from isoreg.embeddings import draw_texts, measure_model
-    _check_score_options(ctx, bool(model))
+    from isoreg.embeddings import draw_texts, measure_model, measure_points, read_points
     given, drawn = [str(f) for f in [*(files or []), texts] if f is not None], None
-    if picture: _check_picture(picture, given)
-    if len(given) != 1 and (model or not given):
-        raise ValueError(f"file: {len(given)} given; name a file of vectors, or give --model and one file of texts")
+    if not given or (len(given) > 1 and model) or (texts and not model):
+        raise ValueError(f"file: {len(given)} given; name files of vectors, or give --model and one file of texts")
     with _warnings_shown():
         if model:
             lines, total = draw_texts(given[0], max_lines, seed, column)
             drawn = {"count": len(lines), "texts": total, "seed": seed if total > len(lines) else None}
             measured = [measure_model(m, lines, pooling, layer, normalize, max_length) for m in model]
-        else: measured = [_measured(f, array, normalize) for f in files]
-        measured = _told_apart(measured)
+        else: measured = [measure_points(read_points(f, array), f, normalize) for f in given]
         differences = _differences(measured)
     if picture: _draw(measured, picture)
     if as_json: return print(json.dumps(_scores_json(measured, differences, drawn), indent=1))
     _show_scores(measured, differences, drawn)
 
 # %% ../nbs/31_cli.ipynb #a71d602c
-def _check_score_options(ctx: typer.Context, model: bool):
-    "Raise `ValueError` for an option that would have no effect."
-    without = ("array",) if model else ("texts", "pooling", "layer", "column", "max_lines", "max_length", "seed")
-    for name in without:
-        if ctx.get_parameter_source(name).name == "COMMANDLINE":
-            remedy = "vectors; leave out it or --model" if model else "a model on texts; leave it out, or give --model"
-            raise ValueError(f"{name.replace('_', '-')}: belongs to {remedy}")
-
-
-def _measured(file: Path, array: str | None, normalize: bool):
-    "Return the scores of the vectors in a file; a `ValueError` names it."
-    from isoreg.embeddings import measure_points, read_points
-    points = read_points(file, array)
-    name = str(file).encode(errors="backslashreplace").decode()  # one that is no UTF-8, too
-    try: return measure_points(points, name, normalize)
-    except ValueError as error: raise ValueError(f"{error} ({name})") from None
-
-
-def _told_apart(measured: list) -> list:
-    "Return what was measured, the second of a name with its number: one file may be given twice."
-    names = [m.name for m in measured]
-    again = [names[:k].count(name) for k, name in enumerate(names)]
-    return [m._replace(name=f"{m.name} ({n + 1})") if n else m for m, n in zip(measured, again)]
-
-
 def _differences(measured: Sequence) -> list[tuple]:
     "Return each difference to the first, with both names, of those that have a corrected score."
     from isoreg.embeddings import compare
@@ -740,7 +459,7 @@ def _differences(measured: Sequence) -> list[tuple]:
     if "corrected" not in first.rows[first.shown]: return []
     return [(m.name, first.name, compare(m, first)) for m in others]
 
-# %% ../nbs/31_cli.ipynb #c160a18b
+
 def _draw(measured: Sequence, picture: Path):
     "Write the picture of the scores."
     from isoreg.embeddings import draw_scores
@@ -749,12 +468,6 @@ def _draw(measured: Sequence, picture: Path):
     draw_scores(measured).savefig(content, format=picture.suffix[1:].lower(), dpi=150)
     write_atomically(picture, content.getvalue())
     _errors.print(str(picture))
-
-
-def _texts_drawn(drawn: dict) -> str:
-    "Return how many texts were seen, and of how many they were drawn."
-    if drawn["seed"] is None: return f"{drawn['count']} texts"
-    return f"{drawn['count']} of {drawn['texts']} texts, drawn with seed {drawn['seed']}"
 
 
 def _scores_json(measured: Sequence, differences: Sequence, drawn: dict | None):
@@ -769,15 +482,17 @@ def _scores_json(measured: Sequence, differences: Sequence, drawn: dict | None):
 # %% ../nbs/31_cli.ipynb #2e7f58ab
 def _show_scores(measured: Sequence, differences: Sequence, drawn: dict | None):
     "Print what was measured."
-    (first, *others), seen = measured, "" if drawn is None else _texts_drawn(drawn)
+    (first, *others), seen = measured, "" if drawn is None else f"{drawn['count']} texts"
+    if drawn is not None and drawn["seed"] is not None:
+        seen = f"{drawn['count']} of {drawn['texts']} texts, drawn with seed {drawn['seed']}"
     if not others and drawn is None: return _show_points(first.rows[0])
     if not others: return _show_layers(first.rows, seen)
     table = _table(seen, ("vectors",), ("IsoScore", "corrected", "95 % interval", "dimensions in use"))
-    for m in measured: table.add_row(m.name, *_scores_of(m.rows[m.shown]))
+    for m in measured: table.add_row(_printable(m.name), *_scores_of(m.rows[m.shown]))
     _console.print(table)
     for a, b, d in differences:
         how = "paired by row" if d.paired else "not paired: different numbers of rows"
-        _console.print(f"{a} minus {b}: {d.difference:+.4f} [{d.low:+.4f}, {d.high:+.4f}], {how}")
+        _console.print(_printable(f"{a} minus {b}: {d.difference:+.4f} [{d.low:+.4f}, {d.high:+.4f}], {how}"))
 
 
 def _scores_of(row: dict) -> tuple[str, ...]:
@@ -788,6 +503,9 @@ def _scores_of(row: dict) -> tuple[str, ...]:
     low, high = row["interval"]
     return (f"{row['isoscore']:.4f}", f"{row['corrected']:.4f}", f"[{low:.4f}, {high:.4f}]", used)
 
+
+def _axes(row: dict) -> str: return ", ".join(map(str, row["spectrum"]["axes_for"].values()))
+
 # %% ../nbs/31_cli.ipynb #70fad414
 def _show_points(row: dict):
     "Print the scores of a cloud, and a bar for each of the first axes."
@@ -796,7 +514,9 @@ def _show_points(row: dict):
     table.add_row("IsoScore", plain)
     table.add_row("corrected", f"{corrected} {interval} (95 %, rows independent)" if interval else corrected)
     table.add_row("dimensions in use", used)
-    for rule, found in row["outliers"].items(): table.add_row(f"outliers {rule.replace('_', ' ')}", _some(found))
+    for rule, found in row["outliers"].items():
+        some = ", ".join(map(str, found[:8])) + f", ... ({len(found)})" * (len(found) > 8)
+        table.add_row(f"outliers {rule.replace('_', ' ')}", some or "none")
     table.add_row("axes for " + ", ".join(spectrum["axes_for"]), _axes(row))
     for i, share in enumerate(spectrum["share"], 1):
         bar = "█" * max(1, round(30 * share / spectrum["share"][0]))
@@ -804,15 +524,6 @@ def _show_points(row: dict):
     _console.print(table)
 
 
-def _some(dimensions: list[int]) -> str:
-    "Return the first of the dimensions that stand out."
-    if not dimensions: return "none"
-    return ", ".join(map(str, dimensions[:8])) + f", ... ({len(dimensions)})" * (len(dimensions) > 8)
-
-
-def _axes(row: dict) -> str: return ", ".join(map(str, row["spectrum"]["axes_for"].values()))
-
-# %% ../nbs/31_cli.ipynb #a0a2a9f6
 def _show_layers(rows: Sequence[dict], seen: str):
     "Print the scores of a model, a layer a row; of a layer that has none only its number."
     tokens = next((r["tokens"] for r in rows if "tokens" in r), None)
@@ -839,7 +550,7 @@ def report_command(
     """Tables (.md, .html, .tex, .csv) and figures (.png, .pdf) from records: intervals, paired tests, failed and
     collapsed runs."""
     from isoreg.checks import one_of
-    from isoreg.report.records import load, summarise, write_report
+    from isoreg.report.records import load, readable, summarise, write_report
     with _warnings_shown(): runs = load([str(s) for s in source])
     methods = list(runs.method.unique())
     if baseline != "base": one_of("baseline", baseline, methods)
@@ -848,19 +559,12 @@ def report_command(
         files, summary = write_report(runs, out, baseline if compared else None, by), summarise(runs, by)
     if not compared:
         _errors.print(f"no comparisons: no run of {baseline!r} beside others; methods are {', '.join(methods)}")
-    _show_summary(summary)
-    for file in files: _console.print(str(file))
-
-# %% ../nbs/31_cli.ipynb #f67db4df
-def _show_summary(summary):
-    "Print the columns of the summary that fit a screen; `summary.md` has them all."
-    from isoreg.report.records import readable
-    left_out = ["median", "worst", "one class only", "IsoScore before", "its layers, mean"]
+    left_out = ["median", "worst", "one class only", "IsoScore before", "its layers, mean"]  # no room on a screen
     shown = readable(summary).map(str).drop(columns=left_out, errors="ignore")
-    table = _Table(box=None, pad_edge=False)
-    for c in shown: table.add_column(c, overflow="fold")
-    for row in shown.itertuples(index=False): table.add_row(*row)
+    table = Table(*shown, box=None, pad_edge=False)
+    for row in shown.itertuples(index=False): table.add_row(*map(_printable, row))
     _console.print(table)
+    for file in files: _console.print(str(file))
 
 # %% ../nbs/31_cli.ipynb #8261207b
 @app.command("tasks")
@@ -878,125 +582,41 @@ def tasks_command(
     _console.print(table)
 
 # %% ../nbs/31_cli.ipynb #be305037
-def _printable(x):
+_PLAIN = dict(soft_wrap=True, highlight=False, markup=False, emoji=False, force_jupyter=False)
+_console, _errors = Console(**_PLAIN), Console(stderr=True, **_PLAIN)  # type: ignore[arg-type]
+
+
+def _printable(text: str) -> str:
     "Return a text with its control characters written out: what a file holds is no command to the terminal."
-    if not isinstance(x, str): return x
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", x)
-
-
-class _Console(Console):
-    def print(self, *objects, **options): super().print(*map(_printable, objects), **options)
-
-
-class _Table(Table):
-    def add_row(self, *cells, **options): super().add_row(*map(_printable, cells), **options)
-
-
-_console, _errors = (_Console(stderr=stderr, soft_wrap=True, highlight=False, markup=False, emoji=False,
-                              force_jupyter=False) for stderr in (False, True))
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
 def _table(title: str, left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
     "Return an empty table with these columns; without any it gets no heads."
-    table = _Table(title=_printable(title), title_justify="left", show_header=bool(left or right))
+    table = Table(title=_printable(title), title_justify="left", show_header=bool(left or right))
     for name in left: table.add_column(name, overflow="fold")
     for name in right: table.add_column(name, justify="right")
     return table
 
-# %% ../nbs/31_cli.ipynb #2ff07a62
-def _fail(message: str, code: int):
-    "Print an error and end the command."
-    _errors.print(Text("error:", "red"), message)
-    raise typer.Exit(code)
 
-# %% ../nbs/31_cli.ipynb #16703e76
-_PATHS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
-          errno.ELOOP, errno.EINVAL, errno.EEXIST}
-
-
-def _ending(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
-    "Return what a command says of the error that ends it, and its exit code; the words are its arguments."
-    from isoreg.experiments.sweep import is_disk_full
-    text, command = str(error), words[0] if words else ""
-    if isinstance(error, KeyboardInterrupt): return "stopped", 130
-    if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)):
-        around = error.object[max(0, error.start - 40) : error.end + 40]
-        return f"{command}: {around!r} is not {error.encoding}; give another name, or convert the file", 2
-    head, colon, rest = text.partition(": ")  # as the library has it: the argument first
-    if head == "Key backend": return f"MPLBACKEND: {rest}", 2  # matplotlib, of the environment
-    named = bool(colon and head.strip()) and "\n" not in head and len(head.split()) <= 4
-    if isinstance(error, ValueError) and named: return text + _hint(text, command), 2
-    if is_disk_full(error):
-        why = getattr(error, "strerror", None) or text
-        full = "a file would be too large" if getattr(error, "errno", 0) == errno.EFBIG else "the disk is full"
-        return f"{full}: {why}; make room, or raise the limit, and give the same command again", 1
-    no_memory = "can't allocate memory|out of memory|failed to map segment from shared object$"
-    if isinstance(error, MemoryError) or re.search(no_memory, text):
-        return "the memory does not suffice; give less at a time", 1
-    if isinstance(error, OSError) and error.errno in _PATHS:
-        name = str(error.filename)
-        return f"{_argument(name, words)}: {error.strerror}: {name[:200]!r}; give another path", 2
-    if isinstance(error, OSError): return text + _hint(text, command), 1
-    return f"this is a mistake of isoreg, not of yours ({type(error).__name__}); {_report_bug(error, words)}", 1
-
-# %% ../nbs/31_cli.ipynb #7475f55d
-def _argument(path: str, words: Sequence[str]) -> str:
-    "Return the name of the option under which a path, or a folder above it, was given; else \"path\"."
-    found = Path(path).absolute()
-    is_above = lambda value: bool(value) and Path(value).absolute() in (found, *found.parents)
-    for before, word in zip(["", *words], words):
-        name, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
-        if name.startswith("--") and is_above(value): return name[2:]
-    if not any(is_above(word) for word in words[1:]):
-        called = next((c.callback for c in app.registered_commands if words and c.name == words[0]), lambda: None)
-        for name, p in inspect.signature(called).parameters.items():  # folders used unless told otherwise
-            if isinstance(p.default, Path) and is_above(p.default): return name
-    return "path"
-
-
-def _hint(message: str, command: str) -> str:
-    "Return what to do without a network, if that is what a message speaks of."
-    said = ("n.t connect to|n.t reach|check your connection|offline mode|outgoing traffic|name resolution|"
-            r"connection (error|refused)|max retries|timed out|\b50[0234] (server|client)")
-    found = re.search(said, message, re.IGNORECASE)
-    remedy = "--model as a folder, --texts as a file" if command == "score" else "--data-dir, and --model as a folder"
-    if message.startswith("model: ") and command != "score": remedy = "--model as a folder"
-    return f"\nNo network? Give {remedy}." if found else ""
-
-# %% ../nbs/31_cli.ipynb #b73e42a7
-def _report_bug(error: BaseException, words: Sequence[str]) -> str:
-    "Write what one has to know of an error to a file, here or among the temporary files; return where it is."
-    made = [f"Python {platform.python_version()} on {platform.platform()}", f"isoreg {isoreg.__version__}"]
-    for name in ("torch", "transformers", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            made.append(f"{name} {importlib.metadata.version(name)}")
-    text = "\n".join([shlex.join(["isoreg", *words]), *made, "", *traceback.format_exception(error)])
-    for folder in (".", tempfile.gettempdir()):
-        with contextlib.suppress(OSError):
-            handle, name = tempfile.mkstemp(prefix="isoreg-error-", suffix=".txt", dir=folder)
-            with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file: file.write(text)
-            return f"please report it with the file {name}"
-    return f"please report it: {traceback.format_exception_only(error)[-1].strip()}"
-
-# %% ../nbs/31_cli.ipynb #30731f73
 @contextlib.contextmanager
 def _warnings_shown():
     "Context whose warnings are printed at its end, as plain lines, each once."
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
-    for message in dict.fromkeys(str(w.message) for w in caught): _errors.print(message)
+    for message in dict.fromkeys(str(w.message) for w in caught): _errors.print(_printable(message))
 
 # %% ../nbs/31_cli.ipynb #57f96b62
 def _number(x: float | None) -> str: return "undefined" if x is None else f"{x:.4f}"
 
 
-def _step(said: dict) -> str: return f"{said.get('step', 0)}/{said['total']}" if said.get("total") else ""
+def _step(state: dict) -> str: return f"{state.get('step', 0)}/{state['total']}" if state.get("total") else ""
 
 
-def _loss(said: dict) -> str: return "" if said.get("loss") is None else f"{said['loss']:.3f}"
+def _loss(state: dict) -> str: return "" if state.get("loss") is None else f"{state['loss']:.3f}"
 
-# %% ../nbs/31_cli.ipynb #63a4d0fb
+
 def _time(seconds: float | None) -> str:
     "Return a duration in its two largest units."
     if seconds is None: return "unknown"
@@ -1004,5 +624,5 @@ def _time(seconds: float | None) -> str:
     h, m = divmod(minutes, 60)
     return f"{h} h {m:02d} min" if h else f"{m} min {s:02d} s" if m else f"{s} s"
 
-# %% ../nbs/31_cli.ipynb #6ccd52ae
+# %% ../nbs/31_cli.ipynb #7f9845ae
 if __name__ == "__main__" and "__file__" in globals(): app()  # not inside this notebook

@@ -6,11 +6,12 @@ __all__ = ['score_points', 'dimensions_in_use', 'Measured', 'measure_points', 'r
 
 # %% ../nbs/36_embeddings.ipynb #a46f1be8
 import contextlib
+import json
 import math
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,28 +22,25 @@ from torch import Tensor
 
 from .checks import in_range, one_of
 from .corpus import read_lines
-from .files import expanded, from_json, limit_hub
-from .geometry import Cloud, Dimensions, outlier_dimensions, stand_out, transformed
+from .files import expanded
+from .geometry import Cloud, outlier_dimensions, stand_out, transformed
 from .isoscore import IsoScoreEstimate, isoscore, isoscore_from_cov, isoscore_with_error
 from .experiments.measure import layer_points
 from .experiments.models import (
     check_vocabulary, has_decoder, limit_length, load_tokenizer, quiet_loading, read_body)
 from .moments import floating
-from .sequences import SequenceStream, draw_groups
-from .states import check_layer, states_of
+from .tokens import SequenceStream, draw_groups
+from .states import check_layer
 
 # %% ../nbs/36_embeddings.ipynb #3c650020
-_GROUPS = 20  # of rows or texts that are left out for the error of a difference
-
-
 def score_points(
     points,  # (n, d) tensor or array
-) -> dict:  # points, dims, isoscore, corrected, standard_error, interval, dimensions_in_use, outliers, spectrum
-    """Return the score of a cloud, plain and corrected with its 95 % interval, and what belongs to it.
+) -> dict:  # points, dims, isoscore, corrected, standard_error, interval, and more
+    """Return the score of a cloud, plain and corrected with its 95 % interval, and what
+    belongs to it: dimensions in use, outlier dimensions, spectrum.
 
-    A cloud of fewer than 5 points has no corrected score, nor one as even as so few points can be, such as a basis;
-    then there is a warning. `ValueError` as `isoscore`.
-    """
+    A cloud of fewer than 5 points, or one as even as so few points can be, has no corrected
+    score; then there is a warning."""
     x = floating(points, "points").detach()
     plain, best = float(isoscore(x)), None
     try: best = isoscore_with_error(x)
@@ -51,32 +49,27 @@ def score_points(
 
 # %% ../nbs/36_embeddings.ipynb #44083d78
 def dimensions_in_use(
-    score: float,  # IsoScore, corrected where that can be had
+    score: float,  # IsoScore, corrected if possible
     dims: int,  # d
 ) -> float:
-    """Return how many of d dimensions are in even use, 1 + (d - 1) score, in [1, d].
-
-    A corrected score outside [0, 1] counts as the nearer end. `ValueError` for fewer than 2 dimensions.
-    """
-    in_range("dims", dims, 2, whole=True)
+    "Return how many of d dimensions are in even use, 1 + (d - 1) score, in [1, d]."
     return 1 + (dims - 1) * min(max(float(score), 0.0), 1.0)
 
 # %% ../nbs/36_embeddings.ipynb #emb04
 def _row(
     plain: float,
-    best: IsoScoreEstimate | None,  # corrected, if there is one
+    best: IsoScoreEstimate | None,  # the corrected score, if there is one
     freedom: int,  # degrees of freedom of its error
     variance: Tensor,  # of the principal axes, descending
-    outliers: Dimensions,
+    outliers,  # `Dimensions`
 ) -> dict:
-    "Return what is said of a cloud."
     d, share = len(outliers.mean), variance / variance.sum()
     row: dict = {"dims": d, "isoscore": plain}
     if best:
         half = float(stats.t.ppf(0.975, freedom)) * best.stderr
         row |= {"corrected": best.score, "standard_error": best.stderr,
                 "interval": [best.score - half, best.score + half]}
-    axes = {f"{int(100 * p)}%": int((share.cumsum(0) < p - 1e-12).sum()) + 1 for p in (0.5, 0.9, 0.99)}
+    axes = {f"{p}%": int((share.cumsum(0) < p / 100 - 1e-12).sum()) + 1 for p in (50, 90, 99)}
     return row | {"dimensions_in_use": dimensions_in_use(best.score if best else plain, d),
                   "outliers": {"by_mean": outliers.by_mean, "by_variance": outliers.by_variance},
                   "spectrum": {"share": share[:10].tolist(), "axes_for": axes}}
@@ -95,9 +88,12 @@ def measure_points(
     name: str = "points",
     normalize: bool = False,  # each vector to length one
 ) -> Measured:
-    "Return the scores of a cloud, ready to be compared. `ValueError` as `score_points`."
+    "Return the scores of a cloud, ready to be compared."
     x = floating(transformed(points, "normalise") if normalize else points, "points").detach()
     return Measured(name, [score_points(x)], 0, lambda: _without_each(x))
+
+
+_GROUPS = 20  # of rows or texts that are left out for the error of a difference
 
 
 def _without_each(x: Tensor) -> Tensor:
@@ -105,90 +101,59 @@ def _without_each(x: Tensor) -> Tensor:
     group = draw_groups(len(x), _GROUPS).to(x.device)
     return torch.stack([isoscore(x[group != g], correction="ustat") for g in group.unique()]).double()
 
-# %% ../nbs/36_embeddings.ipynb #963e9108
-_KINDS = (".npy", ".npz", ".parquet", ".safetensors")
-
-
+# %% ../nbs/36_embeddings.ipynb #1d096228
 def read_points(
     path: str | Path,  # .npy, .npz, .parquet or .safetensors
     array: str | None = None,  # name of the array or column; None takes the only one
 ) -> Tensor:  # (n, d), in floating point
-    "Return the vectors in a file. `ValueError` for a file of another kind, a damaged one, and for what is no cloud."
+    "Return the vectors in a file. `ValueError` for another kind of file, and without vectors."
     path = Path(path)
-    if not path.is_file(): raise ValueError(f"file: no file {str(path)!r}")
-    kind = path.suffix.lower()
-    if kind not in _KINDS:
-        raise ValueError(f"file: {path.name} is of a kind that is not read; give {', '.join(_KINDS)}, or, with "
-                         "--model, a file of texts")
-    with _reading(path):
-        if kind == ".npy": found = {"": np.lib.format.open_memmap(path, mode="r")}
-        elif kind == ".npz": found = _npz(path)
-        elif kind == ".parquet": found = _columns(path, array)
-        else: found = _safetensors(path)
-    x = _pick(found, array, path)
+    kind = one_of("file", path.suffix.lower(), (".npy", ".npz", ".parquet", ".safetensors"))
+    try: found = _arrays(path, kind, array)
+    except (ValueError, KeyError) as error: raise ValueError(f"file: {path.name}: {error}") from None
+    if array is None and len(found) == 1: array = next(iter(found))
+    if array not in found:
+        names = ", ".join(list(found)[:20]) or "no vectors"
+        raise ValueError(f"array: {array!r} is not in {path.name}; it holds {names}; choose one with --array")
+    x = torch.as_tensor(found[array])
     if x.ndim != 2: raise ValueError(f"file: {path.name} holds an array of shape {tuple(x.shape)}; need (n, d)")
-    if x.is_complex() if torch.is_tensor(x) else x.dtype.kind not in "fiub":
-        raise ValueError(f"file: {path.name} holds values of type {x.dtype}; need real numbers")
-    if torch.is_tensor(x): return floating(x, "file")
-    kept = x.dtype.newbyteorder("=") if x.dtype.kind == "f" and x.dtype.itemsize <= 8 else np.dtype(float)
-    return torch.from_numpy(np.array(x, kept))
-
-# %% ../nbs/36_embeddings.ipynb #eda6f845
-@contextlib.contextmanager
-def _reading(path: Path):
-    "Context in which whatever a library raises becomes a `ValueError` that names the file."
-    try: yield
-    except MemoryError: raise
-    except Exception as error:
-        raise ValueError(f"file: {path.name} cannot be read ({type(error).__name__}: {error}); save it again, as an "
-                         "array of numbers") from None
+    return floating(x, "file")
 
 
-def _npz(path: Path) -> dict:
-    with np.load(path, allow_pickle=False) as held:
-        return {n: np.asarray(held[n]) for n in held.files if f"{n}.npy" in held.zip.namelist()}
-
-
-def _safetensors(path: Path) -> dict:
+def _arrays(path: Path, kind: str, array: str | None) -> dict:
+    "Return the arrays of a file by name."
+    if kind == ".npy": return {"": np.load(path, allow_pickle=False)}
+    if kind == ".npz": return dict(np.load(path, allow_pickle=False))
+    if kind == ".parquet": return _columns(path, array)
     from safetensors.torch import load_file
-    return load_file(path)
+    try: return load_file(path)
+    except Exception as error: raise ValueError(str(error)) from None  # its own class of error
 
 
-def _pick(found: dict, name: str | None, path: Path):
-    "Return the array of that name, or the only one."
-    if name in found or (name is None and len(found) == 1): return found[name or next(iter(found))]
-    if not found: raise ValueError(f"file: {path.name} holds no vectors: no array, or no column of numbers")
-    names = "a single array" if "" in found else ", ".join(list(found)[:20])
-    if name is None: raise ValueError(f"array: {path.name} holds {names}; choose one with --array")
-    raise ValueError(f"array: no vectors {name!r} in {path.name}; it holds {names}")
-
-# %% ../nbs/36_embeddings.ipynb #b8e2757f
 def _columns(path: Path, name: str | None) -> dict:
-    "Return the columns of a table that hold vectors, by name; without any, the columns of numbers side by side."
+    "Return the columns of a table that hold vectors; without any, its columns of numbers side by side."
     import pyarrow.parquet as pq
     from pyarrow import types
     file = pq.ParquetFile(path)
-    of_numbers = lambda kind: types.is_floating(kind) or types.is_integer(kind)
     fields = list(file.schema_arrow)
-    lists = [f.name for f in fields if hasattr(f.type, "value_type") and of_numbers(f.type.value_type)]
+    lists = [f.name for f in fields if hasattr(f.type, "value_type")]
     numbers = [f.name for f in fields if types.is_floating(f.type)]
-    if name is None and len(lists) == 1: name = lists[0]
-    if name in lists: return {name: np.stack(file.read([name]).column(0).to_numpy())}
-    if name or lists or not numbers: return dict.fromkeys(lists)
-    table = file.read(numbers)
+    if lists or name or not numbers:
+        wanted = [n for n in lists if name is None or n == name]
+        if len(wanted) != 1: return dict.fromkeys(lists)
+        return {wanted[0]: np.stack(file.read(wanted).column(0).to_numpy())}
     warnings.warn(f"array: {len(numbers)} columns are read as dimensions, {numbers[0]} to {numbers[-1]}; "
                   f"{len(fields) - len(numbers)} others are left out")
-    return {"columns": table.to_pandas().to_numpy(dtype=float)}
+    return {"columns": file.read(numbers).to_pandas().to_numpy(dtype=float)}
 
 # %% ../nbs/36_embeddings.ipynb #337d4ee2
 def draw_texts(
-    source: str | Path,  # a file of texts, or a data set on the hub as name:configuration:split
-    limit: int = 500,  # texts at most
-    seed: int = 0,  # of the draw
-    column: str = "text",  # of a table or data set
+    source: str | Path,  # a file of texts, or a data set as name:configuration:split
+    limit: int = 500,  # largest number of texts
+    seed: int = 0,  # seed of the draw
+    column: str = "text",  # column of a table or data set
 ) -> tuple[list[str], int]:  # the texts, and how many there are
-    "Return texts, all or so many drawn at random; empty ones do not count. `ValueError` for a missing file or column."
-    in_range("limit", limit, 1, whole=True)
+    "Return texts, all or so many drawn at random; empty ones do not count."
     texts = [str(text) for text in read_lines(str(source), column) if text is not None and str(text).strip()]
     drawn = sorted(random.Random(seed).sample(range(len(texts)), min(limit, len(texts))))
     return [texts[i] for i in drawn], len(texts)
@@ -200,90 +165,41 @@ _POOLINGS = ("tokens", "mean", "cls", "last")
 def measure_model(
     model: str,  # toy-bert, a folder or a name on the hub
     texts: Sequence[str],
-    pooling: str | None = None,  # of _POOLINGS; None: what a SentenceTransformers model says itself, else tokens
-    layer: int = -1,  # that a comparison takes, 0 the embeddings
+    pooling: str | None = None,  # default the model's own, else tokens
+    layer: int = -1,  # layer that a comparison takes, 0 the embeddings
     normalize: bool = False,  # each vector to length one
-    max_length: int = 128,  # tokens of a text at most; a SentenceTransformers model has its own
-) -> "Measured":
-    """Return the scores of a model on texts, a row for each layer; without a corrected score only its number.
-
-    Tokens need 6 texts at least, as those of one text depend on each other. `ValueError` as `embed`.
-    """
+    max_length: int = 128,  # largest number of tokens of a text
+) -> Measured:
+    "Return the scores of a model on texts, a row for each layer."
     if pooling is None and is_sentence_transformer(model):
         found = measure_points(embed(model, texts, layer=layer), model, normalize)
         return found._replace(rows=[{"layer": "output"} | found.rows[0]])
     one_of("pooling", pooling or "tokens", _POOLINGS)
     if pooling in (None, "tokens"): return _measure_tokens(model, texts, layer, normalize, max_length)
     points = _layers(model, texts, pooling, None, normalize, max_length)
-    shown = range(len(points))[check_layer("layer", layer, range(len(points)))]
-    rows = []
+    rows: list[dict] = []
     for k, x in enumerate(points):
         rows.append({"layer": k})
-        with contextlib.suppress(ValueError): rows[k] |= score_points(x)  # equal vectors, as first tokens in layer 0
+        # before the first layer all first tokens are equal: no score
+        with contextlib.suppress(ValueError): rows[k] |= score_points(x)
+    shown = range(len(points))[check_layer("layer", layer, range(len(points)))]
     return Measured(model, rows, shown, lambda: _without_each(points[shown]))
-
-# %% ../nbs/36_embeddings.ipynb #95368d0c
-def _prepared(model: str, texts: Iterable[str], max_length: int) -> tuple[torch.nn.Module, dict]:
-    "Return the encoder of a model, tried on the longest text, and its padded input."
-    model, texts = str(model), [texts] if isinstance(texts, str) else list(texts)
-    if not texts or not all(isinstance(t, str) for t in texts): raise ValueError("texts: need a list of texts")
-    with quiet_loading(): body = read_body(model).eval()
-    tokenizer = load_tokenizer(model)
-    tokenizer.padding_side = "right"  # on the left it would move the positions of the tokens
-    limit_length(tokenizer, body)
-    check_vocabulary(tokenizer, body, texts)
-    if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
-    if has_decoder(body): body, tokenizer.model_input_names = body.get_encoder(), ["input_ids", "attention_mask"]
-    special = tokenizer.num_special_tokens_to_add()
-    hint = f"of them the tokenizer adds {special} to each text"
-    length = min(in_range("max_length", max_length, special + 1, whole=True, hint=hint), tokenizer.model_max_length)
-    batch = dict(tokenizer(texts, max_length=length, truncation=True, padding=True, return_tensors="pt",
-                           return_attention_mask=True))
-    lengths = batch["attention_mask"].sum(1)
-    if not bool(lengths.all()): raise ValueError(f"texts: number {int(lengths.argmin())} (from 0) has no token")
-    if full := int((lengths == length).sum()):
-        warnings.warn(f"max_length: {full} of {len(texts)} texts fill {length} tokens; what is longer is cut")
-    _try(model, body, batch)
-    return body, batch
-
-# %% ../nbs/36_embeddings.ipynb #emb05
-def _try(model: str, encoder: torch.nn.Module, batch: dict):
-    "Raise a `ValueError` unless the encoder gives hidden states of the longest text and of that of the largest id."
-    try:
-        for row in batch["attention_mask"].sum(1).argmax(), batch["input_ids"].amax(1).argmax():
-            inputs = _rows(batch, row[None])
-            with torch.no_grad(): states = states_of(encoder(**inputs, output_hidden_states=True))
-            if len(states) < 2 or any(h.shape[:2] != inputs["input_ids"].shape for h in states):
-                raise ValueError("no state for each token")
-    except MemoryError: raise
-    except Exception as error:  # of any of its parts
-        raise ValueError(f"model: {model!r} does not run on these texts ({type(error).__name__}: {error!s:.300}); give "
-                         "a model that reads text alone, with its own tokenizer, or lower max_length") from None
-
-
-def _rows(batch: dict, rows: Tensor) -> dict:
-    "Return some rows of a padded batch, without columns that are padding in all of them."
-    end = int(batch["attention_mask"][rows].sum(1).max())
-    return {name: values[rows, :end] for name, values in batch.items()}
 
 # %% ../nbs/36_embeddings.ipynb #21a925af
 def embed(
     model: str,  # toy-bert, a folder or a name on the hub
     texts: Sequence[str],
-    pooling: str | None = None,  # of _POOLINGS; None: what a SentenceTransformers model says itself, else the mean
+    pooling: str | None = None,  # default the model's own, else the mean
     layer: int = -1,  # 0 the embeddings, -1 the last
     normalize: bool = False,  # each vector to length one
-    max_length: int = 128,  # tokens of a text at most
+    max_length: int = 128,  # largest number of tokens of a text
 ) -> Tensor:  # (n, d) float32
-    """Return the vectors of texts.
-
-    `ValueError` for an unknown pooling or layer, a text without tokens, and a model that cannot be read or does not
-    run on texts.
-    """
+    "Return the vectors of texts."
     if pooling is None and is_sentence_transformer(model):
-        if layer != -1: raise ValueError("layer: a SentenceTransformers model as it is has one output; give a pooling")
+        if layer != -1: raise ValueError("layer: a SentenceTransformers model has one output; give a pooling")
         return _own_vectors(model, list(texts), normalize)
-    return _layers(model, texts, one_of("pooling", pooling or "mean", _POOLINGS), layer, normalize, max_length)[0]
+    one_of("pooling", pooling or "mean", _POOLINGS)
+    return _layers(model, texts, pooling or "mean", layer, normalize, max_length)[0]
 
 
 def _layers(model: str, texts, pooling: str, layer: int | None, normalize: bool, max_length: int) -> Tensor:
@@ -294,75 +210,89 @@ def _layers(model: str, texts, pooling: str, layer: int | None, normalize: bool,
     points = layer_points(encoder, batches, pooling, chosen)[1]
     return torch.nn.functional.normalize(points, dim=-1) if normalize else points
 
+# %% ../nbs/36_embeddings.ipynb #95368d0c
+def _prepared(model: str, texts: Sequence[str], max_length: int) -> tuple[torch.nn.Module, dict]:
+    "Return the encoder of a model and the padded texts."
+    model, texts = str(model), list(texts)
+    with quiet_loading(): body = read_body(model).eval()
+    tokenizer = load_tokenizer(model)
+    tokenizer.padding_side = "right"  # on the left it would move the positions of the tokens
+    limit_length(tokenizer, body)
+    check_vocabulary(tokenizer, body, texts)
+    if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
+    if has_decoder(body):
+        body, tokenizer.model_input_names = body.get_encoder(), ["input_ids", "attention_mask"]
+    length = min(max_length, tokenizer.model_max_length)
+    batch = dict(tokenizer(texts, max_length=length, truncation=True, padding=True, return_tensors="pt",
+                           return_attention_mask=True))
+    lengths = batch["attention_mask"].sum(1)
+    if not bool(lengths.all()): raise ValueError(f"texts: number {int(lengths.argmin())} (from 0) has no token")
+    if full := int((lengths == length).sum()):
+        warnings.warn(f"max_length: {full} of {len(texts)} texts fill {length} tokens; what is longer is cut")
+    return body, batch
+
+
+def _rows(batch: dict, rows: Tensor) -> dict:
+    "Return some rows of a padded batch, without columns that are padding in all of them."
+    end = int(batch["attention_mask"][rows].sum(1).max())
+    return {name: values[rows, :end] for name, values in batch.items()}
+
 # %% ../nbs/36_embeddings.ipynb #d1c0a002
 def is_sentence_transformer(
     model: str,  # a folder or a name on the hub
 ) -> bool:
-    "Return whether a folder holds a SentenceTransformers model, or a name on the hub begins with its library's."
+    "Return whether a model says itself how its tokens become one vector."
     return os.path.isfile(expanded(model) / "modules.json") or str(model).startswith("sentence-transformers/")
 
 
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
-    "Return the vectors that a SentenceTransformers model gives, float32; `ValueError` where it cannot be read."
-    folder, hint = expanded(model), "give a pooling, which reads its encoder alone"
-    limit_hub()
-    try:
-        from sentence_transformers import SentenceTransformer
-        if folder.is_dir(): _check_modules(folder / "modules.json")
-        with quiet_loading():
-            loaded = SentenceTransformer(str(folder) if folder.is_dir() else model, trust_remote_code=False)
-        return loaded.float().encode(
-            texts, convert_to_tensor=True, normalize_embeddings=normalize, show_progress_bar=False).cpu()
+    "Return the vectors that a SentenceTransformers model gives, float32."
+    try: from sentence_transformers import SentenceTransformer
     except ImportError:
-        raise ValueError(f"model: {model!r} needs sentence-transformers; pip install 'isoreg[integrations]', or "
-                         f"{hint}") from None
-    except MemoryError: raise
-    except Exception as error:  # its readers raise whatever they do
-        raise ValueError(f"model: {model!r} cannot be read as a SentenceTransformers model ({type(error).__name__}: "
-                         f"{error!s:.300}); {hint}") from None
-
-
-def _check_modules(path: Path):
-    "Raise a `ValueError` unless a modules.json names parts of sentence-transformers only."
-    try: kinds = [str(m["type"]) for m in from_json(path.read_text(encoding="utf-8"))]
-    except (KeyError, TypeError, ValueError): kinds = []
-    if kinds and all(k.startswith("sentence_transformers.") for k in kinds): return
-    raise ValueError(f"its modules.json names {kinds}, which is not all of that library, and other code is never run")
+        raise ValueError(f"model: {model!r} needs sentence-transformers; pip install 'isoreg[integrations]', or give "
+                         "a pooling, which reads its encoder alone") from None
+    folder = expanded(model)
+    if folder.is_dir():  # the library runs Python files of a folder
+        kinds = [str(module["type"]) for module in json.loads((folder / "modules.json").read_text())]
+        if not all(kind.startswith("sentence_transformers.") for kind in kinds):
+            raise ValueError(f"model: its modules.json names {kinds}; code of a model is never run, so give a pooling")
+    with quiet_loading(): loaded = SentenceTransformer(str(folder) if folder.is_dir() else model)
+    return loaded.float().encode(
+        texts, convert_to_tensor=True, normalize_embeddings=normalize, show_progress_bar=False).cpu()
 
 # %% ../nbs/36_embeddings.ipynb #c9b2205a
-def _measure_tokens(model: str, texts, layer: int, normalize: bool, max_length: int) -> "Measured":
+def _measure_tokens(model: str, texts, layer: int, normalize: bool, max_length: int) -> Measured:
     "Return the scores of the token vectors in each layer."
     encoder, batch = _prepared(model, texts, max_length)
     count = len(batch["input_ids"])
     if count < 6: raise ValueError(f"texts: {count} given, but a score by sequence needs at least 6; add texts")
     streams = _streams(encoder, batch, normalize)
     shown = range(len(streams))[check_layer("layer", layer, streams)]
-    rows = [{"layer": k} | _row_of_stream(s) for k, s in enumerate(streams)]
+    rows = []
+    for k, stream in enumerate(streams):
+        best, m = stream.estimate(), stream.moments
+        variance = torch.linalg.eigvalsh(m.m2).flip(0).clamp(min=0)
+        plain, freedom = float(isoscore_from_cov(m.cov())), min(_GROUPS, best.count) - 1
+        rows.append({"layer": k, "tokens": int(m.count), "sequences": best.count}
+                    | _row(plain, best, freedom, variance, stand_out(m)))
     return Measured(model, rows, shown, lambda: streams[shown].scores()[:-1])
 
 
 def _streams(encoder: torch.nn.Module, batch: dict, normalize: bool) -> list[SequenceStream]:
     "Return a stream for each layer, after all texts went through the model twice."
     group, streams = draw_groups(len(batch["input_ids"]), _GROUPS), []
+    count = int(group.max()) + 1
     for again in (False, True):
-        for g in range(int(group.max()) + 1):
+        for g in range(count):
             for rows in (group == g).nonzero()[:, 0].split(32):
                 part = _rows(batch, rows)
                 with torch.no_grad(): states = encoder(**part, output_hidden_states=True).hidden_states
                 if normalize: states = tuple(torch.nn.functional.normalize(h, dim=-1) for h in states)
-                streams = streams or [SequenceStream(int(group.max()) + 1, h.shape[-1], h.device) for h in states]
+                streams = streams or [SequenceStream(count, h.shape[-1], h.device) for h in states]
                 for stream, h in zip(streams, states):
                     (stream.second if again else stream.first)(g, h, part["attention_mask"].bool())
             for stream in streams if again else (): stream.close(g)
     return streams
-
-
-def _row_of_stream(stream: SequenceStream) -> dict:
-    "Return what is said of the tokens of a layer."
-    best, m = stream.estimate(), stream.moments
-    variance = torch.linalg.eigvalsh(m.m2).flip(0).clamp(min=0)
-    row = _row(float(isoscore_from_cov(m.cov())), best, min(_GROUPS, best.count) - 1, variance, stand_out(m))
-    return {"tokens": int(m.count), "sequences": best.count} | row
 
 # %% ../nbs/36_embeddings.ipynb #8dd8e1fe
 class Difference(NamedTuple):
@@ -377,24 +307,23 @@ class Difference(NamedTuple):
 def compare(
     one: Measured,
     other: Measured,
-    level: float = 0.95,  # of the interval
+    level: float = 0.95,  # level of the interval
 ) -> Difference:
-    """Return the corrected score of one minus that of the other, paired where both saw as many rows or texts.
-
-    `ValueError` for a cloud without a corrected score.
-    """
+    "Return the corrected score of one minus that of the other, paired if both saw as many rows."
     in_range("level", level, 0, 1, ends="()")
     a, b = (m.rows[m.shown] for m in (one, other))
     for m, row in (one, a), (other, b):
         if "corrected" not in row: raise ValueError(f"{m.name}: has no corrected score to compare")
     count = lambda row: (row.get("sequences"), row.get("points"))
     difference, paired = a["corrected"] - b["corrected"], count(a) == count(b)
-    stderr, reach = math.hypot(a["standard_error"], b["standard_error"]), stats.norm.ppf((1 + level) / 2)
     if paired:
         δ = (one.without_each() - other.without_each()).cpu().numpy()
         k = len(δ)
         stderr = float(((k - 1) / k * ((δ - δ.mean()) ** 2).sum()) ** 0.5)
         reach = stats.t.ppf((1 + level) / 2, k - 1)
+    else:
+        stderr = math.hypot(a["standard_error"], b["standard_error"])
+        reach = stats.norm.ppf((1 + level) / 2)
     half = float(reach) * stderr
     return Difference(difference, stderr, difference - half, difference + half, paired)
 

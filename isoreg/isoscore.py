@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .checks import in_range, one_of
-from .moments import Moments, as_given, check_points, floating, full_precision, moments
+from .moments import Moments, as_given, check_points, floating, full_precision, moments, wide_dtype
 
 # %% ../nbs/02_isoscore.ipynb #486b262d
 def isoscore(
@@ -30,27 +30,25 @@ def isoscore(
     """
     one_of("correction", correction, CORRECTIONS)
     X, keep = check_cloud(points, mask)  # (..., n, d), (..., n)
-    d, need = X.shape[-1], MIN_ROWS[correction]
-    with full_precision(X):
-        X, inv = _rescaled_invariants(X, keep, order=4 if correction == "ustat" else 2)
-        t2, f = estimate_traces(inv, correction)
-        score = closed_form(t2, f, d)
-    constant, few = is_constant(X, keep, inv.count, inv.trace), bool((inv.count < need).any())
-    if correction and not constant and not few: check_evenness(inv, f, d, X.dtype)
-    if constant or few or not bool(torch.isfinite(score).all()): refuse(X, keep, inv.count, need, constant=constant)
+    inv = invariants(X, keep, order=4 if correction == "ustat" else 2)
+    # float32 does not hold fourth powers of very short or very long rows
+    length = inv.trace.detach() / inv.count.clamp(min=1)
+    if bool(((length < 1e-12) | (length > 1e12)).any()):
+        inv = invariants(X.to(wide_dtype(X)), keep, order=4 if correction == "ustat" else 2)
+    t2, f = estimate_traces(inv, correction)
+    score = closed_form(t2, f, X.shape[-1])
+    constant = is_constant(X, keep, inv.count, inv.trace)
+    if correction and not constant and bool(torch.isfinite(f).all()): check_evenness(inv, f, X.shape[-1], X.dtype)
+    check_score(score, X, keep, inv.count, MIN_ROWS[correction], constant)
     return as_score(score, points, X.dtype)
 
 # %% ../nbs/02_isoscore.ipynb #7489b59a
 MIN_ROWS = {None: 2, "gaussian": 3, "ustat": 4}  # rows that a score needs, by its correction
 CORRECTIONS = tuple(MIN_ROWS)
 
-# %% ../nbs/02_isoscore.ipynb #a1b00018
-def closed_form(
-    t2: Tensor,  # (...), tr(S)² or an estimate of tr(Σ)²
-    f: Tensor,  # (...), tr(S²) or an estimate of tr(Σ²)
-    d: int,
-) -> Tensor:
-    "Return the score (...) of the closed form, (PR - 1) / (d - 1) with PR = t2 / f; NaN where both are 0."
+
+def closed_form(t2: Tensor, f: Tensor, d: int) -> Tensor:
+    "Return (PR - 1) / (d - 1) with PR = t2 / f, of tr(S)² and tr(S²) or estimates of them, (...); NaN for zeros."
     return (t2 - f) / (f * (d - 1))
 
 # %% ../nbs/02_isoscore.ipynb #a7b58197
@@ -73,17 +71,10 @@ class _TraceAndSquare(torch.autograd.Function):
         return grad
 
 # %% ../nbs/02_isoscore.ipynb #a7b58198
-def score_from_cov(
-    S: Tensor,  # (..., d, d), not checked
-) -> Tensor:
-    "Return the IsoScore (...) of covariances, in float64 where the device has it; differentiable. NaN for zeros."
+def score_from_cov(S: Tensor) -> Tensor:
+    "Return the IsoScore (...) of S (..., d, d), not checked, in float64 where there is one; differentiable."
     t, f = _TraceAndSquare.apply(S)
     return closed_form(t * t, f, S.shape[-1])
-
-# %% ../nbs/02_isoscore.ipynb #a1b00011
-def wide_dtype(x: Tensor) -> torch.dtype:
-    "Return the widest floating type of x's device."
-    return torch.float32 if x.device.type == "mps" else torch.float64
 
 # %% ../nbs/02_isoscore.ipynb #5324799b
 def isoscore_from_cov(
@@ -94,7 +85,7 @@ def isoscore_from_cov(
     Raises `ValueError` unless `cov` is square, finite, symmetric and not zero.
     """
     S = check_cov(cov)
-    return as_score(_check_variance(score_from_cov(S)), cov, S.dtype)
+    return as_score(score_from_cov(S), cov, S.dtype)
 
 # %% ../nbs/02_isoscore.ipynb #5324799c
 def participation_ratio(
@@ -106,13 +97,7 @@ def participation_ratio(
     """
     S = check_cov(cov)
     t, f = _TraceAndSquare.apply(S)
-    return as_score(_check_variance(t * t / f), cov, S.dtype)
-
-# %% ../nbs/02_isoscore.ipynb #a1b00012
-def _check_variance(ratio: Tensor) -> Tensor:
-    "Return the ratio; `ValueError` where it is one of zeros."
-    if bool(torch.isfinite(ratio).all()): return ratio
-    raise ValueError("cov: has zero variance, which has no isotropy; leave constant clouds out")
+    return as_score(t * t / f, cov, S.dtype)
 
 # %% ../nbs/02_isoscore.ipynb #c2e9d60c
 class Invariants(NamedTuple):
@@ -130,76 +115,24 @@ def invariants(
 ) -> Invariants:
     "Return count, tr M2, ‖M2‖² and m4 of each cloud, by the cheaper of M2 and the Gram matrix; differentiable."
     X, mask = check_points(points, mask)
-    with full_precision(X):
-        if X.shape[-2] < X.shape[-1]: return Invariants(*_Gram.apply(X, mask))
-        return invariants_of_moments(moments(X, mask, order))
+    if X.shape[-2] >= X.shape[-1]: return invariants_of_moments(moments(X, mask, order))
+    X, count = centre(X.to(wide_dtype(X)), mask)
+    K = X @ X.mT
+    r = K.diagonal(dim1=-2, dim2=-1)
+    return Invariants(count, r.sum(-1), K.square().sum((-2, -1)), r.square().sum(-1))
 
-# %% ../nbs/02_isoscore.ipynb #5be7b778
-def invariants_of_moments(
-    m: Moments,  # of order 2 or 4
-) -> Invariants:
-    "Return count, tr M2, ‖M2‖² and m4 of each cloud, (...), in float64 where the device has it; differentiable."
+# %% ../nbs/02_isoscore.ipynb #87dddf0e
+def invariants_of_moments(m: Moments) -> Invariants:
+    "Return count, tr M2, ‖M2‖² and m4 (...), in float64 where the device has it; differentiable."
     trace, square = _TraceAndSquare.apply(m.m2)
     return Invariants(m.count, trace, square, None if m.m4 is None else m.m4.to(wide_dtype(m.m4)))
 
-# %% ../nbs/02_isoscore.ipynb #87dddf0d
-class _Gram(torch.autograd.Function):
-    "Count, tr M2, ‖M2‖² and m4 of clouds (..., n, d) with n < d, through the Gram matrix."
 
-    @staticmethod
-    def forward(ctx, x: Tensor, mask: Tensor | None):
-        K, count = _gram(x, mask)
-        ctx.save_for_backward(x, mask, K.to(torch.promote_types(x.dtype, torch.float32)))
-        r = K.diagonal(dim1=-2, dim2=-1)
-        ctx.mark_non_differentiable(count)
-        return count, r.sum(-1), K.square().sum((-2, -1)), r.square().sum(-1)
-
-    @staticmethod
-    def backward(ctx, _, g_t, g_f, g_q):
-        x, mask, K = ctx.saved_tensors
-        g_t, g_f, g_q = (g.to(K.dtype)[..., None] for g in (g_t, g_f, g_q))
-        with full_precision(x):
-            X, count = centre(x, mask)
-            if torch.is_grad_enabled(): K = _gram(x, mask)[0].to(K.dtype)  # a second derivative goes through it
-            G = 4 * g_f[..., None] * K
-            G.diagonal(dim1=-2, dim2=-1).add_(2 * g_t + 4 * g_q * K.diagonal(dim1=-2, dim2=-1))
-            g = G @ X
-        g = g - g.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]
-        return (g if mask is None else g.masked_fill(~mask[..., None], 0)).to(x.dtype), None
-
-# %% ../nbs/02_isoscore.ipynb #a1b00015
-def _gram(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    "Return the Gram matrix (..., n, n) of the centred rows, in float64 where the device has it; and the count (...)."
-    X, count = centre(x, mask)
-    K = _centred_both_ways((X @ X.mT).to(wide_dtype(x)), mask, count)
-    if X.dtype == K.dtype or _holds_its_digits(K.detach(), count): return K, count
-    X, count = centre(x.to(wide_dtype(x)), mask)
-    return X @ X.mT, count
-
-
-def _centred_both_ways(K: Tensor, mask: Tensor | None, count: Tensor) -> Tensor:
-    "Return K (..., n, n) less what the rounding of the rows' mean has left in it."
-    n = count.clamp(min=1)[..., None, None]
-    r = K.sum(-1, keepdim=True) / n
-    K = K - r - r.mT + r.sum(-2, keepdim=True) / n
-    return K if mask is None else K.masked_fill(~(mask[..., None] & mask[..., None, :]), 0)
-
-
-def _holds_its_digits(K: Tensor, count: Tensor) -> bool:
-    "Return whether a product in float32 will do: no direction dominates (PR >= 2), and no square leaves its range."
-    t, f = K.diagonal(dim1=-2, dim2=-1).sum(-1), K.square().sum((-2, -1))
-    length = t / count.clamp(min=1)
-    return bool(((t * t >= 2 * f) & (length > 1e-12) & (length < 1e12)).all())
-
-# %% ../nbs/02_isoscore.ipynb #87dddf0e
-def centre(
-    x: Tensor,  # (..., n, d)
-    mask: Tensor | None,  # (..., n), boolean
-) -> tuple[Tensor, Tensor]:
-    "Return the rows minus their mean, masked rows 0, in float32 or better; and the count (...)."
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+def centre(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    "Return the rows of x (..., n, d) minus their mean, those outside of the mask (..., n) 0; and the count (...)."
     if mask is None: return x - x.mean(-2, keepdim=True), torch.full(x.shape[:-2], x.shape[-2], device=x.device)
-    x, count, out = x.masked_fill(~mask[..., None], 0), mask.sum(-1), ~mask[..., None]
+    count, out = mask.sum(-1), ~mask[..., None]
+    x = x.masked_fill(out, 0)
     return (x - x.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]).masked_fill(out, 0), count
 
 # %% ../nbs/02_isoscore.ipynb #7489b59b
@@ -218,74 +151,16 @@ def estimate_traces(
     Q, k = inv.quartic / ν, ν / (n * (n - 2) * (n - 3))
     return k * (2 * a + (n * n - 3 * n + 1) * t * t - n * Q), k * ((n - 1) * (n - 2) * a + t * t - n * Q)
 
-# %% ../nbs/02_isoscore.ipynb #0ad4ccac
-def _rescaled_invariants(X: Tensor, mask: Tensor | None, order: int) -> tuple[Tensor, Invariants]:
-    "Return the points, brought to lengths near 1 where they are far from it, and their invariants."
-    inv = invariants(X, mask, order)
-    scale = power_of_two(inv.trace, inv.count)
-    if bool((scale == 1).all()): return X, inv
-    X = X.to(torch.promote_types(X.dtype, torch.float32))
-    X = X * scale.to(X.dtype)[..., None, None]
-    return X, invariants(X, mask, order)
-
-# %% ../nbs/02_isoscore.ipynb #0ad4ccad
-def power_of_two(
-    trace: Tensor,  # (...), of M2
-    count: Tensor,  # (...)
-) -> Tensor:
-    "Return the factor (...) that brings rows to lengths near 1; 1 where float32 holds their fourth powers as they are."
-    r = trace.detach() / count.clamp(min=1)
-    far = ((r < 1e-12) | (r > 1e12)) & (r > 0) & torch.isfinite(r)
-    return torch.ldexp(torch.ones_like(r), torch.where(far, -(r.log2() / 2).round(), 0).nan_to_num().int())
-
-# %% ../nbs/02_isoscore.ipynb #0ad4ccaf
-def is_constant(
-    points: Tensor,  # (..., n, d)
-    mask: Tensor | None,  # (..., n), boolean
-    count: Tensor,  # (...)
-    trace: Tensor,  # (...), of M2
-) -> bool:
-    "Return whether all rows of a cloud are equal, of any; rows are compared only where the trace is near rounding."
-    if mask is None: first = points[..., :1, :]  # (..., 1, d)
-    else: first = points.take_along_dim(mask.int().argmax(-1)[..., None, None], -2)  # the first that counts
-    eps = torch.finfo(torch.promote_types(points.dtype, torch.float32)).eps
-    length = first.detach().to(trace.dtype).square().sum((-2, -1))
-    if not bool((trace <= count * (8 * eps) ** 2 * length).any()): return False
-    differs = points != first  # a small spread far from the origin is a cloud all the same
-    return bool((~(differs if mask is None else differs & mask[..., None]).any(-1).any(-1)).any())
-
-# %% ../nbs/02_isoscore.ipynb #0ad4ccb0
-def too_even(
-    inv: Invariants,  # fields (...)
-    f: Tensor,  # (...), the corrected tr(Σ²)
-    d: int,
-    dtype: torch.dtype,  # of the points
-) -> Tensor:
-    "Return where nothing but rounding is left of the corrected tr(Σ²), (...)."
-    a = inv.square / (inv.count - 1) ** 2
-    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return (a > 0) & (f <= eps * inv.count.clamp(max=d + 1).clamp(min=16) * a)
-
-# %% ../nbs/02_isoscore.ipynb #a1b00013
-def check_evenness(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype):
-    "Raise a `ValueError` where nothing but rounding is left of the corrected tr(Σ²)."
-    if bool(too_even(inv, f, d, dtype).any()):
-        raise ValueError("points: as even as so few rows can be, which says nothing of the population; add points")
-
 # %% ../nbs/02_isoscore.ipynb #e4b1f0a7
-def refuse(
-    points: Tensor,  # (..., n, d)
-    mask: Tensor | None,  # (..., n), boolean
-    count: Tensor,  # (...), of units
-    need: int,  # units that a score needs
-    unit: str = "row",
-    constant: bool = False,  # the rows of a cloud are all equal
-):
-    "Raise the `ValueError` that says why there is no score."
-    few, seen = int(count.min()), points if mask is None else points.masked_fill(~mask[..., None], 0)
+def check_score(score, points, mask, count, need: int, constant: bool, unit: str = "row"):
+    "Raise the `ValueError` that says why a score (...) of points (..., n, d) is missing; `count` (...) of units."
+    few = int(count.min())
     if few < need:
         raise ValueError(f"points: only {few} {unit}s count, but this score needs at least {need}; "
                          f"add {unit}s or check the mask")
+    fine = bool(torch.isfinite(score).all())
+    if fine and not constant: return
+    seen = points if mask is None else points.masked_fill(~mask[..., None], 0)
     if not bool(torch.isfinite(seen).all()):
         raise ValueError("points: hold NaN or infinite values; drop those rows or mask them")
     if constant: raise ValueError("points: all rows of a cloud are equal: zero variance has no isotropy; "
@@ -293,53 +168,74 @@ def refuse(
     raise ValueError("points: values too large or too small to be squared in their precision; rescale them, "
                      "the score does not depend on the scale")
 
+# %% ../nbs/02_isoscore.ipynb #0ad4ccaf
+def is_constant(points: Tensor, mask: Tensor | None, count: Tensor, trace: Tensor) -> bool:
+    "Return whether all rows of any cloud (..., n, d) are equal; rows are compared where the trace is near rounding."
+    if mask is None: first = points[..., :1, :]  # (..., 1, d)
+    else: first = points.take_along_dim(mask.int().argmax(-1)[..., None, None], -2)
+    eps = torch.finfo(torch.promote_types(points.dtype, torch.float32)).eps
+    length = first.detach().to(trace.dtype).square().sum((-2, -1))
+    if not bool((trace <= count * (8 * eps) ** 2 * length).any()): return False
+    differs = (points != first).any(-1) if mask is None else (points != first).any(-1) & mask
+    return not bool(differs.any(-1).all())
+
+# %% ../nbs/02_isoscore.ipynb #0ad4ccb0
+def too_even(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype) -> Tensor:
+    "Return where nothing but rounding in the dtype of the points is left of f, the corrected tr(Σ²), (...)."
+    a = inv.square / (inv.count - 1) ** 2
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return (a > 0) & (f <= eps * inv.count.clamp(max=d + 1).clamp(min=16) * a)
+
+
+def check_evenness(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype):
+    "Raise a `ValueError` for rows that are `too_even`."
+    if bool(too_even(inv, f, d, dtype).any()):
+        raise ValueError("points: as even as so few rows can be, which says nothing of the population; add points")
+
 # %% ../nbs/02_isoscore.ipynb #e4b1f0a8
-def check_cloud(
-    points,  # (..., n, d) tensor or array
-    mask=None,  # (..., n) or its last dimensions
-) -> tuple[Tensor, Tensor | None]:
+def check_cloud(points, mask=None) -> tuple[Tensor, Tensor | None]:
     "Return points and mask as `check_points` does; `ValueError` for one dimension, which has no isotropy."
     X, keep = check_points(points, mask)
     if X.shape[-1] > 1: return X, keep
     raise ValueError(f"points: shape {tuple(X.shape)} has one dimension, which has no isotropy; "
                      "need (..., n, d) with d >= 2")
 
-# %% ../nbs/02_isoscore.ipynb #a1b00014
+
 def as_score(score: Tensor, given, dtype: torch.dtype):
     "Return the score in the precision of the points, float32 at least, as the kind of object that the caller passed."
     return as_given(score.to(torch.promote_types(dtype, torch.float32)), given)
 
 # %% ../nbs/02_isoscore.ipynb #d21973b1
-def check_cov(
-    cov,  # (..., d, d) tensor or array
-    name: str = "cov",  # how the caller's argument is called
-    dims: int | None = None,  # the d that is wanted, any if None
-) -> Tensor:
-    "Return a covariance as a tensor; `ValueError` unless it is square, of the wanted size, finite and symmetric."
-    tensor = isinstance(cov, Tensor) and cov.is_floating_point()
-    S = floating(cov, name) if tensor else floating(cov, name).clone()  # modules keep it: not in the caller's memory
-    d = S.shape[-1] if S.ndim else 0
-    if S.ndim < 2 or S.shape[-2] != d:
-        raise ValueError(f"{name}: need shape (..., d, d), got {tuple(S.shape)}; pass a covariance, not the points")
-    if dims is not None and d != dims:
-        raise ValueError(f"{name}: is {d} x {d}, but the points have {dims} dimensions; rebuild it from the same layer")
-    if d < 2: raise ValueError(f"{name}: one dimension has no isotropy; need d >= 2")
-    wrong = _fault_of_cov(S.detach())
-    if wrong: raise ValueError(f"{name}: {wrong}")
+def check_cov(cov, name: str = "cov", dims: int | None = None) -> Tensor:
+    "Return a covariance (..., d, d) as a tensor; `ValueError` unless it may be one, with d = dims if given."
+    S = floating(cov, name)
+    if S.ndim < 2 or S.shape[-2] != S.shape[-1] or S.shape[-1] < 2:
+        raise ValueError(f"{name}: need shape (..., d, d) with d >= 2, got {tuple(S.shape)}; pass a covariance, not "
+                         "the points")
+    if dims is not None and S.shape[-1] != dims:
+        raise ValueError(f"{name}: is {S.shape[-1]} x {S.shape[-1]}, but the points have {dims} dimensions; rebuild it "
+                         "from the same layer")
+    with torch.no_grad():
+        largest, gap = S.abs().amax((-2, -1)), (S - S.mT).abs().amax((-2, -1))
+        variances = S.diagonal(dim1=-2, dim2=-1)
+        faults = {
+            "holds NaN or infinite values; drop the points that caused them": ~torch.isfinite(largest),
+            "not symmetric; pass (cov + cov.T) / 2 if that is meant": gap > 1e-3 * largest,
+            "has a negative variance on its diagonal; pass a covariance": (variances < 0).any(-1),
+            "has zero variance, which has no isotropy; take more tokens, or leave it out": variances.sum(-1) <= 0}
+    for fault, found in faults.items():
+        if bool(found.any()): raise ValueError(f"{name}: {fault}")
     return S
 
-# %% ../nbs/02_isoscore.ipynb #d21973b2
-def _fault_of_cov(S: Tensor) -> str:
-    "Say why S (..., d, d) is the covariance of nothing, and the remedy; an empty string if it may be one."
-    largest, gap, v = S.abs().amax((-2, -1)), (S - S.mT).abs().amax((-2, -1)), S.diagonal(dim1=-2, dim2=-1)
-    if not bool(torch.isfinite(largest).all()): return "holds NaN or infinite values; drop the points that caused them"
-    if bool((gap > 1e-3 * largest).any()):
-        return f"not symmetric (entries differ by {float(gap.max()):.3g}); pass (cov + cov.T) / 2 if that is meant"
-    if bool((v < 0).any()): return "has a negative variance on its diagonal; pass a covariance"
-    S = S / largest[..., None, None].clamp(min=torch.finfo(S.dtype).tiny)
-    v = S.diagonal(dim1=-2, dim2=-1)
-    impossible = S.square() > 1.05 * v[..., None] * v[..., None, :] + 1e-3
-    return "has a covariance larger than its two variances allow; pass a covariance" if bool(impossible.any()) else ""
+# %% ../nbs/02_isoscore.ipynb #a1b00019
+def check_zeta(zeta: float) -> None:
+    "Raise a `ValueError` unless zeta is a number in [0, 1]."
+    in_range("zeta", zeta, 0, 1, hint="0 is the sample alone (released convention), the paper uses 0.2 to 0.8")
+
+
+def check_reference_cov(reference_cov, dims: int | None = None) -> Tensor:
+    "Return a reference (..., d, d) as a detached copy; `ValueError` as `check_cov`."
+    return check_cov(reference_cov, "reference_cov", dims).detach().clone()
 
 # %% ../nbs/02_isoscore.ipynb #4087a876
 class _Module(type(sys)):
@@ -371,7 +267,6 @@ def isoscore_with_error(
     error that says so (5 normal rows in 16 dimensions gave 1.8 ± 2.9, 8 rows 1.5 ± 0.3).
     Raises `ValueError` as `isoscore`, and for fewer rows.
     """
-    if correction is None: raise ValueError("correction: None has no standard error; use 'ustat' or 'gaussian'")
     one_of("correction", correction, CORRECTIONS[1:])
     X, keep = check_cloud(points, mask)
     if X.ndim != 2:
@@ -379,7 +274,7 @@ def isoscore_with_error(
     rows = X.detach() if keep is None else X.detach()[keep]
     n = len(rows)
     if n < 5: raise ValueError(f"points: {n} rows count, but a standard error needs at least 5; add points")
-    score = float(isoscore(X.detach(), keep, correction))
+    score = float(isoscore(rows, correction=correction))
     with full_precision(rows): return IsoScoreEstimate(score, _row_error(rows, score, correction), n)
 
 # %% ../nbs/02_isoscore.ipynb #ab85acb6
@@ -408,19 +303,16 @@ def gaussian_stderr(
 ) -> float:
     """Return the standard error of the Gaussian-corrected score from the covariance alone.
 
-    Raises `ValueError` for fewer than 5 rows, for anything but one covariance that is not zero, and for a covariance
-    that `count` rows cannot have left: its rank is n - 1 at most, and where its n - 1 variances are all equal, it says
-    nothing about the population.
+    Raises `ValueError` for fewer than 5 rows, for anything but one covariance that is not zero, and for one whose
+    variances are as even as `count` rows allow: it says nothing about the population.
     """
-    n, S = int(in_range("count", count, 5, whole=True, hint="a standard error needs at least 5 rows")), check_cov(cov)
+    n = int(in_range("count", count, 5, whole=True, hint="a standard error needs at least 5 rows"))
+    S = check_cov(cov).detach()
     if S.ndim != 2: raise ValueError(f"cov: need one covariance (d, d), got {tuple(S.shape)}; pass them one by one")
-    eps, S = torch.finfo(S.dtype).eps, S.detach().to(wide_dtype(S))
-    if not S.trace() > 0: raise ValueError("cov: has zero variance, which has no isotropy; leave constant clouds out")
-    S = S / S.trace()
-    t2, f, first, second = _gaussian_terms(S, n)
-    if f <= 16 * eps * S.square().sum():
-        raise ValueError(f"count: a covariance as even as this one needs more than {n} rows; "
-                         "pass the number of rows that it comes from, or add points")
+    eps, S = torch.finfo(S.dtype).eps, S.to(wide_dtype(S))
+    t2, f, first, second = _gaussian_terms(S / S.trace(), n)
+    if f <= 16 * eps * (S / S.trace()).square().sum():
+        raise ValueError(f"count: a covariance as even as this one needs more than {n} rows; add points")
     return float((t2 / f / (len(S) - 1)) * (first + second).sqrt())
 
 # %% ../nbs/02_isoscore.ipynb #904a5b0f
@@ -435,7 +327,7 @@ def _jackknife_variance(n: int, d: int, r: Tensor, w: Tensor, z: Tensor) -> Tens
 # %% ../nbs/02_isoscore.ipynb #714f97f1
 def _row_error(X: Tensor, score: float, correction: str) -> float:
     "Return the standard error of the corrected score of X (n, d)."
-    (n, d), (X, _) = X.shape, centre(X, None)
+    (n, d), (X, _) = X.shape, centre(X.to(torch.promote_types(X.dtype, torch.float32)), None)
     X = X * 2.0 ** -math.frexp(float(X.abs().max()))[1]  # fourth powers fit; the score does not depend on the scale
     r, wide = X.square().sum(-1), wide_dtype(X)
     A = X @ X.mT if n < d else moments(X).m2  # K or M2, whichever is smaller
@@ -451,7 +343,7 @@ def isoscore_star(
     reference_cov,  # (d, d) or (..., d, d), the paper's Sigma_S; not differentiated
     zeta: float,  # in [0, 1]; in the released convention 0 is plain IsoScore
     mask=None,  # (..., n) or its last dimensions
-    convention: str = "released",  # (Algorithm 1 and code): zeta weighs reference_cov; "text": it weighs the sample
+    convention: str = "released",  # "released" (Algorithm 1 and code): zeta weighs reference_cov; "text": the sample
 ):
     """Return the `IsoScore*` of each cloud, (...); differentiable in `points` (Rudman and Eickhoff 2024, Algorithm 1).
 
@@ -461,14 +353,15 @@ def isoscore_star(
     check_zeta(zeta)
     one_of("convention", convention, CONVENTIONS)
     X, keep = check_cloud(points, mask)
-    reference = _check_reference(reference_cov, X)
+    R = check_reference_cov(reference_cov, X.shape[-1]).to(X.device)
+    if R.ndim > 2 and R.shape[:-2] != X.shape[:-2]:
+        raise ValueError(f"reference_cov: {tuple(R.shape[:-2])} references for clouds {tuple(X.shape[:-2])}; "
+                         "pass one (d, d), or one for each cloud")
     m = moments(X, keep)
-    if bool((m.count < 2).any()): refuse(X, keep, m.count, 2)
-    score = score_from_cov(mix(m.cov(), reference, zeta, convention))
-    fine = bool(torch.isfinite(score).all())
-    if not fine or reference_weight(zeta, convention) == 0:
-        constant = is_constant(X, keep, m.count, m.m2.diagonal(dim1=-2, dim2=-1).sum(-1))
-        if constant or not fine: refuse(X, keep, m.count, 2, constant=constant)
+    score = score_from_cov(mix(m.m2 / (m.count - 1)[..., None, None], R, zeta, convention))
+    alone = reference_weight(zeta, convention) == 0
+    constant = alone and is_constant(X, keep, m.count, m.m2.diagonal(dim1=-2, dim2=-1).sum(-1))
+    check_score(score, X, keep, m.count, 2, constant)
     return as_score(score, points, X.dtype)
 
 # %% ../nbs/02_isoscore.ipynb #9fbc27cf
@@ -482,35 +375,10 @@ def mix(
     w = reference_weight(zeta, convention)
     return (1 - w) * cov + w * reference_cov.to(cov)
 
-# %% ../nbs/02_isoscore.ipynb #9fbc27d0
+# %% ../nbs/02_isoscore.ipynb #a1b00016
 CONVENTIONS = ("released", "text")
 
-# %% ../nbs/02_isoscore.ipynb #a1b00016
+
 def reference_weight(zeta: float, convention: str) -> float:
-    "Return the weight of the reference in the mixture; at 0 none is needed."
+    "Return the weight of the reference in the mixture; at 0 no reference is needed."
     return float(zeta if convention == "released" else 1 - zeta)
-
-# %% ../nbs/02_isoscore.ipynb #a1b00017
-def check_zeta(
-    zeta: float,  # the weight
-) -> None:
-    "Raise a `ValueError` unless zeta is a number in [0, 1]."
-    in_range("zeta", zeta, 0, 1, hint="0 is the sample alone (released convention), the paper uses 0.2 to 0.8")
-
-# %% ../nbs/02_isoscore.ipynb #a1b00019
-def check_reference_cov(
-    reference_cov,  # (..., d, d) tensor or array
-    dims: int | None = None,  # the d that is wanted, any if None
-) -> Tensor:
-    "Return a reference as a tensor, detached; `ValueError` as `check_cov` has it, and for one of zero variance."
-    R = check_cov(reference_cov, "reference_cov", dims).detach()
-    if bool((R.diagonal(dim1=-2, dim2=-1).sum(-1) > 0).all()): return R
-    raise ValueError("reference_cov: has zero variance; rebuild it from more tokens")
-
-# %% ../nbs/02_isoscore.ipynb #9fbc27d1
-def _check_reference(reference_cov, X: Tensor) -> Tensor:
-    "Return the reference on the device of X; `ValueError` unless there is one, or one for each cloud."
-    R, lead = check_reference_cov(reference_cov, X.shape[-1]).to(X.device), X.shape[:-2]
-    if R.ndim == 2 or R.shape[:-2] == lead: return R
-    raise ValueError(f"reference_cov: {tuple(R.shape[:-2])} references for clouds {tuple(lead)}; "
-                     "pass one (d, d), or one for each cloud")

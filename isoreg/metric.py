@@ -4,58 +4,55 @@
 __all__ = ['IsoScore']
 
 # %% ../nbs/04_metric.ipynb #431cddc4
-import contextlib
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 import torchmetrics
+from fastcore.basics import patch
 from torch import Tensor
 
 from .checks import in_range, one_of
 from .isoscore import (
     CONVENTIONS, CORRECTIONS, MIN_ROWS, check_evenness, check_reference_cov, check_zeta, closed_form, estimate_traces,
-    gaussian_stderr, invariants_of_moments, mix, power_of_two, reference_weight, score_from_cov)
-from .moments import Moments, check_points, merge, moments
+    gaussian_stderr, invariants_of_moments, mix, reference_weight, score_from_cov)
+from .moments import Moments, check_points, merge, moments, pool
 
-# %% ../nbs/04_metric.ipynb #3adfe94d
-class _Steady(torchmetrics.Metric):
-    "A metric that an error, and half precision of the model around it, leave as it was."
+# %% ../nbs/04_metric.ipynb #e5b37bea
+class IsoScore(torchmetrics.Metric):
+    """IsoScore of all points that `update` has seen, over all batches and ranks.
 
-    def forward(self, *args, **kwargs):
-        "Add a batch and return its own value. A batch whose value cannot be computed raises, and is not added."
-        before = dict(vars(self))
-        try: return super().forward(*args, **kwargs)
-        except BaseException:
-            vars(self).update(before)
-            raise
-
-    @contextlib.contextmanager
-    def sync_context(self, dist_sync_fn=None, process_group=None, should_sync=True, should_unsync=True,
-                     distributed_available=None):
-        "Give a context with the states of all ranks; afterwards this rank's own are back, after an error too."
-        self.sync(dist_sync_fn, process_group, should_sync, distributed_available)
-        try: yield
-        finally: self.unsync(self._is_synced and should_unsync)
-
-    def _apply(self, fn, *args, **kwargs):
-        "Move the metric with the model that holds it, in its own precision, which `set_dtype` alone changes."
-        def moved(tensor: Tensor) -> Tensor:
-            new = fn(tensor)
-            return new if self._dtype_convert or new.dtype == tensor.dtype else tensor.to(new.device)
-
-        return super()._apply(moved, *args, **kwargs)
-
-# %% ../nbs/04_metric.ipynb #3adfe94e
-class MomentsMetric(_Steady):
-    "Moments of all points that `update` has seen, over all batches and ranks, in float64."
+    `compute` raises `ValueError` if too few points were seen, if they have no variance, or, corrected, if their
+    variances are as even as so few allow.
+    """
 
     higher_is_better, is_differentiable, full_state_update = None, False, False
+    plot, plot_lower_bound, plot_upper_bound = torchmetrics.Metric._plot, 0.0, 1.0
 
-    def __init__(self, num_dims: int, order: int, **kwargs):
+    def __init__(
+        self,
+        num_dims: int,  # d, the size of a point
+        correction: str | None = None,  # None, "gaussian" or "ustat", as in isoscore
+        reference_cov: Tensor | None = None,  # (d, d); gives IsoScore*
+        zeta: float = 0.0,  # weight of reference_cov, see convention
+        convention: str = "released",  # "released" or "text", as in isoscore_star
+        **kwargs,  # of torchmetrics.Metric
+    ):
         super().__init__(**kwargs)
-        self.num_dims, self.order = in_range("num_dims", num_dims, 2, whole=True), order
-        for name, value in _states(_nothing(num_dims, order)).items(): self.add_state(name, value, dist_reduce_fx=None)
+        self.num_dims = in_range("num_dims", num_dims, 2, whole=True)
+        self.correction = one_of("correction", correction, CORRECTIONS)
+        self.convention = one_of("convention", convention, CONVENTIONS)
+        check_zeta(zeta)
+        if correction and (reference_cov is not None or zeta != 0):
+            raise ValueError(f"zeta: {zeta}, but a corrected score has no reference; leave out reference_cov and zeta, "
+                             "or correction")
+        if not correction and reference_cov is None and reference_weight(zeta, convention) != 0:
+            raise ValueError(f"zeta: {zeta} needs reference_cov (convention={convention!r}); pass one, or leave out "
+                             "both zeta and convention")
+        R = None if reference_cov is None else check_reference_cov(reference_cov, num_dims).double()
+        self.zeta = zeta
+        self.reference_cov: Tensor | None
+        self.register_buffer("reference_cov", R)
+        self.order, zeros = (4 if correction == "ustat" else 2), torch.zeros(num_dims, dtype=torch.float64)
+        empty = Moments(torch.tensor(0), zeros, zeros.outer(zeros), zeros, zeros.sum())
+        for name, value in zip(self._state_names(), empty): self.add_state(name, value, dist_reduce_fx=None)
 
     def update(
         self,
@@ -67,171 +64,67 @@ class MomentsMetric(_Steady):
         if (d := x.shape[-1]) != self.num_dims:
             raise ValueError(f"points: last dimension is {d}, the metric was built for num_dims={self.num_dims}")
         with torch.no_grad():
-            batch = _see(x.flatten(0, -2), None if keep is None else keep.flatten(), self.order)
-            self._hold(self._seen(), batch)
-
-    def merge_state(
-        self,
-        incoming_state,  # another metric of this class, or its state dictionary
-    ) -> None:
-        "Add what another metric has seen; `ValueError` for other dimensions, or without the sums that 'ustat' needs."
-        self._hold(self._seen(), _check_incoming(incoming_state, self))
-        self._computed = None  # the cached score
-        self._update_count += 1
-
-    def _seen(self) -> "_Seen": return _read({name: getattr(self, name) for name in self._defaults})
-
-    def _hold(self, *clouds: "_Seen"):
-        for name, value in _states(_join(clouds)).items(): setattr(self, name, value)
-
-    def _reduce_states(self, incoming_state):  # `forward` calls it with what was seen before the batch
-        self._hold(_read(incoming_state), self._seen())
-
-# %% ../nbs/04_metric.ipynb #e5b37bea
-class IsoScore(MomentsMetric):
-    """IsoScore of all points that `update` has seen, over all batches and ranks.
-
-    `compute` raises `ValueError` if too few points were seen, if they have no variance, or, corrected, if their
-    variances are as even as so few allow.
-    """
-
-    plot, plot_lower_bound, plot_upper_bound = MomentsMetric._plot, 0.0, 1.0  # torchmetrics draws one score or several
-
-    def __init__(
-        self,
-        num_dims: int,  # d, the size of a point
-        correction: str | None = None,  # None, "gaussian" or "ustat", as in isoscore
-        reference_cov: Tensor | None = None,  # (d, d); gives IsoScore*
-        zeta: float = 0.0,  # weight of reference_cov, see convention
-        convention: str = "released",  # "released" or "text", as in isoscore_star
-        **kwargs,  # of torchmetrics.Metric
-    ):
-        super().__init__(num_dims, 4 if correction == "ustat" else 2, **kwargs)
-        _check_settings(correction, reference_cov, zeta, convention)
-        self.correction, self.zeta, self.convention = correction, zeta, convention
-        R = None if reference_cov is None else check_reference_cov(reference_cov, num_dims).double()
-        self.reference_cov: Tensor | None
-        self.register_buffer("reference_cov", R)
+            batch = moments(x.double().flatten(0, -2), None if keep is None else keep.flatten(), self.order)
+        if not bool(torch.isfinite(batch.m2.trace())):
+            raise ValueError("points: hold NaN, infinite values or values too large to be squared; "
+                             "mask or rescale them (none of this batch was added)")
+        self._hold(merge([self._seen(), batch]))
 
     def compute(self) -> Tensor:
         "Return the score as a 0-d float64 tensor."
-        m = _check_seen(self._seen(), self, MIN_ROWS[self.correction])
-        if self.reference_cov is None: score = _score(m, self.correction)
-        else: score = score_from_cov(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
-        if bool(torch.isfinite(score)): return score
-        raise ValueError("points: NaN, infinite values or zero variance were seen; mask such points")
+        m = self._seen(MIN_ROWS[self.correction])
+        if self.reference_cov is not None:
+            return score_from_cov(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
+        inv = invariants_of_moments(m)
+        t2, f = estimate_traces(inv, self.correction)
+        if self.correction: check_evenness(inv, f, self.num_dims, torch.float64)
+        return closed_form(t2, f, self.num_dims)
 
     def stderr(self) -> float:
         "Return the standard error of the Gaussian-corrected score of independent rows; all ranks must call it."
-        _check_error(self.correction)
+        if self.correction != "gaussian":
+            raise ValueError(f"correction: {self.correction!r} gives no error of what is streamed; build the metric "
+                             "with correction='gaussian', or pass all points to isoscore_with_error")
         with self.sync_context(self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync):
-            m = _check_seen(self._seen(), self, 5)
+            m = self._seen(5)
             return gaussian_stderr(m.cov(), int(m.count))
 
-# %% ../nbs/04_metric.ipynb #e5b37beb
-def _score(m: Moments, correction: str | None) -> Tensor:
-    "Return the score of moments in float64, a 0-d tensor; `ValueError` where they are as even as so few rows can be."
-    scale = power_of_two(m.m2.trace(), m.count)  # so that float64 holds the squares of the variances
-    m = m._replace(m2=m.m2 * scale**2, m4=None if m.m4 is None else m.m4 * scale**2 * scale**2)
-    inv, d = invariants_of_moments(m), len(m.mean)
-    t2, f = estimate_traces(inv, correction)
-    if correction and bool(torch.isfinite(f)): check_evenness(inv, f, d, torch.float32)
-    return closed_form(t2, f, d)
-
-# %% ../nbs/04_metric.ipynb #58fb98c4
-class _Seen(NamedTuple):
-    "A cloud: its moments, its first row, and whether another row differs from that."
-    moments: Moments
-    first: Tensor  # (d,)
-    varies: Tensor  # 0 or 1
-
-# %% ../nbs/04_metric.ipynb #a1b00031
-def _join(clouds: Sequence[_Seen]) -> _Seen:
-    "Return the union of clouds."
-    counts, first = torch.stack([c.moments.count for c in clouds]), torch.stack([c.first for c in clouds])
-    start = first[(counts > 0).int().argmax()]
-    varies = torch.stack([c.varies for c in clouds]).any() | ((first != start).any(-1) & (counts > 0)).any()
-    return _Seen(merge([c.moments for c in clouds]), start, varies.long())
-
-# %% ../nbs/04_metric.ipynb #58fb98c5
-def _nothing(d: int, order: int) -> _Seen:
-    "Return a cloud without points."
-    zero, zeros = torch.tensor(0), torch.zeros(d, dtype=torch.float64)
-    more = (zeros, zeros.new_zeros(())) if order == 4 else ()
-    return _Seen(Moments(zero, zeros, zeros.new_zeros(d, d), *more), zeros, zero)
-
-# %% ../nbs/04_metric.ipynb #a1b00032
-def _states(cloud: _Seen) -> dict[str, Tensor]:
-    "Return the states of a metric that has seen a cloud, by name."
-    named = {name: f for name, f in cloud.moments._asdict().items() if f is not None}
-    return named | {"first": cloud.first, "varies": cloud.varies}
-
-# %% ../nbs/04_metric.ipynb #a1b00033
-def _read(states: dict[str, Tensor]) -> _Seen:
-    "Return the cloud of the states; gathered over ranks they have one more leading dimension."
-    ranks = zip(*states.values()) if states["count"].ndim else [states.values()]
-    return _join([_Seen(Moments(*fields), first, varies) for *fields, first, varies in ranks])
-
-# %% ../nbs/04_metric.ipynb #58fb98c6
-def _see(x: Tensor, keep: Tensor | None, order: int) -> _Seen:
-    "Return the cloud of the rows of x (n, d), its sums in float64; `ValueError` for NaN and infinite values."
-    m = moments(x, keep, order)
-    trace = m.m2.diagonal().double().sum()
-    if not bool(torch.isfinite(trace)):
-        raise ValueError("points: hold NaN, infinite values or values too large to be squared; "
-                         "mask or rescale them (none of this batch was added)")
-    scale = power_of_two(trace, m.count)
-    if scale != 1:  # out of the range of float32: the sums of the rows times a power of two, divided by that in float64
-        m = moments(x.to(torch.promote_types(x.dtype, torch.float32)) * scale.to(x.device), keep, order)
-        m = Moments(m.count, *(None if f is None else f.double() / scale**k for k, f in enumerate(m[1:], 1)))
-        if order == 4 and not torch.finfo(m.m4.dtype).tiny <= m.m4 < torch.inf:
-            raise ValueError("points: too large or too small for float64 to hold their fourth powers; rescale them "
-                             "(none of this batch was added)")
-    first = x[0] if keep is None else x[keep.int().argmax()]
-    differs = (x != first).any(-1)
-    varies = (differs if keep is None else differs & keep).any()
-    return _Seen(m.map(Tensor.double)._replace(count=m.count), first.double(), varies.long())
-
-# %% ../nbs/04_metric.ipynb #141d1d8b
-def _check_settings(correction, reference_cov, zeta, convention):
-    "Raise a `ValueError` for settings that are unknown or contradict each other."
-    one_of("correction", correction, CORRECTIONS)
-    one_of("convention", convention, CONVENTIONS)
-    check_zeta(zeta)
-    if reference_cov is not None and correction is not None:
-        raise ValueError("correction: a corrected score has no reference; drop reference_cov or correction")
-    if correction is not None and zeta != 0:
-        raise ValueError(f"zeta: {zeta}, but a corrected score has no reference; leave it out")
-    if correction is None and reference_cov is None and reference_weight(zeta, convention) != 0:
-        raise ValueError(f"zeta: {zeta} needs reference_cov (convention={convention!r}); pass one, or leave out both "
-                         "zeta and convention")
-
-# %% ../nbs/04_metric.ipynb #141d1d8c
-def _check_error(correction: str | None):
-    "Raise a `ValueError` for a score whose error does not follow from the moments."
-    if correction != "gaussian":
-        raise ValueError(f"correction: {correction!r} gives no error of what is streamed; build the metric "
-                         "with correction='gaussian', or pass all points to isoscore_with_error")
+# %% ../nbs/04_metric.ipynb #3adfe94e
+@patch
+def _state_names(self: IsoScore) -> tuple[str, ...]: return Moments._fields[: self.order + 1]
 
 
-def _check_seen(seen: _Seen, metric: IsoScore, need: int) -> Moments:
-    "Return the moments of all points; `ValueError` where they have no score."
-    if seen.moments.count < need:
-        raise ValueError(f"points: {int(seen.moments.count)} seen, but this score needs at least {need}; "
-                         "call update with more")
-    alone = metric.reference_cov is None or reference_weight(metric.zeta, metric.convention) == 0
-    if not alone or seen.varies: return seen.moments
-    raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave constant clouds out")
+@patch
+def _hold(self: IsoScore, m: Moments):
+    "Make the moments the states."
+    for name in self._state_names(): setattr(self, name, getattr(m, name))
+
+
+@patch
+def _seen(self: IsoScore, need: int = 0) -> Moments:
+    "Return the moments of all points; `ValueError` where fewer than are needed, or equal ones, were seen."
+    m = Moments(*(getattr(self, name) for name in self._state_names()))
+    if m.count.ndim: m = pool(m)
+    if m.count < need:
+        raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
+    mixed = self.reference_cov is not None and reference_weight(self.zeta, self.convention) > 0
+    rounding = (8 * torch.finfo(m.mean.dtype).eps) ** 2 * m.count * m.mean.square().sum()
+    if need and not mixed and m.m2.trace() <= rounding:
+        raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave such clouds out")
+    return m
 
 # %% ../nbs/04_metric.ipynb #141d1d8d
-def _check_incoming(state, metric: MomentsMetric) -> _Seen:
-    "Return what another metric, or a dictionary of states, has seen; `ValueError` where it does not fit."
-    names = list(metric._defaults)
-    if not isinstance(state, dict): state = {name: getattr(state, name) for name in names if hasattr(state, name)}
-    lacking = [name for name in names if name not in state]
-    if lacking:
-        raise ValueError(f"incoming_state: lacks {', '.join(lacking)}; merge an IsoScore of the same correction, "
-                         f"here {getattr(metric, 'correction', None)!r}")
-    d = state["mean"].shape[-1]
-    if d == metric.num_dims: return _read({name: state[name] for name in names})
-    raise ValueError(f"incoming_state: has {d} dimensions, the metric was built for num_dims={metric.num_dims}")
+@patch
+def merge_state(
+    self: IsoScore,
+    incoming_state,  # another metric of this class, or its state dictionary
+) -> None:
+    "Add what another metric has seen; `ValueError` for another number of dimensions or correction."
+    self._reduce_states(incoming_state if isinstance(incoming_state, dict) else incoming_state.metric_state)
+    self._computed = None  # the cached score
+    self._update_count += 1
+
+
+@patch
+def _reduce_states(self: IsoScore, incoming_state: dict):
+    self._hold(merge([Moments(*(incoming_state.get(name) for name in self._state_names())), self._seen()]))

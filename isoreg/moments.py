@@ -6,8 +6,6 @@ __all__ = ['moments', 'Moments', 'full_precision', 'merge', 'pool', 'all_reduce'
 # %% ../nbs/01_moments.ipynb #52672719
 import contextlib
 import functools
-import itertools
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -21,7 +19,7 @@ from .checks import one_of
 
 # %% ../nbs/01_moments.ipynb #4a35877f
 def moments(
-    points,  # (..., n, d) tensor or array; float16 and bfloat16 are summed in float32, whole numbers in float64
+    points,  # (..., n, d) tensor or array; half precision is summed in float32, whole numbers in float64
     mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts; other rows may hold anything, NaN too
     order: int = 2,  # 2, or 4 for m3 and m4 too
 ):  # Moments: count (...), mean (..., d), m2 (..., d, d), and of order 4 m3 (..., d) and m4 (...)
@@ -32,11 +30,12 @@ def moments(
     """
     one_of("order", order, (2, 4))
     points, mask = check_points(points, mask)
-    lead, (n, d) = points.shape[:-2], points.shape[-2:]
-    clouds = points.reshape(-1, n, d), None if mask is None else mask.reshape(-1, n), order
-    with full_precision(points):
-        fields = _compiled(*clouds)[: order + 1] if torch.compiler.is_compiling() else _Moments.apply(*clouds)
-    return Moments(*fields).map(lambda f: f.reshape(lead + f.shape[1:]))
+    lead = points.shape[:-2]
+    if not lead: return _union([points], mask, order)
+    clouds = points.reshape(-1, *points.shape[-2:])
+    masks = [None] * len(clouds) if mask is None else mask.reshape(clouds.shape[:-1])
+    parts = [_union([x], keep, order) for x, keep in zip(clouds, masks)]
+    return Moments(*(None if f[0] is None else torch.stack(f).unflatten(0, lead) for f in zip(*parts)))
 
 # %% ../nbs/01_moments.ipynb #962caeab
 class Moments(NamedTuple):
@@ -58,7 +57,7 @@ class Moments(NamedTuple):
 
     def map(
         self,
-        f: Callable,  # of a tensor
+        f: Callable[[Tensor], Tensor],
     ) -> "Moments":
         "Return the moments with `f` applied to each field that is there."
         return Moments(*(None if field is None else f(field) for field in self))
@@ -69,13 +68,14 @@ def _accumulate(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Mo
     s, drop = _shift(clouds, mask), None if mask is None else ~mask[:, None]  # (d,), (n, 1)
     d, blocks = len(s), _blocks(len(s), s.device)
     total, M2, m3, m4 = s.new_zeros(d), s.new_zeros(d, d), s.new_zeros(d), s.new_zeros(())
-    for _, y in itertools.chain.from_iterable(_chunks(x, s, drop) for x in clouds):
-        total += y.sum(0)
-        for b in blocks: M2[b, b.start :].addmm_(y[:, b].T, y[:, b.start :])
-        if order == 4:
-            r = torch.linalg.vecdot(y, y)
-            m3.addmv_(y.T, r)
-            m4 += r.dot(r)
+    for x in clouds:
+        for _, y in _chunks(x, s, drop):
+            total += y.sum(0)
+            for b in blocks: M2[b, b.start :].addmm_(y[:, b].T, y[:, b.start :])
+            if order == 4:
+                r = torch.linalg.vecdot(y, y)
+                m3.addmv_(y.T, r)
+                m4 += r.dot(r)
     for b in blocks: M2[b, : b.start] = M2[: b.start, b].T
     n = torch.tensor(sum(map(len, clouds)), device=s.device) if mask is None else mask.sum() * len(clouds)
     δ = total / n.clamp(min=1)
@@ -83,9 +83,6 @@ def _accumulate(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Mo
     return Moments(n, s + δ, M2, *(_move(n, M2, m3, m4, δ, back=True) if order == 4 else ()))
 
 # %% ../nbs/01_moments.ipynb #d7314e59
-_SHIFT_ROWS = 256  # rows whose mean is subtracted first
-
-
 def _shift(clouds: Sequence[Tensor], mask: Tensor | None) -> Tensor:
     "Return the mean (d,) of valid rows from all over the clouds (n, d), without waiting for the device."
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in clouds), torch.float32)
@@ -98,9 +95,9 @@ def _shift(clouds: Sequence[Tensor], mask: Tensor | None) -> Tensor:
 
 def _some_rows(n: int, mask: Tensor | None, device: torch.device) -> Tensor:
     "Return the numbers of 256 rows from all over n, and before them, with a mask, of the first that counts."
-    rows = torch.arange(min(n, _SHIFT_ROWS), device=device)
-    if n > _SHIFT_ROWS: rows = (rows * (0.6180339887 * n)).long() % n  # the golden section: no sequence's length
-    return rows if mask is None else torch.cat([mask.int().argmax()[None], rows])  # lest none is hit
+    rows = torch.arange(min(n, 256), device=device)
+    if n > 256: rows = (rows * (0.6180339887 * n)).long() % n  # steps of the golden section: no sequence's length
+    return rows if mask is None else torch.cat([mask.int().argmax()[None], rows])
 
 # %% ../nbs/01_moments.ipynb #d7314e5a
 _CHUNK_BYTES = {"cpu": 3 << 19, "other": 64 << 20}  # 1.5 MiB stays in the cache of a core
@@ -123,15 +120,8 @@ def _blocks(d: int, device: torch.device) -> list[slice]:
     return [slice(a, a + width) for a in range(0, d, width)]
 
 # %% ../nbs/01_moments.ipynb #fba07e86
-def _move(
-    n: Tensor,  # (...)
-    M2: Tensor,  # (..., d, d), centred
-    m3: Tensor,  # (..., d)
-    m4: Tensor,  # (...)
-    e: Tensor,  # (..., d), the cloud is moved by this vector
-    back: bool = False,  # the sums are those of the moved cloud: recover the centred ones
-) -> tuple[Tensor, Tensor]:
-    "Return m3 (..., d) and m4 (...) of a centred cloud moved by e, or moved back again."
+def _move(n: Tensor, M2: Tensor, m3: Tensor, m4: Tensor, e: Tensor, back=False) -> tuple[Tensor, Tensor]:
+    "Return m3 (..., d) and m4 (...) of a centred cloud moved by e (..., d), or moved back again."
     t, e2 = M2.diagonal(dim1=-2, dim2=-1).sum(-1), (e * e).sum(-1)
     Me = (M2 @ e[..., None])[..., 0]
     d3 = t[..., None] * e + 2 * Me + (n * e2)[..., None] * e
@@ -140,187 +130,159 @@ def _move(
     m3 = m3 - d3
     return m3, m4 - d4 - 4 * (e * m3).sum(-1)
 
-# %% ../nbs/01_moments.ipynb #3c94333c
-def _row_gradients(y: Tensor, GGt: Tensor, g3: Tensor | None, g4: Tensor | None, bias: Tensor, out=None) -> Tensor:
-    "Return the gradient with respect to each centred row of y (n, d), plus a bias; GGt is G + G'."
-    g = torch.addmm(bias, y, GGt, out=out)
-    if g3 is None: return g
-    r = torch.linalg.vecdot(y, y)
-    return g + (torch.outer(r, g3) + (2 * (y @ g3) + 4 * g4 * r)[:, None] * y)
-
 # %% ../nbs/01_moments.ipynb #3c94333d
-def _gradient(clouds, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None, g4: Tensor | None, grads):
-    "Write the gradient of the moments of a union with respect to clouds, where not None; order 2: no g3 and g4."
+def _gradients(clouds, wanted, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3=None, g4=None) -> list[Tensor | None]:
+    "Return the gradients (n, d) of the moments of a union with respect to the clouds wanted; order 2: no g3 and g4."
     G, n, drop = g2 + g2.T, m.count.clamp(min=1), None if mask is None else ~mask[:, None]
     bias = g_mean / n
     if g3 is not None: bias = bias - (4 * g4 * m.m3 + m.m2.diagonal().sum() * g3 + 2 * (m.m2 @ g3)) / n
-    for x, grad in ((x, grad) for x, grad in zip(clouds, grads) if grad is not None):
+    grads = [torch.empty_like(x) if w else None for x, w in zip(clouds, wanted)]
+    for x, grad in zip(clouds, grads):
+        if grad is None: continue
         direct = g3 is None and grad.dtype == G.dtype
         for part, y in _chunks(x, m.mean):
-            g = _row_gradients(y, G, g3, g4, bias, out=grad[part] if direct else None)
+            g = torch.addmm(bias, y, G, out=grad[part] if direct else None)
+            if g3 is not None:
+                r = torch.linalg.vecdot(y, y)
+                g = g + (torch.outer(r, g3) + (2 * (y @ g3) + 4 * g4 * r)[:, None] * y)
             if drop is not None: g.masked_fill_(drop[part], 0)
             if not direct: grad[part] = g
+    return grads
 
 # %% ../nbs/01_moments.ipynb #07bf08b6
-def _gradient_again(x, mask, m: Moments, g_mean: Tensor, g2: Tensor, g3: Tensor | None, g4: Tensor | None) -> Tensor:
-    "Return the same gradient in plain operations, to be differentiated again."
-    keep = (lambda v: v) if mask is None else (lambda v: v.masked_fill(~mask[:, None], 0))
-    n, X = m.count.clamp(min=1), keep(x.to(g_mean.dtype))
-    g = keep(_row_gradients(keep(X - X.sum(0) / n), g2 + g2.T, g3, g4, torch.zeros_like(g_mean)))
-    return keep(g - g.sum(0) / n + g_mean / n).to(x.dtype)
+def _plain(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Moments:
+    "Return the moments of the union in plain operations."
+    X = torch.cat([x.to(torch.promote_types(x.dtype, torch.float32)) for x in clouds])
+    keep = X.new_ones(len(X), 1, dtype=torch.bool) if mask is None else mask.repeat(len(clouds))[:, None]
+    X, n = X.masked_fill(~keep, 0), keep.sum()
+    μ = X.sum(0) / n.clamp(min=1)
+    y = (X - μ).masked_fill(~keep, 0)
+    if order == 2: return Moments(n, μ, y.T @ y)
+    r = y.square().sum(1)
+    return Moments(n, μ, y.T @ y, r @ y, r @ r)
 
 # %% ../nbs/01_moments.ipynb #b5346475
-class _Moments(torch.autograd.Function):
-    "Moments of clouds x (k, n, d) with their gradient."
+class _Union(torch.autograd.Function):
+    "Moments of the union of clouds (n, d), with their gradients."
 
     @staticmethod
-    def forward(ctx, x: Tensor, mask: Tensor | None, order: int):
-        clouds = [_accumulate([c], None if mask is None else mask[i], order) for i, c in enumerate(x)]
-        fields = [torch.stack(f) if len(f) > 1 else f[0][None] for f in zip(*clouds) if f[0] is not None]
-        del clouds
-        ctx.save_for_backward(x, mask, *fields)
+    def forward(ctx, mask: Tensor | None, order: int, *clouds: Tensor):
+        fields = [f for f in _accumulate(clouds, mask, order) if f is not None]
+        ctx.save_for_backward(mask, *fields, *clouds)
         ctx.mark_non_differentiable(fields[0])
         return tuple(fields)
 
     @staticmethod
-    def backward(ctx, _, g_mean, g2, g3=None, g4=None):
-        x, mask, *fields = ctx.saved_tensors
-        pick = lambda i, *values: (None if v is None else v[i] for v in values)
-        of = lambda i: (*pick(i, mask), Moments(*pick(i, *fields)), *pick(i, g_mean, g2, g3, g4))
-        with full_precision(x):
-            if torch.is_grad_enabled():  # create_graph: somebody will differentiate this gradient
-                return torch.stack([_gradient_again(c, *of(i)) for i, c in enumerate(x)]), None, None
-            grad = torch.empty_like(x)
-            for i, out in enumerate(grad): _gradient([x[i]], *of(i), [out])
-        return grad, None, None
+    def backward(ctx, _, *grads):
+        order, (mask, *saved) = len(grads), ctx.saved_tensors
+        m, clouds = Moments(*saved[: order + 1]), saved[order + 1 :]
+        with full_precision(clouds[0]):
+            if torch.is_grad_enabled():  # create_graph
+                fields = _plain(clouds, mask, order)[1 : order + 1]
+                return None, None, *torch.autograd.grad(fields, clouds, grads, create_graph=True, allow_unused=True)
+            return None, None, *_gradients(clouds, ctx.needs_input_grad[2:], mask, m, *grads)
+
+# %% ../nbs/01_moments.ipynb #un10n002
+def union_moments(clouds: Sequence[Tensor], mask: Tensor | None = None, order: int = 2) -> Moments:
+    "Return the moments of the union of clouds (n, d), one mask (n,) for each; differentiable, in one pass."
+    first, mask = check_points(clouds[0], mask)
+    return _union([first, *(check_points(x)[0] for x in clouds[1:])], mask, order)
+
+
+def _union(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Moments:
+    if torch.compiler.is_compiling(): return _plain(clouds, mask, order)
+    with full_precision(clouds[0]): return Moments(*_Union.apply(mask, order, *clouds))
 
 # %% ../nbs/01_moments.ipynb #f61e3e2b
+_PRODUCTS = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+_SWITCHES = [m for m in _PRODUCTS if hasattr(m, "fp32_precision")]  # from torch 2.9 on
+
+
 @contextlib.contextmanager
 def full_precision(
-    x: Tensor,  # whose device counts
+    x: Tensor,  # tensor on the device in question
 ):
-    "Give a context in which float32 products are float32 products: no autocast, no TF32. Threads may share it."
-    if torch.compiler.is_compiling(): yield; return  # a graph knows no switches; the operators of the moments set them
-    with _lock:
-        before = _set_full_precision()
-        _found.append(_found[0] if _found else before)
+    "Give a context in which float32 products are float32 products: no autocast, no TF32."
+    if torch.compiler.is_compiling():
+        yield
+        return
+    before = _set_precision(["ieee"] * len(_SWITCHES) or "highest")
     try:
         with torch.autocast(x.device.type, enabled=False): yield
     finally:
-        with _lock:
-            before = _found.pop()
-            if not _found: _restore_precision(before)
-
-# %% ../nbs/01_moments.ipynb #f61e3e2c
-_lock, _found = threading.Lock(), []  # what the first one in found, once for each one inside
-_PRODUCTS = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.6 has no second one
-_SWITCHES = [m for m in _PRODUCTS if hasattr(m, "fp32_precision")]
+        _set_precision(before)
 
 
-def _set_full_precision() -> list | str:
-    "Switch short products off; return what was set before."
+def _set_precision(wanted):
+    "Set the precision of float32 products and return what it was before."
     before = [m.fp32_precision for m in _SWITCHES] or torch.get_float32_matmul_precision()
-    for m in _SWITCHES: m.fp32_precision = "ieee"
-    if not _SWITCHES: torch.set_float32_matmul_precision("highest")
+    if not _SWITCHES: torch.set_float32_matmul_precision(wanted)
+    for m, value in zip(_SWITCHES, wanted):
+        m.fp32_precision = "none"  # the general setting, which must not become one of the product's own
+        if m.fp32_precision != value: m.fp32_precision = value
     return before
 
-# %% ../nbs/01_moments.ipynb #a1b00001
-def _restore_precision(before):
-    "Set the precision as it was."
-    if not _SWITCHES: return torch.set_float32_matmul_precision(before)
-    for m, value in zip(_SWITCHES, before):
-        m.fp32_precision = "none"  # as the general setting has it; that must not become a setting of its own
-        if m.fp32_precision != value: m.fp32_precision = value
-
 # %% ../nbs/01_moments.ipynb #4a357380
-def check_points(
-    points,  # (..., n, d) tensor or array
-    mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts, false or 0 elsewhere
-) -> tuple[Tensor, Tensor | None]:
-    "Return the points in floating point and the mask as booleans (..., n); `ValueError` that names the remedy."
+def check_points(points, mask=None) -> tuple[Tensor, Tensor | None]:
+    "Return points (..., n, d) in floating point and the mask as booleans (..., n); `ValueError` for a wrong one."
     points = floating(points, "points")
-    if points.ndim < 2:
-        raise ValueError(f"points: need shape (..., n_points, n_dims), got {tuple(points.shape)}; add the missing axis")
-    if 0 in points.shape:
-        raise ValueError(f"points: shape {tuple(points.shape)} holds no value; pass at least one cloud, row and column")
-    if mask is None: return points, None
-    return points, _check_mask(_tensor(mask, "mask"), points).to(points.device).expand(points.shape[:-1])
-
-# %% ../nbs/01_moments.ipynb #4a357381
-def _check_mask(mask: Tensor, points: Tensor) -> Tensor:
-    "Return the mask as booleans; `ValueError` for a shape that does not fit and for values other than 0 and 1."
     want = points.shape[:-1]
-    remedy = f"pass {tuple(want)} or its last dimensions, true where a row counts"
-    if mask.ndim == 0:
-        raise ValueError(f"mask: {mask.item()!r} is one value; {remedy}, and what comes after the mask by name")
-    if mask.shape != want[-mask.ndim :]:
-        raise ValueError(f"mask: shape {tuple(mask.shape)} does not fit points {tuple(points.shape)}; {remedy}")
-    other = mask[(mask != 0) & (mask != 1)] if mask.dtype != torch.bool else []
-    if len(other): raise ValueError(f"mask: holds {other[0].item():g}; pass true or 1 where a row counts, else 0 "
-                                    "(an additive mask is mask == 0)")
-    return mask != 0
+    if points.ndim < 2 or 0 in points.shape:
+        raise ValueError(f"points: need shape (..., n_points, n_dims), got {tuple(points.shape)}, which lacks an axis "
+                         "or holds no value; add the missing axis or points")
+    if mask is None: return points, None
+    mask = _tensor(mask, "mask")
+    if mask.ndim == 0 or mask.shape != want[-mask.ndim :]:
+        raise ValueError(f"mask: shape {tuple(mask.shape)} does not fit points {tuple(points.shape)}; "
+                         f"pass {tuple(want)} or its last dimensions, true where a row counts")
+    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError("mask: holds values other than 0 and 1; pass true or 1 where a row counts, else 0 "
+                         "(an additive mask is mask == 0)")
+    return points, (mask != 0).to(points.device).expand(want)
 
 # %% ../nbs/01_moments.ipynb #4968c872
-_WHOLE = {getattr(torch, sign + bits) for sign in ("int", "uint") for bits in ("8", "16", "32", "64")}
-
-
-def floating(
-    x,  # tensor, array, data frame or nested lists of numbers
-    name: str,  # how the caller's argument is called
-) -> Tensor:
-    "Return x as a tensor in floating point, whole numbers in float64; `ValueError` for what is neither."
+def floating(x, name: str) -> Tensor:
+    "Return whatever holds numbers as a tensor in floating point, whole numbers in float64; else a `ValueError`."
     x = _tensor(x, name)
-    if x.dtype in _WHOLE: return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
     if x.is_floating_point(): return x
+    if x.dtype != torch.bool and not x.is_complex(): return x.to(wide_dtype(x))
     raise ValueError(f"{name}: need floating values, got {x.dtype}; convert with .float(), in NumPy .astype(float)")
 
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    "Return the widest floating type of x's device."
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
 # %% ../nbs/01_moments.ipynb #728d4988
-def check_readable(
-    x: Tensor,
-    name: str,  # how the caller's argument is called
-) -> Tensor:
-    "Return a tensor that holds its values one by one; `ValueError` that says how to make one of any other."
-    eight = x.is_floating_point() and x.dtype.itemsize < 2
-    for is_so, what in ((x.is_meta, "is on the meta device, without values; load them, as from_pretrained does"),
-                        (x.is_nested, "is nested; pass torch.nested.to_padded_tensor(x, 0.0) and a mask"),
-                        (x.layout != torch.strided, f"has the layout {x.layout}; pass x.to_dense()"),
-                        (x.is_quantized, "is quantized; pass x.dequantize()"),
-                        (eight, f"holds {x.dtype}, with which torch does not compute; pass x.float()")):
-        if is_so: raise ValueError(f"{name}: the tensor {what}")
-    return x
+def check_readable(x: Tensor, name: str) -> Tensor:
+    "Return a tensor that holds its values one by one; raise a `ValueError` for any other."
+    if x.layout == torch.strided and not (x.is_meta or x.is_nested): return x
+    kind = "is on the meta device" if x.is_meta else "is nested" if x.is_nested else f"has the layout {x.layout}"
+    raise ValueError(f"{name}: the tensor {kind}; pass a dense one that holds its values")
 
 # %% ../nbs/01_moments.ipynb #4968c873
 def _tensor(x, name: str) -> Tensor:
-    "Return a tensor as it is, a list of equal tensors stacked, an array, a data frame or nested lists as a tensor."
+    "Return x as a tensor, on the same memory where PyTorch can read that."
     if isinstance(x, Tensor): return check_readable(x, name)
-    if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
-        raise ValueError(f"{name}: a masked array, whose mask would be lost; pass its .data, and with points the rows "
-                         "that count as mask, ~points.mask.any(-1)")
-    if _of_tensors(x): x = [check_readable(v, name) for v in x]
-    try: return torch.stack(x) if _of_tensors(x) else _from_array(np.asarray(x))
+    try:
+        if _of_tensors(x): return torch.stack(list(x))
+        array = np.asarray(x)
+        wider = array.dtype.kind == "f" and array.dtype.itemsize > 8
+        array = np.asarray(array, np.float64 if wider else array.dtype.newbyteorder("="), order="C")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing here writes to it
+            return torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError) as error:
-        remedy = "the numeric columns of a data frame, np.stack of a column of vectors"
         raise ValueError(f"{name}: this {type(x).__name__} is no array of numbers; pass one array or tensor with rows "
-                         f"of equal length ({remedy})") from error
-
-# %% ../nbs/01_moments.ipynb #4968c874
-def _from_array(x: np.ndarray) -> Tensor:
-    "Return an array as a tensor on its memory, copied only where PyTorch cannot read that."
-    dtype = np.dtype(np.float64) if x.dtype.kind == "f" and x.dtype.itemsize > 8 else x.dtype.newbyteorder("=")
-    odd = any(s < 0 or s % max(1, x.itemsize) for s in x.strides)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing here writes to it
-        return torch.as_tensor(x.astype(dtype, order="C") if odd or x.dtype != dtype else x)
+                         "of equal length (the numeric columns of a data frame, np.stack of a column of "
+                         "vectors)") from error
 
 # %% ../nbs/01_moments.ipynb #4968c876
-def as_given(
-    result: Tensor,
-    given,  # the caller's points or covariance
-):
+def as_given(result: Tensor, given):
     "Return the result as it is where tensors were given, else as an array or NumPy number."
     return result if _of_tensors(given) else result.numpy()[()]
 
-# %% ../nbs/01_moments.ipynb #a1b00003
+
 def _of_tensors(x) -> bool:
     "Return whether x is a tensor or a list of tensors."
     if isinstance(x, (list, tuple)): return len(x) > 0 and all(isinstance(v, Tensor) for v in x)
@@ -330,8 +292,11 @@ def _of_tensors(x) -> bool:
 def merge(
     parts: Sequence[Moments],  # clouds over the same dimensions
 ) -> Moments:
-    "Return the moments of the union of the clouds; differentiable."
-    parts = _check_parts(list(parts))
+    "Return the moments of the union of the clouds; differentiable. `ValueError` for clouds that differ in shape."
+    kinds = {(tuple(p.mean.shape), p.m3 is None) for p in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"parts: {len(parts)} clouds of {len(kinds)} kinds (shape of the mean, whether of order 2: "
+                         f"{sorted(kinds)}); merge clouds of one kind")
     n = sum(p.count for p in parts)
     μ = sum(p.mean * p.count[..., None] for p in parts) / n.clamp(min=1)[..., None]
     moved = [_moved(p, p.mean - μ) for p in parts]
@@ -343,56 +308,12 @@ def _moved(p: Moments, e: Tensor) -> tuple[Tensor, ...]:
     m2 = p.m2 + (p.count[..., None] * e)[..., :, None] * e[..., None, :]
     return (m2,) if p.m3 is None else (m2, *_move(p.count, p.m2, p.m3, p.m4, e))
 
-# %% ../nbs/01_moments.ipynb #b8da096e
-def _check_parts(parts: list[Moments]) -> list[Moments]:
-    "Return the parts; `ValueError` where there are none, or they differ in shape or order."
-    if not parts: raise ValueError("parts: nothing to merge; pass at least one Moments")
-    shapes = [tuple(p.mean.shape) for p in parts]
-    if len(set(shapes)) > 1: raise ValueError(f"parts: means of shapes {shapes} differ; merge equal shapes")
-    if len({p.m3 is None for p in parts}) == 1: return parts
-    raise ValueError("parts: of order 2 and of order 4; compute all with the same order")
-
 # %% ../nbs/01_moments.ipynb #94c1146e
 def pool(
     m: Moments,  # batched, (k, ...)
 ) -> Moments:
     "Return the moments of the union over the first batch dimension, for example of all layers."
     return merge([m.map(lambda f: f[i]) for i in range(len(m.count))])
-
-# %% ../nbs/01_moments.ipynb #un10n002
-def union_moments(
-    clouds: Sequence[Tensor],  # each (n, d), on one device; one at least
-    mask: Tensor | None = None,  # (n,), for each of them: they then have one length, which the caller has checked
-    order: int = 2,  # as in moments
-) -> Moments:
-    "Return the moments of the union of the clouds, as `merge` gives them, in one pass over all rows; differentiable."
-    first, mask = check_points(clouds[0], mask)
-    clouds = [first, *(check_points(x)[0] for x in clouds[1:])]
-    if torch.compiler.is_compiling(): return merge([moments(x, mask, order) for x in clouds])
-    with full_precision(clouds[0]): return Moments(*_Union.apply(mask, order, *clouds))
-
-# %% ../nbs/01_moments.ipynb #un10n003
-class _Union(torch.autograd.Function):
-    "Moments of the union of clouds (n, d) with their gradients."
-
-    @staticmethod
-    def forward(ctx, mask: Tensor | None, order: int, *clouds: Tensor):
-        fields = [f for f in _accumulate(clouds, mask, order) if f is not None]
-        ctx.save_for_backward(mask, *fields, *clouds)
-        ctx.mark_non_differentiable(fields[0])
-        return tuple(fields)
-
-    @staticmethod
-    def backward(ctx, _, *of_fields):
-        k, (mask, *kept) = 1 + len(of_fields), ctx.saved_tensors
-        m, clouds, g = Moments(*kept[:k]), kept[k:], (*of_fields, *[None] * (4 - len(of_fields)))
-        with full_precision(clouds[0]):
-            if torch.is_grad_enabled():  # create_graph
-                whole = _gradient_again(torch.cat(clouds), None if mask is None else mask.repeat(len(clouds)), m, *g)
-                return None, None, *(g.to(x.dtype) for x, g in zip(clouds, whole.split([len(x) for x in clouds])))
-            grads = [torch.empty_like(x) if wanted else None for x, wanted in zip(clouds, ctx.needs_input_grad[2:])]
-            _gradient(clouds, mask, m, *g, grads)
-        return None, None, *grads
 
 # %% ../nbs/01_moments.ipynb #eb519606
 def all_reduce(
@@ -406,62 +327,12 @@ def all_reduce(
     return Moments(n, μ, *(sum_over_ranks(f, group) for f in _moved(m, m.mean - μ)))
 
 # %% ../nbs/01_moments.ipynb #eb519607
-def world_size(
-    group=None,  # process group, the default one if None
-) -> int:
-    "Return the number of ranks of the running process group, 1 where none runs."
+def world_size(group=None) -> int:
+    "Return the number of ranks of a process group (None: the default one), 1 where none runs."
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
-# %% ../nbs/01_moments.ipynb #a1b00002
-def sum_over_ranks(
-    x: Tensor,  # of the same shape on every rank
-    group=None,  # process group, the default one if None
-) -> Tensor:
-    "Return the sum of x over all ranks, on every rank; differentiable."
+
+def sum_over_ranks(x: Tensor, group=None) -> Tensor:
+    "Return the sum of x, of the same shape on every rank, over all ranks, on every rank; differentiable."
     from torch.distributed.nn.functional import all_reduce
     return all_reduce(x, group=dist.group.WORLD if group is None else group)
-
-# %% ../nbs/01_moments.ipynb #18f14435
-@torch.library.custom_op("isoreg::moments", mutates_args=(), schema=
-                         "(Tensor x, Tensor? mask, int order) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-def _compiled(x, mask, order):
-    "Return the fields of the moments of clouds x (k, n, d); of order 2 the last two are empty."
-    with full_precision(x): fields = _Moments.apply(x, mask, order)
-    return *fields, *(x.new_empty(0) for _ in range(5 - len(fields)))
-
-
-@_compiled.register_fake
-def _shapes(x, mask, order):
-    "Return tensors of the shapes of the fields."
-    (k, _, d), wide = x.shape, torch.promote_types(x.dtype, torch.float32)
-    shapes = [(k, d), (k, d, d), *([(k, d), (k,)] if order == 4 else [(0,), (0,)])]
-    return x.new_empty(k, dtype=torch.int64), *(x.new_empty(s, dtype=wide) for s in shapes)
-
-# %% ../nbs/01_moments.ipynb #090d96a5
-@torch.library.custom_op("isoreg::moments_backward", mutates_args=(), schema=
-                         "(Tensor x, Tensor? mask, Tensor[] fields, Tensor[] grads) -> Tensor")
-def _compiled_backward(x, mask, fields, grads):
-    "Return the gradient with respect to x (k, n, d)."
-    grad = torch.empty_like(x)
-    with full_precision(x):
-        for i, out in enumerate(grad):
-            rest, m = [None] * (4 - len(grads)), Moments(*(f[i] for f in fields))
-            _gradient([x[i]], None if mask is None else mask[i], m, *(g[i] for g in grads), *rest, [out])
-    return grad
-
-
-@_compiled_backward.register_fake
-def _shape_of_gradient(x, mask, fields, grads): return torch.empty_like(x)
-
-
-def _keep(ctx, inputs, output):
-    ctx.order = inputs[2]
-    ctx.save_for_backward(*inputs[:2], *output[: ctx.order + 1])
-
-
-def _from_kept(ctx, _, *grads):
-    x, mask, *fields = ctx.saved_tensors
-    return _compiled_backward(x, mask, fields, grads[: ctx.order]), None, None
-
-
-_compiled.register_autograd(_from_kept, setup_context=_keep)

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig, RunConfig
 from isoreg.experiments.finetune import run
-from isoreg.experiments.measure import measure_fisher, measure_geometry, measure_landscape
+from isoreg.experiments.measure import measure
 from isoreg.experiments.pretrain import pretrain, toy_language_model
 from isoreg.experiments.record import plain, weights_sha256
 
@@ -56,15 +56,15 @@ def kinds(out: Path, precision: str, model: str) -> dict:
         ),
         "toy": (lambda: (t := toy()) and {"weights": weights_sha256(t.model), "loss": t.heldout}, lambda r: r["loss"]),
         "fisher": (
-            lambda: measure_fisher(FisherConfig(shares="33", draws=2, **text), out / "fisher"),
+            lambda: measure(FisherConfig(shares="33", draws=2, **text), out / "fisher"),
             lambda r: sum(r["tensor_scores"].values()),
         ),
         "landscape": (
-            lambda: measure_landscape(LandscapeConfig(shape="line", points=3, hessian=False, **text), out / "line"),
+            lambda: measure(LandscapeConfig(shape="line", points=3, hessian=False, **text), out / "line"),
             lambda r: r["losses"][0][0],
         ),
         "geometry": (
-            lambda: measure_geometry(GeometryConfig(points=300, **text), out / "geometry"),
+            lambda: measure(GeometryConfig(points=300, **text), out / "geometry"),
             lambda r: r["layers"][-1]["isoscore"],
         ),
     }

@@ -1,11 +1,8 @@
 """The command and the run notebook as a user meets them: processes, exit codes, files."""
 
-import inspect
 import dataclasses
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,21 +15,21 @@ import pandas as pd
 import papermill
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from transformers.utils import logging as transformers_log
 from typer.testing import CliRunner
 
-from isoreg.cli import _finished, app, run_command
-from isoreg.experiments.config import RECIPES, RunConfig, about
+from isoreg.cli import app
+from isoreg.experiments.config import RunConfig
 from isoreg.experiments.grid import Run, load_grid
 from isoreg.experiments.record import RunRecord
 from isoreg.embeddings import draw_texts, measure_model, read_points, score_points
 from isoreg.isoscore import isoscore, participation_ratio
-from isoreg.sequences import isoscore_by_sequence_with_error
-from isoreg.experiments.notebook import execute, run_notebook_path
-from isoreg.report.records import load
+from isoreg.tokens import isoscore_by_sequence_with_error
+from isoreg.experiments.notebook import execute
 from isoreg.experiments.notebook import KernelDied
-from isoreg.experiments.sweep import Folder, status
+from isoreg.experiments.sweep import status
 from isoreg.experiments.toy import toy_model_path
 
 ROOT = Path(__file__).parents[1]
@@ -64,71 +61,10 @@ def test_run_writes_record_and_notebook(done):
     config = RunConfig(**TINY, lam=0.5, seed=3)
     assert sorted(p.name for p in (folder / "runs" / config.key).iterdir()) == ["notebook.ipynb", "record.json"]
     record = RunRecord.load(folder / "runs" / config.key)
-    assert record.config == config.to_dict() and record.status == "done"
+    assert record.config == config.to_record() and record.status == "done"
     assert f"{record.value:.4f}" in result.stdout and config.key in result.stdout
     notebook = json.loads((folder / "runs" / config.key / "notebook.ipynb").read_text())
     assert sum("image/png" in o.get("data", {}) for c in notebook["cells"] for o in c.get("outputs", [])) == 2
-
-
-def test_options_that_play_no_part_are_named(done):
-    folder, _ = done
-    result = isoreg("run", *OPTIONS, "--lam", "0.5", "--seed", "3", "--data-dir", ".", "--set", "p_max=0.2", cwd=folder)
-    assert "already done" in result.stdout, "they do not make another run"
-    assert re.findall(r"note: (.+) plays no part", result.stderr) == ["data_dir .", "p_max 0.2"]
-
-
-def test_a_layer_given_by_its_number_plays_its_part(done, monkeypatch):
-    record = RunRecord.load(next((done[0] / "runs").glob("*/record.json")))
-    monkeypatch.setattr("isoreg.cli._finished", lambda *a: record)
-    for layer in ("2", "mean"):
-        assert "plays no part" not in invoke("run", "--layers", layer).stderr
-    assert "layers 2 plays no part" in invoke("run", "--regularizer", "none", "--layers", "2").stderr
-
-
-@pytest.mark.parametrize(
-    "flags, precision, gpus, told",
-    [
-        ("sse avx2", "bf16", [], True),
-        ("sse avx2", "fp32", [], False),
-        ("sse avx2", "bf16", ["0"], False),
-        ("avx2 avx512f avx512bw", "bf16", [], False),
-        ("", "bf16", [], False),  # another system, or another kind of processor
-    ],
-)
-def test_a_plan_says_where_bf16_is_slow(tmp_path, monkeypatch, flags, precision, gpus, told):
-    monkeypatch.setattr("isoreg.experiments.record._cpu", lambda: {"flags": flags})
-    monkeypatch.setattr("isoreg.experiments.sweep.find_gpus", lambda: gpus)
-    plan = tmp_path / "grid.yaml"
-    plan.write_text(f"fixed: {{task: toy-rte, precision: {precision}}}\naxes: {{seed: [0, 1]}}\n")
-    said = CliRunner().invoke(app, ["sweep", str(plan), "--out", str(tmp_path), "--dry-run"])
-    assert said.exit_code == 0 and ("no AVX-512" in said.stderr) == told
-
-
-def test_finished_run_is_found_under_another_recipe_with_its_settings(done):
-    folder, _ = done
-    record = RunRecord.load(folder / "runs" / RunConfig(**TINY, lam=0.5, seed=3).key)
-    settings = {name: record.config[name] for name in RECIPES["quick"]}
-    config = RunConfig(**TINY | settings, lam=0.5, seed=3, recipe="mosbach")
-    assert (
-        config.recipe != record.config["recipe"] and _finished(_as_run(config), folder / "runs").value == record.value
-    )
-    other = RunConfig(**config.to_dict() | {"lr": 0.1})
-    shutil.copytree(folder / "runs" / config.key, folder / "copy" / other.key)
-    assert _finished(_as_run(other), folder / "copy") is None
-
-
-def test_record_of_no_configuration_is_not_taken_for_the_run(tmp_path):
-    run = _as_run(RunConfig())
-    record = {"key": run.key, "status": "done", "config": run.config, "metric": "m", "value": 1.0}
-    (tmp_path / run.key).mkdir()
-    for wrong in ({"config": 2}, {"key": "x"}, {"status": "running"}):
-        (tmp_path / run.key / "record.json").write_text(json.dumps(record | wrong))
-        assert _finished(run, tmp_path) is None, wrong
-    (tmp_path / run.key / "record.json").write_text(json.dumps(record | {"value": []}))
-    with pytest.raises(ValueError, match="record: .* cannot be read by this version; --force"):
-        _finished(run, tmp_path)
-    (tmp_path / run.key / "record.json").write_text(json.dumps(record))
-    assert _finished(run, tmp_path).value == 1.0
 
 
 def test_finished_run_is_not_repeated_and_a_damaged_record_is_with_its_model(done):
@@ -170,17 +106,13 @@ def test_a_run_is_repeated_and_compared(done, tmp_path):
         (["run", "--lam", "nan"], ["lam"]),
         (["run", "--layers=--1"], ["layers"]),
         (["run", "--lamm", 1], ["--lamm"]),
-        (["run", "--lr", "1e-5", "--lr=2e-5"], ["lr: is given twice"]),
-        (["sweep", "toy", "--records", "a.jsonl", "--records", "b.jsonl"], ["records: is given twice"]),
-        (["run", "--set", "pad_to_max"], ["set", "pad_to_max"]),
+        (["run", "--set", "lam"], ["set", "lam"]),
         (["rerun", "nothing", "--records", "nowhere"], ["record", "nothing", "nowhere"]),
         (["select", "toy", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["run", "--seed", "x"], ["--seed"]),
         (["score", "nowhere.npy"], ["nowhere.npy"]),
-        (["score", __file__, "--model", "toy-bert", "--max-lines", -1], ["--max-lines"]),
         (["score", __file__, "--model", "toy-bert", "--max-lines", 0], ["--max-lines"]),
         (["score", __file__, "--model", "toy-bert", "--seed", -1], ["--seed"]),
-        (["score", __file__, "--model", "toy-bert", "--array", "x"], ["array", "--model"]),
         (["tasks", "--data-dir", "nowhere"], ["nowhere"]),
     ],
 )
@@ -199,109 +131,64 @@ def test_names_are_printed_as_they_are(tmp_path, monkeypatch):
     assert name in invoke("status", name).stdout and name in invoke("score", name).stderr
 
 
-def test_a_failed_run_leaves_word_until_it_is_done(tmp_path, monkeypatch):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
-    out, arguments = tmp_path / "runs", ["run", "--model", tmp_path / "model", "--out", tmp_path / "runs"]
-    result = invoke(*arguments)
-    assert result.exit_code == 2 and "notebook.ipynb" in result.stderr
-    (file,) = out.rglob("failed.json")
-    said = json.loads(file.read_text())
-    config = RunConfig(model=str(tmp_path / "model"))
-    assert (said["key"], said["config"], file.parent.name, said["attempts"]) == (
-        config.key,
-        config.to_dict(),
-        config.key,
-        1,
-    ) and "Traceback" in said["traceback"]
-    assert Path(said["notebook"]) == file.parent / "notebook.ipynb" and Path(said["notebook"]).is_file()
-    ((key, error),) = status(out)["failed"].items()
-    assert key == config.key and error == said["error"] and key in invoke("status", out).stdout
-    (row,) = load(str(out)).to_dict("records")
-    assert (row["status"], row["error"]) == ("failed", said["error"])
-    record = RunRecord(
-        config.key,
-        config.to_dict(),
-        metric="matthews_correlation",
-        metrics={"matthews_correlation": None, "f1": None},
-        isoscore={w: {"union": 0.1} for w in ("before", "after")},
-        data={"majority": 0.0, "notes": []},
-        model={"notes": []},
-        hardware={"gpu": None, "cpu": "some", "precision": "fp32"},
-    )
-    monkeypatch.setattr("isoreg.experiments.notebook.execute", lambda *a: record.save(file.parent))
-    shown = invoke(*arguments)
-    words = " ".join(re.findall(r"\w+", shown.stdout))  # a narrow screen folds them
-    assert (
-        shown.exit_code == 1
-        and "no finite number" in words
-        and "undefined" in words
-        and not file.exists()
-        and not status(out)["failed"]
-    )
+def cell(name, value=""):
+    return papermill.PapermillExecutionError(1, 1, "", name, value, [])
 
 
-def test_a_failed_run_leaves_alone_what_a_sweep_has_begun(tmp_path, monkeypatch):
-    "A sweep was killed in this run, and `isoreg run` fails in it: its own notebook stays, and the sweep's files, too."
-    folder, key = Folder(tmp_path), RunConfig().key
-    part = folder.part(key)
-    part.mkdir(parents=True)
-    begun = {
-        "notebook.ipynb": "of the sweep",
-        "progress.json": "{}",
-        "tried.json": json.dumps({"key": key, "attempts": 1}),
-    }
-    for name, text in begun.items():
-        (part / name).write_text(text)
+@pytest.mark.parametrize(
+    "error, code, words",
+    [
+        (ValueError("lam: no"), 2, "error: lam: no"),
+        (OSError(28, "No space left on device"), 2, "No space left on device"),
+        (cell("ValueError", "task: no"), 2, "error: task: no\nnotebook: "),
+        (cell("KeyboardInterrupt"), 130, "error: stopped; the same command does the rest"),
+        (KeyboardInterrupt(), 130, "error: stopped; the same command does the rest"),
+    ],
+)
+def test_what_a_user_can_mend_ends_a_command_with_one_line(tmp_path, monkeypatch, error, code, words):
+    def ends(*a):
+        raise error
 
-    def failing(name, notebook, *a):
-        Path(notebook).write_text("of this run")
-        raise papermill.PapermillExecutionError(1, 1, "", "ValueError", "no", [])
-
-    monkeypatch.setattr("isoreg.experiments.notebook.execute", failing)
-    assert invoke("run", "--out", tmp_path).exit_code == 2
-    assert (tmp_path / key / "notebook.ipynb").read_text() == "of this run" and {
-        p.name: p.read_text() for p in part.iterdir()
-    } == begun
-    assert json.loads((tmp_path / key / "failed.json").read_text())["notebook"] == str(
-        tmp_path / key / "notebook.ipynb"
-    )
+    monkeypatch.setattr("isoreg.experiments.notebook.execute", ends)
+    result = invoke("run", "--out", tmp_path)
+    assert result.exit_code == code and words in result.stderr and "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("stage", ["loading", "training"])
-def test_exit_codes_of_what_ends_a_run(tmp_path, monkeypatch, stage):
-    "Not the input, whenever it happens: a kernel that is killed or interrupted, and a full disk."
-    folder = tmp_path / RunConfig().key
-    cell = lambda name, value="": papermill.PapermillExecutionError(1, 1, "", name, value, [])
-    for error, code, told in (  # told: failed.json says why
-        (KernelDied(-9), 1, True),
-        (KeyboardInterrupt(), 130, False),
-        (cell("KeyboardInterrupt"), 130, False),
-        (cell("OSError", "[Errno 28] No space left on device"), 1, False),
-        (cell("ValueError", "no"), 1 if stage == "training" else 2, True),
-        (cell("OverflowError", "can't convert negative int to unsigned"), 1, True),
-    ):
+@pytest.mark.parametrize("error", [cell("OverflowError", "negative"), KernelDied(-9), TypeError("a mistake")])
+def test_anything_else_shows_its_traceback(tmp_path, monkeypatch, error):
+    def ends(*a):
+        raise error
 
-        def ends(*a):
-            (folder / "progress.json").write_text(json.dumps({"stage": stage}))
-            raise error
-
-        monkeypatch.setattr("isoreg.experiments.notebook.execute", ends)
-        result = invoke("run", "--out", tmp_path)
-        assert result.exit_code == code and (folder / "failed.json").exists() == told, error
-        assert not isinstance(error, KernelDied) or "the kernel died" in result.stderr
-        (folder / "failed.json").unlink(missing_ok=True)
-
-    def refuses(*a):
-        raise cell("ValueError", "no")
-
-    monkeypatch.setattr("isoreg.experiments.notebook.execute", refuses)
-    assert invoke("run", "--out", tmp_path).exit_code == 2  # whatever the last try had come to
+    monkeypatch.setattr("isoreg.experiments.notebook.execute", ends)
+    assert invoke("run", "--out", tmp_path).exception is error
 
 
-def test_options_and_configuration_have_the_same_names():
-    flags = {name for name, field in RunConfig.model_fields.items() if about(field).flag}
-    assert set(inspect.signature(run_command).parameters) == flags | {"set_", "out", "force", "save_model"}
+def test_a_run_takes_every_setting_by_its_option_or_as_a_grid_has_it(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("isoreg.cli._execute", lambda run, *a: seen.append(run.config) or run.config[None])
+    given = {"task": "toy-rte", "seed": 2, "lam": 0.5, "layers": 3, "correction": "ustat", "padding": True, "lr": 1e-4}
+    given |= {"batch_size": 8, "max_train": 64, "train_fraction": 0.5, "precision": "bf16", "batches": "by-length"}
+    flags = [w for n, v in given.items() for w in (f"--{n.replace('_', '-')}", v) if v is not True]
+    pairs = [w for n, v in given.items() for w in ("--set", f"{n}={v}")]
+    for words in (flags, pairs):
+        invoke("run", *words, "--out", tmp_path)
+    assert seen == 2 * [RunConfig(**given).to_dict()]
+    options = {o for p in typer.main.get_command(app).commands["run"].params for o in p.opts}
+    assert {f"--{n.replace('_', '-')}" for n in RunConfig.model_fields if n != "definition"} < options
+
+
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_run_leaves_no_record_and_is_done_again(tmp_path, sent):
+    command = [sys.executable, "-m", "isoreg.cli", "run", "--epochs", "50", "--out", str(tmp_path)]
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run in the background it is ignored
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
+    while process.poll() is None and not any("training" in p.read_text() for p in tmp_path.glob("*/progress.json")):
+        time.sleep(0.05)
+    process.send_signal(signal.Signals[sent])
+    out, err = process.communicate()
+    assert (process.returncode, out) == (130, "") and "Traceback" not in err
+    assert err.splitlines()[-1] == "error: stopped; the same command does the rest"
+    assert not list(tmp_path.rglob("record.json")) and not status(tmp_path)["running"]
 
 
 @pytest.mark.parametrize("wrong", [{"lamm": 3}, {"lam": "x"}, {"task": "colla"}])
@@ -380,53 +267,10 @@ def _refused(tmp_path, name, words, *arguments):
         assert word in result.stderr
 
 
-def test_what_is_no_cloud_of_real_vectors_is_refused_in_plain_words(tmp_path):
-    x = np.random.default_rng(0).normal(size=(30, 6))
-    np.save(tmp_path / "real.npy", x)
-    _refused(tmp_path, "real.npy", ["array", "x", "single"], "--array", "x")
-    np.save(tmp_path / "complex.npy", x + 1j)
-    np.savez(tmp_path / "complex.npz", x=(x + 1j).astype(np.complex64))
-    save_file({"x": torch.tensor(x + 1j).to(torch.complex64)}, tmp_path / "complex.safetensors")
-    for name in ("complex.npy", "complex.npz", "complex.safetensors"):
-        _refused(tmp_path, name, ["file", name, "complex", "real numbers"])
-    np.save(tmp_path / "words.npy", np.array([["a", "b"]]))
-    _refused(tmp_path, "words.npy", ["file", "<U1", "real numbers"])
-    np.savez(tmp_path / "empty.npz")
-    _refused(tmp_path, "empty.npz", ["file", "empty.npz", "holds no vectors"])
-
-
-@pytest.mark.parametrize(
-    "frame, words, arguments",
-    [
-        (dict(text=["a", "b"]), ["file", "holds no vectors"], []),
-        (dict(text=["a", "b"], v=[1.0, 2.0]), ["file", "holds no vectors"], ["--array", "text"]),
-        (dict(tags=[["a"], ["b"]]), ["file", "holds no vectors"], []),
-        (dict(v=[[[1.0]], [[2.0]]]), ["file", "holds no vectors"], []),
-        (dict(v=[[1.0, 2.0], [1.0]]), ["file", "cannot be read", "same shape"], []),
-        (dict(v=[[1.0, 2.0], None]), ["file", "cannot be read", "same shape"], []),
-        (dict(v=[[1.0]], w=[[2.0]]), ["array", "v, w", "--array"], []),
-        (dict(v=[1.0, 2.0]), ["file", "holds no vectors"], ["--array", "w"]),
-    ],
-)
-def test_parquet_without_vectors_is_refused_in_plain_words(tmp_path, frame, words, arguments):
-    pd.DataFrame(frame).to_parquet(tmp_path / "x.parquet")
-    _refused(tmp_path, "x.parquet", words, *arguments)
-
-
 def test_vectors_beside_lists_of_words(tmp_path):
     x = np.random.default_rng(0).normal(size=(30, 6))
     pd.DataFrame({"tags": [["a"]] * 30, "v": list(x), "text": ["b"] * 30}).to_parquet(tmp_path / "x.parquet")
     assert torch.equal(read_points(tmp_path / "x.parquet"), torch.tensor(x))
-
-
-def test_text_in_another_encoding(tmp_path):
-    lines = [f"r\u00e9gime {i}" for i in range(8)]
-    (tmp_path / "latin.txt").write_bytes("\n".join(lines).encode("latin1"))
-    _refused(tmp_path, "latin.txt", ["source", "latin.txt", "UTF-8"], "--model", "toy-bert")
-    (tmp_path / "marked.txt").write_text("\n\n".join(lines), encoding="utf-8-sig")
-    assert draw_texts(tmp_path / "marked.txt", 100, 0) == (lines, 8)
-    drawn, texts = draw_texts(tmp_path / "marked.txt", 3, 0)
-    assert len(set(drawn)) == 3 and set(drawn) < set(lines) and texts == 8
 
 
 def test_lines_are_drawn_evenly(tmp_path):
@@ -630,32 +474,6 @@ def test_report_of_stored_records(tmp_path):
         assert failed.exit_code == 2 and words in failed.output and not (tmp_path / "other").exists()
 
 
-def test_the_home_folder_is_read_in_a_path(tmp_path, monkeypatch):
-    from isoreg import cli
-
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for word in ("{}/a", "--out={}/a", "scores={}/a", "--set=scores={}/a"):
-        assert cli._at_home(word.format("~")) == word.format(tmp_path)
-    assert cli._at_home("a text ~ b") == "a text ~ b"
-    (tmp_path / "r.jsonl").write_text((Path(__file__).parents[1] / "nbs/results/istar_first.jsonl").read_text())
-    done = CliRunner().invoke(app, ["report", "~/r.jsonl", "--out=~/report", "--by", "task", "--by", "lr"])
-    assert done.exit_code == 0 and (tmp_path / "report" / "summary.md").is_file(), done.output
-
-
-@pytest.mark.parametrize("folder", ["data/", "./data"])
-def test_another_form_of_a_path_plays_its_part(tmp_path, monkeypatch, folder):
-    from isoreg import cli
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    said = []
-    monkeypatch.setattr(cli._errors, "print", lambda *words: said.append(words))
-    monkeypatch.setattr(cli, "_execute", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        cli._run({"task": "cola", "data_dir": folder}, tmp_path, False)
-    assert not said
-
-
 def test_report_of_two_models_whose_folders_have_one_name(tmp_path):
     stored = (Path(__file__).parents[1] / "nbs" / "results" / "istar_first.jsonl").read_text().splitlines()
     other = [json.loads(r) for r in stored]
@@ -666,89 +484,6 @@ def test_report_of_two_models_whose_folders_have_one_name(tmp_path):
     words = "differ in model: add that to by"
     assert words in " ".join(told.output.split()) and words not in " ".join(apart.output.split())
     assert apart.exit_code == 0
-
-
-@pytest.mark.parametrize("stage, sent", [("training", "SIGINT"), ("loading data", "SIGINT"), ("training", "SIGTERM")])
-def test_ctrl_c_and_sigterm_end_a_run_with_one_line_and_leave_nothing(tmp_path, stage, sent):
-    command = [sys.executable, "-m", "isoreg.cli", "run", "--epochs", "50", "--out", str(tmp_path)]
-    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run in the background it is ignored
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
-    begun = lambda: any(stage in p.read_text() or "training" in p.read_text() for p in tmp_path.glob("*/progress.json"))
-    while process.poll() is None and not begun():
-        time.sleep(0.05)
-    process.send_signal(signal.Signals[sent])
-    out, err = process.communicate()
-    said = [line for line in err.splitlines() if line.strip() and stage.split()[0] not in line and "━" not in line]
-    assert (process.returncode, out) == (130, "") and len(said) <= 2
-    assert said[-1] == "error: stopped; nothing of this run is kept, and the same command does it again"
-    assert [p.name for p in tmp_path.iterdir()] == [".sweep"]  # the lock alone
-
-
-def test_an_interrupt_by_the_kernel_leaves_an_earlier_record(tmp_path, monkeypatch):
-    (tmp_path / RunConfig().key).mkdir()
-    (tmp_path / RunConfig().key / "record.json").write_text("{}")
-
-    def interrupted(name, notebook, *a):
-        Path(notebook).write_text("half")
-        raise papermill.PapermillExecutionError(1, 1, "", "KeyboardInterrupt", "", [])
-
-    monkeypatch.setattr("isoreg.experiments.notebook.execute", interrupted)
-    result = invoke("run", "--force", "--out", tmp_path)
-    assert result.exit_code == 130 and result.stderr.count("\n") <= 3 and "Traceback" not in result.stderr
-    assert [p.name for p in (tmp_path / RunConfig().key).iterdir()] == ["record.aside-1.json"]  # it was of no run
-
-
-def test_an_interrupt_after_the_record_leaves_it_and_says_so(tmp_path, monkeypatch):
-    folder = tmp_path / RunConfig().key
-
-    def done_and_interrupted(name, notebook, *a):
-        Path(notebook).write_text("whole")
-        (folder / "record.json").write_text("{}")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("isoreg.experiments.notebook.execute", done_and_interrupted)
-    result = invoke("run", "--out", tmp_path)
-    assert result.exit_code == 130 and "its record is kept" in result.stderr
-    assert sorted(p.name for p in folder.iterdir()) == ["notebook.ipynb", "record.json"]
-
-
-def test_success_of_papermill_says_nothing_of_errors(tmp_path):
-    tiny = "-p epochs 1 -p max_train 32 -p max_eval 20 -p out".split()
-    notebook = str(run_notebook_path("finetune"))
-    command = [sys.executable, "-m", "papermill", notebook, str(tmp_path / "out.ipynb"), *tiny, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    said = done.stdout + done.stderr + (tmp_path / "out.ipynb").read_text()
-    assert "KeyboardInterrupt" not in said and "IProgress not found" not in said
-
-
-def test_the_kernel_and_tqdm_are_quiet_in_a_run_notebook():
-    script = (
-        "import logging, sys, types, warnings\n"
-        "kernel = types.SimpleNamespace(log=logging.getLogger('kernel'))\n"
-        "shell = types.SimpleNamespace(kernel=kernel)\n"
-        "sys.modules['IPython'] = types.SimpleNamespace(get_ipython=lambda: shell)\n"
-        "from isoreg.experiments.notebook import quiet; quiet()\n"
-        "kernel.log.error('KeyboardInterrupt caught in kernel')\n"
-        "warnings.warn('IProgress not found. Please update jupyter'); warnings.warn('another')\n"
-    )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
-    assert "another" in said and "IProgress" not in said and "KeyboardInterrupt" not in said
-    for path in (ROOT / "nbs" / "runs").glob("*.ipynb"):
-        cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"]]
-        first = next(i for i, c in enumerate(cells) if "import torch" in c or "from isoreg.experiments.config" in c)
-        assert any(c.endswith("quiet()") for c in cells[:first]), path
-
-
-def test_shell_completion_is_installed_and_completes(tmp_path):
-    environment = os.environ | {"HOME": str(tmp_path), "SHELL": "/bin/bash"}
-    script = Path(sys.executable).with_name("isoreg")
-    done = subprocess.run(
-        ["bash", "-c", f"{script} --install-completion; exit $?"], env=environment, capture_output=True
-    )
-    assert done.returncode == 0 and "isoreg" in (tmp_path / ".bashrc").read_text()
-    asked = environment | {"_ISOREG_COMPLETE": "complete_bash", "COMP_WORDS": "isoreg sc", "COMP_CWORD": "1"}
-    words = subprocess.run([script], env=asked, capture_output=True, text=True).stdout.split()
-    assert words == ["score"]
 
 
 def test_demo_compares_two_runs_and_draws_them(tmp_path, monkeypatch):

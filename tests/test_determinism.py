@@ -15,9 +15,7 @@ from isoreg.experiments.config import FisherConfig, RunConfig
 from isoreg.corpus import TextBatches
 from isoreg.fisher import empirical_fisher
 from isoreg.experiments.finetune import run
-from isoreg.experiments.grid import expand, load_grid
 from isoreg.experiments.measure import load_language_model
-from isoreg.experiments.sweep import Local, sweep
 from isoreg.experiments.toy import toy_corpus, toy_tokenizer
 
 HERE = Path(__file__).parent
@@ -98,19 +96,3 @@ def test_workers_that_load_data_change_nothing(monkeypatch, workers):
         drop = lambda x: [{k: v for k, v in e.items() if "runtime" not in k and "per_second" not in k} for e in x]
         one, two = (drop(r[name]) if name == "epochs" else r[name] for r in (alone, helped))
         assert one == two, name
-
-
-@pytest.mark.skipif("ISOREG_LONG" not in os.environ, reason="takes minutes; ISOREG_LONG=1 runs it")
-def test_a_sweep_of_two_workers_has_the_records_of_one(tmp_path):
-    (tmp_path / "g.yaml").write_text(
-        "notebook: finetune\nfixed: {max_train: 64, max_eval: 64, epochs: 1, recipe: toy}\n"
-        "axes: {seed: [0, 1], dropout: [standard, guided]}\n"
-    )
-    found = []
-    for jobs in (1, 2):
-        out = tmp_path / f"jobs{jobs}"
-        assert sweep(expand(load_grid(tmp_path / "g.yaml")), out, Local(jobs)).code == 0
-        records = {p.parent.name: json.loads(p.read_text()) for p in out.glob("*/record.json")}
-        names = ("value", "predictions", "isoscore", "geometry", "dropout", "model", "data", "resampled")
-        found.append({k: {n: r[n] for n in names} for k, r in records.items()})
-    assert found[0] == found[1] and len(found[0]) == 4

@@ -1,11 +1,8 @@
 """The loss landscape: directions, subsets, a walk that leaves no trace, surfaces, resuming, curvature, plots."""
 
 import json
-import os
 import random
 import signal
-import threading
-import time
 
 import matplotlib
 import numpy as np
@@ -26,10 +23,8 @@ from transformers import (
 )
 
 from isoreg.corpus import TextBatches, sample_losses
-from isoreg.fisher import empirical_fisher
 from isoreg.landscape import (
     RINGS,
-    Direction,
     Surface,
     direction,
     displaced,
@@ -41,7 +36,6 @@ from isoreg.landscape import (
     plot,
     subset,
 )
-from isoreg.experiments.notebook import execute
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 matplotlib.use("Agg")
@@ -163,19 +157,6 @@ def test_a_direction_depends_on_seed_and_name_alone():
     )  # tied: once
 
 
-def test_rescaling_a_relu_network_does_not_change_its_line():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 16, bias=False), nn.ReLU(), nn.Linear(16, 1, bias=False)).double()
-    twin = nn.Sequential(nn.Linear(4, 16, bias=False), nn.ReLU(), nn.Linear(16, 1, bias=False)).double()
-    batches = [{"x": torch.randn(32, 4).double()}]
-    with torch.no_grad():
-        twin[0].weight.copy_(net[0].weight * 7)
-        twin[2].weight.copy_(net[2].weight / 7)
-    loss = lambda model, batch: model(batch["x"]).square().squeeze(1)
-    lines = [loss_line(m, batches, direction(m, 0), grid(1, 5), loss=loss).losses for m in (net, twin)]
-    np.testing.assert_allclose(*lines, rtol=1e-6)
-
-
 @pytest.mark.parametrize("one_d", ["zero", "scale"])
 def test_mask_and_equal_norm(one_d):
     model = Quadratic()
@@ -193,7 +174,8 @@ def test_mask_and_equal_norm(one_d):
     rest = direction(model, 1, one_d, {n: ~m for n, m in mask.items()})
     for n in whole:
         torch.testing.assert_close(part.get(n, 0) + rest.get(n, 0), whole[n])  # two subsets cut a step in two
-    assert part.info["share"] == pytest.approx((int(mask["w"].sum()) + 5) / 25)
+    moved = int(mask["w"].sum()) + (5 if one_d == "scale" else 0)
+    assert part.info["moved"] == pytest.approx(moved / 25)
 
 
 @pytest.mark.parametrize("mask", [None, {"w": torch.arange(12).view(3, 4) % 2 == 0, "v": torch.tensor(True)}])
@@ -261,9 +243,6 @@ def test_tensors_against_the_released_ranks(per_scalar):
     } == set(order[: n // 2])
     for k, p in model.named_parameters():
         assert top[k].shape == p.shape and top[k].dtype == torch.bool and bool(top[k].any()) == bool(top[k].all())
-    matrices = subset(model, given, 0.25, by="tensor", matrices=True)
-    ranked = [k for k in order if scores[k].ndim > 1]
-    assert {k for k, m in matrices.items() if m.any()} == set(ranked[-round(0.25 * len(ranked)) :])
 
 
 @pytest.mark.parametrize("reach", [0.15, 1.5, 10.0])
@@ -288,34 +267,8 @@ def test_scalars_are_ranked_in_the_precision_of_their_scores():
         assert chosen["weight"].tolist() == [[False, False], [True, False]] and not chosen["bias"].any()
 
 
-def test_a_model_on_the_cpu_leaves_the_random_state_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for name in ("manual_seed", "manual_seed_all"):
-        monkeypatch.setattr(torch.cuda, name, lambda seed: pytest.fail("a GPU was seeded"))
-    batches = [{"x": torch.ones(3, 2)}]
-    loss_line(nn.Linear(2, 1), batches, direction(nn.Linear(2, 1), 0), [0, 1], loss=of_first_output)
-
-
 def of_first_output(model, batch):
     return model(batch["x"])[:, 0]
-
-
-def test_a_surface_knows_its_batches_by_their_texts_too(tmp_path):
-    model = nn.Linear(2, 1)
-    axes, path = [direction(model, seed) for seed in (0, 1)], tmp_path / "surface.json"
-    batches = lambda *names: [{"x": torch.ones(2, 2), "name": np.array(names)}]
-    made = lambda *names: loss_surface(model, batches(*names), *axes, [0, 1], loss=of_first_output, path=path)
-    assert np.array_equal(made("a", "b").losses, made("a", "b").losses)
-    with pytest.raises(ValueError, match="batches"):
-        made("a", "c")
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "{}"])
-def test_what_is_no_surface_is_called_so(tmp_path, text):
-    (tmp_path / "surface.json").write_text(text)
-    for path in (tmp_path / "surface.json", tmp_path / "none.json"):
-        with pytest.raises(ValueError, match=f"path: {path} is no landscape"):
-            Surface.load(path)
 
 
 @pytest.mark.parametrize("by", ["scalar", "tensor"])
@@ -441,74 +394,6 @@ def test_restored_after_an_error_in_the_loss(error, after):
     assert untouched(model, before) and not model.training and signal.getsignal(signal.SIGINT) is handler
 
 
-def test_restored_when_the_keyboard_interrupts_anywhere():
-    "Forty interrupts at random times, two in quick succession each; most strike in the midst of a move."
-    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(8)))
-    before, rng, d1, d2 = state(model), random.Random(0), direction(model, 0, "scale"), direction(model, 1, "scale")
-    batches, loss = [{"x": torch.ones(1, 300)}], lambda model, batch: model[0](batch["x"]).sum(1)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        for _ in range(40):
-            delays = rng.uniform(0.001, 0.05), rng.uniform(0, 0.002)
-
-            def press():
-                for delay in delays:
-                    time.sleep(delay)
-                    os.kill(os.getpid(), signal.SIGINT)
-
-            thread, interrupted = threading.Thread(target=press), False
-            try:
-                try:
-                    thread.start()
-                    loss_surface(model, batches, d1, d2, grid(1, 101), loss=loss)  # takes longer than both delays
-                finally:
-                    thread.join()
-                    time.sleep(0.002)  # the second strikes here at the latest
-            except KeyboardInterrupt:
-                interrupted = True
-            thread.join()
-            assert interrupted and untouched(model, before)
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        torch.set_grad_enabled(True)  # one that strikes before or after the walk is torch's affair
-
-
-def test_gradients_are_on_again_when_the_interrupt_strikes_inside_no_grad():
-    "Between the switch of torch.no_grad and its block nothing switches back; the next training would fail."
-    model, switch_back = tiny_bert(), torch.no_grad.__exit__
-
-    def loss(model, batch):
-        torch.no_grad.__exit__ = lambda self, *error: None
-        raise KeyboardInterrupt
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            loss_line(model, mlm_batches(1), direction(model, 0), [0.0, 1.0], loss=loss)
-        assert torch.is_grad_enabled()
-    finally:
-        torch.no_grad.__exit__ = switch_back
-        torch.set_grad_enabled(True)
-
-
-@pytest.mark.parametrize("harm", ["other", "replaced", "half"])
-def test_a_loss_that_changes_the_model_is_found_out(harm):
-    model = tiny_bert()
-
-    def loss(model, batch):
-        values = sample_losses(model, batch).float()
-        if harm == "other":
-            model.cls.predictions.bias.add_(1.0)  # not moved by the direction
-        if harm == "replaced":
-            model.cls.predictions.transform.dense.weight = nn.Parameter(torch.zeros(16, 16))
-        if harm == "half":
-            model.half()
-        return values
-
-    with pytest.raises(RuntimeError, match="model: .* was replaced or changed .* while it was displaced"):
-        loss_line(model, mlm_batches(), direction(model, 0), [0.0], loss=loss)
-
-
 def test_buffers_are_put_back():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     before = state(model)
@@ -547,7 +432,7 @@ def test_every_point_against_a_loop():
         "mlm",
         "fp32",
         "scale",
-    ) and "BertForMaskedLM" in s.info["model"]
+    ) and s.info["model"] == "BertForMaskedLM"
     line = loss_line(model, batches, d1, [-0.4, 0.0, 0.3])
     np.testing.assert_allclose(line.losses, s.losses[:, :1], rtol=1e-12)
     assert line.is_line and not s.is_line
@@ -576,35 +461,6 @@ def test_the_mean_as_released_against_a_loop():
     f = loss_line(double, batches, direction(double, 0), h * np.arange(-2, 3), reduction="batch").losses[:, 0]
     H = plane_hessian(double, batches, direction(double, 0), reduction="batch")
     assert H[0, 0] == pytest.approx(f @ [-1, 16, -30, 16, -1] / 12 / h**2, rel=1e-4)
-
-
-def test_a_surface_does_not_go_on_with_another_direction(tmp_path):
-    model, batches, path = tiny_bert(), mlm_batches(1), tmp_path / "line.json"
-    a, b = (dict(direction(model, seed)) for seed in (0, 1))  # plain dictionaries, which say nothing of themselves
-    first = loss_line(model, batches, a, [0.0, 0.3], path=path)
-    with pytest.raises(ValueError, match="made with other directions"):
-        loss_line(model, batches, b, [0.0, 0.3], path=path)
-    assert np.array_equal(loss_line(model, batches, a, [0.0, 0.3], path=path).losses, first.losses)
-    own = Direction(a, info={"layers": (1, 2)})  # JSON has no tuples
-    for _ in range(2):
-        loss_line(model, batches, own, [0.0, 0.3], path=tmp_path / "own.json")
-
-
-def test_a_surface_does_not_go_on_with_another_mean(tmp_path):
-    model, batches = tiny_bert(), mlm_batches(1)
-    d, path = direction(model, 0), tmp_path / "line.json"
-    first = loss_line(model, batches, d, [0.0, 0.3], path=path)
-    with pytest.raises(ValueError, match="made with other reduction"):
-        loss_line(model, batches, d, [0.0, 0.3], path=path, reduction="batch")
-    stored = json.loads(path.read_text())
-    del stored["info"]["reduction"]  # as files were before it
-    path.write_text(json.dumps(stored))
-    assert np.array_equal(loss_line(model, batches, d, [0.0, 0.3], path=path).losses, first.losses)
-    with pytest.raises(ValueError, match="made with other reduction"):
-        loss_line(model, batches, d, [0.0, 0.3], path=path, reduction="batch")
-    for wrong, words in (("tokens", "'tokens' is unknown"), ("batch", "for the named losses")):
-        with pytest.raises(ValueError, match=f"reduction: .*{words}"):
-            loss_line(model, batches, d, [0.0], "mlm" if wrong == "tokens" else quadratic_loss, reduction=wrong)
 
 
 @pytest.mark.parametrize("kind", ["clm", "seq2seq"])
@@ -658,101 +514,6 @@ def test_random_loaders_and_losses_draw_the_same_at_every_point(own):
     loss = lambda model, batch: batch["x"] * torch.rand(4)
     losses = loss_line(Nowhere(), loader, direction(Nowhere(), 0), grid(1, 5), loss).losses
     assert np.ptp(losses) == 0 and losses[0, 0] > 0
-
-
-class Counting(TextBatches):
-    "Counts the samples that are masked."
-
-    made = 0
-
-    def sample(self, number):
-        self.made += 1
-        return super().sample(number)
-
-
-def first_losses(model, batch):
-    return batch["input_ids"].double().mean(1) * model.w[0, 0].double() + torch.rand(len(batch["labels"]))
-
-
-def corpus_of(kind):
-    corpus = Counting(toy_corpus(10), toy_tokenizer(), batch_size=4, seed=3)
-    return {
-        "corpus": corpus,
-        "list": list(corpus),
-        "loader": DataLoader(
-            list(range(12)),
-            batch_size=4,
-            shuffle=True,
-            collate_fn=lambda rows: {
-                "input_ids": torch.tensor(rows)[:, None],
-                "labels": torch.randint(9, (len(rows), 2)),
-            },
-        ),
-    }[kind]
-
-
-@pytest.mark.parametrize("kind", ["corpus", "list", "loader"])
-def test_batches_are_read_once(kind):
-    "The masks of a corpus are drawn once; a generator over the same batches gives the same surface, bit for bit."
-    corpus, d = corpus_of(kind), direction(Nowhere(), 0)
-    made = getattr(corpus, "made", 0)
-    whole = loss_line(Nowhere(), corpus, d, grid(1, 5), first_losses).losses
-    assert kind != "corpus" or corpus.made == made + 10
-    again = loss_line(Nowhere(), (b for b in corpus_of(kind)), d, grid(1, 5), first_losses).losses
-    np.testing.assert_array_equal(again, whole)
-
-
-@pytest.mark.parametrize("harm", ["write", "remove"])
-def test_a_loss_may_spoil_its_batch(harm):
-    "The next point gets the batch as it came, and so does whoever made it."
-
-    def loss(model, batch):
-        values = first_losses(model, batch)
-        if harm == "write":
-            batch["input_ids"].zero_()
-        else:
-            del batch["input_ids"]
-        return values
-
-    batches, d = corpus_of("list"), direction(Nowhere(), 0)
-    spoilt, whole = (loss_line(Nowhere(), batches, d, grid(1, 5), f).losses for f in (loss, first_losses))
-    np.testing.assert_array_equal(spoilt, whole)
-
-
-def test_a_source_that_fills_one_buffer_is_not_taken_for_unchanged():
-    class Refilled:
-        def __init__(self):
-            self.buffer = np.zeros(3)
-
-        def __iter__(self):
-            for i in range(3):
-                self.buffer[:] = i
-                yield {"x": torch.from_numpy(self.buffer)}
-
-    losses = loss_line(Nowhere(), Refilled(), direction(Nowhere(), 0), grid(1, 5), lambda m, b: b["x"]).losses
-    np.testing.assert_array_equal(losses, np.ones((5, 1)))
-
-
-def test_a_surface_as_a_part_of_a_record():
-    odd = Surface(
-        np.array([[np.nan, np.inf, -np.inf], [0.1 + 0.2, 1e-310, -0.0]]),
-        np.array([-1.0, 0]),
-        np.array([-1.0, 0, 1]),
-        {"seed": 3},
-    )
-    text = json.dumps({"kind": "landscape", **odd.to_dict()}, allow_nan=False)
-    back = Surface.from_dict(json.loads(text))
-    assert (
-        back.losses.tobytes() == odd.losses.tobytes()
-        and back.info == odd.info
-        and np.array_equal(back.betas, odd.betas)
-    )
-    with pytest.raises(ValueError, match="content: is no landscape .KeyError"):
-        Surface.from_dict({"alphas": [0.0]})
-    with pytest.raises(ValueError, match="content: is no landscape"):
-        Surface.from_dict(odd.to_dict() | {"losses": [[None, 1, 2], [1, 2, 3]]})
-    with pytest.raises(ValueError, match="content: holds 1 of 2 rows"):
-        Surface.from_dict(odd.to_dict() | {"losses": [None, [1, 2, 3]]})
 
 
 def test_nan_and_infinity_are_kept(tmp_path):
@@ -824,9 +585,7 @@ def test_goes_on_where_it_stopped(tmp_path, after):
     first, second, third = Stops(after), Stops(), Stops()
     with pytest.raises(OSError):
         loss_surface(model, batches, d1, d2, grid(1, 3), grid(1, 5)[1:], first, path)
-    if after >= 8:
-        with pytest.raises(ValueError, match=f"holds {after // 8} of 3 rows"):
-            Surface.load(path)
+    assert len(Surface.load(path).losses) == after // 8
     s = loss_surface(model, batches, d1, d2, grid(1, 3), grid(1, 5)[1:], second, path)
     assert second.calls == 24 - after // 8 * 8 and np.array_equal(s.losses, whole.losses)
     again = loss_surface(model, batches, d1, d2, grid(1, 3), grid(1, 5)[1:], third, path)
@@ -854,16 +613,12 @@ def test_other_settings_are_refused_by_name(tmp_path):
         "precision": {"precision": "bf16"},
     }
     text = path.read_text()
-    for name, change in cases.items():
-        with pytest.raises(ValueError, match=f"other {name}; give another path"):
+    for change in cases.values():
+        with pytest.raises(ValueError, match="path: .* made of other"):
             loss_surface(**base | change)
     assert path.read_text() == text
-    with pytest.raises(ValueError, match="other directions"):
+    with pytest.raises(ValueError, match="made of other"):
         loss_surface(**base | {"d1": d2, "d2": d1})
-    for rubbish in ("", "{", "[]", '{"alphas": [0], "betas": [0], "losses": [[1, 2]], "info": {}}'):
-        path.write_text(rubbish)
-        with pytest.raises(ValueError, match="is no landscape"):
-            loss_surface(**base)
 
 
 # ---- curvature -------------------------------------------------------------------------------------------------------
@@ -939,33 +694,6 @@ def test_expected_curvature_is_the_mean_over_directions():
 # ---- summaries and pictures ------------------------------------------------------------------------------------------
 
 
-def test_the_run_notebook_fits_on_a_coarse_grid(tmp_path):
-    execute(
-        "landscape", tmp_path / "out.ipynb", {"points": 3, "limit": 4, "hessian": False, "out": str(tmp_path / "runs")}
-    )
-    cells = json.loads((tmp_path / "out.ipynb").read_text())["cells"]
-    assert "the 9 points within 3.01" in "".join(
-        "".join(o.get("text", "")) for c in cells for o in c.get("outputs", [])
-    )
-
-
-def test_loss_by_radius():
-    x = grid(1.5, 31)
-    s = Surface(np.hypot(x[:, None], x[None]) ** 2, x, x)
-    profile = s.radius_profile()
-    assert (
-        list(profile.columns) == ["from", "to", "points", "loss"]
-        and len(profile) == len(RINGS) - 1
-        and profile["points"].sum() == 31 * 31
-    )
-    for _, ring in profile.iterrows():
-        values = [a * a + b * b for a in x for b in x if ring["from"] - 1e-9 <= np.hypot(a, b) < ring["to"] - 1e-9]
-        assert ring["points"] == len(values) and ring["loss"] == pytest.approx(np.mean(values))
-    s.losses[15, 15] = np.nan
-    empty = s.radius_profile([0, 0.01, 0.02])
-    assert empty["points"].tolist() == [0, 0] and empty["loss"].isna().all()
-
-
 @given(st.floats(1e-3, 1e3), st.integers(0, 40))
 @settings(max_examples=50, deadline=None)
 def test_a_grid_is_symmetric_and_holds_the_origin(span, half):
@@ -994,8 +722,6 @@ def test_panels_share_one_scale():
     ) == 1
     assert panels[0].collections[0].get_clim() == pytest.approx((0, 14))
     assert any("nats" in ax.get_ylabel() for ax in fig.axes)
-    fig = plot(surfaces(), "surface", top=3.0)
-    assert len({ax.get_zlim() for ax in fig.axes[:2]}) == 1 and fig.axes[0].get_zlim()[1] == pytest.approx(3, abs=0.2)
     for kind, top in (("lines", 8.0), ("radius", None)):
         ax = plot(surfaces(), kind, top=top).axes[0]
         assert (
@@ -1005,14 +731,6 @@ def test_panels_share_one_scale():
         )
     line = Surface(np.arange(3.0)[:, None], grid(1, 3), np.zeros(1))
     assert plot(line, "lines").axes[0].get_legend() is None
-    for bad, match in (
-        (lambda: plot(line), "is a line"),
-        (lambda: plot({}), "none given"),
-        (lambda: plot(line, "pie"), "kind: 'pie'"),
-        (lambda: plot(Surface(np.full((2, 2), np.nan), grid(1, 3)[1:], grid(1, 3)[1:])), "no finite loss"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            bad()
     matplotlib.pyplot.close("all")
 
 
@@ -1021,10 +739,6 @@ def test_panels_share_one_scale():
 
 def model():
     return Quadratic()
-
-
-def filled(value):
-    return nn.Linear(2, 2).requires_grad_(False).apply(lambda m: (m.weight.fill_(value), m.bias.fill_(value)))
 
 
 def scores(**change):
@@ -1036,61 +750,35 @@ def line(**kw):
 
 
 BAD = {
-    "model: str is no": lambda: direction("bert", 0),
-    "model: has no floating-point": lambda: direction(nn.ReLU(), 0),
-    "is on the meta device": lambda: direction(nn.Linear(2, 2, device="meta"), 0),
-    "model: weight holds NaN": lambda: direction(filled(float("nan")), 0),
     "seed: 1.5": lambda: direction(model(), 1.5),
-    "seed: True": lambda: direction(model(), True),
     "one_d: 'ones'": lambda: direction(model(), 0, "ones"),
     "norm: 'layer'": lambda: direction(model(), 0, norm="layer"),
     "mask: the model has no parameter 'x'": lambda: direction(model(), 0, mask={"x": torch.tensor(True)}),
-    "mask: need a dict": lambda: direction(model(), 0, mask={}),
     "mask: w has shape": lambda: direction(model(), 0, mask={"w": torch.ones(4, 3, dtype=torch.bool)}),
     "mask: w has dtype": lambda: direction(model(), 0, mask={"w": torch.ones(3, 4)}),
-    "moves nothing; only tensors of one dimension": lambda: direction(model(), 0, mask={"b": torch.tensor(True)}),
-    "moves nothing; all chosen weights are zero": lambda: direction(filled(0.0), 0, "scale"),
+    "moves nothing": lambda: direction(model(), 0, mask={"b": torch.tensor(True)}),
     "orthogonal_to: the model has no": lambda: direction(model(), 0, orthogonal_to={"x": torch.ones(1)}),
     "share: 0 ": lambda: subset(model(), scores(), 0),
-    "share: 1.1": lambda: subset(model(), scores(), 1.1),
-    "share: nan": lambda: subset(model(), scores(), float("nan")),
-    "share: '0.5'": lambda: subset(model(), scores(), "0.5"),
     "which: 'best'": lambda: subset(model(), scores(), 0.5, "best"),
     "by: 'layer'": lambda: subset(model(), scores(), 0.5, by="layer"),
     "scores: None": lambda: subset(model(), None, 0.5),
-    "scores: the model has no parameter 'x'": lambda: subset(model(), scores(x=torch.ones(1)), 0.5),
     "scores: b is missing": lambda: subset(model(), {n: s for n, s in scores().items() if n != "b"}, 0.5),
-    "scores: b has shape": lambda: subset(model(), scores(b=torch.tensor(1.0)), 0.5),
     "scores: w holds NaN": lambda: subset(model(), scores(w=torch.full((3, 4), float("nan"))), 0.5),
-    "matrices: the model has no": lambda: subset(
-        nn.LayerNorm(3), {n: 1.0 for n in ("weight", "bias")}, 0.5, by="tensor", matrices=True
-    ),
-    "batches: a dict is no series": lambda: line(batches=XS[0]),
-    "batches: no batch came": lambda: line(batches=[]),
+    "batches: none came": lambda: line(batches=[]),
     "loss: 'nll' is unknown": lambda: line(loss="nll"),
-    r"loss: returned \(\)": lambda: line(loss=lambda m, b: m.w.sum()),
-    "loss: returned float": lambda: line(loss=lambda m, b: 1.0),
+    "loss: returned other": lambda: line(loss=lambda m, b: m.w.sum()),
     "precision: 'fp16'": lambda: line(precision="fp16"),
-    "alphas: 0 is missing": lambda: line(alphas=np.linspace(-1.5, 1.5, 16)),
-    "alphas: shape": lambda: line(alphas=[]),
-    "alphas: need finite, increasing": lambda: line(alphas=[0.0, 0.0]),
-    "alphas: need finite": lambda: line(alphas=[0.0, float("inf")]),
-    "betas: 0 is missing": lambda: loss_surface(
+    "reduction: 'tokens' is unknown": lambda: line(reduction="tokens"),
+    "reduction: 'batch' is unknown": lambda: line(reduction="batch"),
+    "alphas: .* hold 0": lambda: line(alphas=np.linspace(-1.5, 1.5, 16)),
+    "alphas: .* increase": lambda: line(alphas=[0.0, 0.0]),
+    "betas: .* hold 0": lambda: loss_surface(
         model(), XS, direction(model(), 0), direction(model(), 1), [0.0], [1.0], quadratic_loss
     ),
     "d1: w has shape": lambda: line(d={"w": torch.ones(4, 3)}),
-    "d1: the model has no parameter 'x'": lambda: line(d={"x": torch.ones(1)}),
-    "d1: need a dict": lambda: line(d=torch.ones(3)),
-    "d1: is zero": lambda: line(d={"w": torch.zeros(3, 4)}),
-    "d1: holds NaN": lambda: line(d={"w": torch.full((3, 4), float("inf"))}),
-    "d2: is zero": lambda: plane_hessian(
-        model(), XS, direction(model(), 0), {"w": torch.zeros(3, 4)}, loss=quadratic_loss
-    ),
-    "directions: none given": lambda: displaced(model()).__enter__(),
     "n: 16 points do not hold the origin": lambda: grid(1.5, 16),
     "span: -1": lambda: grid(-1),
-    "edges: ": lambda: Surface(np.ones((1, 1)), np.zeros(1), np.zeros(1)).radius_profile([1, 0]),
-    "path: .* is no landscape": lambda: Surface.load(__file__),
+    "kind: 'pie'": lambda: plot({}, "pie"),
 }
 
 
@@ -1100,92 +788,17 @@ def test_bad_input_is_named(match):
         BAD[match]()
 
 
-def test_bad_input_is_refused_before_any_work():
-    calls = []
-    loss = lambda m, b: calls.append(1) or m.loss(b)
-    for kw in ({"alphas": [1.0]}, {"d": {"w": torch.zeros(3, 4)}}, {"precision": "x"}, {"batches": "text"}):
-        with pytest.raises(ValueError):
-            line(loss=loss, **kw)
-    assert not calls
-
-
-def test_parameters_that_share_memory_untied_are_refused():
-    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    net[1].weight.data = net[0].weight.data
-    with pytest.raises(ValueError, match="share memory"):
-        loss_line(net, [{"x": torch.ones(1, 2)}], direction(net, 0), [0.0], lambda m, b: m(b["x"]).sum(1))
-
-
 def test_sequences_with_nothing_to_predict_are_left_out():
     batches, model = mlm_batches(), tiny_bert()
     d = direction(model, 0)
     whole, hessian = loss_line(model, batches, d, [0.0, 1.0]), plane_hessian(model, batches, d)
     blank = {k: v[:2].clone() for k, v in batches[0].items()}
     blank["labels"][:] = -100
-    padded = [{k: torch.cat([b[k], blank[k]]) for k in b} for b in batches] + [blank]
+    padded = [{k: torch.cat([b[k], blank[k]]) for k in b} for b in batches]
     more = loss_line(model, padded, d, [0.0, 1.0])
     np.testing.assert_allclose(more.losses, whole.losses, rtol=1e-5)
     assert more.info["n_samples"] == whole.info["n_samples"] == 6
     np.testing.assert_allclose(plane_hessian(model, padded, d), hessian, rtol=1e-4)
-
-
-def test_what_a_path_could_not_tell_or_take_is_refused_before_a_loss(tmp_path, monkeypatch):
-    model, calls = Quadratic(), []
-    d = direction(model, 0)
-
-    def counted(model, batch, calls=calls):
-        calls.append(1)
-        return model.loss(batch)
-
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError):
-        loss_line(model, XS, d, [0.0], counted, tmp_path / "file" / "x.json")
-    assert not calls
-    done = tmp_path / "done.json"
-    loss_line(model, XS, d, [0.0], counted, done)
-    monkeypatch.setattr("isoreg.landscape.check_writable", lambda path: (_ for _ in ()).throw(PermissionError))
-    assert loss_line(model, XS, d, [0.0], counted, done).origin  # all rows are there
-    with pytest.raises(PermissionError):
-        loss_line(model, XS, d, [0.0], counted, tmp_path / "new.json")
-
-
-class Normed(nn.Module):
-    "A model with a running mean, and a buffer whose entries are one number."
-
-    def __init__(self):
-        super().__init__()
-        self.w, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
-        self.register_buffer("ones", torch.ones(1).expand(3))
-
-    def forward(self, x):
-        return self.norm(self.w(x)) * self.ones
-
-
-def normed_loss(model, batch):
-    return model(batch["x"]).square().sum(1)
-
-
-def test_other_buffers_are_other_weights_and_one_made_by_expand_is_no_obstacle(tmp_path):
-    torch.manual_seed(0)
-    model, batches = Normed(), [{"x": torch.randn(4, 3)}]
-    d = direction(model, 0)
-    assert np.isfinite(loss_line(model, batches, d, [0.0, 1.0], normed_loss, tmp_path / "x.json").losses).all()
-    stored = json.loads((tmp_path / "x.json").read_text())
-    del stored["info"]["fingerprints"]["buffers"]  # as files were before it
-    (tmp_path / "old.json").write_text(json.dumps(stored))
-    loss_line(model, batches, d, [0.0, 1.0], normed_loss, tmp_path / "old.json")
-    model.norm.running_mean += 3
-    with pytest.raises(ValueError, match="other buffers"):
-        loss_line(model, batches, d, [0.0, 1.0], normed_loss, tmp_path / "x.json")
-
-
-def test_rings_reach_as_far_as_the_surface():
-    axis = grid(3, 7)
-    surface = Surface(np.add.outer(axis**2, axis**2), axis, axis)
-    rings = surface.radius_profile()
-    assert rings.points.sum() == 49 and np.average(
-        rings.loss[rings.points > 0], weights=rings.points[rings.points > 0]
-    ) == pytest.approx(surface.losses.mean())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -1198,14 +811,3 @@ def test_a_direction_does_not_depend_on_the_usual_dtype(dtype):
     finally:
         torch.set_default_dtype(torch.float32)
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-
-
-def test_scores_may_be_an_estimate():
-    model = nn.Linear(2, 1)
-    batches = [{"x": torch.randn(5, 2, generator=torch.Generator().manual_seed(0))}]
-    whole = empirical_fisher(model, batches, "diagonal", loss=of_first_output)
-    for by, scores in (("scalar", whole.mean()), ("tensor", whole.scores())):
-        ours, given = (subset(model, s, 0.5, by=by) for s in (whole, scores))
-        assert all(torch.equal(ours[n], given[n]) for n in given)
-    with pytest.raises(ValueError, match="scores: level 'tensor' has none of each scalar; .*level='diagonal'"):
-        subset(model, empirical_fisher(model, batches, loss=of_first_output), 0.5)

@@ -3,9 +3,7 @@
 import os
 import subprocess
 import sys
-import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pandas as pd
@@ -15,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from ranks import on_ranks
 
 from isoreg.isoscore import isoscore_from_cov
-from isoreg.moments import Moments, all_reduce, check_points, full_precision, merge, moments, pool, union_moments
+from isoreg.moments import all_reduce, check_points, merge, moments, pool, union_moments
 import itertools
 
 
@@ -73,29 +71,6 @@ def test_a_union_in_one_pass_is_that_of_the_joined_rows_and_so_is_its_gradient(m
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-6)
 
 
-def test_a_union_has_second_derivatives_and_takes_masked_rows_of_any_value_and_mixed_precision():
-    mask = torch.arange(9) % 4 > 0
-    clouds = torch.randn(3, 9, 4, dtype=torch.float64, requires_grad=True).unbind()
-    assert torch.autograd.gradgradcheck(lambda *x: tuple(union_moments(x, mask, 4)[1:]), clouds)
-    holes = [x.detach().masked_fill(~mask[:, None], float("nan")).requires_grad_() for x in clouds]
-    m = union_moments(holes, mask)
-    torch.testing.assert_close(m.m2, union_moments(clouds, mask).m2)
-    for g in torch.autograd.grad(m.m2.square().sum(), holes):
-        assert bool((g[~mask] == 0).all()) and bool(torch.isfinite(g).all())
-    short = [clouds[0].detach().bfloat16().requires_grad_(), clouds[1].detach().float().requires_grad_()]
-    m = union_moments(short)
-    assert m.m2.dtype == torch.float32
-    torch.testing.assert_close(m.m2, moments(torch.cat([x.float() for x in short])).m2)
-    assert [g.dtype for g in torch.autograd.grad(m.m2.sum(), short)] == [torch.bfloat16, torch.float32]
-
-
-def test_empty_part_changes_nothing():
-    x = torch.randn(20, 3)
-    m = moments(x, order=4)
-    for a, b in zip(merge([m, moments(x, torch.zeros(20), order=4)]), m):
-        torch.testing.assert_close(a, b)
-
-
 def test_batched_and_pooled():
     x, mask = torch.randn(4, 50, 6).double(), torch.rand(50) > 0.3
     m = moments(x, mask, order=4)
@@ -116,18 +91,6 @@ def test_half_precision_is_summed_in_float32(dtype):
     assert x.grad.dtype == dtype
 
 
-def test_short_products_are_not_used_where_the_user_allows_them():
-    x = torch.randn(4000, 300)
-    exact = torch.cov(x.double().T).float()
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        torch.testing.assert_close(moments(x).cov(), exact, rtol=1e-4, atol=1e-5)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 @pytest.mark.skipif(
     not hasattr(torch.backends.mkldnn.matmul, "fp32_precision"), reason="this PyTorch has the older switch alone"
 )
@@ -144,91 +107,6 @@ torch.backends.fp32_precision = "ieee"  # and the general setting still reaches 
 assert read() == ("ieee",) * 3, read()
 """  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def precision() -> list[str]:
-    "What float32 products are computed in, on each of the switches that there are."
-    places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    return [m.fp32_precision for m in places if hasattr(m, "fp32_precision")] or [torch.get_float32_matmul_precision()]
-
-
-@pytest.fixture
-def short():
-    "The switches where the user allows short products; afterwards they are as they were."
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    yield precision()
-    torch.set_float32_matmul_precision(before)
-
-
-def test_threads_that_overlap_leave_the_precision_as_it_was(short):
-    "The second finds the setting of the first, and the first goes while the second still counts on it."
-    steps = {n: threading.Event() for n in ("first in", "second in", "first out")}
-
-    def first():
-        with full_precision(torch.zeros(1)):
-            steps["first in"].set()
-            assert steps["second in"].wait(60)
-        steps["first out"].set()
-
-    def second():
-        assert steps["first in"].wait(60)
-        with full_precision(torch.zeros(1)):
-            steps["second in"].set()
-            assert steps["first out"].wait(60)
-            return precision()
-
-    with full_precision(torch.zeros(1)):
-        full = precision()
-    assert full != short
-    with ThreadPoolExecutor() as pool:
-        *_, inside = [done.result() for done in [pool.submit(f) for f in (first, second)]]
-    assert inside == full and precision() == short
-
-
-def test_a_setting_changed_inside_does_not_reach_the_next_one_in(short):
-    with full_precision(torch.zeros(1)):
-        full = precision()
-        torch.set_float32_matmul_precision("medium")
-        with full_precision(torch.zeros(1)):
-            assert precision() == full
-    assert precision() == short
-
-
-def test_four_threads_leave_the_precision_as_it_was(short):
-    x = torch.randn(64, 32)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: moments(x), range(400)))
-    assert precision() == short
-
-
-@pytest.mark.parametrize("offset", [0, 100, 1000])
-def test_mean_that_dwarfs_the_spread(offset):
-    x = torch.randn(30_000, 256) + offset
-    exact = isoscore_from_cov(torch.cov(x.double().T))
-    torch.testing.assert_close(isoscore_from_cov(moments(x).cov()).double(), exact, rtol=1e-5, atol=0)
-
-
-def test_rows_sorted_by_cluster_and_left_padding():
-    x = torch.cat([torch.randn(500, 8) + c for c in (1000, 0, -500)])
-    mask = torch.cat([torch.zeros(400), torch.ones(1100)])
-    torch.testing.assert_close(moments(x, mask).cov(), torch.cov(x[400:].double().T).float(), rtol=1e-5, atol=1)
-
-
-@pytest.mark.parametrize("order", [2, 4])
-def test_gradient(order):
-    x = torch.randn(2, 8, 3, dtype=torch.float64, requires_grad=True)
-    mask = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1], [1] * 8])
-    assert torch.autograd.gradcheck(lambda x: tuple(f for f in moments(x, mask, order)[1:] if f is not None), (x,))
-
-
-def test_gradient_across_chunks_equals_autograd():
-    x = torch.randn(3000, 200, dtype=torch.float64, requires_grad=True)
-    w = torch.randn(200, 200, dtype=torch.float64)
-    (ours,) = torch.autograd.grad((moments(x).m2 * w).sum(), x)
-    y = x - x.mean(0)
-    (exact,) = torch.autograd.grad(((y.T @ y) * w).sum(), x)
-    torch.testing.assert_close(ours, exact)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak memory from /proc")
@@ -282,101 +160,9 @@ def test_all_reduce_is_one_cloud_and_so_is_its_gradient():
     torch.testing.assert_close(torch.cat([g for _, g in ranks], 1) / 2, x.grad)
 
 
-@pytest.mark.parametrize(
-    "call, words",
-    [
-        (lambda: moments(torch.randn(5)), ["points", "(5,)", "add"]),
-        (lambda: moments(torch.ones(2, 3) > 0), ["points", "torch.bool", ".float()", ".astype(float)"]),
-        (lambda: moments(np.ones((2, 3)) * 1j), ["points", "complex", ".astype(float)"]),
-        (lambda: moments(torch.randn(0, 3)), ["points", "(0, 3)"]),
-        (lambda: moments(torch.zeros(0, 5, 4)), ["points", "(0, 5, 4)", "cloud"]),
-        (lambda: moments(torch.randn(4, 3), torch.ones(3)), ["mask", "(3,)", "(4, 3)"]),
-        (lambda: moments(torch.randn(2, 4, 3), torch.ones(2)), ["mask", "(2,)", "(2, 4)"]),
-        (lambda: moments(torch.randn(4, 3), 0), ["mask", "0 is one value", "(4,)", "by name"]),
-        (
-            lambda: moments(torch.randn(4, 3), torch.tensor([0.0, 0, -1e4, -1e4])),
-            ["mask", "-10000", "mask == 0"],
-        ),  # additive: 0 is what counts
-        (
-            lambda: moments(torch.randn(4, 3), torch.tensor([0, 0, -torch.inf, -torch.inf])),
-            ["mask", "-inf", "mask == 0"],
-        ),
-        (lambda: moments(torch.randn(4, 3), np.array([0.2, 0.5, 0.9, 1])), ["mask", "0.2", "true or 1"]),
-        (lambda: moments(torch.randn(4, 3), torch.tensor([1, 1, 2, 0])), ["mask", "2", "true or 1"]),
-        (lambda: moments(torch.randn(4, 3), torch.tensor([1, torch.nan, 1, 0])), ["mask", "nan"]),
-        (lambda: moments(np.ma.masked_greater(np.eye(4), 0.5)), ["points", "masked array", "mask.any(-1)"]),
-        (lambda: moments(pd.DataFrame(np.eye(4)).assign(text="a")), ["points", "DataFrame", "numeric columns"]),
-        (lambda: moments(pd.Series(list(np.eye(4)))), ["points", "Series", "np.stack"]),
-        (lambda: moments(np.eye(4).astype(object)), ["points", "ndarray", "numbers"]),
-        (lambda: moments([[1.0, 2.0], [3.0]]), ["points", "list", "equal length"]),
-        (lambda: moments([torch.randn(3, 2), torch.randn(4, 2)]), ["points", "list", "equal length"]),
-        (lambda: moments("points.npy"), ["points", "str"]),
-        (lambda: moments(None), ["points", "NoneType"]),
-        (lambda: moments(torch.randn(4, 3), "all"), ["mask", "str"]),
-        (lambda: moments(torch.randn(4, 3), order=3), ["order", "3"]),
-        (lambda: moments(torch.randn(1, 3)).cov(), ["count", "1"]),
-        (lambda: merge([]), ["parts"]),
-        (lambda: merge([moments(torch.randn(4, 3)), moments(torch.randn(4, 3), order=4)]), ["parts", "order"]),
-        (lambda: merge([moments(torch.randn(4, 3)), moments(torch.randn(4, 2))]), ["parts", "(3,)", "(2,)"]),
-    ],
-)
-def test_bad_input_is_named(call, words):
-    with pytest.raises(ValueError) as error:
-        call()
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_numpy_and_integer_masks():
-    x = np.random.default_rng(0).normal(size=(10, 4))
-    assert isinstance(moments(x, np.array([1] * 9 + [0])), Moments)
-    for dtype in (bool, np.int64, np.uint8, np.float32):
-        assert moments(x, np.array([1] * 9 + [0]).astype(dtype)).count == 9
-    assert moments(x, [True] * 9 + [False]).count == 9
-
-
 def _mapped(x, folder):
     np.save(folder / "x.npy", x)
     return np.load(folder / "x.npy", mmap_mode="r")
-
-
-def _read_only(x, _):
-    x = x.copy()
-    x.flags.writeable = False
-    return x
-
-
-def _field(x, _):
-    table = np.zeros(len(x), dtype=[("x", "f8", x.shape[1:]), ("label", "u1")])
-    table["x"] = x
-    return table["x"]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda x, _: torch.from_numpy(x),
-        lambda x, _: list(torch.from_numpy(x)),
-        lambda x, _: tuple(x),
-        lambda x, _: x.tolist(),
-        lambda x, _: x[::-1].copy()[::-1],
-        lambda x, _: x[:, ::-1].copy()[:, ::-1],
-        lambda x, _: x.astype(">f8"),
-        lambda x, _: x.astype(np.longdouble),
-        lambda x, _: np.ma.array(x),
-        lambda x, _: pd.DataFrame(x),
-        _mapped,
-        _read_only,
-        _field,
-    ],
-)
-def test_whatever_holds_the_same_numbers_gives_the_same(make, tmp_path):
-    x = np.random.default_rng(0).normal(size=(30, 4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        m = moments(make(x, tmp_path))
-    for ours, exact in zip(m[1:3], moments(torch.from_numpy(x))[1:]):
-        torch.testing.assert_close(ours, exact, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", ["i8", ">i4", "u2", "i1"])
@@ -387,28 +173,9 @@ def test_whole_numbers_are_summed_in_float64(dtype):
             assert torch.equal(ours, exact)
 
 
-def test_a_list_of_tensors_is_stacked_with_its_gradient():
-    layers = [torch.randn(9, 4, requires_grad=True) for _ in range(3)]
-    m = moments(layers, torch.arange(9) < 7)
-    assert m.count.tolist() == [7] * 3
-    m.m2.sum().backward()
-    assert all(h.grad.abs().sum() > 0 and not h.grad[7:].any() for h in layers)
-
-
 def test_a_mapped_file_is_not_read_into_memory(tmp_path):
     x = _mapped(np.random.default_rng(0).normal(size=(30, 4)), tmp_path)
     assert check_points(x)[0].data_ptr() == x.ctypes.data
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_first_rows_may_be_a_group_of_their_own(masked):
-    "What is subtracted first is a mean of rows from all over the cloud; with the first rows alone the error is 1e-4."
-    torch.manual_seed(0)
-    x = torch.randn(60_000, 32)
-    x[300:] += 100
-    mask = torch.rand(60_000) > 0.3 if masked else None
-    exact = torch.cov((x if mask is None else x[mask]).double().T)
-    assert (moments(x, mask).cov() - exact).norm() / exact.norm() < 3e-6
 
 
 def test_few_valid_rows_anywhere_are_found():
@@ -430,3 +197,99 @@ def test_second_derivative(order, masked):
     total = lambda: sum((f * w).sum() for f, w in zip(fields(x), weights))
     (plain,), (kept,) = (torch.autograd.grad(total(), x, create_graph=c) for c in (False, True))
     torch.testing.assert_close(plain, kept.detach())
+
+
+def test_a_union_takes_masked_rows_of_any_value_and_mixed_precision():
+    mask, clouds = torch.arange(9) % 4 > 0, torch.randn(3, 9, 4, dtype=torch.float64).unbind()
+    holes = [x.masked_fill(~mask[:, None], float("nan")).requires_grad_() for x in clouds]
+    m = union_moments(holes, mask)
+    torch.testing.assert_close(m.m2, union_moments(clouds, mask).m2)
+    for g in torch.autograd.grad(m.m2.square().sum(), holes):
+        assert bool((g[~mask] == 0).all()) and bool(torch.isfinite(g).all())
+    short = [clouds[0].bfloat16().requires_grad_(), clouds[1].float().requires_grad_()]
+    m = union_moments(short)
+    torch.testing.assert_close(m.m2, moments(torch.cat([x.float() for x in short])).m2)
+    assert [g.dtype for g in torch.autograd.grad(m.m2.sum(), short)] == [torch.bfloat16, torch.float32]
+
+
+def test_short_products_are_not_used_where_the_user_allows_them():
+    x = torch.randn(4000, 300)
+    before, exact = torch.get_float32_matmul_precision(), torch.cov(x.double().T).float()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        torch.testing.assert_close(moments(x).cov(), exact, rtol=1e-4, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(moments(x).cov(), exact, rtol=1e-4, atol=1e-5)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("offset", [0, 1000])
+def test_mean_that_dwarfs_the_spread(offset):
+    x = torch.randn(30_000, 256) + offset
+    exact = isoscore_from_cov(torch.cov(x.double().T))
+    torch.testing.assert_close(isoscore_from_cov(moments(x).cov()).double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_first_rows_may_be_a_group_of_their_own(masked):
+    "What is subtracted first is a mean of rows from all over the cloud; with the first rows alone the error is 1e-4."
+    torch.manual_seed(0)
+    x, mask = torch.randn(60_000, 32), torch.rand(60_000) > 0.3 if masked else None
+    x[300:] += 100
+    exact = torch.cov((x if mask is None else x[mask]).double().T)
+    assert (moments(x, mask).cov() - exact).norm() / exact.norm() < 3e-6
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x, _: list(torch.from_numpy(x)),
+        lambda x, _: x.tolist(),
+        lambda x, _: x[:, ::-1].copy()[:, ::-1],
+        lambda x, _: x.astype(">f8"),
+        lambda x, _: x.astype(np.longdouble),
+        lambda x, _: pd.DataFrame(x),
+        _mapped,
+    ],
+)
+def test_whatever_holds_the_same_numbers_gives_the_same(make, tmp_path):
+    x, mask = np.random.default_rng(0).normal(size=(30, 4)), np.arange(30) < 20
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [moments(make(x, tmp_path), kind) for kind in (mask, mask.astype(np.uint8), mask.tolist())]
+    for m in found:
+        for ours, exact in zip(m[:3], moments(torch.from_numpy(x), torch.from_numpy(mask))):
+            torch.testing.assert_close(ours, exact, rtol=1e-13, atol=1e-13)
+
+
+x43 = torch.randn(4, 3)
+REFUSED = [
+    (lambda: moments(torch.randn(5)), r"points: .*\(5,\), which lacks an axis"),
+    (lambda: moments(torch.zeros(0, 5, 4)), r"points: .*\(0, 5, 4\)"),
+    (lambda: moments(x43 > 0), r"points: .*torch.bool.*\.float\(\)"),
+    (lambda: moments(np.ones((2, 3)) * 1j), r"points: .*complex.*\.astype\(float\)"),
+    (lambda: moments(x43.to("meta")), "points: the tensor is on the meta device"),
+    (lambda: moments(x43.to_sparse()), "points: the tensor has the layout torch.sparse_coo"),
+    (lambda: moments(pd.DataFrame(np.eye(4)).assign(text="a")), "points: this DataFrame .*numeric columns"),
+    (lambda: moments([[1.0, 2.0], [3.0]]), "points: this list .*equal length"),
+    (lambda: moments([torch.randn(3, 2), torch.randn(4, 2)]), "points: this list .*equal length"),
+    (lambda: moments(x43, torch.ones(3)), r"mask: shape \(3,\) does not fit points \(4, 3\)"),
+    (lambda: moments(x43, torch.tensor(0)), r"mask: shape \(\) does not fit"),
+    (lambda: moments(x43, torch.tensor([0.0, 0, -1e4, -torch.inf])), "mask: holds values other than .*mask == 0"),
+    (lambda: moments(x43, [0.2, 0.5, 0.9, 1]), "mask: holds values other than 0 and 1"),
+    (lambda: moments(x43, torch.tensor([1, torch.nan, 1, 0])), "mask: holds values other than 0 and 1"),
+    (lambda: moments(x43, order=3), "order: 3 "),
+    (lambda: moments(x43[:1]).cov(), "count: 1 rows"),
+    (lambda: merge([]), "parts: 0 clouds"),
+    (lambda: merge([moments(x43), moments(x43, order=4)]), "parts: 2 clouds of 2 kinds"),
+    (lambda: merge([moments(x43), moments(x43[:, :2])]), r"parts: .*\(2,\).*\(3,\)"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_bad_input_is_named(number):
+    call, message = REFUSED[number]
+    with pytest.raises(ValueError, match=message):
+        call()

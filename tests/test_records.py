@@ -2,7 +2,6 @@
 their schema."""
 
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +12,16 @@ import torch
 from hypothesis import given, settings, strategies as st
 from jsonschema import Draft202012Validator
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
-from typer.testing import CliRunner
 
-from isoreg.cli import app
 from isoreg.dropout import load_dropout
 from isoreg.sites import dropout_sites
-from isoreg.experiments.config import RunConfig, command
+from isoreg.experiments.config import RunConfig
 from isoreg.files import pack, unpack
 from isoreg.experiments.finetune import run, sentence_vectors
 from isoreg.experiments.record import RunRecord, collect, read_lines, record_schema
 from isoreg.report.records import load
 from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig
-from isoreg.experiments.measure import measure_fisher, measure_geometry, measure_landscape, measurement_schema
+from isoreg.experiments.measure import measure
 from isoreg.experiments.data import encode, load_metric, load_task
 from isoreg.experiments.toy import toy_model_path
 
@@ -137,25 +134,6 @@ def test_a_saved_model_loads_with_its_dropout(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        dict(),
-        dict(regularizer="none", seed=3, segment_ids=False),
-        dict(padding=True, zeta=0.0, layers="mean", lr=1e-4),
-        dict(task="toy-rte", dropout="constant", dropout_p=0.05, recipe="mosbach"),
-        dict(regularizer="cosreg", lam=-1.0, cosreg_layer=2, train_fraction=0.5),
-        dict(correction="ustat", layers=3, warmup=0.0, clip=0.0),
-    ],
-)
-def test_command_makes_the_same_run(values, monkeypatch):
-    config, seen = RunConfig(**values), {}
-    monkeypatch.setattr("isoreg.cli._run", lambda given, *rest, **more: seen.update(given))
-    result = CliRunner().invoke(app, shlex.split(command(config))[1:])
-    assert result.exit_code == 0, result.output
-    assert RunConfig.from_dict(seen).key == config.key
-
-
 def test_sentence_vectors_equal_one_text_at_a_time():
     torch.manual_seed(0)
     model = BertModel(
@@ -221,9 +199,7 @@ KINDS = ("fisher", "landscape", "geometry")
 
 
 def test_stored_records_follow_their_schemas():
-    checks = {None: Draft202012Validator(record_schema())} | {
-        k: Draft202012Validator(measurement_schema(k)) for k in KINDS
-    }
+    checks = {None: Draft202012Validator(record_schema())} | {k: Draft202012Validator(schema_of(k)) for k in KINDS}
     seen = dict.fromkeys(checks, 0)
     for path in RESULTS.glob("*.jsonl"):
         for line in path.read_text().splitlines():
@@ -233,28 +209,29 @@ def test_stored_records_follow_their_schemas():
     assert all(seen.values()) and seen[None] >= 57 and sum(seen[k] for k in KINDS) >= 32
 
 
+def schema_of(kind):
+    "The schema of a measurement, which is kept beside the records."
+    return json.loads((RESULTS / f"{kind}.schema.json").read_text())
+
+
 @pytest.mark.parametrize("name", ["record", *KINDS])
-def test_schema_files_are_what_the_code_gives(name):
-    made = record_schema() if name == "record" else measurement_schema(name)
+def test_each_field_of_a_schema_has_a_comment(name):
+    made = schema_of(name)
     Draft202012Validator.check_schema(made)
-    assert json.loads((RESULTS / f"{name}.schema.json").read_text()) == made, (
-        "execute nbs/experiments/23_finetune.ipynb and nbs/experiments/25_measure.ipynb, which write the files"
-    )
+    assert name != "record" or made == record_schema(), "execute nbs/experiments/20_record.ipynb, which writes the file"
     for where in (made, made["properties"]["config"]):
         assert all(len(p["description"]) > 5 for p in where["properties"].values()), "a field without a comment"
 
 
 def test_schemas_admit_what_measurements_write_and_refuse_the_rest(tmp_path):
     made = {
-        "geometry": measure_geometry(GeometryConfig(limit=60, pooling="cls"), tmp_path / "g"),
-        "landscape": measure_landscape(
-            LandscapeConfig(limit=16, shape="line", points=3, hessian=False), tmp_path / "l"
-        ),
-        "fisher": measure_fisher(FisherConfig(limit=60, shares="50", draws=1, level="tensor"), tmp_path / "f"),
+        "geometry": measure(GeometryConfig(limit=60, pooling="cls"), tmp_path / "g"),
+        "landscape": measure(LandscapeConfig(limit=16, shape="line", points=3, hessian=False), tmp_path / "l"),
+        "fisher": measure(FisherConfig(limit=60, shares="50", draws=1, level="tensor"), tmp_path / "f"),
     }
     for kind, record in made.items():
         check, record = (
-            Draft202012Validator(measurement_schema(kind)),
+            Draft202012Validator(schema_of(kind)),
             json.loads((tmp_path / kind[0] / "record.json").read_text()),
         )
         check.validate(record)
@@ -268,5 +245,3 @@ def test_schemas_admit_what_measurements_write_and_refuse_the_rest(tmp_path):
             assert list(check.iter_errors(record | wrong)), (kind, wrong)
         for name in ("key", "config", "samples", "fingerprint"):
             assert list(check.iter_errors({k: v for k, v in record.items() if k != name})), (kind, name)
-    with pytest.raises(ValueError, match="kind"):
-        measurement_schema("run")

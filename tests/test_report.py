@@ -135,9 +135,7 @@ def test_distinct_methods_have_distinct_labels():
         {"layers": 3},
         {"correction": "ustat"},
         {"convention": "text"},
-        {"cosreg_layer": 2},
         {"padding": True},
-        {"reference_points": 5000},
     ]
     drops = [
         {},

@@ -83,11 +83,10 @@ def test_a_file_has_one_name(tmp_path, monkeypatch, setting):
 
 def test_keys_keep_and_tell_apart():
     plain = RunConfig(**SMALL)
-    assert plain.key == RunConfig(**SMALL, dropout="standard", p_max=0.3, aggregate="sum").key
+    assert plain.key == RunConfig(**SMALL, dropout="standard", p_max=0.3).key
     keys = {RunConfig(**SMALL, dropout=h, dropout_p=0.2 if h == "constant" else None).key for h in SCHEMES}
     assert len(keys) == len(SCHEMES) and plain.key in keys
     assert RunConfig(**SMALL, dropout="guided", p_max=0.2).key != RunConfig(**SMALL, dropout="guided").key
-    assert RunConfig(**SMALL, dropout="gaussian", aggregate="sum").key == RunConfig(**SMALL, dropout="gaussian").key
 
 
 def test_the_content_of_files_is_in_the_key(tmp_path):
@@ -231,3 +230,11 @@ def test_scores_of_a_model_without_a_masked_head_are_asked_for(tmp_path):
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="scores: .*without a masked-language-model head; give --scores"):
         _own_fisher(str(tmp_path / "gpt2"), None, ["text"], 16, "corpus")
+
+
+@pytest.mark.parametrize("scores", ["corpus:{}/empty.txt", "corpus:nobody/nothing"])
+def test_a_text_that_cannot_be_read_is_told_before_training(scores, tmp_path, monkeypatch):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    monkeypatch.setattr("isoreg.experiments.finetune._train", lambda *a: pytest.fail("training has begun"))
+    with pytest.raises(ValueError, match="scores: 'corpus:.*cannot be read"):
+        run(RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path)))

@@ -17,7 +17,7 @@ import sweep_stub
 from typer.testing import CliRunner
 
 from isoreg.cli import app
-from isoreg.experiments.config import GeometryConfig, RunConfig
+from isoreg.experiments.config import RunConfig
 from isoreg.experiments.grid import Run, expand, load_grid
 from isoreg.experiments.data import MissingSplit
 from isoreg.experiments.notebook import KernelDied, error_name, error_words
@@ -626,18 +626,6 @@ def test_each_worker_has_a_gpu_in_turn(tmp_path, monkeypatch, jobs, gpus):
     assert sweep(expand(load_grid(path)), out, Local(jobs), log=said.append).code == 0
     asked = [r["gpu"] for r in records(out).values()]
     assert set(asked) == gpus and f"{jobs or 2} workers" in said[0] and "on 2 GPU" in said[0]
-
-
-def test_measurements_say_their_peak(monkeypatch):
-    from isoreg.experiments import measure
-
-    called = []
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: called.append(1))
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 512 * 2**20)
-    monkeypatch.setattr(measure, "hardware", lambda: {"gpu": "some"})
-    record = measure.record_of(GeometryConfig(), [], *measure._begin(GeometryConfig()))
-    assert called and record["peak_memory_mib"] == 512 and record["key"] == GeometryConfig().key
 
 
 def test_gpus_are_found_without_touching_them(tmp_path, monkeypatch):

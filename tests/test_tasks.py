@@ -12,6 +12,7 @@ from datasets import Dataset
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
+from isoreg.experiments.config import RunConfig
 from isoreg.experiments.data import (
     _SCORES,
     MissingSplit,
@@ -27,7 +28,8 @@ from isoreg.experiments.data import (
     squad_predictions,
     squad_scores,
 )
-from isoreg.experiments.tasks import METRICS, TASKS, Task, get_task
+from isoreg.experiments.finetune import run
+from isoreg.experiments.tasks import METRICS, TASKS, Task
 from isoreg.experiments.toy import toy_tokenizer
 
 DATA = os.environ.get("ISOREG_DATA")
@@ -46,57 +48,20 @@ def compute(task, predictions, references):
 
 
 def test_papers_tasks():
-    assert {t.name for t in TASKS.values() if "istar" in t.papers} == {
-        "sst2",
-        "qnli",
-        "rte",
-        "mrpc",
-        "qqp",
-        "cola",
-        "stsb",
-        "sst5",
-        "squad",
-    }
-    assert {t.name for t in TASKS.values() if "guided-dropout" in t.papers} == {
-        "cola",
-        "stsb",
-        "mnli",
-        "mnli-mm",
-        "mrpc",
-        "qnli",
-        "qqp",
-        "rte",
-        "sst2",
-        "wnli",
-    }
+    of = lambda paper: {t.name for t in TASKS.values() if paper in t.papers}
+    assert of("istar") == set("sst2 qnli rte mrpc qqp cola stsb sst5 squad".split())
+    assert of("guided-dropout") == set("cola stsb mnli mnli-mm mrpc qnli qqp rte sst2 wnli".split())
 
 
-def test_every_metric_is_named_and_every_primary_is_computed():
-    for task in TASKS.values():
-        if task.kind == "qa":
-            p, r = [{"id": "a", "prediction_text": "x"}], [{"id": "a", "answers": {"text": ["x"], "answer_start": [0]}}]
-        else:
-            p = r = [0, 1, 1]
-        scores = compute(task, p, r)
-        assert set(scores) == set(task.metrics) and task.metric in scores
-        assert math.isclose(scores[task.metric], 1)
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_right_answer_has_the_best_score(task):
+    p = r = [0, 1, 1]
+    if task.kind == "qa":
+        p, r = [{"id": "a", "prediction_text": "x"}], [{"id": "a", "answers": {"text": ["x"], "answer_start": [0]}}]
+    assert compute(task, p, r) == pytest.approx(dict.fromkeys(task.metrics, 1.0)) and task.metric in task.metrics
 
 
-def test_unknown_task_names_the_nearest():
-    with pytest.raises(ValueError, match="mrpc"):
-        get_task("mrcp")
-
-
-OWN = dict(
-    name="polarity",
-    kind="classification",
-    text_columns=("text",),
-    label_names=("negative", "positive"),
-    metric="accuracy",
-    metrics=("accuracy", "f1"),
-    hub=None,
-    folder="polarity",
-)
+OWN = {"name": "polarity", "label_names": ("negative", "positive"), "metrics": ("accuracy", "f1"), "folder": "polarity"}
 TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
 
 
@@ -104,24 +69,16 @@ TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
     "change, message",
     [
         (dict(kind="classify"), "kind: 'classify' .*'classification', 'regression' or 'qa'"),
-        (dict(metric="acc"), "metric: 'acc' is unknown; use 'accuracy' or 'f1'"),
-        (dict(metric="acc", metrics=("acc",)), "metrics: 'acc' is unknown.*accuracy"),
-        (dict(metrics="accuracy"), r"metrics: 'accuracy' .*\('accuracy',\)"),
-        (dict(text_columns="text"), r"text_columns: 'text' .*\('text',\)"),
-        (dict(label_names="ab"), "label_names: 'ab'"),
-        (dict(eval_splits="validation"), "eval_splits: 'validation'"),
-        (dict(eval_splits=()), "eval_splits: are empty"),
-        (dict(text_columns=()), r"text_columns: \(\)"),
-        (dict(text_columns=(1,)), "text_columns: .*tuple of names"),
-        (dict(text_columns=("text", "text")), r"text_columns: \('text', 'text'\) are one"),
-        (dict(text_columns=("label",), label="gold"), "text_columns: 'label' .* rename that column"),
-        (dict(label_names=("a",)), "label_names: .*two different"),
-        (dict(label="text"), "label: 'text' is a column of texts too"),
-        (dict(label_names=("a", "a", "b")), "label_names: .*two different"),
-        (dict(label_names=("a", "b", "c")), "metrics: 'f1' .*3 labels"),
-        (dict(kind="regression", metric="pearson", metrics=("pearson",)), "label_names: .*regression has none"),
-        (dict(hub="a/b"), "hub: 'a/b'"),
-        (dict(folder=None), "hub, folder, files: none is given"),
+        (dict(metric="acc"), "metric: 'acc' is unknown; .*use 'accuracy' or 'f1'"),
+        (dict(metrics=("f1", "pearson")), "metric: 'accuracy' is unknown; use 'f1' or 'pearson'"),
+        (dict(text_columns=()), r"text: \(\); name one column"),
+        (dict(text_columns=("a", "b", "c")), "text: .*name one column"),
+        (dict(label_names=("a",)), "labels: .*two different"),
+        (dict(label_names=("a", "a", "b")), "labels: .*two different"),
+        (dict(label_names=("a", "b", "c")), "metric: f1 is of two labels"),
+        (dict(kind="regression", metric="pearson", metrics=("pearson",)), "labels: .*else none"),
+        (dict(folder=None), "files: none; name the file of each split"),
+        (dict(files={"train": "a.csv"}), "files: validation is missing"),
     ],
 )
 def test_a_record_that_cannot_work_is_refused(change, message):
@@ -129,10 +86,11 @@ def test_a_record_that_cannot_work_is_refused(change, message):
         Task(**OWN | change)
 
 
-def test_a_record_of_lists_is_one_of_tuples():
-    assert Task(**OWN | dict(text_columns=["text"], metrics=["accuracy", "f1"])) == Task(**OWN)
-    Task(**OWN | dict(label_names=("a", "b", "c"), metrics=("accuracy",)))
-    Task(**OWN | dict(folder=None, hub=("your-name/polarity", None)))
+def test_a_record_of_lists_and_single_names_is_one_of_tuples():
+    given = dict(text_columns="text", metrics=["accuracy", "f1"], hub="a/b", official_rows={"train": 5})
+    task = Task(**OWN | given)
+    assert (task.text_columns, task.metrics, task.hub) == (("text",), ("accuracy", "f1"), ("a/b", None))
+    assert task.official_rows == (("train", 5),)
 
 
 def test_the_metrics_that_a_record_may_name_are_those_that_are_computed():
@@ -177,14 +135,6 @@ def test_undefined_correlation_is_zero_and_warned(p, r):
         assert load_metric("stsb").compute(predictions=p, references=r) == {"pearson": 0.0, "spearman": 0.0}
 
 
-def test_batches_add_up_and_parallel_metrics_do_not_mix():
-    one, two = load_metric("rte"), load_metric("rte")
-    for p, r in (([0, 1], [0, 0]), ([1, 1], [1, 1])):
-        one.add_batch(predictions=p, references=r)
-        two.add_batch(predictions=[1 - x for x in p], references=r)
-    assert one.compute() == {"accuracy": 0.75} and two.compute() == {"accuracy": 0.25}
-
-
 @pytest.mark.parametrize(
     "said, gold, exact, f1",
     [
@@ -216,12 +166,10 @@ def test_squad_invariants(a, b, c):
     assert normalize_answer(normalize_answer(a)) == normalize_answer(a)
 
 
-def test_squad_metric_matches_by_id_and_names_missing_ids():
+def test_squad_metric_matches_by_id():
     refs = [{"id": i, "answers": {"text": [i], "answer_start": [0]}} for i in ("q", "w")]
     said = [{"id": "w", "prediction_text": "w"}, {"id": "q", "prediction_text": "zzz"}]
     assert compute("squad", said, refs) == {"f1": 0.5, "exact_match": 0.5}
-    with pytest.raises(ValueError, match="'q'"):
-        load_metric("squad").compute(predictions=[said[0], said[0]], references=refs)
 
 
 # ---- split protocols -------------------------------------------------------------------------------------------------
@@ -267,12 +215,11 @@ def test_max_rows_are_noted_and_evaluation_does_not_depend_on_the_seed():
 @pytest.mark.parametrize(
     "arguments, word",
     [
-        (dict(split_protocol="random"), "split_protocol: 'random'"),
+        (dict(split_protocol="random"), "protocol: 'random'"),
         (dict(train_fraction=0), "train_fraction: 0 is out of range"),
         (dict(train_fraction=1.5), "train_fraction: 1.5"),
         (dict(max_eval=0), "max_eval: 0"),
-        (dict(eval_split="test"), "eval_split: 'test'"),
-        (dict(data_dir="no/such/folder"), "no/such/folder"),
+        (dict(eval_split="test"), "split: 'test'"),
     ],
 )
 def test_bad_arguments_are_named(arguments, word):
@@ -302,8 +249,7 @@ def test_folder_gives_columns_in_order_and_notes(tmp_path):
     with pytest.raises(MissingSplit) as error:
         load_task("rte", tmp_path)
     assert isinstance(error.value, ValueError) and isinstance(error.value, FileNotFoundError)
-    for word in ("glue/rte/validation.parquet", "eval_split='validation_part'", "nyu-mll/glue"):
-        assert word in str(error.value)
+    assert "no file glue/rte/validation.parquet" in str(error.value) and "validation_part" in str(error.value)
     data = load_task("rte", tmp_path, eval_split="validation_part")
     assert data.train.column_names == ["sentence1", "sentence2", "label"] and data.train[3]["sentence1"] == "premise 3"
     assert data.sources == {"train": "glue/rte/train.parquet", "validation_part": "glue/rte/validation_part.parquet"}
@@ -373,21 +319,19 @@ def test_labels_are_integers_or_names(tmp_path, labels):
 @pytest.mark.parametrize(
     "columns, message",
     [
-        (
-            dict(text=TEXTS, label=["positive", "neg"] * 3),
-            "'neg'.*labels are the integers 0 to 1 or the names .*'negative', 'positive'",
-        ),
-        (dict(text=TEXTS, label=["pos", "neg"] * 3), "labels are the integers"),
-        (dict(text=TEXTS, label=[0.5, 1] * 3), "labels are the integers"),
-        (dict(text=TEXTS, label=[None, 1] * 3), "3 of 6 rows have no valid label, such as None"),
-        (dict(text=TEXTS, label=[None, "positive"] * 3), "3 of 6 rows have no valid label, such as None"),
+        (dict(text=TEXTS, label=["positive", "neg"] * 3), "the label 'neg' is none of .*'negative', 'positive'"),
+        (dict(text=TEXTS, label=[0.5, 1] * 3), "the label 0.5 is none of"),
+        (dict(text=TEXTS, label=[None, 1] * 3), "3 of 6 rows have no valid label, such as nan"),
+        (dict(text=TEXTS, label=[None, "positive"] * 3), "3 of 6 rows have no valid label"),
         (dict(text=TEXTS, label=[0, 2] * 3), "3 of 6 rows have no valid label, such as 2"),
+        (dict(text=TEXTS, label=[0, -1] * 3), "3 of 6 rows have no valid label, such as -1"),  # as GLUE's test
         (dict(text=[None] + TEXTS[1:], label=[0, 1] * 3), "1 rows of column text are None"),
         (dict(txt=TEXTS, label=[0, 1] * 3), "no column text; it has"),
+        (dict(text=[], label=[]), "has no rows"),
     ],
 )
 def test_rows_without_text_or_label_are_refused(tmp_path, columns, message):
-    with pytest.raises(ValueError, match=f"eval_split='validation' of polarity.*{message}"):
+    with pytest.raises(ValueError, match=f"of polarity.*{message}"):
         own(tmp_path, **columns)
 
 
@@ -426,60 +370,53 @@ def test_numbers_and_booleans_go_by_their_names_however_they_are_written(tmp_pat
     [(("1", "2"), "1.0 3.0"), (("1", "0"), "true false"), (("true", "maybe"), "true false"), (("1", "2"), "1.5 2")],
 )
 def test_a_number_or_boolean_without_a_name_is_no_position(tmp_path, names, train):
-    with pytest.raises(ValueError, match="train_split='train' of own: .*labels have no name, such as .*; labels are"):
+    with pytest.raises(ValueError, match="train of own: .*the label .* is none of"):
         of_csv(tmp_path, train, "1 1", names)
 
 
 def test_an_empty_label_is_missing_and_an_empty_text_is_a_text(tmp_path):
     (tmp_path / "t.csv").write_text("text,kind,label\na,1,pos\n,2,neg\nc,3,\n")
-    (tmp_path / "twice.csv").write_text("text,text,label\na,b,1\n")
     split = dict.fromkeys(("train", "validation"), str(tmp_path / "t.csv"))
     for names in ((), ("neg", "pos")):
-        with pytest.raises(ValueError, match="of own: column label: 1 of 3 rows have no valid label, such as None"):
+        with pytest.raises(ValueError, match="of own: column label: 1 of 3 rows have no valid label"):
             load_task(Task("own", files=split, label_names=names))
     assert load_task(Task("own", files=split, label="kind")).train["text"][:] == ["a", "", "c"]
     write(tmp_path, "nan.parquet", [{"text": "a", "label": x} for x in (0.0, 1.0, math.nan)])
     with pytest.raises(ValueError, match="1 of 3 rows have no valid label"):
         load_task(Task("own", files=dict.fromkeys(split, str(tmp_path / "nan.parquet"))))
-    with pytest.raises(ValueError, match="has several columns 'text'; rename"):
-        load_task(Task("own", files=dict.fromkeys(split, str(tmp_path / "twice.csv"))))
 
 
-def test_a_task_of_ones_own_says_where_its_rows_are_wanted(tmp_path, monkeypatch):
+def test_a_task_is_added_in_one_place(tmp_path, monkeypatch):
     own(tmp_path, text=TEXTS, label=[0, 1] * 3)
-    with pytest.raises(ValueError, match="hub=None; give the data_dir that holds polarity/train.parquet"):
+    with pytest.raises(ValueError, match="give the folder that holds polarity/train.parquet"):
         load_task(Task(**OWN))
-    with pytest.raises(MissingSplit, match="polarity/dev.parquet.*train, validation.$"):
+    with pytest.raises(MissingSplit, match="polarity/dev.parquet.*train, validation"):
         load_task(Task(**OWN), tmp_path, eval_split="dev")
-    with pytest.raises(ValueError, match="folder=None"):
-        load_task(Task(**OWN | dict(folder=None, hub=("a/b", None))), tmp_path)
     monkeypatch.setitem(TASKS, "polarity", Task(**OWN))
     monkeypatch.setitem(TASKS, "far", Task(**OWN | dict(name="far", folder=None, hub=("a/b", None))))
     found = lambda *folder: {r["task"]: r["where"] for r in find_tasks(*folder) if r["task"] in ("polarity", "far")}
-    assert load_task("polarity", tmp_path).majority == 0.5
-    assert found() == {"polarity": "folder: polarity", "far": "hub: a/b"} and found(tmp_path) == {
-        "polarity": "train, validation",
-        "far": "hub: a/b",
-    }
-
-
-def test_unlabelled_rows_are_refused(tmp_path):
-    write(tmp_path, "glue/rte/train.parquet", rte_rows(4))
-    write(tmp_path, "glue/rte/test.parquet", [r | {"label": -1} for r in rte_rows(4)])
-    with pytest.raises(ValueError, match="4 of 4 rows have no valid label"):
-        load_task("rte", tmp_path, eval_split="test")
+    assert found() == {"polarity": "folder: polarity", "far": "hub: a/b"}
+    assert found(tmp_path) == {"polarity": "train, validation", "far": "hub: a/b"}
+    data = load_task("polarity", tmp_path)
+    assert data.majority == 0.5 and encode(data.train, "polarity", toy_tokenizer())["labels"][:] == [0, 1] * 3
+    assert compute("polarity", [0, 1], [0, 1]) == {"accuracy": 1.0, "f1": 1.0}
+    config = RunConfig(task="polarity", data_dir=str(tmp_path), regularizer="none", epochs=1)
+    record = run(config)
+    assert (
+        record.metric == "accuracy" and record.key.startswith("polarity-") and set(record.metrics) == {"accuracy", "f1"}
+    )
 
 
 def test_part_files_are_never_asked_of_the_hub():
-    with pytest.raises(ValueError, match="data folders only"):
+    with pytest.raises(ValueError, match="train_part of qnli is in no place on the hub"):
         load_task("qnli", train_split="train_part")
 
 
-def test_find_tasks_names_what_is_not_official(tmp_path):
+def test_find_tasks_names_what_is_missing(tmp_path):
     write(tmp_path, "glue/qnli/train_rebuilt.parquet", [{"a": 1}])
     write(tmp_path, "glue/qnli/validation.parquet", [{"a": 1}])
     row = next(r for r in find_tasks(tmp_path) if r["task"] == "qnli")
-    assert row["missing"] == ["train"] and row["where"] == "validation; missing: train; not official: train_rebuilt"
+    assert row["where"] == "train_rebuilt, validation; missing: train"
     assert next(r for r in find_tasks() if r["task"] == "toy-rte")["where"] == "toy"
 
 
@@ -497,32 +434,11 @@ def test_encode_keeps_segments_labels_and_lengths():
         encode(rows, "squad", tokenizer)
 
 
-def test_encode_for_prediction_and_what_it_refuses():
-    tokenizer, task, rows = toy_tokenizer(), Task(**OWN), Dataset.from_dict({"text": TEXTS})
-    labelled = encode(Dataset.from_dict({"text": TEXTS, "label": ["negative", "positive"] * 3}), task, tokenizer)
-    assert (
-        labelled["labels"][:] == [0, 1] * 3
-        and labelled.remove_columns("labels").to_dict() == encode(rows, task, tokenizer).to_dict()
-    )
-    stars = Task("stars", label_names=("1", "2", "3"), folder="stars")
-    labels = lambda *given: encode(Dataset.from_dict({"text": TEXTS[:2], "label": given}), stars, tokenizer)["labels"][
-        :
-    ]
-    assert labels("1", "3") == [0, 2] == labels(1.0, 3.0) and labels(0, 2) == [0, 2]  # integers: rows of load_task
-    assert labels(-1, -1) == [-1, -1]  # rows of a test whose labels are hidden
-    for wrong in ((1, 3), (-2, 1), (0.5, 1.0), (None, 1), (True, False), ("foo", "1"), ("foo", "bar"), (9.0, 1.0)):
-        with pytest.raises(ValueError, match="dataset: .*label"):
-            labels(*wrong)
-    gap = Dataset.from_dict({"text": [None, *TEXTS]})
-    assert len(encode(gap.select(range(1, 7)), task, tokenizer)) == 6
-    for call, message in (
-        (lambda: encode(gap, task, tokenizer), "dataset .*1 rows of column text are None"),
-        (lambda: encode(rows, "toy-cola", tokenizer), r"dataset has no column sentence; it has \['text'\]"),
-        (lambda: encode(rows, task, "some/name"), "tokenizer: 'some/name' .*from_pretrained"),
-        (lambda: encode_squad_eval(rows, "some/name"), "tokenizer: 'some/name'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+def test_rows_without_labels_are_encoded_for_prediction():
+    rows = Dataset.from_dict({"text": TEXTS})
+    labelled = encode(rows.add_column("label", [0, 1] * 3), Task(**OWN), toy_tokenizer())
+    assert labelled["labels"][:] == [0, 1] * 3
+    assert labelled.remove_columns("labels").to_dict() == encode(rows, Task(**OWN), toy_tokenizer()).to_dict()
 
 
 @given(st.integers(0, 10**6), st.integers(12, 40), st.integers(0, 12))
@@ -571,7 +487,7 @@ def test_squad_predictions_obey_limits_and_sizes():
     start[0, 4], end[0, 9], end[0, 5] = 5, 5, 3  # six tokens, or two
     assert squad_predictions(start, end, windows, examples)[0]["prediction_text"] == context
     assert squad_predictions(start, end, windows, examples, max_answer=3)[0]["prediction_text"] == "dog cat"
-    with pytest.raises(ValueError, match="start_logits has 2 rows"):
+    with pytest.raises(ValueError, match=r"zip\(\)"):
         squad_predictions(np.zeros((2, n)), end, windows, examples)
 
 
@@ -604,7 +520,7 @@ def test_official_rows(name, sizes, share):
 
 @real
 def test_missing_and_rebuilt_splits():
-    with pytest.raises(MissingSplit, match="train_split='train_part'"):
+    with pytest.raises(MissingSplit, match="train of qqp: no file .*train_part"):
         load_task("qqp", DATA)
     data = load_task("qnli", DATA, train_split="train_rebuilt", max_train=100)
     assert "train_rebuilt is not the official split" in data.notes and len(data.evaluation) == 5463
@@ -640,24 +556,3 @@ def test_squad_answers_come_back():
     logits = [np.eye(384)[gold[f"{end}_positions"]] for end in ("start", "end")]
     said = squad_predictions(*logits, windows, rows, max_answer=100)
     assert compute("squad", said, rows.select_columns(["id", "answers"]).to_list())["exact_match"] > 0.98
-
-
-def test_a_folder_is_not_read_in_place_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Dataset.from_dict({"text": ["a"], "label": [0]}).save_to_disk("nyu-mll/glue")
-    assert get_task("cola").hub[0] == "nyu-mll/glue"
-    with pytest.raises(
-        ValueError, match="hub: 'nyu-mll/glue' is also a folder here and would be read in place of the hub"
-    ):
-        load_task("cola")
-
-
-def test_a_name_on_the_hub_is_text():
-    with pytest.raises(ValueError, match=r"hub: \(5, 'x'\) is no pair"):
-        Task("own", "classification", ("text",), ("no", "yes"), "accuracy", ("accuracy",), (5, "x"))
-
-
-def test_metrics_without_the_primary_one_are_refused():
-    with pytest.raises(ValueError, match="metrics: f1, pearson lack the metric, accuracy; add it, or name another"):
-        Task("mine", folder="x", metrics=("f1", "pearson"))
-    assert Task("mine", folder="x", metrics=("f1", "accuracy")).metrics == ("f1", "accuracy")

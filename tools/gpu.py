@@ -161,7 +161,7 @@ def head(out: Path, end: float, dry: bool) -> None:
     "Train the encoder with its language-model head on ten million tokens, and take the Fisher scores it gives."
     from base_round import scores
     from isoreg.experiments.config import FisherConfig, PretrainConfig
-    from isoreg.experiments.measure import measure_fisher
+    from isoreg.experiments.measure import measure
     from isoreg.experiments.pretrain import pretrain
 
     if (RESULTS / "mpnet_scores_gpu.json").exists():
@@ -175,7 +175,7 @@ def head(out: Path, end: float, dry: bool) -> None:
     small = dict(max_length=16, limit=1) if dry else dict(max_length=128)
     told = dict(model=str(trained / "model"), corpus="base-data/fisher_texts.parquet", packed=True)
     fisher = FisherConfig(**told, level="tensor", shares="", **small)
-    measure_fisher(fisher, trained / "fisher", print)
+    measure(fisher, trained / "fisher", print)
     scores(trained / "record.json", trained / "fisher/record.json", out / "mpnet_scores_gpu.json")
 
 

@@ -4,7 +4,6 @@
 __all__ = ['run', 'sentence_vectors', 'rerun']
 
 # %% ../../nbs/experiments/23_finetune.ipynb #1bdfce06
-import gc
 import hashlib
 import inspect
 import itertools
@@ -14,7 +13,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,8 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 # %% ../../nbs/experiments/23_finetune.ipynb #9715743f
-from isoreg.experiments.config import (
-    BUILT_IN, COMMON, DROPOUTS, GUIDED, RATED, RunConfig, made, name_of, packages, reads, scores_source,
-    scores_texts)
+from .config import (
+    GUIDED, RATED, PenaltySettings, RunConfig, make_penalty, scores_source, scores_texts)
 from ..corpus import TextBatches, load_texts
 from .data import (
     MissingSplit, TaskData, encode, encode_squad_eval, encode_squad_train, load_evaluation, load_metric, load_task,
@@ -40,11 +38,10 @@ from ..dropout import apply_dropout
 from ..files import expanded, file_kind, pack, unpack, write_atomically
 from ..fisher import FisherEstimate, empirical_fisher
 from ..geometry import two_nn
-from ..istar import measure_isotropy
+from ..istar import PENALTY_CLASSES, measure_isotropy
 from .models import (
     check_vocabulary, load_model, model_source, pretrained, process_kept, resolve_precision, save_model)
-from ..dropout import site_scores
-from ..sites import dropout_sites
+from ..sites import Site, dropout_sites
 from .record import (
     RunRecord, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
 from ..states import eval_mode, hidden_states
@@ -55,80 +52,71 @@ from ..trainer import PenaltyTrainer, ReferenceRefresh, split_by_length
 # %% ../../nbs/experiments/23_finetune.ipynb #9f19a4ef
 def run(
     config: RunConfig,  # everything that decides the run
-    progress_file: str | Path | None = None,  # told how far the run is
+    progress_file: str | Path | None = None,  # file that says how far the run is
     isotropy_points: int = 250_000,  # token vectors over all layers behind each isotropy score
     model_folder: str | Path | None = None,  # gets the trained model and its tokenizer
     *,
     task: Task | None = None,  # one's own, in place of the configuration's
-    penalty: nn.Module | None = None,  # any module that takes (hidden_states, attention_mask), in place of its penalty
+    penalty: nn.Module | None = None,  # module that takes (hidden_states, attention_mask), in place of its penalty
+    schedule: Callable[[list[Site]], dict[str, float]] | None = None,  # rates of the sites, in place of its dropout
 ) -> RunRecord:
     """Fine-tune and evaluate as the configuration says, and return the record.
 
-    Raises `ValueError` for data, a model or a penalty that is not there, before training starts.
+    Raises `ValueError` for missing data, a missing model or a penalty that does not fit, before training starts.
     """
     if task is not None: config = RunConfig(**config.to_dict() | {"task": task, "definition": None})
     if penalty is not None: config = _with_penalty(config, penalty)
-    else: penalty = made("regularizer", config)
-    model_source(config.model)  # a folder that is not there is told before the data is read
+    else: penalty = make_penalty(config)
+    if schedule is not None: config = config.model_copy(update={"dropout": _import_path(schedule)})
+    model_source(config.model)  # a missing folder shows before the data is read
     begun, progress = time.perf_counter(), ProgressFile(progress_file)
-    started, settings = datetime.now(UTC).isoformat(timespec="seconds"), config.to_dict()
+    started, settings = datetime.now(UTC).isoformat(timespec="seconds"), config.to_record()
     record = RunRecord(config.key, settings, started=started, inputs=inputs_sha256(settings))
     with warnings.catch_warnings(record=True) as caught, process_kept(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("default")
         progress.write("loading data")
         data, others = _read_data(config)
         progress.write("loading model")
-        tokenizer, trainer = _trained(config, data, record, folder, progress, penalty, isotropy_points)
-        record.predictions = pack(trainer.compute_metrics.predictions)
+        model, tokenizer = _prepare(config, data, record, schedule)
+        trainer = _make_trainer(config, model, tokenizer, data, folder, progress, penalty)
+        _train(trainer, config, record, isotropy_points)
         record.others = {name: _score_of(config, other, tokenizer, trainer) for name, other in others.items()}
         progress.write("done", trainer.state.max_steps, trainer.state.max_steps)
         record.hardware = hardware()  # with the threads of the training
     _fill_record(record, config, data, trainer)
     record.warnings = sorted({f"{w.category.__name__}: {str(w.message).splitlines()[0][:200]}" for w in caught})[:20]
     record.total_seconds = time.perf_counter() - begun
-    if model_folder is not None: _save_model(trainer.model, tokenizer, record, model_folder)
+    if model_folder is not None:
+        try: save_model(model, tokenizer, model_folder)
+        except OSError as error: record.warnings.append(f"the model was not saved: {error}")
     return record
+
 
 # %% ../../nbs/experiments/23_finetune.ipynb #e6b9973f
 def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
-    "Return the configuration with the name and the settings of a module. `ValueError` for what is none."
-    if not isinstance(penalty, nn.Module):
-        raise ValueError(f"penalty: {penalty!r} is no torch module; pass one, such as IStar(lam=-0.1)")
+    "Return the configuration with the name and the settings of a module. `ValueError` for what a record cannot hold."
     kind = type(penalty)
-    name, (common, own) = name_of(kind), reads(kind, "regularizer")
-    usual = {n: RunConfig.model_fields[n].default for n in COMMON["regularizer"] if n not in ("lam", "seed")}
-    values = usual | {"padding": False, "lam": 1.0, "cosreg_layer": -1}
-    values |= {n: getattr(penalty, n) for n in common if n != "seed" and hasattr(penalty, n)}
-    settings = {n: _kept(getattr(penalty, n)) for n, p in own.items() if hasattr(penalty, n)}
-    settings = {n: v for n, v in settings.items() if v != own[n].default}
-    if name in BUILT_IN:
-        lost = [n for n in settings if not hasattr(config, f"{name}_{n}") and (n != "reference_cov" or penalty.given)]
-        if lost:
-            raise ValueError(f"penalty: {lost[0]} of {kind.__name__} is no setting of a run, whose record lacks it; "
+    name = next((n for n, built_in in PENALTY_CLASSES.items() if built_in is kind), _import_path(kind))
+    known = {n: getattr(penalty, n) for n in PenaltySettings.model_fields if hasattr(penalty, n)}
+    known["regularizer"] = name
+    if kind not in PENALTY_CLASSES.values(): return config.model_copy(update=known)
+    for n, p in inspect.signature(kind).parameters.items():
+        is_made = n == "reference_cov" and not penalty.given  # by an earlier run
+        if n not in known and not is_made and getattr(penalty, n) is not p.default:
+            raise ValueError(f"penalty: {n} of {kind.__name__} is no setting of a run, whose record lacks it; "
                              "leave it out, or give a subclass of another name")
-        values |= {f"{name}_{n}": v for n, v in settings.items() if hasattr(config, f"{name}_{n}")}
-    else: values["penalty_settings"] = settings
-    return RunConfig(**config.to_dict() | {"penalty_settings": None} | values | {"regularizer": name})
+    return RunConfig(**config.to_dict() | known)
 
 
-def _kept(value):
-    "Return a setting as a record keeps it: a plain value, or else the name of its type."
-    return value if isinstance(value, (bool, int, float, str, type(None))) else f"a {type(value).__name__}"
-
-# %% ../../nbs/experiments/23_finetune.ipynb #91c23ea7
-def _save_model(model: nn.Module, tokenizer, record: RunRecord, folder: str | Path):
-    "Save the model; where that fails, on a full disk, say, what was measured is not lost with it."
-    try: save_model(model, tokenizer, folder)
-    except Exception as error:
-        record.warnings.append(f"the model was not saved: {type(error).__name__}: {error}")
-        warnings.warn(record.warnings[-1])
-
+def _import_path(of: Callable) -> str:
+    "Return module and name of a class or a function, as a configuration has it."
+    return f"{of.__module__}:{of.__qualname__}"
 
 # %% ../../nbs/experiments/23_finetune.ipynb #0f762bd4
 def _read_data(config: RunConfig) -> tuple[TaskData, dict[str, TaskData]]:
     "Return the rows of the run's task, and the evaluation rows of the tasks that it names beside its own."
     task = get_task(config.task, config.definition)
-    data = load_task(task, config.data_dir, config.train_split, config.eval_split, config.split_protocol,
+    data = load_task(task, config.data_dir, config.train_split, config.eval_split, config.fixed()["split_protocol"],
                      config.seed, config.train_fraction, config.max_train, config.max_eval)
     others = {}
     for name in data.task.also if config.eval_split is None else ():
@@ -142,12 +130,14 @@ def _read_data(config: RunConfig) -> tuple[TaskData, dict[str, TaskData]]:
 SMALL = 2_000_000  # parameters of a model that one thread serves best
 
 
-def _prepare(config: RunConfig, data: TaskData, record: RunRecord) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+def _prepare(
+    config: RunConfig, data: TaskData, record: RunRecord, schedule
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     "Return the model with its dropout, and the tokenizer; the record gets what is to be said of them."
     model, tokenizer, notes = load_model(config, data.task)
     notes += check_vocabulary(tokenizer, model, [t for c in data.task.text_columns for t in data.train[c]])
     _check_layers(config, model.config.num_hidden_layers)  # type: ignore[arg-type]
-    record.dropout = _apply_dropout(config, model, data, tokenizer)
+    record.dropout = _apply_dropout(config, model, data, tokenizer, schedule)
     if config.length_groups > 1: split_by_length(model, config.length_groups)
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
     folder = os.path.isdir(expanded(config.model))
@@ -159,21 +149,21 @@ def _prepare(config: RunConfig, data: TaskData, record: RunRecord) -> tuple[nn.M
 
 def _check_layers(config: RunConfig, depth: int):
     "`ValueError` for a layer that the model does not have."
-    for name in ("layers", "cosreg_layer"):
-        k = getattr(config, name)
-        if isinstance(k, int) and not -depth - 1 <= k <= depth:
-            raise ValueError(f"{name}: {k} is not among the hidden states 0 to {depth} of this model")
+    k = config.layers
+    if isinstance(k, int) and not -depth - 1 <= k <= depth:
+        raise ValueError(f"layers: {k} is not among the hidden states 0 to {depth} of this model")
 
 # %% ../../nbs/experiments/23_finetune.ipynb #44c37937
-def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenizer) -> dict:
-    "Put the configuration's dropout on the model, and return what was done."
+def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenizer, schedule) -> dict:
+    "Put the configuration's dropout, or one's own schedule, on the model, and return what was done."
+    if schedule is not None:
+        return dict(apply_dropout(model, schedule(dropout_sites(model)))) | {"how": config.dropout}
     options, notes, source = {}, [], {}
     if config.dropout in GUIDED:
         scores, source, notes = _fisher_scores(config, data, tokenizer)
-        options = {n: getattr(config, n) for n in ("p_max", "p_min", "aggregate", "seed")} | {"scores": scores}
+        options = {n: getattr(config, n) for n in ("p_max", "p_min", "seed")} | {"scores": scores}
     elif config.dropout in RATED: options = dict(p=config.dropout_p)
-    if config.dropout_settings is None: done = dict(apply_dropout(model, config.dropout, **options))
-    else: done, source, notes = _apply_plugin(config, model, data, tokenizer)
+    done = dict(apply_dropout(model, config.dropout, **options))
     if source: done["scores_source"] = source
     of_file = config.identity().get("dropout_sha256")
     if of_file: done["schedule_sha256"] = of_file
@@ -195,16 +185,6 @@ def _fisher_scores(config: RunConfig, data: TaskData, tokenizer) -> tuple[Fisher
     source = scores_source(config.scores)
     of = Path(source.get("model", "a model that the file does not name")).name
     return config.scores, source, [f"scores: Fisher of {of}"]
-
-# %% ../../nbs/experiments/23_finetune.ipynb #e6a94e53
-def _apply_plugin(config: RunConfig, model: nn.Module, data: TaskData, tokenizer) -> tuple[dict, dict, list[str]]:
-    "Put a plug-in's schedule on the model; return what was done, where scores come from, and notes."
-    sites, more, source, notes = dropout_sites(model), {}, {}, []
-    if "scores" in reads(DROPOUTS.find(config.dropout), "dropout")[0]:
-        scores, source, notes = _fisher_scores(config, data, tokenizer)
-        more["scores"] = site_scores(sites, scores, config.aggregate)
-    done = dict(apply_dropout(model, made("dropout", config, **more)(sites)))
-    return done | {"how": config.dropout}, source, notes
 
 # %% ../../nbs/experiments/23_finetune.ipynb #79c892c3
 CORPUS_TEXTS, CORPUS_LENGTH = 2000, 512  # texts drawn from a named corpus, tokens of each at most
@@ -246,17 +226,20 @@ def _own_fisher(name: str, tokenizer, texts: list[str], max_length: int, corpus:
     return empirical_fisher(model.to("cuda" if torch.cuda.is_available() else "cpu"), batches)
 
 # %% ../../nbs/experiments/23_finetune.ipynb #a48930d9
+REFERENCE_POINTS = 250_000  # token vectors behind the reference covariance
+
+
 def _make_trainer(
     config: RunConfig, model, tokenizer, data: TaskData, folder: str, progress, penalty: nn.Module | None,
 ) -> PenaltyTrainer:
     "Return the trainer with its rows; `sample` is a loader of evaluation rows in one random order, without labels."
-    train, rows, scores = _encoded(config, data, tokenizer, model)
-    pad: dict[str, Any] = dict(padding="max_length", max_length=config.max_length) if config.pad_to_max else {}
+    fixed, (train, rows, scores) = config.fixed(), _encoded(config, data, tokenizer, model)
+    pad: dict[str, Any] = dict(padding="max_length", max_length=config.max_length) if fixed["pad_to_max"] else {}
     callbacks: list = [progress]
     if getattr(penalty, "needs_reference", False):
-        callbacks.append(ReferenceRefresh(penalty, config.reference_points, not getattr(penalty, "given", False),
-                                          released=config.reference == "released"))
-    steps = config.epochs * math.ceil(math.ceil(len(train) / config.batch_size) / config.accumulation)
+        callbacks.append(ReferenceRefresh(penalty, REFERENCE_POINTS, not getattr(penalty, "given", False),
+                                          released=fixed["reference"] == "released"))
+    steps = config.epochs * math.ceil(math.ceil(len(train) / config.batch_size) / fixed["accumulation"])
     trainer = _InOrder(
         model, training_arguments(config, folder, steps, data.task.kind), train_dataset=train, eval_dataset=rows,
         data_collator=DataCollatorWithPadding(tokenizer, **pad), compute_metrics=scores, penalty=penalty,
@@ -280,12 +263,14 @@ def _sample(rows, collate) -> DataLoader:
 def training_arguments(config: RunConfig, folder: str, steps: int, task_kind: str) -> TrainingArguments:
     "Return the settings of the run in the words of the installed transformers."
     cuda, precision = torch.cuda.is_available(), resolve_precision(config.precision)
+    fixed = config.fixed()
     settings = dict[str, Any](
         output_dir=folder, seed=config.seed, learning_rate=config.lr, num_train_epochs=config.epochs,
         per_device_train_batch_size=config.batch_size, per_device_eval_batch_size=max(64, config.batch_size),
-        gradient_accumulation_steps=config.accumulation, weight_decay=config.weight_decay, max_grad_norm=config.clip,
-        adam_epsilon=config.adam_epsilon, warmup_steps=round(config.warmup * steps), bf16=precision == "bf16",
-        lr_scheduler_type="linear" if config.schedule == "linear" else "constant_with_warmup", fp16=precision == "fp16",
+        gradient_accumulation_steps=fixed["accumulation"], weight_decay=fixed["weight_decay"],
+        max_grad_norm=fixed["clip"], adam_epsilon=fixed["adam_epsilon"], warmup_steps=round(fixed["warmup"] * steps),
+        lr_scheduler_type="linear" if fixed["schedule"] == "linear" else "constant_with_warmup",
+        bf16=precision == "bf16", fp16=precision == "fp16",
         use_cpu=not cuda, eval_strategy="epoch", save_strategy="no", logging_strategy="steps", report_to="none",
         logging_steps=max(1, steps // 50), disable_tqdm=True, dataloader_pin_memory=cuda)
     if config.batches == "by-length": settings |= _grouped_by_length()
@@ -309,28 +294,22 @@ class Scores:
         self.metric = load_metric(data.task)
 
     def __call__(self, p) -> dict[str, float]:
-        "Return the metrics; NaN for all where a logit is not finite."
-        logits = p.predictions[:2] if self.task.kind == "qa" else (_logits(p.predictions),)
-        self.predictions = self._guess(*logits)
-        if not all(np.isfinite(x).all() for x in logits): return _diverged(self.task)
-        if self.task.kind == "qa":
-            references = [{"id": r["id"], "answers": r["answers"]} for r in self.data.evaluation]
-            return self.metric.compute(predictions=self.predictions, references=references)
-        classes = len(np.unique(self.predictions)) if self.task.kind == "classification" else 0
-        return self.metric.compute(predictions=self.predictions, references=p.label_ids) | {"classes": classes}
+        "Return the metrics; NaN for all if a logit is not finite, as a largest class says nothing then."
+        kind, first = self.task.kind, p.predictions
+        logits = first if isinstance(first, tuple) else (first,)
+        logits = logits[:2] if kind == "qa" else logits[:1]
+        if kind == "qa":
+            self.predictions = squad_predictions(logits[0], logits[1], self.windows, self.data.evaluation)
+        else: self.predictions = logits[0].squeeze(-1) if kind == "regression" else logits[0].argmax(-1)
+        if not all(np.isfinite(x).all() for x in logits):
+            warnings.warn("the predictions are not all finite: the run has diverged, and its metrics are undefined")
+            return {m: math.nan for m in self.task.metrics} | {"classes": 0}
+        references = p.label_ids
+        if kind == "qa": references = self.data.evaluation.select_columns(["id", "answers"]).to_list()
+        found = self.metric.compute(predictions=self.predictions, references=references)
+        if kind == "qa": return found
+        return found | {"classes": len(np.unique(self.predictions)) if kind == "classification" else 0}
 
-    def _guess(self, *logits):
-        if self.task.kind == "qa": return squad_predictions(*logits, self.windows, self.data.evaluation)
-        return logits[0].squeeze(-1) if self.task.kind == "regression" else logits[0].argmax(-1)
-
-
-def _logits(predictions): return predictions[0] if isinstance(predictions, tuple) else predictions
-
-
-def _diverged(task) -> dict:
-    "Return no number for any metric: a class would still be the largest of several NaN, and a correlation with them 0."
-    warnings.warn("the predictions are not all finite: the run has diverged, and its metrics are undefined")
-    return {m: math.nan for m in task.metrics} | {"classes": 0}
 
 # %% ../../nbs/experiments/23_finetune.ipynb #df041e13
 def _encoded(config: RunConfig, data: TaskData, tokenizer, model: nn.Module) -> tuple:
@@ -340,34 +319,33 @@ def _encoded(config: RunConfig, data: TaskData, tokenizer, model: nn.Module) -> 
         train = encode_squad_train(data.train, tokenizer, config.max_length)
         windows = encode_squad_eval(data.evaluation, tokenizer, config.max_length)
         rows = windows.remove_columns(["offset_mapping", "example_id"])
-        rows = rows.add_column("start_positions", [0] * len(rows)).add_column("end_positions", [0] * len(rows))
+        for name in ("start_positions", "end_positions"): rows = rows.add_column(name, [0] * len(rows))
     else:
-        parts = (data.train, data.evaluation)
-        train, rows = (encode(part, data.task, tokenizer, config.max_length) for part in parts)
+        train, rows = (encode(part, data.task, tokenizer, config.max_length) for part in (data.train, data.evaluation))
         limit = min(config.max_length, tokenizer.model_max_length)
         cut = sum(n >= limit for n in train["length"])
-        note = f"{cut} of {len(train)} training rows fill {limit} tokens; what is longer is cut"
-        if cut and note not in data.notes: data.notes.append(note)  # once, however often the run begins anew
+        if cut: data.notes.append(f"{cut} of {len(train)} training rows fill {limit} tokens; what is longer is cut")
     if not config.segment_ids or "token_type_ids" not in inspect.signature(model.forward).parameters:
         train, rows = (d.remove_columns([c for c in d.column_names if c == "token_type_ids"]) for d in (train, rows))
     return train, rows, Scores(data, windows)
 
+
 # %% ../../nbs/experiments/23_finetune.ipynb #31af8ef3
 def _score_of(config: RunConfig, data: TaskData, tokenizer, trainer: PenaltyTrainer) -> dict:
     "Return what the trained model scores on the evaluation rows of another task."
-    task, rows = data.task, encode(data.evaluation, data.task, tokenizer, config.max_length)
+    rows = encode(data.evaluation, data.task, tokenizer, config.max_length)
     columns = [c for c in rows.column_names if c in trainer.train_dataset.column_names]
     found = trainer.predict(rows.select_columns(columns)).metrics
-    guess, metrics = trainer.compute_metrics.predictions, {m: found[f"test_{m}"] for m in task.metrics}
-    value = metrics[task.metric]
-    resampled = pack(resample(task, guess, data.evaluation["label"])) if math.isfinite(value) else {}
-    return {"metric": task.metric, "value": value, "metrics": metrics, "collapsed": found.get("test_classes") == 1,
-            "sources": data.sources, "fingerprint": data.fingerprint, "evaluation_rows": len(data.evaluation),
-            "majority": data.majority, "notes": data.notes, "predictions": pack(guess), "resampled": resampled}
+    guess, metrics = trainer.compute_metrics.predictions, {m: found[f"test_{m}"] for m in data.task.metrics}
+    value = metrics[data.task.metric]
+    return {"metric": data.task.metric, "value": value, "metrics": metrics,
+            "collapsed": found.get("test_classes") == 1, "predictions": pack(guess),
+            "resampled": _resampled(data, guess, value)} | _about(data)
+
 
 # %% ../../nbs/experiments/23_finetune.ipynb #728865a4
 def _train(trainer: PenaltyTrainer, config: RunConfig, record: RunRecord, points: int):
-    "Train, and put isotropy before and after, time and memory into the record."
+    "Train, and put predictions, isotropy before and after, time and memory into the record."
     for callback in (PrinterCallback, ProgressCallback): trainer.remove_callback(callback)
     cuda = torch.cuda.is_available()
     if cuda: torch.cuda.reset_peak_memory_stats()
@@ -379,61 +357,45 @@ def _train(trainer: PenaltyTrainer, config: RunConfig, record: RunRecord, points
     record.train_seconds = time.perf_counter() - wall
     record.device_seconds = record.train_seconds if cuda else time.process_time() - cpu
     record.peak_memory_mib = peak_memory_mib()
+    record.predictions = pack(trainer.compute_metrics.predictions)
     record.isoscore["after"] = measure_isotropy(trainer.model, trainer.sample, points)
     record.geometry = {"after": _geometry(trainer)}
 
-# %% ../../nbs/experiments/23_finetune.ipynb #c8bf3e05
-def _trained(config: RunConfig, data: TaskData, record: RunRecord, folder: str, progress, penalty, points: int):
-    "Return tokenizer and trainer after the training, begun anew with smaller micro-batches as often as need be."
-    smaller = config
-    while True:
-        model, tokenizer = _prepare(config, data, record)
-        trainer = _make_trainer(smaller, model, tokenizer, data, folder, progress, penalty)
-        try: _train(trainer, config, record, points)
-        except torch.OutOfMemoryError as error: reason = str(error).partition("\n")[0]
-        else: break
-        smaller = _halved(smaller, reason)
-        del model, trainer
-        gc.collect()
-        if torch.cuda.is_available(): torch.cuda.empty_cache()
-    if smaller is not config:
-        record.model["notes"].append(
-            f"out of memory with micro-batches of {config.batch_size}: trained with {smaller.batch_size}, "
-            f"{smaller.accumulation} a step" + "; the penalty is of the smaller ones" * (penalty is not None))
-    return tokenizer, trainer
-
-
-def _halved(config: RunConfig, reason: str) -> RunConfig:
-    "Return the configuration with half the micro-batch, twice a step. `torch.OutOfMemoryError` if it may not be."
-    size, advice = config.batch_size, "give a smaller max_length, or a device with more memory"
-    if config.out_of_memory == "fail": advice = "give a smaller batch_size, more accumulation, or out_of_memory=halve"
-    elif size % 2 == 0:
-        return config.model_copy(update=dict(batch_size=size // 2, accumulation=2 * config.accumulation))
-    raise torch.OutOfMemoryError(f"batch_size: micro-batches of {size} do not fit into the memory ({reason}); {advice}")
 
 # %% ../../nbs/experiments/23_finetune.ipynb #f0cc745e
 def _fill_record(record: RunRecord, config: RunConfig, data: TaskData, trainer: PenaltyTrainer):
     "Put the course of the training, its score and where it was made into the record."
     task, log = data.task, trainer.state.log_history
     record.epochs = [{"epoch": e["epoch"], **_measured(e, task.kind)} for e in log if "eval_loss" in e]
-    record.metric, record.metrics = task.metric, {m: record.epochs[-1][m] for m in task.metrics}
-    record.value, record.collapsed = record.metrics[task.metric], record.epochs[-1].get("classes") == 1
+    last = record.epochs[-1]
+    record.metric, record.metrics = task.metric, {m: last[m] for m in task.metrics}
+    record.value, record.collapsed = last[task.metric], last.get("classes") == 1
     record.loss = [{k: v for k, v in e.items() if k != "epoch"} for e in log if "loss" in e]
-    record.data = {"sources": data.sources, "fingerprint": data.fingerprint, "train_rows": len(data.train),
-                   "evaluation_rows": len(data.evaluation), "majority": data.majority, "notes": data.notes}
-    record.hardware |= {"precision": resolve_precision(config.precision)}
-    record.versions, record.git_commit = versions() | packages(config), git_commit()
+    record.data = {"train_rows": len(data.train)} | _about(data)
     if config.definition and task.label_names: record.data["labels"] = list(task.label_names)
-    if math.isfinite(record.value):
-        answers = task.kind == "qa"
-        references = [{"answers": a} for a in data.evaluation["answers"]] if answers else data.evaluation["label"]
-        record.resampled = pack(resample(task, unpack(record.predictions), references))
+    record.hardware |= {"precision": resolve_precision(config.precision)}
+    record.versions, record.git_commit = versions(), git_commit()
+    record.resampled = _resampled(data, unpack(record.predictions), record.value)
+
+
+def _about(data: TaskData) -> dict:
+    return {"sources": data.sources, "fingerprint": data.fingerprint, "evaluation_rows": len(data.evaluation),
+            "majority": data.majority, "notes": data.notes}
+
+
+def _resampled(data: TaskData, predictions, value: float) -> dict:
+    "Return the metric on resampled rows; nothing for a run that diverged."
+    if not math.isfinite(value): return {}
+    if data.task.kind == "qa": references = [{"answers": a} for a in data.evaluation["answers"]]
+    else: references = data.evaluation["label"]
+    return pack(resample(data.task, predictions, references))
 
 
 def _measured(entry: dict, kind: str) -> dict:
     "Return the metrics in an entry of the log; windows of questions have no spans for a loss."
     dull = ("_second", "_runtime", *(("_loss",) if kind == "qa" else ()))
     return {k.removeprefix("eval_"): v for k, v in entry.items() if k.startswith("eval_") and not k.endswith(dull)}
+
 
 # %% ../../nbs/experiments/23_finetune.ipynb #9221bdc6
 class ProgressFile(TrainerCallback):
@@ -443,7 +405,6 @@ class ProgressFile(TrainerCallback):
         self.path, self.last, self.loss = path, 0.0, None
 
     def write(self, stage: str, step: int = 0, total: int = 0) -> None:
-        "Write the file, atomically."
         if self.path is None: return
         self.last = time.monotonic()
         state = {"stage": stage, "step": step, "total": total, "loss": self.loss}
@@ -455,6 +416,7 @@ class ProgressFile(TrainerCallback):
         if time.monotonic() - self.last > 0.5: self.write("training", state.global_step, state.max_steps)
 
     def on_train_begin(self, args, state, control, **kwargs): self.write("training", 0, state.max_steps)
+
 
 # %% ../../nbs/experiments/23_finetune.ipynb #c2f001f7
 @torch.no_grad()
@@ -496,19 +458,20 @@ def _dimension(x: torch.Tensor) -> float | None:
 # %% ../../nbs/experiments/23_finetune.ipynb #99c1a5f3
 def rerun(
     record: dict,  # of a run, of any age
-    **where,  # settings that say where files lie now, such as model, or data_dir, also that of a task's own files
-) -> dict:  # equal; value, isoscore, commit as (stored, now); rows: predictions that differ; versions that differ
-    "Repeat a stored run and return what is equal. `ValueError` for a record without predictions, and as `run`."
+    **where,  # settings of the place of files now, such as model or data_dir
+) -> dict:  # equal; value, isoscore, commit, cpu as (stored, now); rows; versions that differ
+    "Repeat a stored run and return what is equal; `rows` counts the predictions that differ."
     if not record.get("predictions"):
         raise ValueError(f"record: {record.get('key')} keeps no predictions to compare with")
     config = record["config"] | where
-    if where.get("data_dir") and "files" in (own := config.get("definition") or {}):
+    own = config.get("definition") or {}
+    if where.get("data_dir") and "files" in own:
         files = {split: str(expanded(where["data_dir"]) / Path(file).name) for split, file in own["files"].items()}
         config["definition"] = own | {"files": files}
     now = run(RunConfig.from_record(config)).to_dict()
     old, new = (unpack(r["predictions"]) for r in (record, now))
-    nan = lambda a, b: a != a and b != b  # both diverged
-    rows = sum(bool(a != b and not nan(a, b)) for a, b in zip(old, new)) + abs(len(old) - len(new))
+    same = lambda a, b: a == b or (a != a and b != b)  # NaN: both diverged
+    rows = sum(not same(a, b) for a, b in zip(old, new)) + abs(len(old) - len(new))
     pair = lambda read: (read(record), read(now))
     other = {k: (record["versions"].get(k), v) for k, v in now["versions"].items() if record["versions"].get(k) != v}
     return {"equal": rows == 0 and record["value"] == now["value"], "value": pair(lambda r: r["value"]), "rows": rows,

@@ -93,7 +93,7 @@ def _axis(v, what: str) -> list:
     return values
 
 # %% ../../nbs/experiments/29_grid.ipynb #46ab8f43
-TABLES = ("definition", "penalty_settings", "dropout_settings")  # settings that are tables
+TABLES = ("definition",)  # settings that are tables
 
 
 def _block(table: dict, name: str, above: Block | None = None) -> Block:

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import create_model
 
 import isoreg
-from .config import Settings, near, setting
+from .config import Settings, near
 from ..files import from_json, own_folder, read_text
 
 # %% ../../nbs/experiments/28_notebook.ipynb #ba9a08c6
@@ -49,7 +49,7 @@ def check_parameters(
     unknown = [n for cell in cells for n in _assigned(cell) if n not in known and n not in extra]
     if unknown and not kind: raise ValueError(f"{unknown[0]}: unknown parameter; {near(unknown[0], extra)}")
     types = {n: namespace["__annotations__"][n] for n in extra if n in namespace.get("__annotations__", {})}
-    fields = {n: (t, setting(namespace[n], "")) for n, t in types.items()}
+    fields = {n: (t, namespace[n]) for n, t in types.items()}
     further: Any = create_model("Further", __base__=Settings, **fields)  # type: ignore[call-overload]
     namespace |= further(**{n: namespace[n] for n in types}).to_dict()
     return {n: namespace[n] for n in [n for n in known if n in namespace] + unknown}

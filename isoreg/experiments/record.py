@@ -328,7 +328,7 @@ def better(kept: dict, new: dict) -> dict:
 # %% ../../nbs/experiments/20_record.ipynb #5b1d0c33
 def _by_setting(record: dict) -> tuple:
     "Return what records are sorted by: the readable part of the key, what is not the default, the seed."
-    config, usual = record.get("config") or {}, RunConfig().to_dict()
+    config, usual = record.get("config") or {}, RunConfig().to_record()
     changed = {k: v for k, v in config.items() if k != "seed" and v != usual.get(k)}
     words = record["key"].rsplit("-seed", 1)[0]
     return words, json.dumps(changed, sort_keys=True), config.get("seed", 0), record["key"]

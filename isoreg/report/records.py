@@ -79,7 +79,7 @@ def _read(path: Path) -> Iterator[tuple[str, str, int]]:
             if part.strip() or not number: yield part, file.as_posix(), number
 
 # %% ../../nbs/report/27_records.ipynb #94fb814d
-SETTINGS = {name: field.default for name, field in RunConfig.model_fields.items()}
+SETTINGS = dict.fromkeys(RunConfig().to_record()) | {n: field.default for n, field in RunConfig.model_fields.items()}
 EARLIER = earlier(RunConfig)
 
 # %% ../../nbs/report/27_records.ipynb #c04678dd
@@ -95,7 +95,8 @@ def _record(entry) -> dict:
     if in_percent(values):
         raise ValueError("no record: its score is in per cent, as earlier versions wrote it; divide it by 100")
     for name, value in values["config"].items():
-        if name in SETTINGS and not _fits(name, value): raise ValueError(f"no record: {name} {value!r}"[:71])
+        if name in RunConfig.model_fields and not _fits(name, value):
+            raise ValueError(f"no record: {name} {value!r}"[:71])
     return values
 
 # %% ../../nbs/report/27_records.ipynb #e6084b22
