@@ -3,16 +3,16 @@ __version__ = "0.2.0"
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` below imports what is asked for
+    from .dropout import apply_dropout as apply_dropout
     from .fisher import empirical_fisher as empirical_fisher
     from .isoscore import isoscore as isoscore
     from .istar import CosReg as CosReg
     from .istar import IStar as IStar
     from .metric import IsoScore as IsoScore
-    from .noise import apply_dropout as apply_dropout
     from .trainer import PenaltyTrainer as PenaltyTrainer
 
 _HOME = {"IStar": "istar", "CosReg": "istar", "PenaltyTrainer": "trainer", "isoscore": "isoscore", "IsoScore": "metric",
-         "empirical_fisher": "fisher", "apply_dropout": "noise"}
+         "empirical_fisher": "fisher", "apply_dropout": "dropout"}
 
 
 def __getattr__(name: str):

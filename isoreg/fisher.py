@@ -9,15 +9,16 @@ import json
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import torch as tensor_files
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -45,50 +46,28 @@ def empirical_fisher(
     """Return sums over samples of the squared gradient of each sample's loss (Sharma et al. 2024, equation 3).
 
     Exact per sample, also for shared and tied weights, on any device. Without `loss` it is that of `TextBatches`; for
-    other batches that of the model's class. `ValueError` for unknown settings, a loss that the batches or the model's
-    class were not made for, a model without a language-model head, and batches without a sample.
+    other batches that of the model's class. Raises `ValueError` for unknown settings, a loss that the batches or the
+    model's class were not made for, a loss of a sample that depends on its batch, and batches without a sample.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)): model = model.module
     loss = _loss_for(model, batches, loss)
     _check(model, batches, level, reduction, sample, precision, loss)
-    estimate = _empty(model, level, loss, reduction, sample, precision, batches, corpus)
-    squares = _Squares(model, loss, level, reduction, precision)
-    number = 0
+    estimate = FisherEstimate({}, 0, level, _name(loss), "own" if callable(loss) else reduction, sample)
+    estimate.describe(model, batches, corpus, precision)
+    squares, number = _Squares(model, loss, level, reduction, precision), 0
     with eval_mode(model), squares.watching():
         for number, batch in enumerate(batches, 1):
-            _add(estimate, squares, batch, number)
-            if number == 1: _check_finite(estimate, number)
+            if not isinstance(batch, Mapping): raise ValueError(f"batches: batch {number} is no dict of tensors")
+            batch = {k: v.to(squares.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            for part in _samples(model, batch, loss, sample, number): estimate.add(squares(part), _size(part))
+            estimate.by_function = sorted(squares.used)
+            if number == 1: estimate.check_finite()
             if progress is not None: progress(number)
-    if not estimate.n_samples:
-        raise ValueError("batches: no sample with something to predict in them; give at least one")
-    _check_finite(estimate, number)
+    if not estimate.n_samples: raise ValueError("batches: hold no sample with a token to predict; give at least one")
+    estimate.check_finite()
     estimate.sums = {n: s.cpu() for n, s in estimate.sums.items()}
     return estimate
-
-# %% ../nbs/11_fisher.ipynb #c69500fa
-def _add(estimate: "FisherEstimate", squares: "_Squares", batch: dict, number: int) -> None:
-    "Add the squares of the batch of this number, from 1."
-    if not isinstance(batch, Mapping):
-        raise ValueError(f"batches: batch {number} is a {type(batch).__name__}; give TextBatches or an iterable of "
-                         "dicts of tensors, samples first")
-    batch = {k: v.to(squares.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    if squares.loss in ("mlm", "clm"): _check_labels(batch, squares.loss, number)
-    wide = torch.float32 if squares.device.type == "mps" else torch.float64
-    for part in _samples(squares.model, batch, squares.loss, estimate.sample):
-        for n, s in squares(part).items():
-            kept = s.to(wide if estimate.level == "tensor" else s.dtype)
-            estimate.sums[n] = estimate.sums[n].add_(s) if n in estimate.sums else kept
-        estimate.n_samples += _size(part)
-    estimate.by_function = sorted(squares.used)
-
-
-def _check_finite(estimate: "FisherEstimate", number: int) -> None:
-    "Raise a `ValueError` that names the first parameter whose sum is not finite after so many batches."
-    bad = next((n for n, s in estimate.sums.items() if not bool(torch.isfinite(s).all())), None)
-    if bad is None: return
-    raise ValueError(f"model: the squared gradient of {bad} is not finite after batch {number}; weights or losses "
-                     "hold NaN or infinity, or precision is too low")
 
 # %% ../nbs/11_fisher.ipynb #3051806b
 def squared_norms(
@@ -101,15 +80,13 @@ def squared_norms(
     products = lambda a: a @ a.transpose(-1, -2)
     return (products(g) * products(x)).sum((1, 2), dtype=_wide(g)).clamp(min=0)  # gradients that cancel leave rounding
 
-# %% ../nbs/11_fisher.ipynb #fd2cbf30
 def _wide(x: Tensor) -> torch.dtype:
     "Return the dtype in which sums are kept."
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
-# %% ../nbs/11_fisher.ipynb #c8745c0a
+# %% ../nbs/11_fisher.ipynb #d056f27e
 BLOCK = 2**19  # scalars of a block: two of them fit a cache of a few MiB
 
-# %% ../nbs/11_fisher.ipynb #d056f27e
 def add_squares(
     total: Tensor,  # (out, in), added to
     pieces: Sequence[Sequence[tuple[Tensor, Tensor]]],  # for each sample its uses (g (tokens, out), x (tokens, in))
@@ -137,7 +114,6 @@ def _rows_that_occur(uses: list[tuple], padding: int | None) -> tuple[Tensor, Te
     E = torch.zeros(len(pair), g.shape[-1], dtype=_wide(g), device=g.device).index_add_(0, where, g.to(_wide(g)))
     return pair // width, pair % width, E
 
-# %% ../nbs/11_fisher.ipynb #369664b0
 def _dense_rows(pieces, sample: Tensor, row: Tensor, like: Tensor) -> Tensor:
     "Return D at the given rows: the dense gradient of each sample, only where the embedding has one."
     D = torch.zeros_like(like)
@@ -151,24 +127,23 @@ class Tape:
     "Adds up the squared gradients of each sample during one forward and backward pass, by hooks on the modules."
 
     def __init__(self, model: nn.Module, names: dict[int, str], level: str, head: set[nn.Module]):
-        self.names, self.head, self.sums = names, head, _Sums(names, level)
-        self.refused, self.called, self.handles, self.relative, self.undo = set(), set(), [], {}, []
-        self.on = False
+        self.names, self.diagonal, self.head, self.on = names, level == "diagonal", head, False
+        self.called, self.refused, self.handles, self.relative = set(), set(), [], {}
         for module in model.modules():
-            own = any(id(p) in names for p in module.parameters(recurse=False))
-            if own and _kind(module) == "embedding":
+            if not any(id(p) in names for p in module.parameters(recurse=False)): continue
+            if _kind(module) == "embedding":
                 self.handles.append(module.register_forward_pre_hook(self._per_sample_ids))
-            if own and _kind(module): self.handles.append(module.register_forward_hook(self._saw))
-        for module in model.modules(): _copy_relative(self, module)
+            if _kind(module): self.handles.append(module.register_forward_hook(self._saw))
+        for module in model.modules(): self._copy_relative(module)
 
     def start(self, samples: int, counts: Sequence[int]):
         "Begin a batch; counts are the predicted positions of each sample, which the head sees as one row."
         self.samples, self.counts, self.on, self.called = samples, list(counts), True, set()
-        self.sums.clear()
+        self.uses, self.waiting, self.vectors, self.done = defaultdict(list), defaultdict(int), {}, {}
 
     def close(self):
         for handle in self.handles: handle.remove()
-        for module, method in self.undo: delattr(module, method)
+        for module, method in self.relative.values(): delattr(module, method)
 
     def _per_sample_ids(self, module, args):
         "Give each sample its own positions, which come as one row for all, so that gradients stay apart."
@@ -176,42 +151,37 @@ class Tape:
         ids, *rest = args
         if ids.ndim == 2 and ids.shape[0] == 1 < self.samples: return (ids.expand(self.samples, -1), *rest)
 
-    def _saw(self, module, args, output):
-        if self.on and torch.is_grad_enabled(): return _use(self, module, args, output)
-
 # %% ../nbs/11_fisher.ipynb #be58e78a
-def _use(tape: Tape, module: nn.Module, args: tuple, output):
-    "Wait for the gradient of an output, or refuse the module's parameters; return a new output where one is needed."
-    own = [(id(p), p) for p in module.parameters(recurse=False) if id(p) in tape.names]
-    tape.called |= {tape.names[k] for k, _ in own}
-    x = args[0].detach()
-    if module in tape.relative:
-        tape.relative[module] = x
+@patch
+def _saw(self: Tape, module: nn.Module, args: tuple, output):
+    "Wait for the gradient of an output; refuse parameters whose samples cannot be told apart."
+    if not self.on or not torch.is_grad_enabled(): return None
+    own = [(id(p), p) for p in module.parameters(recurse=False) if id(p) in self.names]
+    names, x = {self.names[k] for k, _ in own}, args[0].detach()
+    self.called |= names
+    if module in self.relative:
+        self.buckets = x  # of relative positions, which _copy_relative waits for
         return None
-    sizes = _row_counts(tape, module, x[..., None] if _kind(module) == "embedding" else x)
+    sizes = self._row_counts(module, x[..., None] if _kind(module) == "embedding" else x)
     if sizes is None:
-        tape.refused |= {tape.names[k] for k, _ in own}
+        self.refused |= names
         return None
     leaf = output if output.requires_grad else output.detach().requires_grad_()
-    tape.sums.expect(own)
-    leaf.register_hook(lambda g: tape.sums.add(module, x, g.detach(), sizes, own))
+    self._wait(leaf, module, x, sizes, own)
     return output if leaf is output else leaf.clone()
 
-# %% ../nbs/11_fisher.ipynb #007163de
-def _row_counts(tape: Tape, module: nn.Module, x: Tensor) -> list[int] | None:
+@patch
+def _row_counts(self: Tape, module: nn.Module, x: Tensor) -> list[int] | None:
     "Return the rows of each sample in the flattened input; None if they cannot be told apart."
-    if module in tape.head and tape.samples > 1 and x.shape[:-1] == (1, sum(tape.counts)): return tape.counts
-    if x.ndim >= 2 and x.shape[0] == tape.samples: return [x[0, ..., 0].numel()] * tape.samples
+    if module in self.head and self.samples > 1 and x.shape[:-1] == (1, sum(self.counts)): return self.counts
+    if x.ndim >= 2 and x.shape[0] == self.samples: return [x[0, ..., 0].numel()] * self.samples
     return None
 
-# %% ../nbs/11_fisher.ipynb #c4bf693a
-def _normalised(module: nn.Module, x: Tensor) -> Tensor:
-    "Return the input of a norm's scale."
-    if isinstance(module, nn.LayerNorm): return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
-    known = (getattr(module, n, None) for n in ("eps", "variance_epsilon"))
-    eps = next((e for e in known if e is not None), torch.finfo(x.dtype).eps)
-    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    return x * torch.rsqrt(x.to(_wide(x)).pow(2).mean(-1, keepdim=True) + eps)
+@patch
+def _wait(self: Tape, leaf: Tensor, module, x: Tensor, sizes: list[int], own, to_rows: Callable = lambda g: g):
+    "Take the gradient of this use when it arrives; a matrix waits for all its uses."
+    for k, p in own: self.waiting[k] += p.ndim == 2
+    leaf.register_hook(lambda g: self._add(module, x, to_rows(g.detach()), sizes, own))
 
 # %% ../nbs/11_fisher.ipynb #d77105a3
 def _kind(module: nn.Module) -> str | None:
@@ -225,43 +195,41 @@ def _kind(module: nn.Module) -> str | None:
     rms, weight = type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")), getattr(module, "weight", None)
     return "norm" if rms and weight is not None and weight.ndim == 1 else None
 
+def _normalised(module: nn.Module, x: Tensor) -> Tensor:
+    "Return the input of a norm's scale."
+    if isinstance(module, nn.LayerNorm): return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
+    known = (getattr(module, n, None) for n in ("eps", "variance_epsilon"))
+    eps = next((e for e in known if e is not None), torch.finfo(x.dtype).eps)
+    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x * torch.rsqrt(x.to(_wide(x)).pow(2).mean(-1, keepdim=True) + eps)
+
 # %% ../nbs/11_fisher.ipynb #6deb201d
-class _Sums:
-    "Keeps the uses of a weight until all their gradients are there, then adds its squares."
+@patch
+def _add(self: Tape, module, x: Tensor, g: Tensor, sizes: list[int], own: Sequence[tuple[int, Tensor]]):
+    "Take the gradient of one use: a matrix waits for its other uses, the gradients of a vector add up."
+    kind = _kind(module)
+    if kind != "embedding": x = x.reshape(-1, x.shape[-1])
+    g = g.reshape(-1, g.shape[-1])
+    for k, p in own:
+        if p.ndim == 2:
+            a, b = (x, g) if kind == "transposed" else (g, x)
+            self.uses[k].append((kind, a, b, sizes, getattr(module, "padding_idx", None)))
+            self.waiting[k] -= 1
+            if not self.waiting[k]: self.done[self.names[k]] = _matrix(self.uses.pop(k), p, self.diagonal)
+        else:
+            v = g if kind != "norm" or p is getattr(module, "bias", None) else g * _normalised(module, x)
+            v = _sum_rows(v, sizes)
+            self.vectors[k] = self.vectors[k] + v if k in self.vectors else v
 
-    def __init__(self, names: dict[int, str], level: str):
-        self.names, self.diagonal = names, level == "diagonal"
-        self.clear()
-
-    def clear(self): self.uses, self.waiting, self.vectors, self.done = defaultdict(list), defaultdict(int), {}, {}
-
-    def expect(self, own: Sequence[tuple[int, Tensor]]):
-        for k, p in own: self.waiting[k] += p.ndim == 2
-
-    def add(self, module, x: Tensor, g: Tensor, sizes: list[int], own: Sequence[tuple[int, Tensor]]):
-        "Take the gradient of one use: a matrix waits for its other uses, the gradients of a vector add up."
-        kind = _kind(module)
-        if kind != "embedding": x = x.reshape(-1, x.shape[-1])
-        g = g.reshape(-1, g.shape[-1])
-        for k, p in own:
-            if p.ndim == 2:
-                a, b = (x, g) if kind == "transposed" else (g, x)
-                self.uses[k].append((kind, a, b, sizes, getattr(module, "padding_idx", None)))
-                self.waiting[k] -= 1
-                if not self.waiting[k]: self.done[self.names[k]] = _matrix(self.uses.pop(k), p, self.diagonal)
-            else:
-                v = g if kind != "norm" or p is getattr(module, "bias", None) else g * _normalised(module, x)
-                v = _sum_rows(v, sizes)
-                self.vectors[k] = self.vectors[k] + v if k in self.vectors else v
-
-    def result(self, parameters: dict[int, Tensor]) -> dict[str, Tensor]:
-        "Return the sums over the samples of this batch, by name; parameters that were not used are left out."
-        for k, uses in self.uses.items(): self.done[self.names[k]] = _matrix(uses, parameters[k], self.diagonal)
-        for k, v in self.vectors.items():
-            self.done[self.names[k]] = v.square().sum(0) if self.diagonal else v.square().sum()
-        done = self.done
-        self.clear()
-        return done
+@patch
+def result(self: Tape, parameters: dict[int, Tensor]) -> dict[str, Tensor]:
+    "Return the sums over the samples of this batch, by name; parameters that were not used are left out."
+    for k, uses in self.uses.items(): self.done[self.names[k]] = _matrix(uses, parameters[k], self.diagonal)
+    for k, v in self.vectors.items():
+        self.done[self.names[k]] = v.square().sum(0) if self.diagonal else v.square().sum()
+    done, self.on = self.done, False
+    self.uses, self.vectors, self.done = {}, {}, {}
+    return done
 
 # %% ../nbs/11_fisher.ipynb #fb33bc5f
 def _matrix(uses: list[tuple], p: Tensor, diagonal: bool) -> Tensor:
@@ -279,13 +247,6 @@ def _matrix(uses: list[tuple], p: Tensor, diagonal: bool) -> Tensor:
     extra = E * (E + 2 * _dense_rows(pieces, sample, row, E) if dense else E)
     return total.index_add_(0, row, extra.to(total.dtype)) if diagonal else total.add_(extra.sum())
 
-# %% ../nbs/11_fisher.ipynb #ba5d56c0
-def _sum_rows(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    "Return the sum over the rows of each sample, (batch, n)."
-    if len(set(sizes)) == 1: return x.view(len(sizes), -1, x.shape[-1]).sum(1, dtype=_wide(x))
-    return torch.stack([part.sum(0, dtype=_wide(x)) for part in x.split(list(sizes))])
-
-# %% ../nbs/11_fisher.ipynb #d4c9bc6f
 def _norms(dense, pieces) -> Tensor:
     "Return the sum over samples of the squared norm of the weight gradient."
     if len(dense) == 1 and len(set(dense[0][3])) == 1:
@@ -294,25 +255,29 @@ def _norms(dense, pieces) -> Tensor:
     together = [tuple(torch.cat(side) for side in zip(*uses)) for uses in pieces]
     return torch.stack([squared_norms(g[None], x[None])[0] for g, x in together]).sum()
 
+def _sum_rows(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    "Return the sum over the rows of each sample, (batch, n)."
+    if len(set(sizes)) == 1: return x.view(len(sizes), -1, x.shape[-1]).sum(1, dtype=_wide(x))
+    return torch.stack([part.sum(0, dtype=_wide(x)) for part in x.split(list(sizes))])
+
 # %% ../nbs/11_fisher.ipynb #6737b543
-def _copy_relative(tape: Tape, module: nn.Module) -> None:
+@patch
+def _copy_relative(self: Tape, module: nn.Module) -> None:
     "Give each sample its own copy of the relative positions, which T5 and MPNet add as one table to all samples."
     table, names = getattr(module, "relative_attention_bias", None), ("compute_bias", "compute_position_bias")
-    method = next((n for n in names if callable(getattr(module, n, None))), None)
-    if not isinstance(table, nn.Embedding) or method is None or id(table.weight) not in tape.names: return
-    original, tape.relative[table] = getattr(module, method), None
+    method = next((n for n in names if hasattr(module, n)), None)
+    if not isinstance(table, nn.Embedding) or method is None or id(table.weight) not in self.names: return
+    original, self.relative[table] = getattr(module, method), (module, method)
 
     def compute(*args, **kwargs):
         bias = original(*args, **kwargs)
-        if not tape.on or not torch.is_grad_enabled() or bias.ndim != 4: return bias
-        leaf = bias.detach().expand(tape.samples, *bias.shape[1:]).clone().requires_grad_()
-        rows, own, n = tape.relative[table].reshape(-1), [(id(table.weight), table.weight)], tape.samples
-        tape.sums.expect(own)
-        leaf.register_hook(lambda g: tape.sums.add(
-            table, rows.repeat(n), g.detach().permute(0, 2, 3, 1), [len(rows)] * n, own))
+        if not self.on or not torch.is_grad_enabled(): return bias
+        leaf, n = bias.detach().expand(self.samples, *bias.shape[1:]).clone().requires_grad_(), self.samples
+        rows = self.buckets.reshape(-1)
+        self._wait(leaf, table, rows.repeat(n), [len(rows)] * n, [(id(table.weight), table.weight)],
+                   lambda g: g.permute(0, 2, 3, 1))
         return leaf
     setattr(module, method, compute)
-    tape.undo.append((module, method))
 
 # %% ../nbs/11_fisher.ipynb #7e9916c6
 TAPED = set(  # model types that the tests compare with autograd, parameter by parameter
@@ -320,15 +285,15 @@ TAPED = set(  # model types that the tests compare with autograd, parameter by p
 _WITHOUT_SAMPLES = re.compile(r"rel_embeddings\.|encoder\.LayerNorm\.")  # a table of DeBERTa, and its norm
 
 
-class _Ways:
-    "The two ways to the squares of a batch: the tape, and autograd for the parameters in `by_function`."
+class _Squares:
+    "Squared gradients of one batch after another: by the tape, and by autograd for the parameters in `by_function`."
 
     def __init__(self, model, loss, level, reduction, precision):
         self.model, self.loss, self.level, self.reduction, self.precision = model, loss, level, reduction, precision
         self.parameters = {n: p for n, p in named_weights(model).items() if p.requires_grad}
         if not self.parameters:
             raise ValueError("model: no parameter requires a gradient; call model.requires_grad_(True)")
-        self.device, self.checked, self.used = next(iter(self.parameters.values())).device, False, set()
+        self.device, self.first, self.used = next(iter(self.parameters.values())).device, True, set()
         known = {id(p) for m in model.modules() if _kind(m) for p in m.parameters(recurse=False)}
         known -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and not _kind(m)}
         taped = not callable(loss) and getattr(getattr(model, "config", None), "model_type", "") in TAPED
@@ -337,86 +302,56 @@ class _Ways:
 
     @contextmanager
     def watching(self):
-        "Hang the hooks of the tape on the model within the context."
-        head = set() if callable(self.loss) else _head(self.model, self.loss)
-        self.tape = Tape(self.model, {id(p): n for n, p in self.parameters.items()}, self.level, head)
+        "Put the hooks of the tape on the model within the context."
+        self.tape = Tape(self.model, {id(p): n for n, p in self.parameters.items()}, self.level, self._head())
         try: yield
         finally: self.tape.close()
 
+    def _head(self) -> set[nn.Module]:
+        "Return the modules that see the predicted positions only: all outside the body and, for seq2seq, the encoder."
+        body = None if callable(self.loss) else head_input(self.model, self.loss)
+        if body is None: return set()
+        encoder = self.model.get_encoder().modules() if self.loss == "seq2seq" else ()
+        return set(self.model.modules()) - set(body.modules()) - set(encoder)
+
 # %% ../nbs/11_fisher.ipynb #passes01
-class _Passes(_Ways):
-    "The passes over a batch."
+@patch
+def __call__(self: _Squares, batch: dict) -> dict[str, Tensor]:
+    "Return the sums over the samples of a batch, by parameter name; warn in the first one if autograd computes some."
+    with torch.autocast(self.device.type, enabled=False):  # whatever the caller has
+        if self.first: self.check_alone(batch)
+        sums, idle = self.taped(batch) if len(self.by_function) < len(self.parameters) else ({}, set())
+        late = self.by_function - idle
+        if late and self.first:
+            warnings.warn(f"{len(late)} parameters are left to autograd, sample by sample, which is slow: "
+                          f"{', '.join(sorted(late)[:3])}{' ...' if len(late) > 3 else ''}")
+        self.used, self.first = self.used | late, False
+        some = {n: p for n, p in self.parameters.items() if n in late}
+        sums = {n: s for n, s in sums.items() if n not in late}
+        with _asking(self.parameters, late): sums |= squares_by_function(self.losses, some, batch, self.level)
+    return {n: sums[n] if n in sums else _zeros(p, self.level) for n, p in self.parameters.items()}
 
-    def losses(self, batch: dict) -> Tensor:
-        "Return the loss of each sample, (batch,)."
-        half = self.precision == "bf16"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False):  # no copy stays
-            values = sample_losses(self.model, batch, self.loss, self.reduction)
-        if values.shape == (n := _size(batch),): return values
-        raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
+@patch
+def losses(self: _Squares, batch: dict) -> Tensor:
+    "Return the loss of each sample, (batch,)."
+    half = self.precision == "bf16"
+    with torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False):  # no copy stays
+        values = sample_losses(self.model, batch, self.loss, self.reduction)
+    if values.shape == (n := _size(batch),): return values
+    raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
 
-    def taped(self, batch: dict) -> tuple[dict[str, Tensor], set[str]]:
-        "Return the sums by one forward and backward pass, and what in `by_function` the loss does not depend on."
-        n, tape, asked = _size(batch), self.tape, set(self.by_function)
-        with _asking(self.parameters, asked):  # to see whether the loss depends on them
-            try:
-                tape.start(n, predicted_positions(batch, self.loss)[0].bincount(minlength=n).tolist())
-                with torch.enable_grad(): self.losses(batch).sum().backward()
-            finally: tape.on = False
-            idle = {n for n in asked if self.parameters[n].grad is None}
-        self.by_function |= tape.refused | (self.parameters.keys() - tape.called)
-        return tape.sums.result({id(p): p for p in self.parameters.values()}), idle
-
-    def functional(self, names: Set[str], batch: dict) -> dict[str, Tensor]:
-        "Return the sums of the named parameters by autograd, sample by sample."
-        some = {n: p for n, p in self.parameters.items() if n in names}
-        if not some: return {}
-        with _asking(self.parameters, names): return squares_by_function(self.losses, some, batch, self.level)
-
-# %% ../nbs/11_fisher.ipynb #c062af72
-class _Squares(_Passes):
-    "Squared gradients of one batch after another, and the names of what autograd computed."
-
-    def __call__(self, batch: dict) -> dict[str, Tensor]:
-        "Return the sums over the samples of a batch, by parameter name."
-        with torch.autocast(self.device.type, enabled=False):  # whatever the caller has
-            if not self.checked: _check_alone(self, batch)
-            sums, idle = {}, set()
-            if len(self.by_function) < len(self.parameters): sums, idle = self.taped(batch)
-            late = self.by_function - idle
-            self._tell(late)
-            sums = {n: s for n, s in sums.items() if n not in late} | self.functional(late, batch)
-        return {n: sums[n] if n in sums else _zeros(p, self.level) for n, p in self.parameters.items()}
-
-    def _tell(self, late: set[str]):
-        "Note the parameters that autograd computes; warn in the first batch."
-        self.used |= late
-        some = f"{', '.join(sorted(late)[:3])}{' ...' if len(late) > 3 else ''}"
-        if late and not self.checked:
-            warnings.warn(f"{len(late)} parameters are left to autograd, sample by sample, which is slow: {some}")
-        self.checked = True
-
-# %% ../nbs/11_fisher.ipynb #b0409323
-@contextmanager
-def _asking(parameters: dict[str, Tensor], names: Set[str]):
-    "Let the named parameters alone ask for a gradient within the context; none has one at its begin."
-    kept = {n: p.grad for n, p in parameters.items()}
-    for n, p in parameters.items(): p.grad, p.requires_grad = None, n in names
-    try: yield
-    finally:
-        for n, p in parameters.items(): p.grad, p.requires_grad = kept[n], True
-
-# %% ../nbs/11_fisher.ipynb #51bfdb0b
-def _head(model: nn.Module, loss: str | Callable) -> set[nn.Module]:
-    "Return the modules that see the predicted positions only: all outside the body and, for seq2seq, the encoder."
-    body = None if callable(loss) else head_input(model, loss)
-    if body is None: return set()
-    encoder = model.get_encoder().modules() if loss == "seq2seq" else ()
-    return set(model.modules()) - set(body.modules()) - set(encoder)
-
-# %% ../nbs/11_fisher.ipynb #633f0b25
-def _zeros(p: Tensor, level: str) -> Tensor:
-    return torch.zeros(p.shape if level == "diagonal" else (), dtype=_wide(p), device=p.device)
+@patch
+def taped(self: _Squares, batch: dict) -> tuple[dict[str, Tensor], set[str]]:
+    "Return the sums by one forward and backward pass, and what in `by_function` the loss does not depend on."
+    n, tape, asked = _size(batch), self.tape, set(self.by_function)
+    with _asking(self.parameters, asked):  # to see whether the loss depends on them
+        tape.start(n, predicted_positions(batch, self.loss)[0].bincount(minlength=n).tolist())
+        try:
+            with torch.enable_grad(): self.losses(batch).sum().backward()
+        finally: tape.on = False
+        idle = {n for n in asked if self.parameters[n].grad is None}
+    self.by_function |= self.parameters.keys() - (tape.called - tape.refused)
+    return tape.result({id(p): p for p in self.parameters.values()}), idle
 
 # %% ../nbs/11_fisher.ipynb #c804ea47
 def squares_by_function(
@@ -427,7 +362,7 @@ def squares_by_function(
 ) -> dict[str, Tensor]:
     "Return sums of squared gradients by autograd, one sample at a time: right for any model."
     total = {n: _zeros(p, level) for n, p in parameters.items()}
-    for i in range(_size(batch)):
+    for i in range(_size(batch)) if parameters else ():
         with torch.enable_grad(): loss = losses(_pick(batch, [i]))[0]
         if not loss.requires_grad: continue  # this sample's loss depends on none of them
         for n, g in zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)):
@@ -436,66 +371,47 @@ def squares_by_function(
             total[n] += square if level == "diagonal" else square.sum()
     return total
 
-# %% ../nbs/11_fisher.ipynb #e4058741
+def _zeros(p: Tensor, level: str) -> Tensor:
+    return torch.zeros(p.shape if level == "diagonal" else (), dtype=_wide(p), device=p.device)
+
+def _size(batch: dict) -> int:
+    "Return the number of samples."
+    names = [n for n in ("labels", "input_ids", *batch) if isinstance(batch.get(n), Tensor) and batch[n].ndim]
+    if not names: raise ValueError("batches: a batch holds no tensor; give dicts of tensors with the samples first")
+    return len(batch[names[0]])
+
 def _pick(batch: dict, rows: Sequence[int]) -> dict:
-    "Return some rows of a batch."
     n = _size(batch)
     return {k: v[list(rows)] if isinstance(v, Tensor) and v.ndim and len(v) == n else v for k, v in batch.items()}
 
-# %% ../nbs/11_fisher.ipynb #00590c77
-def _size(batch: dict) -> int:
-    "Return the number of samples. `ValueError` for a batch without tensors."
-    sizes = {k: len(v) for k, v in batch.items() if isinstance(v, Tensor) and v.ndim}
-    named = [n for k, n in sizes.items() if k in ("labels", "input_ids")] or list(sizes.values())
-    if named: return named[0]
-    raise ValueError("batches: a batch holds no tensor; give dicts of tensors with the samples first")
+@contextmanager
+def _asking(parameters: dict[str, Tensor], names: Set[str]) -> Iterator[None]:
+    "Let the named parameters alone ask for a gradient within the context; none has one at its begin."
+    kept = {n: p.grad for n, p in parameters.items()}
+    for n, p in parameters.items(): p.grad, p.requires_grad = None, n in names
+    try: yield
+    finally:
+        for n, p in parameters.items(): p.grad, p.requires_grad = kept[n], True
 
 # %% ../nbs/11_fisher.ipynb #78ae49ab
-def _check_alone(squares: _Squares, batch: dict) -> None:
+@patch
+def check_alone(self: _Squares, batch: dict) -> None:
     "Raise a `ValueError` for a loss without a graph, and for one of a sample that changes with its batch."
     two = _pick(batch, [0, _size(batch) - 1])
-    with torch.enable_grad(): together = squares.losses(two)
+    with torch.enable_grad(): together = self.losses(two)
     if not together.requires_grad:
         raise ValueError("loss: depends on no parameter that requires a gradient; compute it without torch.no_grad(), "
                          "detach() and torch.inference_mode(), or call model.requires_grad_(True)")
-    with torch.no_grad(): alone = torch.cat([squares.losses(_pick(two, [i])) for i in range(2)])
-    coarse = squares.precision == "bf16" or together.dtype.itemsize < 4
-    rtol = 0.05 if coarse or next(iter(squares.parameters.values())).dtype.itemsize < 4 else 1e-3
+    with torch.no_grad(): alone = torch.cat([self.losses(_pick(two, [i])) for i in range(2)])
+    coarse = self.precision == "bf16" or any(p.itemsize < 4 for p in (together, *self.parameters.values()))
+    rtol = 0.05 if coarse else 1e-3
     if torch.allclose(together.double(), alone.double(), rtol=rtol, atol=1e-4, equal_nan=True): return
     raise ValueError("loss: the loss of a sample depends on the other samples of its batch, or differs from call to "
                      "call; give a loss that treats each sample alone, and take off noise that eval() leaves on")
 
-# %% ../nbs/11_fisher.ipynb #73f0cde0
-class _File:
-    "Writing and reading of an estimate."
-
-    def save(self, folder: str | Path) -> Path:
-        "Write the tensors, under a name from their content, then fisher.json that names them; its path is returned."
-        file, content = Path(folder) / "fisher.json", save({k: v.contiguous() for k, v in self.sums.items()})
-        name = f"fisher-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-        write_atomically(file.parent / name, content)
-        about = {k: v for k, v in vars(self).items() if k != "sums"}
-        write_atomically(file, json.dumps(about | {"unit": self.unit, "tensors": name, "schema": 1}, indent=1) + "\n")
-        return file
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "FisherEstimate":
-        "Return the estimate in a folder, or in the fisher.json of one. `ValueError` if there is none."
-        path = Path(folder) if Path(folder).is_file() else Path(folder) / "fisher.json"
-        if not path.is_file():
-            raise ValueError(f"folder: {str(folder)!r} holds no fisher.json; give one that FisherEstimate.save wrote")
-        try:
-            about = from_json(read_text(path))
-            sums = load_file(path.parent / about["tensors"])
-            known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
-            return FisherEstimate(sums={n: sums[n] for n in about["numel"] if n in sums}, **known)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
-            why = f"holds no complete estimate ({error}); compute it again"
-            raise ValueError(f"folder: {str(folder)!r} {why}") from None
-
 # %% ../nbs/11_fisher.ipynb #4264aa4d
 @dataclass
-class FisherEstimate(_File):
+class FisherEstimate:
     "Sums over samples of squared gradients, with all that is needed to trust them."
     sums: dict[str, Tensor]  # parameter name -> 0-d (level tensor) or the parameter's shape (diagonal)
     n_samples: int
@@ -513,20 +429,31 @@ class FisherEstimate(_File):
     @property
     def unit(self) -> str:
         "What the numbers are."
-        if self.reduction == "own":
-            return f"sum over samples of the squared gradient of what {self.loss} gives for a sample"
-        return (f"sum over samples of the squared gradient of the {self.reduction} loss of a {self.sample} "
-                "(nats squared per squared weight)")
+        what = f"the {self.reduction} loss of a {self.sample} (nats squared per squared weight)"
+        if self.reduction == "own": what = f"what {self.loss} gives for a sample"
+        return f"sum over samples of the squared gradient of {what}"
 
     def mean(self) -> dict[str, Tensor]:
         "Return the mean over the samples: the empirical Fisher per scalar, or its trace over a tensor."
-        if not self.n_samples: raise ValueError("n_samples: the estimate is empty; nothing was summed")
         return {n: s / self.n_samples for n, s in self.sums.items()}
 
     def scores(self) -> dict[str, float]:
         "Return the mean over samples and over the scalars of each tensor: the tensor score of the released code."
-        n_samples = max(self.n_samples, 1)
-        return {n: float(s.sum(dtype=torch.float64)) / self.numel[n] / n_samples for n, s in self.sums.items()}
+        totals = {n: float(s.sum(dtype=torch.float64)) for n, s in self.sums.items()}
+        return {n: total / self.numel[n] / max(self.n_samples, 1) for n, total in totals.items()}
+
+# %% ../nbs/11_fisher.ipynb #f15e0001
+@patch(cls_method=True)
+def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
+    "Return the estimate in a folder, or in the fisher.json of one. Raises `ValueError` if there is none."
+    path = Path(folder) if Path(folder).is_file() else Path(folder) / "fisher.json"
+    try:
+        about = from_json(read_text(path))
+        sums = tensor_files.load_file(path.parent / about["tensors"])
+        known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
+        return FisherEstimate(sums={n: sums[n] for n in about["numel"] if n in sums}, **known)
+    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+        raise ValueError(f"folder: {str(folder)!r} holds no complete estimate ({error}); compute it again") from None
 
 # %% ../nbs/11_fisher.ipynb #c15217da
 def model_fingerprint(
@@ -540,60 +467,76 @@ def model_fingerprint(
     return digest.hexdigest()
 
 # %% ../nbs/11_fisher.ipynb #2485f47f
-def _empty(model, level, loss, reduction, sample, precision, batches, corpus) -> FisherEstimate:
-    "Return an estimate of nothing yet, with all that is known before the first batch."
-    numel = {n: p.numel() for n, p in named_weights(model).items() if p.requires_grad}
-    own = getattr(loss, "__qualname__", type(loss).__name__)  # of an object
-    name = getattr(loss, "__name__", own) if callable(loss) else loss
+@patch
+def describe(self: FisherEstimate, model, batches, corpus: dict | None, precision: str):
+    "Note what is known before the first batch."
+    self.numel = {n: p.numel() for n, p in named_weights(model).items() if p.requires_grad}
     source = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-    about = batches.describe() if isinstance(batches, TextBatches) else corpus or {}
-    return FisherEstimate({}, 0, level, name, "own" if callable(loss) else reduction, sample, numel,
-                          Path(source).name, model_fingerprint(model), [about], precision)
+    self.model, self.fingerprint, self.precision = Path(source).name, model_fingerprint(model), precision
+    self.corpora = [batches.describe() if isinstance(batches, TextBatches) else corpus or {}]
+
+@patch
+def add(self: FisherEstimate, squares: dict[str, Tensor], samples: int):
+    "Add the sums over some samples; those by tensor are kept in float64, where the device has it."
+    for n, s in squares.items():
+        if n in self.sums: self.sums[n] = self.sums[n].add_(s)
+        elif self.level == "diagonal": self.sums[n] = s
+        else: self.sums[n] = s.to(torch.float32 if s.device.type == "mps" else torch.float64)
+    self.n_samples += samples
+
+@patch
+def check_finite(self: FisherEstimate) -> None:
+    bad = next((n for n, s in self.sums.items() if not bool(torch.isfinite(s).all())), None)
+    if bad is None: return
+    raise ValueError(f"model: the squared gradient of {bad} is not finite; weights or losses hold NaN or infinity, "
+                     "or precision is too low")
+
+@patch
+def save(self: FisherEstimate, folder: str | Path) -> Path:
+    "Write the tensors, under a name from their content, then fisher.json that names them, and return its path."
+    file, content = Path(folder) / "fisher.json", tensor_files.save({k: v.contiguous() for k, v in self.sums.items()})
+    name = f"fisher-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    write_atomically(file.parent / name, content)
+    about = {k: v for k, v in vars(self).items() if k != "sums"}
+    write_atomically(file, json.dumps(about | {"unit": self.unit, "tensors": name, "schema": 1}, indent=1) + "\n")
+    return file
 
 # %% ../nbs/11_fisher.ipynb #d7e7eafc
-def _samples(model: nn.Module, batch: dict, loss, sample: str) -> Iterable[dict]:
-    "Return the samples of a batch: its sequences that have a label, or its positions."
-    if not callable(loss):
-        rows = predicted_positions(batch, loss)[0].unique()
-        if len(rows) < _size(batch): batch = _pick(batch, rows.tolist())
-        if not len(rows): return []
-    return [batch] if sample == "sequence" else _single_positions(model, batch, loss)
-
-# %% ../nbs/11_fisher.ipynb #54c2cfc1
-def _single_positions(model: nn.Module, batch: dict, loss: str) -> Iterable[dict]:
-    "Yield the batch with every predicted position as a sample of its own."
+def _samples(model: nn.Module, batch: dict, loss, sample: str, number: int) -> Iterator[dict]:
+    "Yield the samples of a batch: its sequences that have a label, or its positions."
+    if callable(loss):
+        yield batch
+        return
+    _check_labels(batch, loss, number)
     row, column, _ = predicted_positions(batch, loss)
-    labels = batch["labels"]
+    labels, rows = batch["labels"], row.unique()
+    if sample == "sequence" and len(rows): yield _pick(batch, rows.tolist()) if len(rows) < len(labels) else batch
+    if sample == "sequence": return
     if loss == "seq2seq": batch = {"decoder_input_ids": decoder_inputs(model, labels)} | batch
-    for r, c in zip(row.split(_size(batch)), column.split(_size(batch))):
+    for r, c in zip(row.split(len(rows)), column.split(len(rows))):
         one, at = torch.full_like(labels[r], -100), torch.arange(len(r), device=r.device)
         one[at, c] = labels[r, c]
         yield _pick(batch, r.tolist()) | {"labels": one}
 
 # %% ../nbs/11_fisher.ipynb #f4b72e90
-def _check_labels(batch: dict, loss: str | Callable, number: int):
+def _check_labels(batch: dict, loss: str, number: int):
     "Raise a `ValueError` for labels that were made for the other of the two losses, mlm and clm."
-    tensor = lambda name: batch[name] if isinstance(batch.get(name), Tensor) else None
-    ids, labels, mask = map(tensor, ("input_ids", "labels", "attention_mask"))
-    if ids is None or labels is None or ids.shape != labels.shape: return
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.shape != ids.shape else mask != 0
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    if loss == "seq2seq" or labels is None or getattr(ids, "shape", None) != labels.shape: return
+    real = batch.get("attention_mask", torch.ones_like(ids)) != 0
     same, asked = (labels == ids)[real], (labels != -100)[real]
-    if loss == "clm" and (asked & ~same).any(): found = "labels other than its input_ids, as a masked model needs"
-    elif loss == "mlm" and len(same) > 1 and same.all(): found = "its input_ids as labels, as a causal model needs"
-    else: return
-    collator = f"DataCollatorForLanguageModeling(tokenizer, mlm={loss == 'mlm'})"
-    raise ValueError(f"batches: batch {number} has {found}, but the loss is {loss!r}; "
-                     f"give TextBatches(..., loss={loss!r}), {collator} or a function as loss")
+    wrong = (asked & ~same).any() if loss == "clm" else len(same) > 1 and same.all()
+    if wrong: raise ValueError(f"batches: the labels of batch {number} are not those of {loss!r}; give "
+                               f"TextBatches(..., loss={loss!r}), or DataCollatorForLanguageModeling(tokenizer, "
+                               f"mlm={loss == 'mlm'})")
 
-# %% ../nbs/11_fisher.ipynb #c144b720
 def _loss_for(model, batches, loss: str | Callable | None) -> str | Callable:
     "Return the loss, by default that of the batches or the model's class. `ValueError` if unknown or unfit for either."
     made, known = batches.loss if isinstance(batches, TextBatches) else None, model_losses(model)
     if loss is None: loss = made or (known[0] if len(known) == 1 or "seq2seq" in known else None)
     if loss is None:
-        remedy = " or ".join(f"loss={n!r}" for n in known or LOSSES)
-        raise ValueError(f"loss: the class {type(model).__name__} does not tell it; give {remedy}, "
-                         "or a function (model, batch) -> losses of shape (batch,)")
+        raise ValueError(f"loss: the class {type(model).__name__} does not tell it; give loss='mlm' or another of "
+                         f"{', '.join(LOSSES)}, or a function (model, batch) -> losses of shape (batch,)")
     if callable(loss): return loss
     one_of("loss", loss, LOSSES, also="a function of model and batch")
     if made and loss != made:
@@ -612,8 +555,7 @@ def _check(model, batches, level, reduction, sample, precision, loss):
     one_of("sample", sample, ("sequence", "position"))
     one_of("precision", precision, ("fp32", "bf16"))
     if callable(loss) and (reduction != "mean" or sample == "position"):
-        raise ValueError(f"loss: a function decides for itself; reduction={reduction!r} and sample={sample!r} are for "
-                         "the named losses")
+        raise ValueError("loss: a function decides for itself; reduction and sample are for the named losses")
     if sample == "position" and loss == "clm":
         raise ValueError("sample: 'position' is for mlm and seq2seq; a causal model predicts all positions in one pass")
     if isinstance(batches, (Mapping, str, Tensor)) or not isinstance(batches, Iterable):
@@ -621,6 +563,9 @@ def _check(model, batches, level, reduction, sample, precision, loss):
                          "tensors, for a single batch [batch]")
     if any(hasattr(vars(m).get("forward"), "groups") for m in model.modules()):
         raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
+
+def _name(loss: str | Callable) -> str:
+    return getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
 
 # %% ../nbs/11_fisher.ipynb #8cab9906
 def agreement(
@@ -632,23 +577,17 @@ def agreement(
 
     Mean and standard deviation over tensors of Pearson and Spearman correlation, of the mean absolute difference of the
     entries scaled to each estimate's largest, and of the overlap of the two top sets. Sharma et al. 2024, Table 1, as
-    far as its columns could be identified. `ValueError` for estimates of different models or without a diagonal.
+    far as its columns could be identified. Raises `ValueError` for estimates of different models or without a diagonal.
     """
-    _check_alike(part, full)
     if not top or not all(0 < t <= 100 for t in top): raise ValueError(f"top: {top}; need per cent in (0, 100]")
+    for name, e in (("part", part), ("full", full)):
+        if e.level != "diagonal": raise ValueError(f"{name}: level is {e.level!r}; agreement needs level='diagonal'")
+    for key in ("fingerprint", "loss", "reduction", "sample", "numel"):
+        if getattr(part, key) == getattr(full, key): continue
+        raise ValueError(f"part: has another {key} than full, so their entries cannot be compared")
     a, b = part.mean(), full.mean()
     tensors = [_agreement(a[n].flatten(), b[n].flatten(), sorted(top, reverse=True)) for n in b]
     return [_summary(t, [r[t] for r in tensors if t in r]) for t in top]
-
-# %% ../nbs/11_fisher.ipynb #ee86da67
-def _summary(top: float, found: list[dict]) -> dict:
-    "Return mean and standard deviation of each measure over the tensors."
-    row = {"top": top, "tensors": len(found), "pairs": sum(r["entries"] == 2 for r in found)}
-    for m in ("pearson", "spearman", "difference", "overlap"):
-        values = [r[m] for r in found if np.isfinite(r[m])]
-        row |= {m: float(np.mean(values)) if values else None,
-                f"{m}_sd": float(np.std(values, ddof=1)) if len(values) > 1 else None}
-    return row
 
 # %% ../nbs/11_fisher.ipynb #177f968e
 def _agreement(a: Tensor, b: Tensor, top: Sequence[float]) -> dict:
@@ -668,14 +607,14 @@ def _agreement(a: Tensor, b: Tensor, top: Sequence[float]) -> dict:
                    "overlap": len(np.intersect1d(at[:k], chosen[:k][some[chosen[:k]]], assume_unique=True)) / k}
     return rows
 
-# %% ../nbs/11_fisher.ipynb #f311c195
-def _check_alike(part: FisherEstimate, full: FisherEstimate):
-    "Raise a `ValueError` for estimates of different models or without a diagonal."
-    for name, e in (("part", part), ("full", full)):
-        if e.level != "diagonal": raise ValueError(f"{name}: level is {e.level!r}; agreement needs level='diagonal'")
-    for key in ("fingerprint", "loss", "reduction", "sample", "numel"):
-        if getattr(part, key) != getattr(full, key):
-            raise ValueError(f"part: has another {key} than full, so their entries are not alike")
+def _summary(top: float, found: list[dict]) -> dict:
+    "Return mean and standard deviation of each measure over the tensors."
+    row = {"top": top, "tensors": len(found), "pairs": sum(r["entries"] == 2 for r in found)}
+    for m in ("pearson", "spearman", "difference", "overlap"):
+        values = [r[m] for r in found if np.isfinite(r[m])]
+        row |= {m: float(np.mean(values)) if values else None,
+                f"{m}_sd": float(np.std(values, ddof=1)) if len(values) > 1 else None}
+    return row
 
 # %% ../nbs/11_fisher.ipynb #1bbe2503
 def load_scores(
@@ -686,18 +625,17 @@ def load_scores(
 
 # %% ../nbs/11_fisher.ipynb #1bbe2504
 def scores_and_sizes(path: str | Path) -> tuple[dict[str, float], dict[str, int]]:
-    "Return the tensor scores of a file, and the numbers of scalars as far as it has them."
+    "Return the tensor scores of a file, and the numbers of scalars if it has them."
     path, source = Path(path), "give what the notebook runs/fisher wrote"
     file = next((path / n for n in ("fisher.json", "record.json") if (path / n).is_file()), path)
     try: content = from_json(read_text(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error}); {source}") from None
-    if isinstance(content, dict) and {"tensors", "numel"} <= content.keys():
+    content = content if isinstance(content, dict) else {}
+    if {"tensors", "numel"} <= content.keys():
         estimate = FisherEstimate.load(file)
         return estimate.scores(), estimate.numel
-    scores = content.get("tensor_scores", content) if isinstance(content, dict) else None
-    number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-    if isinstance(scores, dict) and scores and all(map(number, scores.values())):
-        sizes = content.get("numel") if "tensor_scores" in content else None
-        return {n: float(v) for n, v in scores.items()}, sizes if isinstance(sizes, dict) else {}
-    raise ValueError(f"scores: {str(path)!r} holds no tensor scores; {source}")
+    scores = content.get("tensor_scores", content)
+    if not scores or not all(type(v) in (int, float) for v in scores.values()):
+        raise ValueError(f"scores: {str(path)!r} holds no tensor scores; {source}")
+    return {n: float(v) for n, v in scores.items()}, content.get("numel", {}) if "tensor_scores" in content else {}

@@ -9,15 +9,16 @@ import inspect
 import math
 import re
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 import transformers
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
@@ -37,13 +38,13 @@ def dropout_sites(
     """Return every site where the model applies dropout in train mode, found by one forward pass.
 
     Layers that are shared, as in ALBERT, are one site that is called several times. The model is left as it was.
-    `ValueError` if there is no site; a warning if a rate arrives that cannot be set.
+    Raises `ValueError` if there is no site, and warns if a rate arrives that cannot be set.
     """
     found = find_sites(unwrapped(model), batch, one_of("grouping", grouping, ("released", "preceding")))
     if found.stray: warnings.warn(found.stray)
     return found.sites
 
-# %% ../nbs/13_sites.ipynb #4fc354bf
+
 @dataclass(frozen=True)
 class Site:
     """A site where the model applies dropout, with one rate.
@@ -83,9 +84,6 @@ _SAME = set("to type type_as float half bfloat16 view reshape transpose permute 
             "__getitem__ chunk split clone detach".split())
 _ENDS = set("add add_ __add__ __radd__ __iadd__ layer_norm rms_norm embedding matmul __matmul__ bmm baddbmm einsum "
             "scaled_dot_product_attention".split())
-_BEYOND = set(  # what comes out of these is no embedding any more
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu "
-    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
 
 def _origin(func: Callable, inputs: Sequence[str | None]) -> str | None:
     "Return what a function's output is, given what its inputs are: 'probs', 'linear', 'inner' or None."
@@ -106,11 +104,20 @@ class _Call:
     attention: bool  # it drops attention probabilities
     origin: str | None  # what its input is
     maps: int | None  # linear maps since the last attention; None before the first
-    embedded: bool  # an embedding was looked up since the last call, with no convolution or recurrence behind it
+    embedded: bool  # an embedding was looked up since the last call
     tensors: tuple[str, ...]  # parameters used since the last call
     opaque: bool = False  # the rate went into an attention kernel that PyTorch does not see
     noise: bool = False  # Gaussian noise took its place
-    handle: str | None = None  # where its rate is kept; None for a rate that belongs to nobody
+    handle: str | None = None  # where its rate is kept; None for a rate that no candidate has
+
+
+_READ_NO_VALUE = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__len__"}
+
+def _tensors(values: Iterable) -> list[Tensor]:
+    "Return the tensors among some values, and those in their lists and tuples."
+    return [t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)]
+
+
 
 # %% ../nbs/13_sites.ipynb #9d989ef3
 class _Recorder(TorchFunctionMode):
@@ -125,68 +132,50 @@ class _Recorder(TorchFunctionMode):
         self.origins, self.alive = {}, []  # of tensors by id, which is unique among the living
         self.used, self.maps, self.embedded = {}, None, False
 
+    @property
+    def calls(self) -> list[_Call]: return [e for e in self.events if isinstance(e, _Call)]
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        inputs, late = _tensors([*args, *kwargs.values()]), _output_map(func, args, kwargs)
-        first = [t for t in inputs if not any(t is later for later in late)]
-        if getattr(func, "__name__", "") not in _READ_NO_VALUE: self.note_parameters(first)
+        inputs = _tensors([*args, *kwargs.values()])
+        if getattr(func, "__name__", "") not in _READ_NO_VALUE: self.note_parameters(inputs)
         if func in _SIGNATURES: self.note_call(func, args, kwargs)
         output = func(*args, **kwargs)
-        self.note_parameters(late)
         self.note_origin(func, inputs, output)
         return output
 
-_READ_NO_VALUE = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__len__"}
-
-def _output_map(func, args, kwargs) -> list[Tensor]:
-    "Return the weights that `nn.MultiheadAttention` applies behind its dropout, in one function with the rest."
-    if func is not F.multi_head_attention_forward: return []
-    given = _SIGNATURES[func].bind(*args, **kwargs).arguments
-    return _tensors(given[n] for n in ("out_proj_weight", "out_proj_bias"))
-
-def _tensors(values: Iterable) -> list[Tensor]:
-    "Return the tensors among some values, and those in their lists and tuples."
-    return [t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)]
+    def note_parameters(self, inputs):
+        names = [self.names[id(t)] for t in inputs if id(t) in self.names]
+        self.events += names
+        self.used.update(dict.fromkeys(names))
 
 # %% ../nbs/13_sites.ipynb #2b0ae70d
-@property
-def _calls(self) -> list[_Call]: return [e for e in self.events if isinstance(e, _Call)]
-
-def _note_parameters(self, inputs):
-    "Note which parameters a function reads."
-    names = [self.names[id(t)] for t in inputs if id(t) in self.names]
-    self.events += names
-    self.used.update(dict.fromkeys(names))
-
-def _note_origin(self, func, inputs, output):
-    "Note what a function's outputs are."
+@patch
+def note_origin(self: _Recorder, func, inputs, output):
+    "Note what the outputs of a function are."
     origin = _origin(func, [self.origins.get(id(t)) for t in inputs])
     if func in _LINEAR and self.maps is not None: self.maps += 1
-    name = getattr(func, "__name__", "")
-    self.embedded = name == "embedding" or (self.embedded and name not in _BEYOND)
+    self.embedded |= getattr(func, "__name__", "") == "embedding"
     if origin is None: return
     outputs = _tensors([output])
     self.origins.update({id(t): origin for t in outputs})
     self.alive += outputs
 
-_Recorder.calls, _Recorder.note_parameters, _Recorder.note_origin = _calls, _note_parameters, _note_origin
-
-# %% ../nbs/13_sites.ipynb #d3d0a8bd
-def _note_call(self, func, args, kwargs, noise=False):
+@patch
+def note_call(self: _Recorder, func, args, kwargs, noise=False):
     "Note a call of a dropout function."
     origin = self.origins.get(id(args[0] if args else kwargs.get("input")))
     attention = origin == "probs" or func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
     self.add_call(applied_rate(func, args, kwargs), attention, origin, noise=noise)
 
-def _add_call(self, p, attention, origin=None, **marks):
+@patch
+def add_call(self: _Recorder, p, attention, origin=None, **marks):
     "Add a call with all that happened since the last one."
     module = self.stack[-1] if self.stack else ""
     call = _Call(p, module, attention, origin, self.maps, self.embedded, tuple(self.used), **marks)
     self.events.append(call)
     self.used, self.embedded = {}, False
     if attention: self.maps = 0
-
-_Recorder.note_call, _Recorder.add_call = _note_call, _add_call
 
 # %% ../nbs/13_sites.ipynb #733a4d96
 def _watched_kernels(model: nn.Module, recorder: _Recorder) -> dict[str, Callable]:
@@ -199,7 +188,7 @@ def _watched_kernels(model: nn.Module, recorder: _Recorder) -> dict[str, Callabl
     names = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules()}
     return {n: watched(k) for n, k in ALL_ATTENTION_FUNCTIONS.items() if n in names - {"eager", "sdpa"}}
 
-# %% ../nbs/13_sites.ipynb #063709a5
+
 recorders: list[_Recorder] = []  # the running ones; Gaussian noise reports to the last
 
 def record_calls(model: nn.Module, batch) -> _Recorder:
@@ -207,7 +196,7 @@ def record_calls(model: nn.Module, batch) -> _Recorder:
     r, hooks = _Recorder(model), nn.modules.module
     def enter(module, args): r.stack.append(r.paths.get(id(module), "")); r.ran.add(r.stack[-1])
     def leave(module, args, output): r.stack.pop()
-    kernels = patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, _watched_kernels(model, r))
+    kernels = mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, _watched_kernels(model, r))
     recorders.append(r)
     try:
         with kernels, hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave), r:
@@ -231,27 +220,28 @@ def trial(model: nn.Module):
     cpu, stance = torch.device("cpu"), torch.compiler.set_stance
     with same_draws(cpu), fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
         try:
-            for m, kept in plain: vars(m).update({k: _off(m, k, v) for k, v in kept.items() if _is_off(m, k)})
+            for m, kept in plain: vars(m).update(_switched_off(m, kept))
             yield model.train()
-            if any(m._modules.get(name) is not part for m, children, _ in parts for name, part in children.items()):
-                raise ValueError("batch: the model replaced parts of itself while it ran; pass batch=, longer texts")
         finally:
             for m, kept in plain: vars(m).update(kept)
             for m, training in modes: m.training = training
-            for m, children, buffers in parts: m._modules.update(children); m._buffers.update(buffers)
+            for m, children, buffers in parts:
+                m._modules.update(children)
+                m._buffers.update(buffers)
             for b, value in values:
-                if b.is_contiguous() or not torch.equal(b, value): b.copy_(value)
+                if not torch.equal(b, value): b.copy_(value)
 
 # %% ../nbs/13_sites.ipynb #6c2a7e13
-def _is_off(owner, name: str) -> bool:
-    "Return whether an attribute of a module or configuration skips layers, stores no activations or adds adapters."
-    stochastic_depth = name in ("p", "drop_prob") and _NO_RATE.search(type(owner).__name__)
-    return bool(name in ("gradient_checkpointing", "_disable_adapters") or _NO_RATE.search(name) or stochastic_depth)
-
-def _off(owner, name: str, value):
-    "Return the value of such an attribute with which nothing is skipped or added."
-    disabled = name == "_disable_adapters" and not getattr(owner, "merged", False)
-    return value if isinstance(value, str) else type(value)(disabled)
+def _switched_off(owner, values: Mapping) -> dict:
+    "Return the attributes that skip layers, store no activations or add adapters, at values that do neither."
+    disabled = not getattr(owner, "merged", False)  # adapters; what is merged into the weights stays there
+    depth = ("p", "drop_prob") if _NO_RATE.search(type(owner).__name__) else ()
+    found = {}
+    for name, value in values.items():
+        if name == "_disable_adapters": found[name] = disabled
+        elif isinstance(value, str): continue
+        elif name == "gradient_checkpointing" or name in depth or _NO_RATE.search(name): found[name] = type(value)(0)
+    return found
 
 def _gpus(model: nn.Module) -> list[int]: return sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
 
@@ -269,7 +259,6 @@ def _forward(model: nn.Module, batch):
         if batch is not None: raise
         raise ValueError(f"batch: the model does not run on a made-up text ({e}); pass batch=, its inputs") from e
 
-# %% ../nbs/13_sites.ipynb #283764c3
 def _example(model: nn.Module) -> dict[str, Tensor]:
     "Return a batch of one short text for a transformers model; `ValueError` where none can be made up."
     config = getattr(model, "config", None)
@@ -318,24 +307,23 @@ def get_rate(model: nn.Module, handle: str) -> float:
     return 0.0 if isinstance(value, nn.Identity) else float(getattr(value, _rate_name(value)))
 
 def set_rate(model: nn.Module, handle: str, p: float):
-    "Write a rate to a handle; an Identity becomes a Dropout, with the hooks that hang on it."
+    "Write a rate to a handle; an Identity becomes a Dropout, and stays the same object with its hooks."
     owner, name, value = _owner(model, handle)
     if not isinstance(value, nn.Module): setattr(owner, name, p)
     elif not isinstance(value, nn.Identity): setattr(value, _rate_name(value), p)
-    elif p > 0:
-        made = nn.Dropout(p).train(value.training)
-        vars(made).update({k: v for k, v in vars(value).items() if "_hooks" in k})
-        setattr(owner, name, made)
+    elif p > 0: value.__class__, value.p, value.inplace = nn.Dropout, p, False
 
-# %% ../nbs/13_sites.ipynb #2f56dff7
 def rates_at(model: nn.Module, handles: Iterable[str]) -> contextlib.ExitStack:
-    "Return a context, or an undo by `.close()`, that puts the rates of the handles back, the very objects included."
-    kept, stack = [(*_owner(model, h), get_rate(model, h)) for h in handles], contextlib.ExitStack()
+    "Return a context, or an undo by `.close()`, that puts the rates of the handles back."
+    kept, stack = [(h, get_rate(model, h), type(_owner(model, h)[2])) for h in handles], contextlib.ExitStack()
     @stack.callback
     def put_back():
-        for owner, name, value, p in kept:
-            if isinstance(value, nn.Module) and _rate_name(value): setattr(value, _rate_name(value), p)
-            setattr(owner, name, value)
+        for h, p, kind in kept:
+            value = _owner(model, h)[2]
+            if kind is not nn.Identity: set_rate(model, h, p)
+            elif isinstance(value, nn.Dropout):
+                value.__class__ = nn.Identity
+                del value.p, value.inplace
     return stack
 
 # %% ../nbs/13_sites.ipynb #9d2e1cec
@@ -354,7 +342,6 @@ def _record_candidates(model: nn.Module, batch) -> tuple[_Recorder, list[str], l
         hidden = seen_in_output(model, batch, [h for h in unseen if not twin(h)])
     return record, hidden, [h for h in unseen if h not in hidden]
 
-# %% ../nbs/13_sites.ipynb #9ffd5b24
 def seen_in_output(model: nn.Module, batch, handles: Sequence[str]) -> list[str]:
     "Return the handles that change the output though no known function gets their rate; all rates are 0 on entry."
     def run():
@@ -383,8 +370,7 @@ def _same_probabilities(a: str, b: str) -> bool:
 def _kind_of_call(c: _Call, path: str) -> str:
     "Return the kind of site that a call of the base model tells of."
     if c.attention: return "attention_probs"
-    of_embedding = c.embedded and (c.origin != "inner" or "embed" in path)  # a few map it in their embedding module
-    if of_embedding and not _NUMBERED.search(path): return "embedding"
+    if c.embedded and c.origin != "inner" and not _NUMBERED.search(path): return "embedding"
     if c.origin == "linear" and c.maps: return "attention_output" if c.maps == 1 else "ffn_output"
     return "ffn_inner" if c.origin == "inner" and c.maps else "other"
 
@@ -428,25 +414,32 @@ def _tensors_of_site(
         names = _submodule_tensors(handle, kinds, events, own)
     return {t: q.numel() for t, q in weights.items() if t in names}
 
-# %% ../nbs/13_sites.ipynb #4f10aa5d
-def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, own: set[str]) -> set[str]:
-    """Return the tensors of the submodule that holds the dropout, of all its `own` ones.
 
-    Where sites share it, each tensor goes to the next of them in the order of execution, and what follows the last
-    to the last."""
-    within = lambda a, b: a == b or b == "" or a.startswith(b + ".")
-    mine, used, sites = _module(handle), {}, []  # tensor -> how many were used before; (that number, handle) per site
-    inside = [h for h, k in kinds.items() if k not in ("classifier", "other") and within(_module(h), mine)]
-    around = [h for h, k in kinds.items() if k != "other" and within(mine, _module(h)) and _NUMBERED.search(_module(h))]
-    for e in events:  # the first round of a module that is run several times
-        if isinstance(e, _Call):
-            repeated = kinds.get(e.handle) == "embedding" and e.handle in [h for _, h in sites]
-            if e.handle in {handle, *inside, *around} and not repeated: sites.append((len(used), e.handle))
-        elif e in own:
-            if e in used and sites and used[e] < sites[-1][0]: break
-            used.setdefault(e, len(used))
-    last = next((h for _, h in reversed(sites) if h in inside and kinds[h] != "embedding"), None)
-    return {t for t, i in used.items() if next((h for at, h in sites if at > i), last) == handle}
+def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, own: set[str]) -> set[str]:
+    """Return the tensors that stand for a site, of the `own` ones of the submodule that holds its dropout.
+
+    Where sites share the submodule, a tensor stands for the next of them; after the last one, for the last."""
+    mine = _module(handle)
+    inside = {h for h, k in kinds.items() if k not in ("classifier", "other") and _within(_module(h), mine)}
+    around = {h for h, k in kinds.items() if k != "other" and _within(mine, _module(h))}
+    sharing = {handle, *inside, *(h for h in around if _NUMBERED.search(_module(h)))}
+    waiting, found, seen, passed = set(), defaultdict(set), set(), []
+    for e in events:
+        if not isinstance(e, _Call):
+            again = e in seen and e not in waiting
+            if e in own and again and passed: break  # the second round of a module that runs several times
+            if e in own and e not in seen: waiting.add(e)
+            seen |= {e} & own
+        elif e.handle in sharing and not (kinds[e.handle] == "embedding" and e.handle in passed):
+            found[e.handle] |= waiting
+            waiting = set()
+            passed.append(e.handle)
+    last = [h for h in passed if h in inside and kinds[h] != "embedding"]
+    if last: found[last[-1]] |= waiting
+    return found[handle]
+
+
+def _within(path: str, parent: str) -> bool: return path == parent or parent == "" or path.startswith(parent + ".")
 
 # %% ../nbs/13_sites.ipynb #5956ed52
 @dataclass
@@ -465,7 +458,7 @@ class Found:
         "Return the site of a call of this look; None for a rate that belongs to nobody."
         return next((s for s in self.sites if s.handles[0] == call.handle), None)
 
-# %% ../nbs/13_sites.ipynb #8f6ee58c
+
 _WRAPPED = re.compile(r"\.(base_layer|original_module)\.")  # around what PEFT adapts
 
 def find_sites(model: nn.Module, batch, grouping: str = "released") -> Found:
@@ -495,12 +488,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
         raise ValueError(f"model: {model!r:.80} is a {type(model).__name__}, no torch module; load it first, "
                          "for example with AutoModel.from_pretrained")
     inner = getattr(model, "_orig_mod", None) or inside_wrapper(model)
-    if inner is model: inner = None
-    if inner is None and hasattr(model, "get_base_model"): inner = model.get_base_model()  # adapters stay in it
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+    if inner is model and hasattr(model, "get_base_model"): inner = model.get_base_model()  # adapters stay in it
+    return unwrapped(inner) if isinstance(inner, nn.Module) and inner is not model else model
 
-
-# %% ../nbs/13_sites.ipynb #326b3075
 def shown_module(model: nn.Module, path: str) -> str:
     return f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
 

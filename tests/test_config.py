@@ -262,10 +262,10 @@ def test_plain_values_are_taken_as_meant():
 
 
 def test_words_are_those_of_the_functions():
-    from isoreg import corpus, isoscore, landscape, noise, schedules
+    from isoreg import corpus, isoscore, landscape, schedules
 
     field = RunConfig.model_fields
-    assert set(choices(field["dropout"])) == set(noise.HOWS)
+    assert set(choices(field["dropout"])) == set(schedules.SCHEMES)
     assert (None, *choices(field["correction"])) == isoscore.CORRECTIONS
     assert choices(field["convention"]) == isoscore.CONVENTIONS
     field = LandscapeConfig.model_fields

@@ -7,7 +7,7 @@ import transformers as T
 
 from isoreg.fisher import empirical_fisher
 from isoreg.istar import measure_isotropy
-from isoreg.noise import apply_dropout
+from isoreg.dropout import apply_dropout
 from isoreg.sites import dropout_sites
 
 SIZE = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)

@@ -1,11 +1,6 @@
 """Squared per-sample gradients against a loop over samples, in float64, for every architecture the papers use."""
 
-import copy
 import gc
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +13,8 @@ from transformers import (
     AlbertForMaskedLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
-    BartConfig,
-    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
-    BloomConfig,
-    BloomForCausalLM,
     DataCollatorForLanguageModeling,
     DebertaV2Config,
     DebertaV2ForMaskedLM,
@@ -31,8 +22,6 @@ from transformers import (
     DistilBertForMaskedLM,
     ElectraConfig,
     ElectraForMaskedLM,
-    EncoderDecoderConfig,
-    EncoderDecoderModel,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -58,7 +47,7 @@ from transformers import (
 
 from isoreg.corpus import TextBatches
 from isoreg.fisher import TAPED, FisherEstimate, agreement, empirical_fisher, load_scores
-from isoreg.noise import gaussian_dropout
+from isoreg.dropout import gaussian_dropout
 from isoreg.experiments.toy import toy_corpus, toy_model_path
 from isoreg.trainer import split_by_length
 
@@ -71,14 +60,6 @@ BASE = dict(
     intermediate_size=24,
     max_position_embeddings=24,
 )
-
-
-def two_berts() -> nn.Module:
-    "An encoder and a decoder of their own classes and widths: the head belongs to the decoder."
-    decoder = BertConfig(**BASE | {"hidden_size": 12, "intermediate_size": 20}, tie_word_embeddings=True)
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**BASE), decoder)
-    config.decoder_start_token_id, config.pad_token_id = 1, 0
-    return EncoderDecoderModel(config)
 
 
 MODELS = {
@@ -101,7 +82,6 @@ MODELS = {
         GPT2Config(vocab_size=V, n_embd=H, n_layer=2, n_head=2, n_positions=24, bos_token_id=1, eos_token_id=2)
     ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**BASE, num_key_value_heads=1)),
-    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=V, hidden_size=H, n_layer=2, n_head=2)),
     "t5": lambda: T5ForConditionalGeneration(
         T5Config(
             vocab_size=V,
@@ -114,7 +94,6 @@ MODELS = {
             decoder_start_token_id=0,
         )
     ),
-    "bert-to-bert": two_berts,
 }
 GEMMA = BASE | dict(num_key_value_heads=1, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 PARTLY = {  # some of whose parameters no hook can tell apart by sample
@@ -148,8 +127,8 @@ PARTLY = {  # some of whose parameters no hook can tell apart by sample
         )
     ),
 }
-LOSS = {"gpt2": "clm", "llama": "clm", "bloom": "clm", "gemma": "clm", "gemma2": "clm", "gemma3": "clm", "opt": "clm"}
-LOSS |= {"t5": "seq2seq", "bert-to-bert": "seq2seq"}
+LOSS = {"gpt2": "clm", "llama": "clm", "gemma": "clm", "gemma2": "clm", "gemma3": "clm", "opt": "clm"}
+LOSS["t5"] = "seq2seq"
 
 
 def model_of(name: str) -> nn.Module:
@@ -312,9 +291,7 @@ def test_weights_of_which_a_sample_makes_no_use():
 
 
 @pytest.mark.filterwarnings("ignore:.*left to autograd")
-@pytest.mark.parametrize("level", ["tensor", "diagonal"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["bert", "opt"])
+@pytest.mark.parametrize("name, precision, level", [("bert", "bf16", "tensor"), ("opt", "fp32", "diagonal")])
 def test_an_autocast_around_it_changes_nothing(name, precision, level):
     model, calls = model_of(name).float(), []
     batches = [batch_of(LOSS.get(name, "mlm"), seed=seed) for seed in range(2)]
@@ -325,39 +302,6 @@ def test_an_autocast_around_it_changes_nothing(name, precision, level):
         ours = empirical_fisher(model, batches, level, precision=precision, progress=progress)
     assert all(torch.equal(ours.sums[n], v) for n, v in alone.sums.items()) and ours.by_function == alone.by_function
     assert calls == [True, True]  # what is the caller's own runs as the caller has it
-
-
-@pytest.mark.filterwarnings("ignore:.*left to autograd")
-@pytest.mark.parametrize("loss", ["mlm", "seq2seq"])
-def test_positions_that_are_given_the_text(loss):
-    "BART counts places itself and may also fill in masks; it is left to autograd."
-    torch.manual_seed(0)
-    model = (
-        BartForConditionalGeneration(
-            BartConfig(
-                vocab_size=V,
-                d_model=H,
-                encoder_layers=1,
-                decoder_layers=1,
-                encoder_attention_heads=2,
-                decoder_attention_heads=2,
-                encoder_ffn_dim=24,
-                decoder_ffn_dim=24,
-                max_position_embeddings=60,
-                pad_token_id=0,
-                bos_token_id=1,
-                eos_token_id=2,
-                decoder_start_token_id=2,
-                forced_eos_token_id=2,
-                init_std=0.3,
-            )
-        )
-        .double()
-        .eval()
-    )
-    batches = [batch_of(loss), batch_of(loss, (7, 11), seed=3)]
-    ours = empirical_fisher(model, batches, loss=loss)
-    agree(ours, by_loop(model, batches, loss))
 
 
 @pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "t5"])
@@ -491,21 +435,6 @@ def test_left_padding_needs_positions():
         torch.testing.assert_close(ours.sums[n], v, rtol=1e-6, atol=1e-14)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("level", ["tensor", "diagonal"])
-def test_on_a_gpu(level):
-    right = empirical_fisher(model_of("albert"), [batch_of("mlm")], level)
-    ours = empirical_fisher(model_of("albert").float().cuda(), [batch_of("mlm")], level)
-    cast = empirical_fisher(model_of("albert").float().cuda(), [batch_of("mlm")], level, precision="bf16")
-    for n, v in right.sums.items():
-        if "key.bias" in n:
-            continue
-        assert float(ours.sums[n].sum() / v.sum()) == pytest.approx(1, abs=1e-2) and float(
-            cast.sums[n].sum() / v.sum()
-        ) == pytest.approx(1, abs=0.2), n
-    assert not ours.by_function
-
-
 # ---- merging, files, resuming
 
 
@@ -519,53 +448,12 @@ def toy_model():
     return AutoModelForMaskedLM.from_pretrained(toy_model_path())
 
 
-def same(a: FisherEstimate, b: FisherEstimate, rtol=1e-5):
-    assert a.n_samples == b.n_samples
-    largest = max(float(v.max()) for v in b.sums.values())
-    for n in b.sums:
-        torch.testing.assert_close(a.sums[n], b.sums[n], rtol=rtol, atol=1e-9 * largest)
-
-
-class _Scaled(nn.Module):
-    "A language model some of whose parameters no hook sees."
-
-    def __init__(self):
-        super().__init__()
-        self.inner = toy_model()
-        self.config, self.base_model = self.inner.config, None
-        self.z, self.a, self.m = (nn.Parameter(torch.tensor(x)) for x in (1.0, 1.1, 0.9))
-
-    def forward(self, **inputs):
-        out = self.inner(**inputs)
-        out.logits = out.logits * self.z * self.a**2 * self.m**3
-        return out
-
-
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
 def test_a_wrapped_model_has_the_scores_of_the_model(wrap):
-    same(empirical_fisher(wrap(toy_model()), corpus_of(8)), expected := empirical_fisher(toy_model(), corpus_of(8)))
+    ours, expected = empirical_fisher(wrap(toy_model()), corpus_of(8)), empirical_fisher(toy_model(), corpus_of(8))
+    torch.testing.assert_close(ours.sums, expected.sums)
     rows = list(corpus_of(8))
     assert empirical_fisher(wrap(toy_model()), rows).sums.keys() == expected.sums.keys()
-
-
-def test_a_model_of_ones_own_that_holds_another_is_no_wrapper():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = toy_model()
-
-        def forward(self, **inputs):
-            return self.module(**inputs).logits * 2
-
-    seen = []
-
-    def loss(model, batch):
-        seen.append(type(model))
-        logits = model(**{k: v for k, v in batch.items() if k != "labels"})
-        return torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none").mean(1)
-
-    empirical_fisher(Scaled(), list(corpus_of(8)), loss=loss)
-    assert set(seen) == {Scaled}
 
 
 # ---- bad input
@@ -593,56 +481,12 @@ def test_agreement_measures():
         agreement(full, full, (0,))
 
 
-def test_agreement_by_default_is_that_of_the_paper_and_does_not_depend_on_the_scale():
-    full = empirical_fisher(toy_model(), corpus_of(60), "diagonal")
-    tiny = copy.deepcopy(full)
-    for values in tiny.sums.values():
-        values *= 1e-6
-    assert [row["top"] for row in agreement(full, full)] == [5, 1, 0.5, 0.25]
-    for row, same_row in zip(agreement(tiny, full), agreement(full, full), strict=True):
-        assert row["tensors"] == same_row["tensors"] and row["difference"] == pytest.approx(0, abs=1e-6)
-
-
 def test_entries_that_are_zero_in_both_do_not_agree():
     full, part = torch.zeros(10_000), torch.zeros(10_000)
     full[:200], part[:100] = torch.rand(200) + 1, torch.rand(100) + 1
     about = dict(n_samples=1, level="diagonal", loss="mlm", numel={"w": 10_000})
     one, two = (FisherEstimate({"w": x}, **about) for x in (part, full))
     assert [r["overlap"] for r in agreement(one, two, top=(5, 2))] == [0.5, 0.5]
-
-
-MEMORY = """
-import resource, torch
-from transformers import BertConfig, BertForMaskedLM
-from isoreg.corpus import sample_losses
-from isoreg.fisher import empirical_fisher
-torch.set_num_threads(1)
-model = BertForMaskedLM(BertConfig(vocab_size=30522, hidden_size=128, num_hidden_layers=4, num_attention_heads=2, intermediate_size=512)).eval()
-ids = torch.randint(1000, 30000, (16, 128))
-labels = torch.where(torch.rand(16, 128) < 0.15, ids, -100); labels[:, 1] = ids[:, 1]
-batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-small = {k: v[:2, :8] for k, v in batch.items()}
-sample_losses(model, small).sum().backward(); model.zero_grad()
-rss = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-for what in ("plain", "tensor", "diagonal"):
-    model.zero_grad()
-    base = rss()
-    open("/proc/self/clear_refs", "w").write("5")      # forget the peak so far
-    if what == "plain":
-        for _ in range(2): model.zero_grad(); sample_losses(model, batch).sum().backward()
-    else: empirical_fisher(model, [batch, batch], what)
-    print(next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")) - base)
-"""  # noqa: E501
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
-def test_memory_stays_below_twice_a_training_step(tmp_path):
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back at once, as on any day
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, env=env)
-    if "clear_refs" in done.stderr:
-        pytest.skip("the peak cannot be reset here")
-    plain, tensor, diagonal = map(int, done.stdout.split())
-    assert tensor < 1.5 * plain and diagonal < 2 * plain
 
 
 def tokenizer_of(name: str):
@@ -673,24 +517,6 @@ def test_the_loss_is_that_of_the_batches(name, loss, make):
         == empirical_fisher(model, batches, loss=loss).sums
         == empirical_fisher(model, list(batches), loss=loss).sums
     )
-    with pytest.raises(
-        ValueError, match=f"loss: 'mlm', but the batches were made for '{loss}'; leave it out or rebuild"
-    ):
-        empirical_fisher(model, batches, loss="mlm")
-    with pytest.raises(ValueError, match="loss: 'clm', but the batches were made for 'mlm'"):
-        empirical_fisher(causal_model(), corpus_of(12), loss="clm")
-
-
-class _Own(GPT2LMHeadModel):
-    "A class of one's own."
-
-
-def test_the_class_of_a_model_decides_its_loss():
-    causal, own, masked = causal_model(), _Own(causal_model().config), toy_model()
-    text, cut = corpus_of(12, loss="clm"), corpus_of(12)
-    for model, batches, loss in ((causal, text, "clm"), (own, text, "clm"), (masked, cut, "mlm")):
-        ours, right = empirical_fisher(model, list(batches)), empirical_fisher(model, list(batches), loss=loss)
-        assert ours.loss == loss and ours.sums == right.sums
 
 
 def test_the_file_that_was_saved_is_read(tmp_path):
@@ -747,14 +573,14 @@ REFUSED = [  # model, batches, options, message
     (bert, masked, dict(loss=lambda m, b: m(**b).loss), "loss: gave a tensor .* need one loss for each of"),
     (bert, masked, dict(loss=lambda m, b: contrastive(m, b).detach()), "loss: depends on no parameter"),
     (bert, lambda: [batch_of("mlm", (9, 5, 12))], dict(loss=contrastive), "loss: .* depends on the other samples"),
-    (bert, list, {}, "batches: no sample"),
-    (bert, lambda: [batch_of("mlm") | {"labels": torch.full((4, 12), -100)}], {}, "batches: no sample with something"),
+    (bert, list, {}, "batches: hold no sample"),
+    (bert, lambda: [batch_of("mlm") | {"labels": torch.full((4, 12), -100)}], {}, "batches: hold no sample"),
     (bert, lambda: batch_of("mlm"), {}, r"batches: is a dict; give TextBatches .*\[batch\]"),
     (bert, lambda: None, {}, "batches: is a NoneType"),
-    (bert, lambda: [tuple(batch_of("mlm").values())], {}, "batches: batch 1 is a tuple; give TextBatches"),
+    (bert, lambda: [tuple(batch_of("mlm").values())], {}, "batches: batch 1 is no dict"),
     (bert, lambda: [{"input_ids": torch.ones(2, 3, dtype=torch.long)}], {}, "batch: has no labels"),
     (lambda: bert().requires_grad_(False), masked, {}, "model: no parameter requires a gradient"),
-    (not_finite, masked, {}, "model: the squared gradient of bert.* is not finite after batch 1"),
+    (not_finite, masked, {}, "model: the squared gradient of bert.* is not finite"),
     (lambda: split_by_length(toy_model(), 2), corpus_of, {}, "model: reads its batches in groups"),
     (causal_model, lambda: corpus_of(12, loss="clm"), dict(loss="mlm"), "loss: 'mlm', but the batches were made for"),
     (two_part_model, corpus_of, {}, "loss: 'mlm', but T5ForConditionalGeneration is an encoder-decoder; use 'seq2seq'"),
@@ -764,18 +590,12 @@ REFUSED = [  # model, batches, options, message
     (causal_model, lambda: list(corpus_of(12)), dict(loss="mlm"), "loss: 'mlm', but GPT2LMHeadModel is a causal"),
     (causal_model, lambda: corpus_of(12), {}, "loss: 'mlm', but GPT2LMHeadModel is a causal language model; use 'clm'"),
     (
-        _Scaled,
-        lambda: list(corpus_of(8)),
-        {},
-        "loss: the class _Scaled does not tell it; give loss='mlm' or",
-    ),
-    (
         causal_model,
         lambda: [collated(mlm=False), collated(seed=0)],
         {},
-        "batches: batch 2 has labels other than",
+        "batches: the labels of batch 2 are not those of .clm",
     ),
-    (toy_model, lambda: [collated(mlm=False)], {}, "batches: batch 1 has its input_ids as labels, .*mlm=True"),
+    (toy_model, lambda: [collated(mlm=False)], {}, "batches: the labels of batch 1 .*mlm=True"),
 ]
 
 

@@ -13,7 +13,7 @@ from isoreg.fisher import empirical_fisher
 from isoreg.geometry import two_nn
 from isoreg.isoscore import isoscore
 from isoreg.istar import CosReg, IStar, check_batches
-from isoreg.noise import apply_dropout
+from isoreg.dropout import apply_dropout
 from isoreg.trainer import PenaltyTrainer
 
 DEVICE = os.environ.get("ISOREG_DEVICE", "cuda")

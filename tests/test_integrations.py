@@ -26,7 +26,7 @@ from transformers import (
 from isoreg.fisher import empirical_fisher
 from isoreg.isoscore import isoscore
 from isoreg.istar import CosReg, IStar, measure_isotropy, reference_covariance
-from isoreg.noise import apply_dropout, set_dropout
+from isoreg.dropout import apply_dropout, set_dropout
 from isoreg.sites import dropout_sites
 from isoreg.states import hidden_states
 from isoreg.experiments.toy import toy_model_path, toy_pairs

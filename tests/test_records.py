@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from jsonschema import Draft202012Validator
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
 
-from isoreg.noise import load_dropout
+from isoreg.dropout import load_dropout
 from isoreg.sites import dropout_sites
 from isoreg.experiments.config import RunConfig
 from isoreg.files import pack, unpack

@@ -8,7 +8,7 @@ import pytest
 
 from transformers import BertConfig, BertForMaskedLM
 
-from isoreg.noise import HOWS, save_schedule
+from isoreg.schedules import SCHEMES, save_schedule
 from isoreg.experiments.config import RunConfig, scores_source
 from isoreg.corpus import TextBatches
 from isoreg.fisher import empirical_fisher
@@ -84,8 +84,8 @@ def test_a_file_has_one_name(tmp_path, monkeypatch, setting):
 def test_keys_keep_and_tell_apart():
     plain = RunConfig(**SMALL)
     assert plain.key == RunConfig(**SMALL, dropout="standard", p_max=0.3).key
-    keys = {RunConfig(**SMALL, dropout=h, dropout_p=0.2 if h == "constant" else None).key for h in HOWS}
-    assert len(keys) == len(HOWS) and plain.key in keys
+    keys = {RunConfig(**SMALL, dropout=h, dropout_p=0.2 if h == "constant" else None).key for h in SCHEMES}
+    assert len(keys) == len(SCHEMES) and plain.key in keys
     assert RunConfig(**SMALL, dropout="guided", p_max=0.2).key != RunConfig(**SMALL, dropout="guided").key
 
 
@@ -158,7 +158,8 @@ def test_scores_source_and_the_record(tmp_path):
 
 
 def test_a_text_gives_one_schedule_to_all_tasks_and_seeds(tmp_path, monkeypatch):
-    from isoreg.schedules import guided_schedule, site_scores
+    from isoreg.dropout import site_scores
+    from isoreg.schedules import guided_schedule
     from isoreg.experiments.models import load_tokenizer
     from transformers import AutoModelForMaskedLM
 

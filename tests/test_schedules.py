@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,8 +14,15 @@ from small_models import IDS, make, rates, scores_of
 from torch import nn
 
 from isoreg.fisher import FisherEstimate, empirical_fisher
-from isoreg.noise import apply_dropout, save_schedule, set_dropout
-from isoreg.schedules import AGGREGATES, CONTROLS, control_schedule, guided_schedule, released_schedule, site_scores
+from isoreg.dropout import AGGREGATES, apply_dropout, set_dropout, site_scores
+from isoreg.schedules import (
+    CONTROLS,
+    control_schedule,
+    guided_schedule,
+    load_schedule,
+    released_schedule,
+    save_schedule,
+)
 from isoreg.sites import Site, dropout_sites
 
 
@@ -34,34 +43,6 @@ def test_site_scores_against_a_loop():
         assert got["mean"][s.name] == pytest.approx(float(entries.mean()))
         assert got["sum"][s.name] == pytest.approx(float(entries.sum()))
     assert "classifier" not in got["sum"] and got["sum"] == site_scores(sites, scores, "sum")
-
-
-def test_bad_scores():
-    model = make()
-    scores = scores_of(model)
-    key = "bert.encoder.layer.0.output.dense.weight"
-    for value in (float("nan"), float("inf"), -1.0):
-        with pytest.raises(ValueError, match="encoder.layer.0.output.dense.weight"):
-            site_scores(model, scores | {key: value})
-    with pytest.raises(
-        ValueError, match="1 of 33 tensors have none, for example 'encoder.layer.0.output.dense.weight'"
-    ):
-        site_scores(model, {k: v for k, v in scores.items() if k != key})
-    with pytest.raises(ValueError, match="aggregate"):
-        site_scores(model, scores, "median")
-    with pytest.raises(ValueError, match="scores"):
-        site_scores(model, {})
-    with pytest.raises(ValueError, match="tensors have none"):
-        site_scores(model, scores_of(make("gpt2")))
-    with pytest.raises(
-        ValueError, match="'embeddings.word_embeddings.weight'.*frozen during the estimate are left out"
-    ):
-        site_scores(model, {n: v for n, v in scores.items() if "embeddings" not in n})
-    with pytest.raises(ValueError, match="'0.1' is not a number"):
-        site_scores(model, scores | {key: "0.1"})
-    empty = [Site("a", "other", 0.1, (), (), ("a",), 1, "a")]
-    with pytest.raises(ValueError, match="stands for no tensor"):
-        site_scores(empty, scores)
 
 
 @pytest.mark.parametrize("level", ["tensor", "diagonal"])
@@ -114,27 +95,9 @@ def test_scores_of_another_model_are_refused():
         with pytest.raises(ValueError, match="tensors have none"):
             call(deep, scores_of(model))
     assert rates(model) == before
-    some = [s for s in dropout_sites(model) if "layer.1" not in s.name]
-    assert len(site_scores(some, estimate_of(model))) == len(some) - 1  # part of the sites, scores of all
     grown = make()
     grown.resize_token_embeddings(120)
     assert site_scores(grown, estimate_of(model)) == site_scores(model, estimate_of(model))
-
-
-def test_layers_that_share_their_weights_may_be_named_each():
-    model, scores = make(), scores_of(make())
-    model.bert.encoder.layer[1] = model.bert.encoder.layer[0]
-    assert site_scores(model, scores)["encoder.layer.0.ffn_output"] > 0
-
-
-@pytest.mark.parametrize("kind", ["embedding", "attention_probs", "attention_output", "ffn_output"])
-def test_a_schedule_without_a_site_of_the_body_is_refused(kind):
-    model = make()
-    names = {s.name: 0.1 for s in dropout_sites(model) if s.kind != "classifier"}
-    one = next(s.name for s in dropout_sites(model) if s.kind == kind)
-    with pytest.raises(ValueError, match=f"1 of {len(names)} sites have no rate, for example '{one}'"):
-        set_dropout(model, {n: p for n, p in names.items() if n != one})
-    assert set_dropout(model, names)["rates"] == names | {"classifier": 0.1}
 
 
 class Wrap(nn.Module):
@@ -166,26 +129,6 @@ def test_scores_fit_an_encoder_inside_another_module(name, head):
     assert [n.removeprefix("enc.") for n in wrapped["rates"]] == list(plain["rates"])
 
 
-def test_the_remedy_for_scores_that_do_not_fit_a_wrapper_works():
-    scores, inner = scores_of(make(head="ForMaskedLM")), make(head="Model")
-
-    class Pair(Wrap):
-        def __init__(self):
-            super().__init__(inner)
-            self.first = nn.Sequential(nn.Embedding(99, 16), nn.Dropout(0.1))
-
-        def forward(self, input_ids):
-            return self.cls(self.enc(inputs_embeds=self.first(input_ids))[0][:, 0])
-
-    with pytest.raises(ValueError, match="such as model.enc, give that part") as error:
-        apply_dropout(Pair(), "guided", scores=scores, batch={"input_ids": IDS})
-    assert "prefix" not in str(error.value)
-    assert apply_dropout(Pair().enc, "guided", scores=scores)["mean"] == pytest.approx(0.05)
-    assert site_scores(make(), {f"a.b.{n}": v for n, v in scores.items()}, prefix="a.b.bert") == site_scores(
-        make(), scores
-    )
-
-
 def test_scores_from_a_path(tmp_path):
     estimate, model = estimate_of(make()), make()
     estimate.save(tmp_path / "estimate")
@@ -213,48 +156,6 @@ def test_guided_schedule_is_equation_10(values, a, b):
         assert plan[f"s{order[-1]}"] == p_min
 
 
-def test_equal_scores_lose_no_site():
-    with pytest.warns(
-        UserWarning, match="scores: all 5 sites have the same, 1, so the rates follow the order of the sites"
-    ):
-        plan = guided_schedule(dict.fromkeys("abcde", 1.0))
-    assert list(plan) == list("abcde") and list(plan.values()) == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0])
-
-
-def test_shapes():
-    scores = dict(zip("abc", (3.0, 1.0, 2.0)))
-    assert guided_schedule(scores, 0.4, 0.2, lambda u: (1 - u) ** 2) == pytest.approx({"b": 0.4, "c": 0.25, "a": 0.2})
-    for bad in ("cosine", lambda u: 2 - u, lambda u: float("nan")):
-        with pytest.raises(ValueError, match="shape"):
-            guided_schedule(scores, shape=bad)
-    with pytest.raises(ValueError, match="p_max"):
-        guided_schedule(scores, 1.0)
-    with pytest.raises(ValueError, match=r"p_min: 0.2 is out of range; need a number in \[0, 0.1\]"):
-        guided_schedule(scores, 0.1, 0.2)
-    with pytest.raises(ValueError, match=r"scores\['b'\]: nan"):
-        guided_schedule(scores | {"b": float("nan")})
-    with pytest.raises(ValueError, match="no site"):
-        guided_schedule({})
-    with pytest.raises(ValueError, match="a FisherEstimate is no mapping.*site_scores"):
-        guided_schedule(estimate_of(make()))
-
-
-def test_the_released_schedule_is_the_authors_arithmetic():
-    plan = released_schedule()
-    assert np.allclose(sorted(plan.values()), np.arange(0, 0.099, 0.00275), atol=1e-12) and len(plan) == 37
-    assert np.mean(list(plan.values())) == pytest.approx(0.0495)
-    assert (
-        plan["embeddings"] == 0
-        and plan["encoder.layer.7.attention_probs"] == 0.099
-        and plan["encoder.layer.3.ffn_output"] == 0.00275
-    )
-    assert plan["encoder.layer.11.attention_output"] == 0.066 and plan["encoder.layer.11.ffn_output"] == 0.033
-    deep = make(num_hidden_layers=12)
-    assert (
-        set_dropout(deep, plan)["mean"] == pytest.approx(0.0495) and rates(deep)["classifier"] == 0.1
-    )  # never scheduled
-
-
 @given(st.lists(st.floats(0, 0.9), min_size=1, max_size=20), st.integers(0, 2**31))
 def test_controls_keep_the_mean_and_the_sites(values, seed):
     plan = {f"s{i}": v for i, v in enumerate(values)}
@@ -274,73 +175,108 @@ def test_controls_keep_the_mean_and_the_sites(values, seed):
                 assert mirrored[a] >= mirrored[b]
 
 
-def test_controls_do_what_they_say():
-    plan = released_schedule()
-    sites = dropout_sites(make(num_hidden_layers=12))
+def test_shapes_and_ties():
+    scores = dict(zip("abc", (3.0, 1.0, 2.0)))
+    assert guided_schedule(scores, 0.4, 0.2, lambda u: (1 - u) ** 2) == pytest.approx({"b": 0.4, "c": 0.25, "a": 0.2})
+    with pytest.warns(UserWarning, match="scores: all 5 sites have the same, 1, so the rates follow the order"):
+        plan = guided_schedule(dict.fromkeys("abcde", 1.0))
+    assert list(plan) == list("abcde") and list(plan.values()) == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0])
+
+
+def test_controls_of_the_released_schedule():
+    plan, deep = released_schedule(), make(num_hidden_layers=12)
+    sites = dropout_sites(deep)
+    assert set_dropout(deep, plan)["mean"] == pytest.approx(0.0495) and rates(deep)["classifier"] == 0.1
     by_type = control_schedule("type-only", plan, sites)
     means = dict(embedding=0.0, attention_probs=0.0839, attention_output=0.0509, ffn_output=0.0179)
     assert all(round(by_type[s.name], 4) == means[s.kind] for s in sites if s.kind != "classifier")
     assert list(control_schedule("constant-mean", plan).values()) == pytest.approx([0.0495] * 37)
-    shuffled = [control_schedule("shuffled", plan, seed=s) for s in (0, 0, 1)]
+    shuffled = [control_schedule("shuffled", plan, seed=s) for s in (np.int64(0), 0, 1)]
     assert shuffled[0] == shuffled[1] != shuffled[2]
-    assert [shuffled[0][n] for n in ("embeddings", "encoder.layer.0.attention_probs")] == [
-        0.066,
-        0.09075,
-    ]  # the same everywhere
-    with pytest.raises(ValueError, match="kind: 'random'"):
-        control_schedule("random", plan)
-    with pytest.raises(ValueError, match="sites: type-only"):
-        control_schedule("type-only", plan)
-    with pytest.raises(ValueError, match="no sites"):
-        control_schedule("type-only", plan, make())
-    with pytest.raises(ValueError, match="is out of range"):
-        control_schedule("reversed", {"a": 2.0})
+    drawn = [shuffled[0][n] for n in ("embeddings", "encoder.layer.0.attention_probs")]
+    assert drawn == [0.066, 0.09075]  # the same everywhere
+    named = [Site(n, "other", 0.5, (), (), (), 1, "") for n in ("classifier.2", "classifier.5")]  # no head, by its kind
+    mirrored = control_schedule("reversed", {"classifier.2": 0.1, "classifier.5": 0.3}, named)
+    assert mirrored == {"classifier.2": 0.3, "classifier.5": 0.1}
 
 
 @pytest.mark.parametrize("how", ["guided", *CONTROLS])
-@pytest.mark.parametrize("name", ["bert", "deberta"])
-def test_a_control_from_a_file_is_the_control_from_scores(name, how, tmp_path):
-    scores = scores_of(make(name))
-    guided = apply_dropout(make(name), "guided", scores=scores, p_max=0.2, p_min=0.02)
-    model = make(name)
-    want, sites = apply_dropout(make(name), how, scores=scores, p_max=0.2, p_min=0.02, seed=3), dropout_sites(model)
-    head = {s.name: s.p for s in sites if s.kind == "classifier"}
-    for schedule in (
-        save_schedule(tmp_path / "rates.json", guided["rates"]),
-        save_schedule(tmp_path / "applied.json", guided),
-        guided,
-        dict(guided),
-    ):
-        done = apply_dropout(model, how, schedule=schedule, seed=3)
-        assert done["rates"] == want["rates"] == rates(model) and done["mean"] == want["mean"]
-        assert {n: p for n, p in done["rates"].items() if n in head} == head  # untouched
-        done.undo()
-    if how in CONTROLS:
-        bare = {n: p for n, p in guided["rates"].items() if n not in head}
-        assert (
-            control_schedule(how, guided, model, 3)
-            == control_schedule(how, bare, sites, 3)
-            == {n: p for n, p in want["rates"].items() if n not in head}
-        )
-        if how != "type-only":
-            assert control_schedule(how, guided["rates"], seed=3) == control_schedule(how, bare, seed=3)
+def test_a_control_from_a_file_is_the_control_from_scores(how, tmp_path):
+    "DeBERTa has two sites in its head, which no control touches."
+    scores, model = scores_of(make("deberta")), make("deberta")
+    head = {s.name: s.p for s in dropout_sites(model) if s.kind == "classifier"}
+    guided = apply_dropout(make("deberta"), "guided", scores=scores, p_max=0.2, p_min=0.02)
+    want = apply_dropout(make("deberta"), how, scores=scores, p_max=0.2, p_min=0.02, seed=3)
+    for schedule in (save_schedule(tmp_path / "rates.json", guided), dict(guided["rates"])):
+        with apply_dropout(model, how, schedule=schedule, seed=3) as done:
+            assert done["rates"] == want["rates"] == rates(model) and done["mean"] == want["mean"]
+            assert {n: p for n, p in done["rates"].items() if n in head} == head
 
 
-def test_a_control_knows_the_head_by_kind_and_refuses_it_alone():
-    vgg = [
-        Site(n, "other", 0.5, (), (), (), 1, "") for n in ("classifier.2", "classifier.5")
-    ]  # named so, but no head of a pretrained model
-    assert control_schedule("reversed", {"classifier.2": 0.1, "classifier.5": 0.3}, vgg) == {
-        "classifier.2": 0.3,
-        "classifier.5": 0.1,
-    }
-    with pytest.raises(ValueError, match="head's dropout only.*pass sites="):
-        control_schedule("reversed", {"classifier.2": 0.1, "classifier.5": 0.3})
+def test_a_scheme_is_added_in_one_place():
+    "What is in the table is known to a model, a run and the names of methods."
+    code = """
+import torch, transformers
+from isoreg.schedules import SCHEMES, Scheme
+half = lambda sites, schedule, p, seed: {n: q / 2 for n, q in schedule.items()}
+SCHEMES["half"] = Scheme("half of guided", half, scores=True)
+from isoreg.dropout import apply_dropout
+from isoreg.experiments.config import GUIDED, RunConfig, choices, method_label
+config = RunConfig(task="toy-cola", regularizer="none", dropout="half", p_max=0.2)
+assert "half" in GUIDED and "half" in choices(RunConfig.model_fields["dropout"]) and config.p_max == 0.2
+assert method_label(config.to_dict()).startswith("half of guided")
+sizes = dict(vocab_size=60, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+bert = transformers.BertConfig(**sizes)
+model = transformers.BertForSequenceClassification(bert)
+scores = {n: i for i, (n, _) in enumerate(model.named_parameters())}
+guided, half = (apply_dropout(model, how, scores=scores)["mean"] for how in ("guided", "half"))
+assert abs(half - guided / 2) < 1e-12 and guided > 0
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
-def test_a_shuffle_that_cannot_be_repeated_is_refused():
-    rates = {"a": 0.1, "b": 0.2, "c": 0.3}
-    for seed in (None, 1.5, True):
-        with pytest.raises(ValueError, match="seed: "):
-            control_schedule("shuffled", rates, seed=seed)
-    assert control_schedule("shuffled", rates, seed=np.int64(3)) == control_schedule("shuffled", rates, seed=3)
+def test_schedule_files(tmp_path):
+    path = save_schedule(tmp_path / "new" / "s.json", released_schedule(), aggregate="sum")
+    assert list(load_schedule(path).items()) == list(released_schedule().items())
+    assert json.loads(path.read_text())["notes"] == {"aggregate": "sum"} and len(list(path.parent.iterdir())) == 1
+    (tmp_path / "plain.json").write_text('{"embeddings": 0.2}', encoding="utf-8-sig")
+    assert load_schedule(tmp_path / "plain.json") == {"embeddings": 0.2}
+    bad = {"{": "cannot be read", '{"a": 2}': "out of range", "[1]": "no mapping", '{"format": "x"}': "no mapping"}
+    for text, message in bad.items():
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match=f"bad.json.*{message}"):
+            load_schedule(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="missing.json"):
+        load_schedule(tmp_path / "missing.json")
+
+
+PLAN = {"a": 0.1, "b": 0.2}
+REFUSED = [
+    (lambda: guided_schedule({"a": 1}, shape="cosine"), "shape: 'cosine' is unknown"),
+    (lambda: guided_schedule({"a": 1}, shape=lambda u: 2 - u), "shape at rank 0"),
+    (lambda: guided_schedule({"a": 1}, 1.0), "p_max"),
+    (lambda: guided_schedule({"a": 1}, 0.1, 0.2), r"p_min: 0.2 is out of range; need a number in \[0, 0.1\]"),
+    (lambda: guided_schedule({"b": float("nan")}), r"scores\['b'\]: nan"),
+    (lambda: guided_schedule({}), "scores: need a mapping"),
+    (lambda: control_schedule("random", PLAN), "kind: 'random'"),
+    (lambda: control_schedule("type-only", PLAN), "sites: type-only"),
+    (lambda: control_schedule("type-only", PLAN, dropout_sites(make())), "no sites of this model"),
+    (lambda: control_schedule("reversed", {"a": 2.0}), "is out of range"),
+    (lambda: control_schedule("reversed", {"classifier": 0.1}), "head's dropout only"),
+    (lambda: control_schedule("shuffled", PLAN, seed=1.5), "seed: "),
+    (lambda: site_scores(make(), scores_of(make()) | {LAST: float("nan")}), "encoder.layer.0.output.dense.weight"),
+    (lambda: site_scores(make(), scores_of(make()) | {LAST: -1.0}), "encoder.layer.0.output.dense.weight"),
+    (lambda: site_scores(make(), {n: v for n, v in scores_of(make()).items() if n != LAST}), "1 of 33 tensors have"),
+    (lambda: site_scores(make(), scores_of(make()), "median"), "aggregate"),
+    (lambda: site_scores(make(), {}), "33 of 33 tensors have none"),
+    (lambda: site_scores(make(), scores_of(make("gpt2"))), "tensors have none"),
+    (lambda: site_scores([Site("a", "other", 0.1, (), (), ("a",), 1, "a")], {}), "stands for no tensor"),
+]
+LAST = "bert.encoder.layer.0.output.dense.weight"
+
+
+@pytest.mark.parametrize("call, message", REFUSED)
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -13,10 +13,9 @@ import transformers.modeling_utils
 from small_models import EVERY, SMALL, make, output, rates, scores_of
 from torch import nn
 
-from isoreg.noise import gaussian_dropout, set_dropout
-from isoreg.schedules import site_scores
+from isoreg.dropout import gaussian_dropout, set_dropout
+from isoreg.dropout import site_scores
 from isoreg.sites import dropout_sites
-from isoreg.states import encoder_of
 
 
 @pytest.mark.parametrize("name,attention", EVERY)
@@ -159,23 +158,6 @@ def test_looking_leaves_no_trace():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_looking_leaves_no_trace_after_an_error():
-    class Broken(nn.Module):
-        def forward(self, x):
-            raise RuntimeError("on purpose")
-
-    model = make("modernbert", attention_dropout=0.0)
-    model.head = Broken()
-    before = {n: (m.training, type(m), getattr(m, "p", None)) for n, m in model.named_modules()}
-    state = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="on purpose"):
-        dropout_sites(model)
-    assert {n: (m.training, type(m), getattr(m, "p", None)) for n, m in model.named_modules()} == before
-    assert torch.equal(torch.get_rng_state(), state)
-    F.dropout(torch.ones(2), 0.5)  # no mode or hook is left behind
-    assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
-
-
 def test_identity_in_place_of_a_dropout_can_be_set_and_comes_back():
     model = make("modernbert", attention_dropout=0.0, mlp_dropout=0.0, embedding_dropout=0.0).train()
     drop = model.model.layers[0].attn
@@ -255,97 +237,7 @@ def test_a_kernel_that_ignores_its_rate_is_an_error():
     assert rates(model) == before
 
 
-def test_a_dropout_inside_an_lstm_is_seen_in_the_output_alone():
-    model = nn.LSTM(8, 8, 2, dropout=0.2)
-    (site,) = dropout_sites(model, batch=torch.randn(5, 1, 8))
-    assert (site.p, site.calls, site.handles) == (0.2, 0, ("dropout",))
-    with set_dropout(model, {site.name: 0.0}, batch=torch.randn(5, 1, 8)):
-        x = torch.randn(5, 1, 8)
-        assert torch.equal(model.train()(x)[0], model(x)[0])
-
-
-def test_a_part_that_is_called_module_is_no_wrapper():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module, self.drop = nn.Linear(4, 4), nn.Dropout(0.3)
-
-        def forward(self, x):
-            return self.drop(self.module(x))
-
-    model = Named()
-    assert [s.name for s in dropout_sites(model, batch=(torch.ones(2, 4),))] == ["drop"] and encoder_of(model) is model
-
-
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.word, self.convs = nn.Embedding(50, 16), nn.ModuleList([nn.Conv1d(16, 8, k) for k in (2, 3)])
-        self.drop, self.out = nn.Dropout(0.5), nn.Linear(16, 2)
-
-    def forward(self, ids):
-        h = self.word(ids).transpose(1, 2)
-        return self.out(self.drop(torch.cat([F.relu(c(h)).amax(2) for c in self.convs], 1)))
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.word, self.rnn = nn.Embedding(50, 16), kind(16, 16, batch_first=True)
-        self.first, self.drop1, self.drop2 = nn.Dropout(0.1), nn.Dropout(0.2), nn.Dropout(0.5)
-        self.mid, self.out = nn.Linear(16, 16), nn.Linear(16, 2)
-
-    def forward(self, ids):
-        h = self.drop1(self.rnn(self.first(self.word(ids)))[0][:, -1])
-        return self.out(self.drop2(F.relu(self.mid(h))))
-
-
-class Perceptron(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.word, self.mid, self.drop, self.out = (
-            nn.Embedding(50, 16),
-            nn.Linear(16, 8),
-            nn.Dropout(0.5),
-            nn.Linear(8, 2),
-        )
-
-    def forward(self, ids):
-        return self.out(self.drop(F.relu(self.mid(self.word(ids).mean(1)))))
-
-
 IDS = torch.arange(24).view(4, 6)
-
-
-@pytest.mark.parametrize("grouping", ["released", "preceding"])
-def test_a_dropout_behind_convolutions_is_none_of_the_embedding(grouping):
-    (site,) = dropout_sites(Convolutions(), grouping, batch=IDS)
-    assert (site.name, site.kind) == ("drop", "other")
-    assert {t.partition(".")[0] for t in site.tensors} == {"word", "convs"}, "what runs before it, without the head"
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_each_dropout_of_a_recurrent_model_has_the_weights_before_it(kind):
-    found = {
-        s.name: (s.kind, {t.partition(".")[0] for t in s.tensors}) for s in dropout_sites(Recurrent(kind), batch=IDS)
-    }
-    assert found == {"embeddings": ("embedding", {"word"}), "drop1": ("other", {"rnn"}), "drop2": ("other", {"mid"})}
-
-
-def test_a_dropout_behind_a_map_and_its_activation_is_none_of_the_embedding():
-    (site,) = dropout_sites(Perceptron(), batch=IDS)
-    assert (site.name, site.kind) == ("drop", "other")
-
-
-@pytest.mark.parametrize("grouping", ["released", "preceding"])
-def test_sites_of_the_encoder_of_pytorch_share_no_weight(grouping):
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    sites = dropout_sites(nn.TransformerEncoder(layer, 2), grouping, batch=torch.randn(2, 5, 16))
-    tensors = [t for s in sites for t in s.tensors]
-    assert len(set(tensors)) == len(tensors) and all(s.tensors for s in sites)
-    of = {s.name: s.tensors for s in sites}
-    assert of["layers.0.attention_output"] == tuple(f"layers.0.self_attn.out_proj.{w}" for w in ("weight", "bias"))
-    assert "layers.0.self_attn.in_proj_weight" in of["layers.0.attention_probs"]
 
 
 def test_a_rate_out_of_reach_is_named_with_its_remedy():
@@ -359,41 +251,3 @@ def test_a_rate_out_of_reach_is_named_with_its_remedy():
         dropout_sites(Kept(), batch=torch.ones(2, 3))
     with pytest.raises(ValueError, match="Linear has no dropout site$"):
         dropout_sites(nn.Linear(3, 3), batch=torch.ones(2, 3))
-
-
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_a_dropout_behind_a_cell_is_none_of_the_embedding(kind):
-    class Cell(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.word, self.cell, self.drop = nn.Embedding(50, 16), kind(16, 16), nn.Dropout(0.2)
-
-        def forward(self, ids):
-            h = self.cell(self.word(ids[:, 0]))
-            return self.drop(h[0] if isinstance(h, tuple) else h)
-
-    (site,) = dropout_sites(Cell(), batch=IDS)
-    assert (site.name, site.kind) == ("drop", "other")
-
-
-def test_an_embedding_module_may_map_what_it_looks_up():
-    "As that of MarkupLM does."
-
-    class Mapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.word, self.mid, self.drop = nn.Embedding(50, 16), nn.Linear(16, 8), nn.Dropout(0.1)
-
-        def forward(self, ids):
-            return self.drop(F.relu(self.mid(self.word(ids))))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.path_embeddings, self.out = Mapped(), nn.Linear(8, 2)
-
-        def forward(self, ids):
-            return self.out(self.path_embeddings(ids).mean(1))
-
-    (site,) = dropout_sites(Model(), batch=IDS)
-    assert (site.name, site.kind) == ("path_embeddings.embeddings", "embedding")

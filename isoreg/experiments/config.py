@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from ..files import expanded, file_kind, from_json, from_yaml
+from ..schedules import SCHEMES
 from .tasks import TASKS, Task, definition, from_definition, get_task, pinned, read_task
 
 # %% ../../nbs/experiments/19_config.ipynb #dacff347
@@ -105,17 +106,15 @@ class PenaltySettings(Settings):
         None, description="count padding in the penalty, as the released code does")
 
 # %% ../../nbs/experiments/19_config.ipynb #3d0a6672
-Dropout = Literal[
-    "standard", "constant", "guided", "guided-released", "constant-mean", "reversed", "shuffled", "type-only",
-    "gaussian", "gaussian-released", "mixout"]
-GUIDED = ("guided", "constant-mean", "reversed", "shuffled", "type-only")  # need scores
-RATED = ("constant", "gaussian", "gaussian-released", "mixout")  # take dropout_p
+Dropout = Literal[tuple(SCHEMES)]  # type: ignore[valid-type]
+GUIDED = tuple(n for n, s in SCHEMES.items() if s.scores)
+RATED = tuple(n for n, s in SCHEMES.items() if s.rate)
 
 
 class DropoutSettings(Settings):
     "Which units are left out, and how often."
     group = "Dropout"
-    dropout: Dropout | str = Field(
+    dropout: Dropout | str = Field(  # type: ignore[valid-type]
         "standard", description="scheme of dropout: one of these, or a schedule file (.json)")
     scores: str | None = Field(
         None, description="guided: file of scores, or corpus:TEXT; without it: the task's texts")
@@ -303,7 +302,7 @@ def _check(self: RunConfig):
 def _check_dropout(self: RunConfig):
     "Raise `ValueError` for settings of the dropout that do not go together."
     if self.dropout.endswith(".json"):
-        from isoreg.noise import load_schedule
+        from isoreg.schedules import load_schedule
         load_schedule(self.dropout)
     elif self.dropout not in (known := get_args(Dropout)):
         raise ValueError(f"dropout: {self.dropout!r} is unknown; a schedule of your own is a file (.json); "
@@ -474,11 +473,6 @@ def scores_digest(value: str) -> str | None:
 # %% ../../nbs/experiments/19_config.ipynb #77d36f3d
 METHOD = (*PenaltySettings.model_fields, *DropoutSettings.model_fields)  # the settings that make a method
 _PENALTY = {"istar": "I-STAR", "cosreg": "CosReg"}
-_DROPOUT = {
-    "guided": "guided dropout", "guided-released": "guided dropout with the authors' rates",
-    "constant-mean": "constant p = mean of guided", "reversed": "guided reversed", "shuffled": "guided shuffled",
-    "type-only": "guided by type only", "constant": "dropout", "gaussian": "Gaussian dropout",
-    "gaussian-released": "Gaussian dropout as released", "mixout": "mixout"}
 
 
 def method_label(
@@ -513,7 +507,7 @@ def _dropout_label(c: dict, scores: bool | str, schedule: str | None) -> str:
     if (c["p_min"], c["p_max"]) != (0.0, 0.1): words.append(f"p {_number(c['p_min'])} to {_number(c['p_max'])}")
     if c["scores"] and scores: words.append(f"scores {file_label(c['scores']) if scores is True else scores}")
     own = (schedule or file_label(c["dropout"])).rpartition(":")[2]
-    name = _DROPOUT.get(c["dropout"], f"schedule {own}")
+    name = SCHEMES[c["dropout"]].label if c["dropout"] in SCHEMES else f"schedule {own}"
     return f"{name} {', '.join(words)}".strip()
 
 

@@ -34,7 +34,7 @@ from ..corpus import TextBatches, load_texts
 from .data import (
     MissingSplit, TaskData, encode, encode_squad_eval, encode_squad_train, load_evaluation, load_metric, load_task,
     resample, squad_predictions)
-from ..noise import apply_dropout
+from ..dropout import apply_dropout
 from ..files import expanded, file_kind, pack, unpack, write_atomically
 from ..fisher import FisherEstimate, empirical_fisher
 from ..geometry import two_nn

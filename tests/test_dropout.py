@@ -3,31 +3,26 @@
 import copy
 import json
 import math
-import os
 import pickle
-import warnings
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from small_models import BERT, EVERY, IDS, make, output, rates, scores_of
+from small_models import EVERY, IDS, make, output, rates, scores_of
 from torch import nn
 
-from isoreg.noise import (
-    HOWS,
-    Applied,
+from isoreg.dropout import (
     apply_dropout,
     gaussian_dropout,
     load_dropout,
-    load_schedule,
     mix_weights,
     mixout,
-    save_schedule,
     set_dropout,
+    site_scores,
 )
-from isoreg.schedules import CONTROLS, guided_schedule, released_schedule, site_scores
+from isoreg.schedules import CONTROLS, guided_schedule, released_schedule, save_schedule
 from isoreg.sites import dropout_sites
 
 
@@ -96,52 +91,20 @@ def test_undo_and_context_manager_put_everything_back(name):
     assert rates(model) == before and not hasattr(model.config, "dropout_schedule")
 
 
-@pytest.mark.parametrize(
-    "first,second", [("guided", "constant"), ("constant", "gaussian"), ("mixout", "guided"), ("gaussian", "mixout")]
-)
-def test_undo_out_of_order_is_refused_and_puts_nothing_back(first, second):
-    model = make()
+@pytest.mark.parametrize("first,second", [("guided", "gaussian"), ("gaussian", "mixout"), ("mixout", "constant")])
+def test_undo_takes_later_changes_of_the_model_and_its_parts_back_too(first, second):
+    model, other = make(), make()
     before, config = rates(model), model.config.to_dict()
     below = apply_dropout(model, first, **arguments(first, model))
-    middle, note = rates(model), dict(model.config.dropout_schedule)
-    top = apply_dropout(model, second, **arguments(second, model))
-    now, noted = rates(model), dict(model.config.dropout_schedule)
-    other = make()
+    top = apply_dropout(model.bert, second, **arguments(second, model))
     elsewhere = apply_dropout(other, "constant", p=0.4)  # a change of another model lies on nothing here
-    with pytest.raises(RuntimeError, match=f"{second}.*undo the later one first"):
-        below.undo()
-    assert rates(model) == now and model.config.dropout_schedule == noted
-    top.undo()
-    assert rates(model) == middle and model.config.dropout_schedule == note
     below.undo()
-    top.undo()
-    below.undo()
-    assert (
-        rates(model) == before
-        and model.config.to_dict() == config
-        and not any(m._forward_pre_hooks for m in model.modules())
-    )
+    top.undo()  # does nothing any more
+    assert rates(model) == before and model.config.to_dict() == config
+    assert not any("forward" in vars(m) for m in model.modules())
+    assert rates(other)["embeddings"] == 0.4
     elsewhere.undo()
     assert rates(other) == before
-
-
-def test_undo_out_of_order_between_a_model_and_its_parts_and_on_leaving_with():
-    model = make()
-    before, config = rates(model), model.config.to_dict()
-    below, top = apply_dropout(model, "constant", p=0.2), apply_dropout(model.bert, "constant", p=0.3)
-    with pytest.raises(RuntimeError, match="later one first"):
-        below.undo()
-    top.undo()
-    below.undo()
-    with apply_dropout(model, "constant", p=0.2):
-        held = set_dropout(model, {"embeddings": 0.3}, partial=True)
-    assert rates(model) == before and model.config.to_dict() == config
-    held.undo()
-    assert rates(model) == before and model.config.to_dict() == config
-    below = set_dropout(model, {"embeddings": 0.3}, partial=True)
-    set_dropout(model, {"embeddings": 0.4}, partial=True)  # that nobody can take back goes with the one below
-    below.undo()
-    assert rates(model) == before and model.config.to_dict() == config
 
 
 def test_a_failed_check_names_the_site_and_leaves_the_model_alone():
@@ -161,42 +124,6 @@ def test_a_failed_check_names_the_site_and_leaves_the_model_alone():
     assert rates(model) == before and model.config.to_dict() == config
 
 
-def test_a_rate_out_of_reach_is_no_silent_success():
-    class Captured(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.call = lambda x, on: F.dropout(x, 0.1, on)
-
-        def forward(self, x):
-            return self.call(x, self.training)
-
-    model = make()
-    model.bert.encoder.layer[0].output.dropout = Captured()
-    with pytest.warns(UserWarning, match=r"cannot be set: p=0.1 in bert.encoder.layer.0.output.dropout \(Captured\)"):
-        names = rates(model)
-    with pytest.raises(RuntimeError, match="Captured"):
-        set_dropout(model, {n: 0.2 for n in names})
-    assert rates_quietly(model) == names
-
-
-def rates_quietly(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return rates(model)
-
-
-def test_schedules_step_by_step_without_a_look():
-    model = make()
-    sites = dropout_sites(model)
-    calls = []
-    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
-    for p in (0.3, 0.2, 0.0):
-        set_dropout(model, {s.name: p for s in sites}, verify=False, sites=sites)
-    assert not calls
-    handle.remove()
-    assert set(rates(model).values()) == {0.0}
-
-
 @pytest.mark.parametrize(
     "bad,message",
     [
@@ -209,6 +136,7 @@ def test_schedules_step_by_step_without_a_look():
         (0.1, "no mapping"),
         ({"embedings": 0.1}, "did you mean 'embeddings'"),
         ({"embeddings": 0.1}, "6 of 7 sites have no rate"),
+        (released_schedule(), "no sites of this model.*another model"),  # twelve layers on two
     ],
 )
 def test_bad_schedules(bad, message):
@@ -217,34 +145,6 @@ def test_bad_schedules(bad, message):
     with pytest.raises(ValueError, match=message):
         set_dropout(model, bad)
     assert rates(model) == before
-
-
-def test_a_schedule_of_another_model_is_refused():
-    with pytest.raises(ValueError, match="no sites of this model.*another model"):
-        set_dropout(make(), rates(make("gpt2")))
-    with pytest.raises(ValueError, match="no sites of this model"):
-        set_dropout(make(), released_schedule())  # twelve layers on two
-    deep = make(num_hidden_layers=3)
-    with pytest.raises(ValueError, match="3 of 10 sites have no rate.*another model"):
-        set_dropout(deep, rates(make()))
-    set_dropout(deep, rates(make()), partial=True)
-
-
-def test_a_model_without_dropout():
-    model = nn.Sequential(nn.Linear(4, 4))
-    for call in (
-        dropout_sites,
-        lambda m, **k: set_dropout(m, {"x": 0.1}, **k),
-        lambda m, **k: gaussian_dropout(m, **k),
-    ):
-        with pytest.raises(ValueError, match="no dropout site"):
-            call(model, batch=torch.ones(1, 4))
-    assert apply_dropout(model, "standard", batch=torch.ones(1, 4))["rates"] == {}
-    with pytest.raises(ValueError, match="grouping"):
-        dropout_sites(make(), "layers")
-    with pytest.raises(ValueError, match="meta device"):
-        with torch.device("meta"):
-            dropout_sites(make())
 
 
 # disk
@@ -271,13 +171,6 @@ def saved(model, folder):
     return type(model).from_pretrained(folder).train()
 
 
-def test_a_note_of_the_older_form_is_read():
-    model, wanted = make(), {n: 0.01 * (i + 1) for i, n in enumerate(rates(make()))}
-    model.config.dropout_schedule = dict(wanted)
-    assert load_dropout(model)["kind"] == "rates" and rates(model) == wanted
-    assert model.config.dropout_schedule == {"kind": "rates", "rates": wanted}
-
-
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("p", [0.2, None])
 def test_gaussian_dropout_comes_back_as_noise(p, released, tmp_path):
@@ -298,7 +191,7 @@ def test_gaussian_dropout_comes_back_as_noise(p, released, tmp_path):
     x = loaded.bert.embeddings.dropout(torch.ones(200_000))
     assert x.std() == pytest.approx(0.4 / 0.6 if released else math.sqrt(0.4 / 0.6), rel=0.02)
     applied.undo()
-    assert loaded.config.to_dict() == before and not any(m._forward_pre_hooks for m in loaded.modules())
+    assert loaded.config.to_dict() == before and not any("forward" in vars(m) for m in loaded.modules())
     raised.undo()
     noise.undo()
     assert rates(model) == own and not hasattr(model.config, "dropout_schedule")
@@ -316,7 +209,7 @@ def test_mixout_is_refused_or_put_on_again(how, tmp_path):
         load_dropout(loaded)
     with pytest.raises(ValueError, match="no weight of shape"):
         load_dropout(loaded, pretrained={})
-    assert rates(loaded) == was and not any(m._forward_pre_hooks for m in loaded.modules())
+    assert rates(loaded) == was and not any("forward" in vars(m) for m in loaded.modules())
     applied = load_dropout(loaded, pretrained=start)
     assert (
         applied["kind"] == "mixout"
@@ -331,72 +224,6 @@ def test_mixout_is_refused_or_put_on_again(how, tmp_path):
     assert loaded.config.dropout_schedule == model.config.dropout_schedule
     done.undo()
     assert not hasattr(model.config, "dropout_schedule")
-
-
-def test_notes_that_cannot_be_put_on():
-    model = make()
-    set_dropout(model, {"embeddings": 0.2}, partial=True)
-    with pytest.raises(ValueError, match="pretrained: has no meaning"):
-        load_dropout(model, pretrained={})
-    model.config.dropout_schedule = {"kind": "concrete", "rates": {"embeddings": 0.2}}
-    with pytest.raises(ValueError, match="kind .*'concrete' is unknown"):
-        load_dropout(model)
-    model.config.dropout_schedule = {"kind": "gaussian+concrete", "rates": {}}
-    with pytest.raises(ValueError, match="kind .*'concrete' is unknown"):
-        load_dropout(model)
-    model = make()
-    model.config.dropout_schedule = {
-        "kind": "gaussian",
-        "rates": {"embeddings": 0.2, "encoder.layer.0.ffn_output": 0.1},
-    }
-    set_dropout(model, {"encoder.layer.1.ffn_output": 0.3}, partial=True)  # a note that does not hold is not carried on
-    assert model.config.dropout_schedule == {
-        "kind": "rates",
-        "rates": {"encoder.layer.0.ffn_output": 0.1, "encoder.layer.1.ffn_output": 0.3},
-    }
-
-
-def test_load_dropout_without_a_schedule():
-    with pytest.raises(ValueError, match="no dropout_schedule"):
-        load_dropout(make())
-
-
-def test_schedule_files(tmp_path):
-    path = save_schedule(tmp_path / "new" / "s.json", released_schedule(), model=make(), aggregate="sum")
-    assert load_schedule(path) == released_schedule() and list(load_schedule(path)) == list(released_schedule())
-    content = json.loads(path.read_text())
-    assert (
-        content["model_type"] == "bert"
-        and content["notes"] == {"aggregate": "sum"}
-        and [p.name for p in path.parent.iterdir()] == ["s.json"]
-    )
-    (tmp_path / "plain.json").write_text('{"embeddings": 0.2}')
-    assert load_schedule(tmp_path / "plain.json") == {"embeddings": 0.2}
-    (tmp_path / "marked.json").write_text('{"embeddings": 0.2}', encoding="utf-8-sig")
-    assert load_schedule(tmp_path / "marked.json") == {"embeddings": 0.2}
-    os.mkfifo(tmp_path / "pipe.json")
-    with pytest.raises(ValueError, match="pipe.json.*is no file"):
-        load_schedule(tmp_path / "pipe.json")
-    for text, message in (
-        ("{", "cannot be read"),
-        ("[" * 100_000, "nest too deep"),
-        ('{"a": 2}', "is out of range"),
-        ("[1]", "no mapping"),
-        ('{"a": NaN}', "is out of range"),
-        ('{"format": "x"}', "no mapping"),
-    ):
-        (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(ValueError, match=f"bad.json.*{message}"):
-            load_schedule(tmp_path / "bad.json")
-    with pytest.raises(ValueError, match="missing.json"):
-        load_schedule(tmp_path / "missing.json")
-    with pytest.raises(ValueError, match="is out of range"):
-        save_schedule(tmp_path / "x.json", {"a": 1.5})
-    with pytest.raises(ValueError, match="notes"):
-        save_schedule(tmp_path / "x.json", {"a": 0.5}, model=None, x=torch.ones(1))
-    with pytest.raises(ValueError, match=r"path: a dict is no path; write save_schedule\(path, schedule\)"):
-        save_schedule({"a": 0.5}, tmp_path / "x.json")
-    assert not (tmp_path / "x.json").exists()
 
 
 # Gaussian dropout
@@ -435,14 +262,14 @@ def test_gaussian_noise_reaches_every_site_and_leaves_again(name, attention):
             assert not torch.equal(output(model.train()), output(model))
             torch.testing.assert_close(output(model.eval()), rest, rtol=0, atol=0)
     noise.undo()
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert not any("forward" in vars(m) for m in model.modules())
 
 
 @pytest.mark.parametrize(
     "causal,mask,gqa", [(False, None, False), (True, None, False), (False, "bool", False), (False, "float", True)]
 )
 def test_noisy_attention_without_noise_is_the_fused_attention(causal, mask, gqa):
-    from isoreg.noise import _noisy_attention
+    from isoreg.dropout import _noisy_attention
 
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 6, 8), *torch.randn(2, 2, 2 if gqa else 4, 6, 8)
@@ -453,18 +280,6 @@ def test_noisy_attention_without_noise_is_the_fused_attention(causal, mask, gqa)
     torch.testing.assert_close(
         ours, F.scaled_dot_product_attention(query, key, value, attn_mask=m, is_causal=causal, enable_gqa=gqa)
     )
-
-
-def test_gaussian_twice_or_at_a_bad_rate():
-    model = make()
-    with pytest.raises(ValueError, match="p: 1.0"):
-        gaussian_dropout(model, 1.0)
-    gaussian_dropout(model)
-    with pytest.raises(ValueError, match="already"):
-        gaussian_dropout(model)
-    stock = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    with pytest.raises(RuntimeError, match="MultiheadAttention"):
-        gaussian_dropout(stock, batch=torch.randn(1, 3, 16))
 
 
 class Bare(nn.Module):
@@ -478,12 +293,7 @@ class Bare(nn.Module):
         return torch.dropout(x, self.dropout, self.training)
 
 
-class OneD(nn.Dropout1d):
-    def forward(self, x):
-        return super().forward(x.transpose(1, 2)).transpose(1, 2)
-
-
-@pytest.mark.parametrize("kind", [OneD, nn.AlphaDropout, nn.FeatureAlphaDropout, Bare])
+@pytest.mark.parametrize("kind", [nn.AlphaDropout, Bare])
 def test_a_mask_that_noise_cannot_replace_is_refused_by_name(kind):
     for p, own in ((None, 0.1), (0.2, 0.1), (None, 0.0)):  # at rate 0 as well: it may be raised later
         model = make()
@@ -494,14 +304,8 @@ def test_a_mask_that_noise_cannot_replace_is_refused_by_name(kind):
         assert (
             rates(model) == before
             and model.config.to_dict() == config
-            and not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+            and not any("forward" in vars(m) for m in model.modules())
         )
-
-
-@pytest.mark.parametrize("kind,shape", [(nn.Dropout2d, (2, 3, 4, 4)), (nn.Dropout3d, (2, 3, 4, 4, 4))])
-def test_masks_of_images_are_refused_too(kind, shape):
-    with pytest.raises(RuntimeError, match=f"{kind.__name__}.*Bernoulli"):
-        gaussian_dropout(nn.Sequential(nn.Flatten(-1), kind(0.2)), batch=torch.randn(shape))
 
 
 def test_a_mask_that_comes_after_the_noise_is_seen():
@@ -545,14 +349,6 @@ def test_mixout_expectation_values_and_gradient(unit, p):
     assert torch.equal(mix_weights(w, u, 0.0, unit), w)
 
 
-def test_mixout_of_zero_weights_is_dropout_of_the_inputs():
-    torch.manual_seed(0)
-    w, x = torch.randn(4, 6), torch.randn(3, 6)
-    mixed = mix_weights(w, torch.zeros_like(w), 0.5)
-    kept = mixed.abs().amax(0) > 0
-    torch.testing.assert_close(x @ mixed.T, (x * kept / 0.5) @ w.T)
-
-
 def test_mixout_at_zero_is_the_identity_to_the_bit_and_at_the_start_too():
     model = make("bert", "sdpa").train()
     with set_dropout(model, {n: 0.0 for n in rates(model)}):
@@ -582,17 +378,6 @@ def test_mixout_mixes_the_maps_of_the_encoder_only(name, maps):
     assert rates(model) == rates(make(name))
 
 
-def test_mixout_leaves_the_head_of_a_joined_decoder_alone():
-    decoder = transformers.BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**BERT), decoder)
-    config.decoder_start_token_id, config.pad_token_id = 1, 0
-    model = transformers.EncoderDecoderModel(config=config)
-    maps = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "pooler" not in n and "cls" not in n]
-    assert mixout(model, batch={"input_ids": IDS, "decoder_input_ids": IDS})["mixed"] == len(maps)
-    assert "weight" in model.decoder.cls.predictions.decoder._parameters
-    assert not model.decoder.cls.predictions.decoder._forward_pre_hooks
-
-
 def test_mixout_after_an_error_and_bad_input():
     model = make().train()
     mixout(model)
@@ -606,15 +391,6 @@ def test_mixout_after_an_error_and_bad_input():
         with pytest.raises(ValueError, match=message):
             mixout(fresh, **kwargs)
         assert rates(fresh) == rates(make())
-
-
-def test_mixout_with_given_weights():
-    model, other = make(num_hidden_layers=1).train(), make(num_hidden_layers=1)
-    for q in other.parameters():
-        q.data.mul_(1.5)
-    for state in (other.state_dict(), other.bert.state_dict()):
-        with mixout(model, 0.5, pretrained=state):
-            assert not torch.equal(output(model), output(model))
 
 
 # one function for a training run
@@ -703,7 +479,7 @@ def test_every_way_trains_under_autocast_and_can_be_saved_copied_and_undone(how,
     loaded = type(model).from_pretrained(tmp_path)  # plain transformers
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     report.undo()
-    assert rates(model) == before and not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert rates(model) == before and not any("forward" in vars(m) for m in model.modules())
 
 
 @pytest.mark.parametrize("how", ["gaussian", "gaussian-released", "mixout", "constant"])
@@ -754,32 +530,15 @@ def test_schedules_and_files_in_place_of_a_name(tmp_path):
     assert apply_dropout(make(), {**plan, "classifier": 0.3})["rates"]["classifier"] == 0.3  # by name it can be set
 
 
-def test_what_was_applied_is_a_schedule(tmp_path):
-    done = apply_dropout(make(), "constant", p=0.3)
-    path = save_schedule(tmp_path / "s.json", done)
-    (tmp_path / "plain.json").write_text(json.dumps(done))
-    assert load_schedule(path) == load_schedule(tmp_path / "plain.json") == done["rates"]
-    for how in (done, dict(done), path):
-        assert apply_dropout(make(), how)["rates"] == done["rates"]
-    assert set_dropout(make(), done)["rates"] == done["rates"]
-
-
 @pytest.mark.parametrize(
     "how,kwargs,message",
     [
-        ("constant", {"p": 0.1, "p_max": 0.5}, "p_max: 0.5 has no meaning for constant"),
-        ("gaussian", {"p_min": 0.01}, "p_min: 0.01 has no meaning"),
-        (
-            "guided",
-            {"schedule": {"embeddings": 0.1}, "p_max": 0.5},
-            "p_max: 0.5 has no meaning for a finished schedule",
-        ),
-        ("standard", {"shape": math.cos}, "shape: .* for standard"),
-        ("mixout", {"aggregate": "sum"}, "aggregate: 'sum'"),
+        ("constant", {"p": 0.1, "p_max": 0.5}, "p_max: 0.5 has a meaning with scores= only"),
+        ("guided", {"schedule": {"embeddings": 0.1}, "p_max": 0.5}, "p_max: 0.5 has a meaning with scores= only"),
         ("giuded", {}, "did you mean 'guided'"),
         (3, {}, "how: 3"),
         ("guided", {}, "either the scores"),
-        ("guided", {"p": 0.1, "scores": {"a": 1.0}}, "p_max and p_min"),
+        ("guided", {"p": 0.1, "scores": {"a": 1.0}}, "p: has no meaning for guided"),
         ("standard", {"p": 0.1}, "use constant"),
         ("constant", {}, "needs a rate"),
         ("gaussian", {"scores": {"a": 1.0}}, "no meaning"),
@@ -799,39 +558,6 @@ def test_bad_calls_change_nothing(how, kwargs, message):
     assert rates(model) == before and model.config.to_dict() == config
 
 
-def test_what_is_no_model_or_no_function_is_refused_at_once():
-    for call in (
-        dropout_sites,
-        gaussian_dropout,
-        mixout,
-        apply_dropout,
-        load_dropout,
-        lambda m: set_dropout(m, {"a": 0.1}),
-    ):
-        with pytest.raises(ValueError, match="model: 'bert-base-uncased' is a str, no torch module; load it first"):
-            call("bert-base-uncased")
-
-
-def test_applied_is_a_plain_dict_for_the_world():
-    done = Applied({"a": 1})
-    assert json.dumps(done) == '{"a": 1}' and type(copy.deepcopy(done)) is dict
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("how", HOWS)
-def test_on_a_gpu(how):
-    model = make("bert", "sdpa").cuda()
-    state = torch.cuda.get_rng_state()
-    report = apply_dropout(model, how, **arguments(how, model))
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-    inputs = {k: v.cuda() for k, v in batch().items()}
-    model.train()
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = model(**inputs).loss
-    loss.backward()
-    assert torch.isfinite(loss) and report["rates"]
-
-
 @pytest.mark.parametrize("how", ["mixout", "gaussian"])
 def test_a_compiled_model_that_has_run_gets_the_regulariser(how):
     rate = 0.0 if how == "mixout" else 0.3
@@ -849,25 +575,6 @@ def test_a_compiled_model_that_has_run_gets_the_regulariser(how):
         assert torch.equal(compiled(**inputs).logits, compiled(**inputs).logits)
         if how == "mixout":
             torch.testing.assert_close(compiled(**inputs).logits, before)
-
-
-def test_the_authors_rates_are_an_arm_of_bert_base_alone():
-    model = transformers.AutoModelForSequenceClassification.from_config(
-        transformers.BertConfig(
-            vocab_size=60, hidden_size=24, num_hidden_layers=12, num_attention_heads=2, intermediate_size=32
-        )
-    )
-    done = apply_dropout(model, "guided-released")
-    assert {n: p for n, p in done["rates"].items() if not n.startswith("classifier")} == pytest.approx(
-        released_schedule()
-    ) and done["mean"] == pytest.approx(0.0495)
-    small = transformers.AutoModelForSequenceClassification.from_config(
-        transformers.BertConfig(
-            vocab_size=60, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-        )
-    )
-    with pytest.raises(ValueError, match="no sites of this model"):
-        apply_dropout(small, "guided-released")
 
 
 @pytest.mark.parametrize("how", ["gaussian", "gaussian-released", "mixout"])
