@@ -422,6 +422,7 @@ _PICTURE = _option("File for a picture (.png, .pdf, .svg): spectrum, scores with
 # %% ../nbs/31_cli.ipynb #831a25cd
 @app.command("score")
 def score_command(
+    ctx: typer.Context,
     files: Annotated[list[Path] | None, _FILES] = None,
     model: Annotated[list[str] | None, _MODEL] = None,
     texts: Annotated[str | None, _TEXTS] = None,
@@ -437,9 +438,12 @@ def score_command(
     as_json: Annotated[bool, _JSON] = False,
 ):
     "IsoScore with its interval, dimensions in use, outlier dimensions and spectrum; files or models compared by row."
+    from isoreg.checks import one_of
     from isoreg.embeddings import draw_texts, measure_model, measure_points, read_points
     given, drawn = [str(f) for f in [*(files or []), texts] if f is not None], None
-    if not given or (len(given) > 1 and model) or (texts and not model):
+    if picture: one_of("picture", picture.suffix.lower(), (".pdf", ".png", ".svg"))
+    _refuse_idle(ctx, bool(model))
+    if not given or (len(given) > 1 and model):
         raise ValueError(f"file: {len(given)} given; name files of vectors, or give --model and one file of texts")
     with _warnings_shown():
         if model:
@@ -452,7 +456,16 @@ def score_command(
     if as_json: return print(json.dumps(_scores_json(measured, differences, drawn), indent=1))
     _show_scores(measured, differences, drawn)
 
-# %% ../nbs/31_cli.ipynb #a71d602c
+# %% ../nbs/31_cli.ipynb #b06d9474
+def _refuse_idle(ctx: typer.Context, model: bool):
+    "Raise `ValueError` for an option that would have no effect."
+    idle = ("array",) if model else ("texts", "pooling", "layer", "column", "max_lines", "max_length", "seed")
+    for name in idle:
+        if ctx.get_parameter_source(name).name != "COMMANDLINE": continue
+        whose = "vectors; leave out it or --model" if model else "a model on texts; leave it out, or give --model"
+        raise ValueError(f"{name.replace('_', '-')}: belongs to {whose}")
+
+
 def _differences(measured: Sequence) -> list[tuple]:
     "Return each difference to the first, with both names, of those that have a corrected score."
     from isoreg.embeddings import compare

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from .config import (
     TOY_LOSSES, FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, TextSettings, earlier)
 from ..corpus import TextBatches, load_texts, looks_ahead
-from ..schedules import guided_schedule, site_scores
+from ..dropout import site_scores
+from ..schedules import guided_schedule
 from ..sites import dropout_sites
 from ..files import record_files, write_atomically
 from ..fisher import FisherEstimate, agreement, empirical_fisher, model_fingerprint
