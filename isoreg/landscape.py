@@ -42,7 +42,7 @@ def loss_surface(
     progress: bool = False,  # whether to show a bar
     precision: str = "fp32",  # or "bf16": autocast
     reduction: str = "sample",  # mean over samples; "batch", as released: over a batch's tokens, then over batches
-) -> "Surface":
+):  # Surface: the loss on the grid
     """Return the mean loss at weights + alpha d1 + beta d2 (guided dropout eq. 5), named losses in nats.
 
     Runs in eval mode without gradient. Raises `ValueError` for directions, grids and options that do not fit, and
@@ -76,7 +76,7 @@ def loss_line(
     loss: str | Callable = "mlm",  # as in loss_surface
     path: str | Path | None = None,  # as in loss_surface
     **options,  # progress, precision, reduction of loss_surface
-) -> "Surface":
+):  # Surface: the loss on the line
     "Return the mean loss at weights + alpha d: a `Surface` with the one beta 0."
     return loss_surface(model, batches, d, None, alphas, [0.0], loss, path, **options)
 

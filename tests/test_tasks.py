@@ -356,7 +356,7 @@ def of_csv(tmp_path, train, evaluation, names=()):
         (("2", "1", "0"), "0.0 1.0 2.0", "2 0", ([2, 1, 0], [0, 2])),
         (("02", "01", "00"), "00 01 02", "01 01", ([2, 1, 0], [1, 1])),
         (("true", "false"), "true false", "false true", ([0, 1], [1, 0])),
-        (("False", "True"), "true false", "false true", ([1, 0], [0, 1])),
+        (("False", "True"), "True False", "False True", ([1, 0], [0, 1])),
         (("no", "yes"), "0 1", "1.0 0.0", ([0, 1], [1, 0])),
     ],
 )
