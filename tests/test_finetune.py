@@ -494,11 +494,11 @@ def test_a_name_that_the_hub_does_not_give_is_told(monkeypatch):
         asked.append(name)
         raise OSError("not a local folder\nand much more")
 
-    monkeypatch.setattr("isoreg.experiments.models.PretrainedConfig.get_config_dict", nothing)
+    monkeypatch.setattr("isoreg.experiments.models.AutoTokenizer.from_pretrained", nothing)
     for name in ("google/bert_uncased_L-2", "bert-base-uncased"):
         with pytest.raises(
             ValueError,
-            match=f"model: '{name}' is no folder of a checkpoint, and the hub does not give it .not a local folder.$",
+            match=f"model: .{name}. is no folder of a checkpoint, and the hub does not give it .OSError: not a local",
         ):
             load_model(RunConfig(model=name))
     assert asked == ["google/bert_uncased_L-2", "bert-base-uncased"]

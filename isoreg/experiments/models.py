@@ -22,7 +22,6 @@ from transformers import (
     PretrainedConfig, PreTrainedTokenizerBase, set_seed)
 from transformers.utils import logging
 
-from ..checks import in_range
 from .config import RunConfig
 from ..files import expanded, from_json, lacks_room, read_text, write_atomically
 from .tasks import Task, get_task
@@ -156,35 +155,28 @@ def model_source(model: str) -> str:
 
 # %% ../../nbs/experiments/21_models.ipynb #4b436cdd
 def read_config(model: str) -> PretrainedConfig:
-    "Return the configuration of a checkpoint. `ValueError` where there is none."
+    "Return the configuration of a checkpoint. Raises `ValueError` where there is none."
     return pretrained(AutoConfig, model)
 
 # %% ../../nbs/experiments/21_models.ipynb #ea306121
 def pretrained(
-    kind,  # a class with from_pretrained
+    kind,  # class with from_pretrained
     model: str,  # "toy-bert", a folder, or a name on the hub
-    what: str = "",  # in front of the name in the message
-    **options,  # of from_pretrained
+    what: str = "",  # words in front of the name in the message
+    **options,  # options of from_pretrained
 ):
     """Return what from_pretrained gives; code that a checkpoint brings along is never run, and nobody is asked to.
 
-    `ValueError` for what is not there or damaged: transformers then raises whatever its readers do. So also for a
-    model with a weight that is NaN or infinite, which would be read without a word."""
+    Raises `ValueError` for what is not there or damaged, and for a model with a weight that is NaN or infinite."""
     source = model_source(model)
-    try:
-        if not os.path.isdir(source) or os.path.isfile(f"{source}/config.json"):
-            _check_sizes(PretrainedConfig.get_config_dict(source)[0], model)
-        found = kind.from_pretrained(source, trust_remote_code=False, **options)
+    try: found = kind.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:
-        if lacks_room(error) or str(error).startswith("model: "): raise  # that of the sizes
-        if "trust_remote_code" in str(error):
-            raise ValueError(f"model: {model!r} brings code of its own, which is never run; give a checkpoint of an "
-                             "architecture that transformers has") from None
+        if lacks_room(error): raise
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if "trust_remote_code" in str(error): why = "it brings code of its own, which is never run"
         if not os.path.isfile(f"{source}/config.json"):
-            why = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(f"model: {model!r} is no folder of a checkpoint, and the hub does not give it ({why})"
                              ) from None
-        why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
         if "ignore_mismatched_sizes" in str(error) or "size mismatch" in str(error):  # transformers 5 and 4
             why = "its config.json and its weights differ in their shapes"
         raise ValueError(f"model: {what}{model!r} cannot be read ({why}); give a complete checkpoint") from None
@@ -194,18 +186,6 @@ def pretrained(
         raise ValueError(f"model: {model!r} has NaN or infinity in {len(odd)} of its weights ({odd[0]}, ...); "
                          "give a checkpoint whose training did not diverge")
     return found
-
-# %% ../../nbs/experiments/21_models.ipynb #f4441c07
-_COUNTS = re.compile("(layers?|blocks?|depth|groups|experts|heads|labels)$")
-
-
-def _check_sizes(config: dict, model: str):
-    "Raise a `ValueError` where a config.json asks for more layers or labels than any model has: that would not end."
-    for name, value in config.items():
-        if isinstance(value, dict): _check_sizes(value, model)
-        elif _COUNTS.search(str(name)) and type(value) is int:
-            in_range(f"model: {name} of {model!r}", value, high=10**6 if name == "num_labels" else 2000,
-                     hint="mend its config.json")
 
 # %% ../../nbs/experiments/21_models.ipynb #3dc6a592
 def resolve_precision(precision: str) -> str:
@@ -230,33 +210,20 @@ def process_kept() -> Iterator[None]:
         if left is not None: os.environ[name] = left
 
 # %% ../../nbs/experiments/21_models.ipynb #09631f5a
-_VOCABULARY = ("tokenizer.json", "vocab*", "*.model", "merges.txt", "*.bpe*", "*.tiktoken", "tekken.json")
-_BYTES = re.compile(r'"tokenizer_class": "(ByT5|Canine|Perceiver)')  # need no vocabulary
-
-
 def load_tokenizer(
     model: str,  # "toy-bert", a folder, or a name on the hub
 ) -> PreTrainedTokenizerBase:
-    "Return the model's tokenizer. `ValueError` where there is none: transformers would make one that knows no word."
-    lacks = ValueError(f"model: {model!r} has no tokenizer; save it there with tokenizer.save_pretrained, "
-                       "or give a folder that has tokenizer.json or vocab.txt")
-    source = model_source(model)
-    if os.path.isdir(source) and not _has_vocabulary(Path(source)): raise lacks
+    """Return the model's tokenizer.
+
+    Raises `ValueError` where there is none, for which transformers would make one that knows no word."""
     tokenizer = pretrained(AutoTokenizer, model, what="the tokenizer of ")
-    said, hint = f"model: model_max_length in the tokenizer of {model!r}", "write it into its tokenizer_config.json"
-    tokenizer.model_max_length = int(in_range(said, tokenizer.model_max_length, 1, hint=hint))
+    if len(tokenizer) - len(tokenizer.all_special_ids) < 5:  # special tokens, and the odd mark
+        raise ValueError(f"model: {model!r} has no tokenizer; save it there with tokenizer.save_pretrained, "
+                         "or give a folder that has tokenizer.json or vocab.txt")
     if tokenizer.pad_token is None is tokenizer.eos_token:
         raise ValueError(f"model: the tokenizer of {model!r} has no padding token and no end token; set pad_token in "
                          "its tokenizer_config.json")
-    if len(tokenizer) - len(tokenizer.all_special_ids) < 5: raise lacks  # special tokens, and the odd mark
     return tokenizer
-
-
-def _has_vocabulary(folder: Path) -> bool:
-    "Return whether a folder holds the file of a vocabulary, or names a tokenizer that reads bytes and needs none."
-    if any(any(folder.glob(name)) for name in _VOCABULARY): return True
-    config = folder / "tokenizer_config.json"
-    return config.is_file() and _BYTES.search(read_text(config)) is not None
 
 # %% ../../nbs/experiments/21_models.ipynb #limitc01
 def limit_length(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
@@ -270,14 +237,20 @@ def limit_length(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
 
 # %% ../../nbs/experiments/21_models.ipynb #0e179944
 def check_vocabulary(
-    tokenizer: PreTrainedTokenizerBase,  # of the model
+    tokenizer: PreTrainedTokenizerBase,  # tokenizer of the model
     model: nn.Module,  # a transformers model
-    texts: Sequence[str],  # of the run
+    texts: Sequence[str],  # texts of the run
 ) -> list[str]:  # what is odd, in words; empty if nothing is
     """Warn where over 5 % of the tokens are unknown, or few embedding rows are used; return the warnings.
 
     Raises `ValueError` for a token whose id is beyond the embedding."""
-    odd = _fits(tokenizer, model)
+    odd, rows = [], model.get_input_embeddings().num_embeddings
+    if (last := max(tokenizer.get_vocab().values())) >= rows:
+        raise ValueError(f"model: its tokenizer has the id {last} and the model {rows} embedding rows; "
+                         "give the tokenizer of this model, or resize_token_embeddings")
+    if len(tokenizer) < 0.9 * rows:
+        odd.append(f"the tokenizer has {len(tokenizer)} entries and the model {rows} embedding rows; "
+                   "is the tokenizer of another model?")
     if tokenizer.unk_token_id is not None:
         picks = np.random.default_rng(0).permutation(len(texts))[:1000]  # one draw for all models
         encoded = (tokenizer(texts[k], add_special_tokens=False, truncation=True)["input_ids"] for k in picks)
@@ -287,19 +260,6 @@ def check_vocabulary(
                        "is it of another language or model?")
     for line in odd: warnings.warn(line)
     return odd
-
-
-def _fits(tokenizer, model) -> list[str]:
-    "Return a warning where the vocabulary is far smaller than the embedding; raise `ValueError` where it is larger."
-    try: rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except NotImplementedError: return []  # a model that hashes its characters has none
-    if rows is None: return []
-    if (last := max(tokenizer.get_vocab().values())) >= rows:
-        raise ValueError(f"model: its tokenizer has the id {last} and the model {rows} embedding rows; "
-                         "give the tokenizer of this model, or resize_token_embeddings")
-    if 0.9 * rows <= len(tokenizer): return []
-    return [f"the tokenizer has {len(tokenizer)} entries and the model {rows} embedding rows; "
-            "is the tokenizer of another model?"]
 
 # %% ../../nbs/experiments/21_models.ipynb #909ff6e7
 def save_model(

@@ -10,27 +10,27 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
     AutoModelForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, T5Config,
     T5ForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments, set_seed)
-from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..checks import in_range, one_of
 from .config import PretrainConfig
-from ..corpus import TextBatches, head_input, load_texts, predicted_logits
+from ..corpus import TextBatches, load_texts, predicted_logits
 from ..files import write_atomically
 from .finetune import SMALL, ProgressFile
 from .models import (
-    load_tokenizer, pretrained, process_kept, read_config, resolve_precision, save_model)
+    load_tokenizer, missing_weights, pretrained, process_kept, read_config, resolve_precision, save_model)
 from .record import (
     changed_inputs, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
 from ..states import eval_mode
@@ -39,47 +39,48 @@ from .toy import toy_corpus, toy_tokenizer
 # %% ../../nbs/experiments/24_pretrain.ipynb #1292211a
 def pretrain(
     config: PretrainConfig,
-    out: str | Path = "runs",  # the run goes to out/<key>
-    evaluations: int = 10,  # on the held-out part
-    checkpoint_steps: int = 500,  # between checkpoints
+    out: str | Path = "runs",  # folder of runs; this one lies in out/<key>
+    evaluations: int = 10,  # number of evaluations on the held-out part
+    checkpoint_steps: int = 500,  # steps between checkpoints
 ) -> dict:
-    """Train as the configuration says, resume what was interrupted, and return the record; none is made twice.
+    """Train as the configuration says and return the record: of a finished run as it is, an interrupted one goes on.
 
-    Leaves `out/<key>/model` (with its tokenizer) and `out/<key>/record.json`. `ValueError` before training for a model
-    or a text that is not there, a tokenizer without a mask token, and a folder that holds another run.
-    """
+    Leaves `out/<key>/model` (with its tokenizer) and `out/<key>/record.json`. Raises `ValueError` before training for
+    a model or a text that is not there, a tokenizer without a mask token, and a folder that holds another run."""
     in_range("evaluations", evaluations, 1, whole=True)
     in_range("checkpoint_steps", checkpoint_steps, 1, whole=True)
     folder = Path(out) / config.key
-    if (record := load_record(folder)) is not None:
-        if not (changed := changed_inputs(record)): return record
-        raise ValueError(f"{changed[0]}: changed since the run in {str(folder)!r}; remove that, or give another out")
-    with process_kept(): return _pretrain(config, folder, evaluations, checkpoint_steps)
+    if (record := load_record(folder)) is None:
+        with process_kept(): return _train(config, folder, evaluations, checkpoint_steps)
+    if not (changed := changed_inputs(record)): return record
+    raise ValueError(f"{changed[0]}: changed since the run in {str(folder)!r}; remove that, or give another out")
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #05f3daca
-def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_steps: int) -> dict:
+def _train(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_steps: int) -> dict:
     "Train, save the model, write the record and return it."
     begun, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
     inputs = inputs_sha256(config.to_dict())
-    tokenizer = _tokenizer(config)
-    corpus, heldout = _batches(config, tokenizer)
+    corpus, heldout = _batches(config)
     model, notes = with_mlm_head(config.model, corpus, config.new_head, config.seed)
-    if not config.train_encoder: notes += _freeze(model)
+    if not config.train_encoder:
+        freeze_encoder(model)
+        notes.append("only the head was trained; an output matrix that is the encoder's embedding stayed as it was")
     text = {"corpus": corpus.describe(), "heldout": heldout.describe()}
     _claim(folder, {"config": config.to_dict(), "text": text, "fingerprint": weights_sha256(model)})
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
-    steps, checkpoint = config.steps or config.epochs * len(corpus), last_checkpoint(folder)
+    steps = config.steps or config.epochs * len(corpus)
+    checkpoint = last_checkpoint(folder, steps)
     arguments = training_arguments(
         folder, steps, config.lr, config.batch_size, config.seed, config.warmup, config.weight_decay, config.precision,
         evaluations, checkpoint_steps, start=checkpoint is None)
     trainer = LikelihoodTrainer(model, arguments, corpus, heldout, [ProgressFile(folder / "progress.json")])
-    _train(trainer, checkpoint, steps)
-    record = {"key": config.key, "config": config.to_dict(), "inputs": inputs, "status": "done"} | _results(trainer) | {
-        "text": text, "model": _about(model), "peak_memory_mib": peak_memory_mib(),
-        "hardware": hardware() | {"precision": resolve_precision(config.precision)}, "versions": versions(),
-        "git_commit": git_commit(), "notes": notes, "started": started,
-        "last_sitting_seconds": time.perf_counter() - begun}
-    save_model(model, tokenizer, folder / "model")
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    record = {"key": config.key, "config": config.to_dict(), "inputs": inputs, "status": "done", **_results(trainer),
+              "text": text, "peak_memory_mib": peak_memory_mib(),
+              "hardware": hardware() | {"precision": resolve_precision(config.precision)}, "versions": versions(),
+              "git_commit": git_commit(), "notes": notes, "started": started,
+              "last_sitting_seconds": time.perf_counter() - begun}
+    save_model(model, corpus.tokenizer, folder / "model")
     write_atomically(folder / "record.json", json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
     for path in folder.glob("checkpoint-*"): shutil.rmtree(path)
     (folder / "progress.json").unlink(missing_ok=True)
@@ -87,76 +88,56 @@ def _pretrain(config: PretrainConfig, folder: Path, evaluations: int, checkpoint
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #391bdfce
 def _results(trainer: "LikelihoodTrainer") -> dict:
-    "Return what the training and the held-out part came to."
+    "Return the curve of the training, the held-out scores, and how many parameters were trained."
+    steps = trainer.state.max_steps
+    evaluated = [e for e in trainer.state.log_history if "eval_loss" in e]
+    if evaluated[-1]["step"] < steps: trainer.evaluate()
     history = trainer.state.log_history
-    scores = [{"step": e["step"]} | {k: e["eval_" + k] for k in ("loss", "accuracy", "tokens")}
-              for e in history if "eval_loss" in e]
-    before, after = ({k: v for k, v in e.items() if k != "step"} for e in (scores[0], scores[-1]))
+    names = "loss", "accuracy", "tokens"
+    curve = [{"step": e["step"]} | {k: e["eval_" + k] for k in names} for e in history if "eval_loss" in e]
+    before, after = ({k: e[k] for k in names} for e in (curve[0], curve[-1]))
+    trained = {n: p.numel() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    model = {"parameters": trainer.model.num_parameters(), "trained": sum(trained.values()), "names": list(trained)}
     return {"heldout": {"before": before, "after": after}, "unigram": unigram_loss(trainer.corpus, trainer.heldout),
-            "curve": scores,
+            "curve": curve,
             "loss": [{k: e[k] for k in ("step", "loss", "learning_rate")} for e in history if "loss" in e],
-            "steps": trainer.state.max_steps, "tokens_seen": int(trainer.state.num_input_tokens_seen),
-            "seconds": max(e["seconds"] for e in history)}
-
-
-def _about(model: nn.Module) -> dict:
-    "Return how many parameters there are and which were trained."
-    trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
-    return {"parameters": model.num_parameters(), "trained": sum(trained.values()), "names": list(trained)}
-
-# %% ../../nbs/experiments/24_pretrain.ipynb #44a2e29b
-def _train(trainer: "LikelihoodTrainer", checkpoint: Path | None, steps: int) -> None:
-    "Train to the last step, from the checkpoint if there is one, and evaluate there."
-    if checkpoint is None or _step_of(checkpoint) < steps:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    else:  # killed after the last step
-        trainer._load_from_checkpoint(str(checkpoint))
-        trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    last = [e["step"] for e in trainer.state.log_history if "eval_loss" in e]
-    if not last or last[-1] < steps: trainer.evaluate()
+            "steps": steps, "tokens_seen": int(trainer.state.num_input_tokens_seen),
+            "seconds": max(e["seconds"] for e in history), "model": model}
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #f9e2cd5f
 def last_checkpoint(
-    folder: str | Path,  # of a run
+    folder: str | Path,  # folder of a run
+    steps: float = math.inf,  # steps of the whole run
 ) -> Path | None:
-    "Return the newest whole checkpoint of the Trainer; partial ones are removed."
+    "Return the newest whole checkpoint of the Trainer before the last step; remove partial ones."
     whole = []
     for path in Path(folder).glob("checkpoint-*"):
-        try: whole.append((_step_of(path), path))
-        except (OSError, ValueError, KeyError, TypeError): shutil.rmtree(path, ignore_errors=True)
-    return max(whole)[1] if whole else None
-
-
-def _step_of(checkpoint: Path) -> int:
-    "Return the step that a checkpoint was written at."
-    return json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
+        try: whole.append((json.loads((path / "trainer_state.json").read_text())["global_step"], path))
+        except (OSError, ValueError): shutil.rmtree(path)
+    return max((w for w in whole if w[0] < steps), default=(0, None))[1]
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #1e1c33fa
 def _claim(folder: Path, settings: dict) -> None:
     "Write the settings of the run, or compare them with those that are there."
     path = folder / "settings.json"
-    if path.is_file():
-        earlier = json.loads(path.read_text())
-        other = [k for k in settings if earlier.get(k) != settings[k]]
-        if other:
-            raise ValueError(f"out: {folder} holds a run with another {', '.join(other)}; "
-                             "give another folder, or remove this one")
+    earlier = json.loads(path.read_text()) if path.is_file() else settings
+    if other := [k for k in settings if earlier[k] != settings[k]]:
+        raise ValueError(f"out: {folder} holds a run with another {', '.join(other)}; give another folder, "
+                         "or remove this one")
     write_atomically(path, json.dumps(settings, indent=1) + "\n")
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #0a81fe5f
-def load_record(
-    folder: str | Path,  # of a run
-) -> dict | None:
-    "Return the record of a finished run; None if there is none, or its model is gone."
-    path = Path(folder) / "record.json"
-    whole = path.is_file() and (path.parent / "model" / "config.json").is_file()
+def load_record(folder: Path) -> dict | None:
+    "Return the record of a finished run, or None."
+    path = folder / "record.json"
+    whole = path.is_file() and (folder / "model" / "config.json").is_file()
     return json.loads(path.read_text()) if whole else None
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #dc1b4e44
 def unigram_loss(
-    train: TextBatches,  # gives the frequencies
-    heldout: TextBatches,  # gives the predicted tokens
-    words: bool = False,  # leave out special tokens such as the sentinels of T5
+    train: TextBatches,  # text that gives the frequencies
+    heldout: TextBatches,  # text whose masked tokens are predicted
+    words: bool = False,  # whether to leave out special tokens, such as the sentinels of T5
 ) -> dict:  # loss, accuracy, tokens
     "Return what a model reaches that knows only how frequent each token is, in nats per predicted token."
     log_p, ids = log_frequencies(train), np.concatenate([_predicted(heldout, i) for i in heldout.numbers])
@@ -164,10 +145,8 @@ def unigram_loss(
     return {"loss": float(-log_p[ids].mean()), "accuracy": float((ids == log_p.argmax()).mean()), "tokens": len(ids)}
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #a70f4bea
-def log_frequencies(
-    corpus: TextBatches,  # the training part
-) -> np.ndarray:  # (vocabulary,) in nats
-    "Return the log of the smoothed frequency of each token that the loss can ask for."
+def log_frequencies(corpus: TextBatches) -> np.ndarray:
+    "Return the log of the smoothed frequency of each token that the loss can ask for, (vocabulary,), in nats."
     if corpus.loss == "mlm":  # every token that is not special, masked or not
         ids = np.concatenate([corpus.samples[i] for i in corpus.numbers])
         ids = ids[~np.isin(ids, corpus.special)]
@@ -186,7 +165,7 @@ def _predicted(batches: TextBatches, number: int) -> np.ndarray:
 def heldout_loss(
     model: nn.Module,
     heldout: TextBatches,
-    words: bool = False,  # leave out special tokens
+    words: bool = False,  # whether to leave out special tokens
 ) -> dict:  # loss, accuracy, tokens
     "Return loss in nats and accuracy per predicted token, without dropout."
     total, correct, count, device = 0.0, 0, 0, next(model.parameters()).device
@@ -201,93 +180,65 @@ def heldout_loss(
             correct, count = correct + int((logits.argmax(-1) == target).sum()), count + len(target)
     return {"loss": total / max(count, 1), "accuracy": correct / max(count, 1), "tokens": count}
 
+# %% ../../nbs/experiments/24_pretrain.ipynb #23c5b371
+def with_mlm_head(
+    model: str,  # "toy-bert", a folder, or a name on the hub
+    corpus: TextBatches | None = None,  # text whose frequencies start the output bias
+    new: bool = False,  # whether to throw away the head that the checkpoint has
+    seed: int = 0,  # seed of whatever is drawn
+) -> tuple[nn.Module, list[str]]:
+    """Return an encoder with a masked-language-model head, in float32, and notes on how the head starts.
+
+    Raises `ValueError` for a model that is not there or damaged, has no such head in transformers, or lacks weights of
+    its encoder."""
+    set_seed(seed)
+    m, info = pretrained(AutoModelForMaskedLM, model, dtype=torch.float32, output_loading_info=True)
+    missing = info["missing_keys"]
+    if lost := missing_weights(m, m.base_model, [k for k in missing if k.startswith(f"{m.base_model_prefix}.")]):
+        raise ValueError(f"model: {model!r} lacks {len(lost)} weights of its encoder, such as {lost[0]}; "
+                         "is its config.json of another model?")
+    encoder, named = set(m.base_model.parameters()), dict(m.named_parameters(remove_duplicate=False))
+    head = {n: p for n, p in m.named_parameters() if p not in encoder}
+    if new:
+        fresh = dict(AutoModelForMaskedLM.from_config(m.config).named_parameters())
+        with torch.no_grad():
+            for name, p in head.items(): p.copy_(fresh[name])
+        note = f"the head was thrown away: {', '.join(head)}"
+    else:
+        absent = {named[k] for k in missing if k in named}
+        head = {n: p for n, p in head.items() if p in absent}
+        if not head: return m, ["the checkpoint has a head: it is trained further"]
+        note = f"absent from the checkpoint: {', '.join(head)}"
+    return m, [note, *start_head(m, set(head.values()), log_frequencies(corpus) if corpus else None)]
+
 # %% ../../nbs/experiments/24_pretrain.ipynb #4e5085ca
 @torch.no_grad()
 def start_head(
     model: nn.Module,
-    log_p: np.ndarray | None = None,  # log frequencies, for the output bias
-    only: set[int] | None = None,  # ids of the parameters that may be set; None: all of the head
+    new: set[nn.Parameter],  # weights of the head that may be set
+    log_p: np.ndarray | None = None,  # log frequencies (vocabulary,) for the output bias
 ) -> list[str]:
-    """Start a new head and return what was done, and what could not be.
-
-    The transform starts at the identity, the output bias at the log frequencies, an untied output matrix at the
-    embeddings. What the head does not have, or has in another form, is left as it is.
-    """
-    own = lambda p: p is not None and (only is None or id(p) in only)
-    out, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
-    notes, bias = _start_transform(model, own, whole=only is None), getattr(out, "bias", None)
-    if out.weight is not embedding and own(out.weight) and out.weight.shape == embedding.shape:
+    """Start a new head and return notes: the transform at the identity, the output bias at the log frequencies, an
+    output matrix that is not tied at the embeddings. A transform of another form stays as it is."""
+    body, out, notes = set(model.base_model.modules()), model.get_output_embeddings(), []
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.weight in new}
+    linear = {n: m for n, m in linear.items() if m not in body and m is not out}
+    for name, dense in linear.items():
+        if len(linear) > 1 or dense.in_features != dense.out_features:
+            notes.append(f"{name} is of another form: it starts as transformers draws it")
+            continue
+        nn.init.eye_(dense.weight)
+        if dense.bias is not None: nn.init.zeros_(dense.bias)
+        notes.append(f"{name} starts at the identity")
+    embedding = model.get_input_embeddings().weight
+    if out.weight in new and out.weight.shape == embedding.shape:
         out.weight.copy_(embedding)
         notes.append("the output matrix, which is not tied, starts at the embedding matrix")
-    if log_p is not None and own(bias):
-        padded = np.pad(log_p, (0, max(0, len(bias) - len(log_p))), constant_values=log_p.min())
-        bias.copy_(torch.from_numpy(padded[:len(bias)]))
+    if log_p is not None and out.bias in new:
+        padded = np.pad(log_p, (0, max(0, len(out.bias) - len(log_p))), constant_values=log_p.min())
+        out.bias.copy_(torch.from_numpy(padded[:len(out.bias)]))
         notes.append("the output bias starts at the log frequencies of the corpus")
     return notes
-
-# %% ../../nbs/experiments/24_pretrain.ipynb #775a49ba
-def _start_transform(model: nn.Module, own: Callable, whole: bool) -> list[str]:
-    "Set the one square matrix between encoder and output to the identity; return a note."
-    body, out = set(model.base_model.modules()), model.get_output_embeddings()
-    linear = [(n, m) for n, m in model.named_modules()
-              if m not in body and m is not out and isinstance(m, nn.Linear) and own(m.weight)]
-    if len(linear) != 1 or linear[0][1].in_features != linear[0][1].out_features:
-        form = "the transform of the head is of another form: it starts as transformers draws it"
-        return [form] if linear or whole else []
-    name, dense = linear[0]
-    nn.init.eye_(dense.weight)
-    if dense.bias is not None: nn.init.zeros_(dense.bias)
-    return [f"{name} starts at the identity"]
-
-# %% ../../nbs/experiments/24_pretrain.ipynb #23c5b371
-def with_mlm_head(
-    model: str,  # "toy-bert", a folder, or a name on the hub
-    corpus: TextBatches | None = None,  # its frequencies start the output bias
-    new: bool = False,  # throw away the head that the checkpoint has
-    seed: int = 0,  # of whatever is drawn
-) -> tuple[nn.Module, list[str]]:
-    """Return an encoder with a masked-language-model head, in float32, and notes.
-
-    The notes say what was missing and how the head starts. `ValueError` if the model is not there or damaged,
-    has no such head in transformers, or lacks weights of the encoder.
-    """
-    set_seed(seed)
-    m, missing = _load_mlm(model)
-    encoder, base = {id(p) for p in m.base_model.parameters()}, f"{m.base_model_prefix}."
-    named = dict(m.named_parameters(remove_duplicate=False))
-    missing = {n for n in missing if n in named}
-    lost = [n for n in missing
-            if id(named[n]) in encoder and n.startswith(base) and "pooler" not in n]
-    if lost:
-        raise ValueError(f"model: {model!r} lacks {len(lost)} weights of its encoder, such as {min(lost)}; "
-                         "is its config.json of another model?")
-    head = {n: p for n, p in m.named_parameters() if id(p) not in encoder}
-    if new: return m, _new_head(m, head, corpus)
-    only = {id(named[n]) for n in missing} - encoder
-    if not only: return m, ["the checkpoint has a head: it is trained further"]
-    absent = ", ".join(n for n, p in head.items() if id(p) in only)
-    start = log_frequencies(corpus) if corpus else None
-    return m, [f"absent from the checkpoint: {absent}", *start_head(m, start, only)]
-
-# %% ../../nbs/experiments/24_pretrain.ipynb #e9f5d723
-def _load_mlm(model: str) -> tuple[nn.Module, set[str]]:
-    "Return the model with a masked-language-model head, and the keys that the checkpoint lacks."
-    try: m, info = pretrained(AutoModelForMaskedLM, model, dtype=torch.float32, output_loading_info=True)
-    except ValueError as error:
-        if "Unrecognized" not in str(error): raise
-        raise ValueError(f"model: {model!r} is of an architecture without a masked-language-model head; "
-                         "a causal model has its own likelihood, use loss='clm'") from None
-    if head_input(m) is None: raise ValueError(f"model: {type(m).__name__} has no encoder apart from its head")
-    return m, info["missing_keys"]
-
-
-def _new_head(model: nn.Module, head: dict, corpus: TextBatches | None) -> list[str]:
-    "Draw the head as transformers does for a new model, start it, and return notes."
-    fresh = dict(AutoModelForMaskedLM.from_config(model.config).named_parameters())
-    with torch.no_grad():
-        for name, p in head.items(): p.copy_(fresh[name])
-    start = log_frequencies(corpus) if corpus else None
-    return ["the head was thrown away: " + ", ".join(head), *start_head(model, start)]
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #fe1fe08b
 class LikelihoodTrainer(Trainer):
@@ -297,8 +248,8 @@ class LikelihoodTrainer(Trainer):
         self,
         model: nn.Module,
         args: TrainingArguments,
-        corpus: TextBatches,  # to train on
-        heldout: TextBatches,  # to evaluate on
+        corpus: TextBatches,  # text to train on
+        heldout: TextBatches,  # text to evaluate on
         callbacks: list = (),
     ):
         self.corpus, self.heldout, self.earlier, self.begun = corpus, heldout, None, time.perf_counter()
@@ -318,43 +269,40 @@ class LikelihoodTrainer(Trainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        "Return held-out loss and accuracy per predicted token: of other `TextBatches` where they are given."
-        heldout = eval_dataset if isinstance(eval_dataset, TextBatches) else self.heldout
-        with self.compute_loss_context_manager(): score = heldout_loss(self.model, heldout)
+        "Return loss and accuracy per predicted token of the held-out text."
+        with self.compute_loss_context_manager(): score = heldout_loss(self.model, self.heldout)
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in score.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def log(self, logs, *args, **kwargs): super().log(logs | {"seconds": _seconds(self)}, *args, **kwargs)
-
 # %% ../../nbs/experiments/24_pretrain.ipynb #2c6bae3c
-def _seconds(trainer: LikelihoodTrainer) -> float:
-    "Return the seconds of training so far: over all sittings, up to the checkpoint each resumed from."
-    if trainer.earlier is None:
-        trainer.earlier = max((e.get("seconds", 0.0) for e in trainer.state.log_history), default=0.0)
-    return trainer.earlier + time.perf_counter() - trainer.begun
+@patch
+def log(self: LikelihoodTrainer, logs, *args, **kwargs):
+    "Log with the seconds of training so far: over all sittings, up to the checkpoint each resumed from."
+    if self.earlier is None: self.earlier = max((e["seconds"] for e in self.state.log_history), default=0.0)
+    Trainer.log(self, logs | {"seconds": self.earlier + time.perf_counter() - self.begun}, *args, **kwargs)
 
 
 class _NewMasks(TrainerCallback):
-    "Other masks in each epoch, the same ones after a resume."
+    "Draws other masks in each epoch, the same ones after a resume."
     def __init__(self, corpus: TextBatches): self.corpus = corpus
 
     def on_epoch_begin(self, args, state, control, **kwargs): self.corpus.epoch = int((state.epoch or 0) + 1e-6)
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #8de1174d
 def training_arguments(
-    folder: str | Path,  # for the checkpoints
-    steps: int,  # of the whole run
-    lr: float,
-    batch_size: int,
-    seed: int = 0,
+    folder: str | Path,  # folder of the checkpoints
+    steps: int,  # steps of the whole run
+    lr: float,  # peak learning rate
+    batch_size: int,  # samples a step
+    seed: int = 0,  # seed of order and dropout
     warmup: float = 0.1,  # share of the steps
     weight_decay: float = 0.01,
     precision: str = "fp32",  # "auto", "fp32", "bf16" or "fp16"
-    evaluations: int = 10,  # on the held-out part, evenly spread
-    checkpoint_steps: int | None = None,  # None saves nothing
-    start: bool = True,  # evaluate before the first step
+    evaluations: int = 10,  # number of evaluations, evenly spread
+    checkpoint_steps: int | None = None,  # steps between checkpoints; None saves none
+    start: bool = True,  # whether to evaluate before the first step
 ) -> TrainingArguments:
     "Return the arguments: AdamW with betas 0.9 and 0.98, warm-up and linear decay, gradients clipped at norm 1."
     cuda, precision = torch.cuda.is_available(), resolve_precision(precision)
@@ -376,53 +324,45 @@ def freeze_encoder(
 ) -> list[str]:  # names of the parameters that will be trained
     """Leave only the head to be trained. An output matrix that is the encoder's embedding stays as it is.
 
-    `ValueError` for a head without weights of its own.
-    """
-    encoder = {id(p) for p in model.base_model.parameters()}
-    for p in model.parameters(): p.requires_grad_(id(p) not in encoder)
+    Raises `ValueError` for a head without weights of its own."""
+    encoder = set(model.base_model.parameters())
+    for p in model.parameters(): p.requires_grad_(p not in encoder)
     names = [n for n, p in model.named_parameters() if p.requires_grad]
-    if not names:
-        raise ValueError("model: its head has no weights of its own; train the encoder too (train_encoder=True)")
-    return names
-
-
-def _freeze(model: nn.Module) -> list[str]:
-    "Leave only the head to be trained, and return notes."
-    freeze_encoder(model)
-    out = model.get_output_embeddings().weight
-    tied = any(out is p for p in model.base_model.parameters())
-    note = "the output matrix is the encoder's embedding and stayed as it was"
-    return ["only the head was trained", *([note] if tied else [])]
+    if names: return names
+    raise ValueError("model: its head has no weights of its own; train the encoder too (train_encoder=True)")
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #5a07697d
 def corpus_texts(
     config: PretrainConfig,
 ) -> tuple[list[str], list[str]]:  # to train on, held out
-    "Return the texts of a run. `ValueError` if a source is not there, or nothing is left."
+    "Return the texts of a run. Raises `ValueError` for a source that is not there, and where nothing is left."
     train, heldout = [], []
-    for source in _sources(config.corpus):
-        texts = _read(source, config)
+    for texts in _read(config.corpus, config):
         n = 0 if config.heldout else max(1, round(config.heldout_share * len(texts)))
         train, heldout = train + texts[: len(texts) - n], heldout + texts[len(texts) - n :]
-    for source in _sources(config.heldout or ""): heldout += _read(source, config)
+    if config.heldout: heldout = [t for texts in _read(config.heldout, config) for t in texts]
     seen = set(train)
     heldout = [t for t in heldout if t not in seen]
-    if not train or not heldout:
-        raise ValueError(f"corpus: {config.corpus!r} leaves {len(train)} texts to train on "
-                         f"and {len(heldout)} held out and not among them; give more text")
-    return train, heldout
+    if train and heldout: return train, heldout
+    raise ValueError(f"corpus: {config.corpus!r} leaves {len(train)} texts to train on and {len(heldout)} held out and "
+                     "not among them; give more text")
 
 
-def _sources(names: str) -> list[str]: return [s.strip() for s in names.split(",") if s.strip()]
-
-
-def _read(source: str, config: PretrainConfig) -> list[str]:
-    if source == "toy": return toy_corpus(config.limit or 12_000, seed=1)
-    return load_texts(source, config.column, config.limit)
+def _read(sources: str, config: PretrainConfig) -> list[list[str]]:
+    "Return the texts of each source."
+    found = []
+    for name in map(str.strip, sources.split(",")):
+        if name == "toy": found.append(toy_corpus(config.limit or 12_000, seed=1))
+        else: found.append(load_texts(name, config.column, config.limit))
+    return found
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #87beb917
-def _batches(config: PretrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TextBatches, TextBatches]:
+def _batches(config: PretrainConfig) -> tuple[TextBatches, TextBatches]:
     "Return training and held-out batches; the held-out masks do not depend on the run's seed."
+    tokenizer = load_tokenizer(config.model)
+    places = getattr(read_config(config.model), "max_position_embeddings", None) or math.inf
+    if min(config.max_length, tokenizer.model_max_length) > places:
+        raise ValueError(f"max_length: {config.max_length} is more than the {places} positions of {config.model}")
     train, heldout = corpus_texts(config)
     settings = dict[str, Any](max_length=config.max_length, probability=config.probability, packed=config.packed)
     size, name = config.batch_size, config.heldout or f"the last {config.heldout_share:g} of {config.corpus}"
@@ -430,15 +370,6 @@ def _batches(config: PretrainConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
     held = TextBatches(heldout, tokenizer, batch_size=max(32, size), seed=12345, name=name, **settings)
     share = config.heldout_limit / len(held.numbers)
     return corpus, held.draw(share) if share < 1 else held
-
-# %% ../../nbs/experiments/24_pretrain.ipynb #6e683880
-def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase:
-    "Return the tokenizer. `ValueError` if it is not there or the model cannot read samples of this length."
-    tokenizer = load_tokenizer(config.model)
-    places = getattr(read_config(config.model), "max_position_embeddings", None) or math.inf
-    if min(config.max_length, tokenizer.model_max_length) > places:
-        raise ValueError(f"max_length: {config.max_length} is more than the {places} positions of {config.model}")
-    return tokenizer
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #b1ae3a26
 class ToyModel(NamedTuple):
@@ -451,11 +382,11 @@ class ToyModel(NamedTuple):
 # %% ../../nbs/experiments/24_pretrain.ipynb #43b03454
 def toy_language_model(
     kind: str,  # "gpt2" or "t5"
-    steps: int = 400,
-    seed: int = 0,  # of weights, order and spans
-) -> ToyModel:  # model in evaluation mode, tokenizer, held-out loss, unigram loss
+    steps: int = 400,  # optimiser steps
+    seed: int = 0,  # seed of weights, order and spans
+) -> ToyModel:
     "Return a small GPT-2 or T5, trained on the toy corpus within a minute; the same for a seed on one machine."
-    one_of("kind", kind, TOY)
+    one_of("kind", kind, ("gpt2", "t5"))
     in_range("steps", steps, 1, whole=True)
     tokenizer, corpus, heldout = toy_batches(kind, seed)
     with process_kept():
@@ -468,21 +399,18 @@ def toy_language_model(
         model = model.cpu().eval()
         return ToyModel(model, tokenizer, heldout_loss(model, heldout)["loss"], unigram_loss(corpus, heldout)["loss"])
 
-# %% ../../nbs/experiments/24_pretrain.ipynb #be081a86
-TOY: dict[str, dict[str, Any]] = {
-    "gpt2": dict(loss="clm", packed=False, max_length=64), "t5": dict(loss="seq2seq", packed=True, max_length=32)}
-
 # %% ../../nbs/experiments/24_pretrain.ipynb #d8554924
 def toy_batches(
     kind: str,  # "gpt2" or "t5"
-    seed: int = 0,  # of order and spans
+    seed: int = 0,  # seed of order and spans
 ) -> tuple[PreTrainedTokenizerBase, TextBatches, TextBatches]:  # tokenizer, training part, held-out part
     "Return the text that `toy_language_model` learns from, and the text that it is measured on."
     tokenizer, texts = toy_tokenizer(), toy_corpus(12_400)
+    settings = dict[str, Any](loss="clm", max_length=64, name="toy")
     if kind == "t5":
+        settings = dict[str, Any](loss="seq2seq", packed=True, max_length=32, name="toy")
         tokenizer.eos_token = "[SEP]"
         tokenizer.add_tokens([f"<extra_id_{i}>" for i in range(20)], special_tokens=True)
-    settings = TOY[kind] | {"name": "toy"}
     corpus = TextBatches(texts[:-400], tokenizer, seed=seed, **settings)
     return tokenizer, corpus, TextBatches(texts[-400:], tokenizer, batch_size=64, seed=12345, **settings)
 
