@@ -261,7 +261,11 @@ class MeanLoss:
     "The mean loss of a model over the same batches, each time it is called; `samples` says over how many."
 
     def __init__(self, model, batches, loss, reduction: str = "sample", precision: str = "fp32"):
-        _check_options(batches, loss, reduction, precision)
+        one_of("reduction", reduction, ("sample",) if callable(loss) else REDUCTIONS)
+        one_of("precision", precision, ("fp32", "bf16"))
+        if not callable(loss): one_of("loss", loss, LOSSES, also="a function of model and batch")
+        if not callable(loss) and getattr(batches, "loss", loss) != loss:
+            raise ValueError(f"loss: {loss!r}, but the batches were made for {batches.loss!r}; use the same for both")
         self.model, self.loss, self.reduction, self.precision = model, loss, REDUCTIONS[reduction], precision
         self.name = loss if isinstance(loss, str) else getattr(loss, "__qualname__", type(loss).__name__)
         self.device, self.samples = next(iter(_parameters(model).values())).device, 0
@@ -306,16 +310,6 @@ def _seed(number: int) -> None:
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
-
-
-def _check_options(batches, loss, reduction: str, precision: str) -> None:
-    "Raise `ValueError` for unknown options, and for batches that were made for another loss."
-    one_of("reduction", reduction, ("sample",) if callable(loss) else REDUCTIONS)
-    one_of("precision", precision, ("fp32", "bf16"))
-    if callable(loss): return
-    one_of("loss", loss, LOSSES, also="a function of model and batch")
-    if getattr(batches, "loss", loss) != loss:
-        raise ValueError(f"loss: {loss!r}, but the batches were made for {batches.loss!r}; use the same for both")
 
 # %% ../nbs/12_landscape.ipynb #96d3873c
 @dataclass
@@ -527,15 +521,15 @@ def expected_curvature(
 # %% ../nbs/12_landscape.ipynb #86090409
 def plot(
     surfaces: Mapping[str, Surface] | Surface,  # label -> surface; one panel each, or one curve
-    kind: str = "contour",  # "contour", "surface" (3-D), "lines" (sections through the origin), "radius"
+    kind: str = "contour",  # "contour", "lines" (sections through the origin), or "radius"
     top: float | None = None,  # highest loss drawn; default the highest finite one of all
     label: str = "loss",  # name of the scale
 ):
     "Return a matplotlib figure of surfaces on one scale; raise `ValueError` for an unknown kind."
     import matplotlib.pyplot as plt
-    one_of("kind", kind, ("contour", "surface", "lines", "radius"))
+    one_of("kind", kind, ("contour", "lines", "radius"))
     surfaces = {"": surfaces} if isinstance(surfaces, Surface) else dict(surfaces)
-    if kind in ("contour", "surface"): return _panels(surfaces, kind == "surface", top, label)
+    if kind == "contour": return _panels(surfaces, top, label)
     fig, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
     colours = itertools.cycle(("#0072B2", "#D55E00", "#009E73", "black", "#CC79A7", "#E69F00"))
     for (name, s), colour, mark in zip(surfaces.items(), colours, itertools.cycle("os^Dv*")):
@@ -551,7 +545,7 @@ def plot(
     return fig
 
 # %% ../nbs/12_landscape.ipynb #0c73bb07
-def _panels(surfaces: dict[str, Surface], solid: bool, top: float | None, label: str):
+def _panels(surfaces: dict[str, Surface], top: float | None, label: str):
     "Return a figure with a panel for each surface and one colour bar."
     import matplotlib.pyplot as plt
     finite = np.concatenate([s.losses[np.isfinite(s.losses)] for s in surfaces.values()])
@@ -559,15 +553,12 @@ def _panels(surfaces: dict[str, Surface], solid: bool, top: float | None, label:
     columns = 2 if len(surfaces) == 4 else min(3, len(surfaces))
     lines, width = -(-len(surfaces) // columns), 2.2 if columns == 3 else 3.1
     fig, axes = plt.subplots(lines, columns, figsize=(width * columns + 0.8, (width + 0.1) * lines), squeeze=False,
-                             layout="constrained", subplot_kw={"projection": "3d"} if solid else {})
+                             layout="constrained")
     for ax, (name, s) in zip(axes.flat, surfaces.items()):
         z = np.ma.masked_invalid(np.where(np.isposinf(s.losses), high, s.losses)).clip(low, high)
-        if solid: drawn = ax.plot_surface(*np.meshgrid(s.alphas, s.betas), z.filled(np.nan).T, cmap="viridis")
-        else:
-            drawn = ax.contourf(s.alphas, s.betas, z.T, np.linspace(low, high, 21), cmap="viridis")
-            ax.plot(0, 0, "+", color="white", zorder=3)
-            ax.set_aspect("equal")
-        ax.set(xlabel="α", ylabel="β", **{"zlim": (low, high)} if solid else {})
+        drawn = ax.contourf(s.alphas, s.betas, z.T, np.linspace(low, high, 21), cmap="viridis")
+        ax.plot(0, 0, "+", color="white", zorder=3)
+        ax.set(xlabel="α", ylabel="β", aspect="equal")
         ax.set_title(name, fontsize=9)
     for ax in axes.flat[len(surfaces):]: ax.remove()
     fig.colorbar(drawn, ax=list(axes.flat[:len(surfaces)]), label=label, shrink=0.8, ticks=plt.MaxNLocator(6))
