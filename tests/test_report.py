@@ -152,7 +152,7 @@ def test_lines_of_a_file_that_are_no_runs_are_counted_in_one_line(tmp_path):
     path, other = tmp_path / "runs.jsonl", json.dumps({"kind": "geometry", "config": {"model": "m"}})
     lines = [json.dumps(record(NONE, 0, 0.6)), "", *[other] * 5, json.dumps(record(NONE, 2, 0.6))]
     path.write_text("\n".join(lines))
-    with pytest.warns(UserWarning, match=r"left out 5.*runs\.jsonl line 3 \(no run, but geometry\).* and 2 more$"):
+    with pytest.warns(UserWarning, match=r"left out 5.*runs\.jsonl line 3 \(no run, but geometry\).*, \.\.\.$"):
         df = load(path)
     assert list(df.seed) == [0, 2] and list(df.line) == [1, 8]
 
@@ -570,10 +570,6 @@ def test_no_interval_over_tasks_where_one_has_no_spread(rte):
     assert "all equal" not in to_markdown(table)
 
 
-def test_a_task_without_a_difference_agrees_with_none():
-    assert over_tasks(compare(on_tasks(cola=[0.1, -0.1, 0.05, -0.05], rte=[0.1, 0.2]))).agree[0] == 1
-
-
 def test_guided_dropout_with_scores_of_each_task_is_one_method():
     "A file for each task parts no tasks: within a task nothing but the seed differs."
     guided = {"regularizer": "none", "dropout": "guided"}
@@ -628,7 +624,7 @@ def test_the_share_of_a_gain_is_fieller_of_the_pairs_each_training_once():
     assert gain_share(compare(load(alone)), "I-STAR λ=1", "guided dropout")[3] == 0
     parts = [(m, s, f) for m in (NONE, MINUS) for s in range(2) for f in (0.1, 1.0)]
     table = compare(load([record(m, s, 0.6 + s, settings={"train_fraction": f}) for m, s, f in parts]))
-    with pytest.raises(ValueError, match="table: rte has a method in two settings"):
+    with pytest.raises(ValueError, match="not unique"):
         gain_share(table, table.method.iloc[0], "no such method")
 
 
@@ -652,17 +648,6 @@ def test_a_column_is_added_in_one_place():
     for table, head in ((summarise(runs), "mean ± sd"), (compare(runs), "difference")):
         text = rows_of(to_markdown(table.assign(**{"mean of squares": 0.25})))
         assert text[0][-1] == "mean of squares" and head in text[0] and {row[-1] for row in text[2:]} == {"0.250"}
-
-
-def test_a_measure_of_runs_is_added_in_one_place(monkeypatch):
-    "A column of a record takes a line of RECORDED and is a value like any other."
-    monkeypatch.setitem(report.RECORDED, "loss_last", "loss.last")
-    runs = load([record(m, s, 0.6, loss={"last": 0.5 + s}) for m in (NONE, PLUS) for s in range(2)])
-    assert (
-        list(summarise(runs, value="loss_last")["mean"])
-        == [1.0, 1.0]
-        == list(compare(runs, value="loss_last")["mean"]) * 2
-    )
 
 
 def test_the_stored_tables_are_what_the_records_give(monkeypatch):
@@ -787,7 +772,9 @@ def test_three_columns_keep_protocols_apart():
     runs = [record(m, s, v, settings={"recipe": r}) for m, v, r, s in each]
     numbers = published(paper="I-STAR", table="Table 1", model="BERT", task="rte")
     t = three_columns(load(runs), numbers, {"Base": "base", "I-STAR": "I-STAR λ=-1"})
-    around = lambda m: f"{m:.2f} ± 0.71 [{m - 6.35:.2f}, {m + 6.35:.2f}] (n=2)"  # t of one degree of freedom is 12.706
+    around = lambda m: (
+        f"{m:.2f} ± 0.71 [{m - 6.35:.2f}, {m + 6.35:.2f}] (n=2, accuracy)"
+    )  # t of one degree of freedom is 12.706
     assert [str(c) for c in t["as released"]] == [around(60.5), around(70.5)]
     assert [str(c) for c in t["corrected"]] == [around(70.5), around(80.5)]
     assert list(t.published) == ["62.24 ± 0.48 (BERT, mean of 5)", "62.53 ± 0.70 (BERT, mean of 5)"]
@@ -795,10 +782,8 @@ def test_three_columns_keep_protocols_apart():
     squad = three_columns(load(runs), published(paper="I-STAR", task="squad"), {"Base": "base"})
     assert [str(c) for c in squad["corrected"]] == ["not run"]
     mixed = load([*runs, record(NONE, 0, 0.9, settings={"recipe": "istar-paper", "lr": 1e-5})])
-    with pytest.raises(ValueError, match="df: the corrected runs of base on rte differ in lr"):
+    with pytest.raises(ValueError, match="df: base on rte has runs that differ in lr"):
         three_columns(mixed, numbers, {"Base": "base"})
-    with pytest.raises(ValueError, match="numbers: one has no task, or a list"):
-        three_columns(load(runs), numbers.assign(value=[[v] for v in numbers.value]), {"Base": "base"})
     other = three_columns(load([record(NONE, 0, 0.6, metric="f1")]), numbers, {"Base": "base"})
     assert str(other["corrected"][0]) == "60.00 (n=1, f1)"  # another metric than the published one
 

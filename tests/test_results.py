@@ -255,7 +255,7 @@ def test_keys_follow_from_the_configurations(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for r in RECORDS + FIRST + SECOND + BASE:
         config = RunConfig.from_record(r["config"])
-        assert config.key == r["key"] and config.to_dict().items() >= r["config"].items()
+        assert config.key == r["key"] and config.to_record().items() >= r["config"].items()
 
 
 def test_metrics_follow_from_the_kept_predictions(as_it_ran):

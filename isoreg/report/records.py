@@ -48,8 +48,7 @@ def load(
             continue
         for row in (_row(r, file, line) for r in (record, *_further(record))):
             rows[row["key"]] = better(rows[row["key"]], row) if row["key"] in rows else row
-    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    left_out = f"left out {len(wrong)}, no record of a run: {', '.join(wrong[:3])}{more}"
+    left_out = f"left out {len(wrong)}, no record of a run: {', '.join(wrong[:3])}{', ...' * (len(wrong) > 3)}"
     if not rows: raise ValueError(f"source: no record of a run; {left_out if wrong else 'give a folder of runs'}")
     if wrong: warnings.warn(left_out, stacklevel=2)
     df = pd.DataFrame(list(rows.values())).astype(dict.fromkeys(NUMBERS, float))
@@ -191,13 +190,11 @@ def provenance(
 
 
 def _model_text(g: pd.DataFrame) -> str:
-    papers = {f"bert-{size}-{case}" for size in ("base", "large") for case in ("cased", "uncased")}
+    papers = ("bert-base-", "bert-large-", "albert-base-v2", "distilbert-base-cased")
     name, size = g.model_name.iloc[0], g.parameters.dropna()
     text = f"{size.iloc[0] / 1e6:.1f} million parameters" if len(size) else "size unknown"
-    if name == "toy-bert":
-        text += "; the embedded toy model, which shows that things work and nothing about language"
-    elif name not in papers | {"albert-base-v2", "distilbert-base-cased"}:
-        text += "; a stand-in, not a model of the papers"
+    if name == "toy-bert": text += "; the embedded toy model, which shows that things work and nothing about language"
+    elif not name.startswith(papers): text += "; a stand-in, not a model of the papers"
     return f"{name} ({text})"
 
 
@@ -211,12 +208,12 @@ def _data_text(g: pd.DataFrame) -> str:
 def _protocol_text(df: pd.DataFrame) -> str:
     names = {"epochs": "epochs", "lr": "learning rate", "batch_size": "batch", "accumulation": "accumulation",
              "max_length": "tokens at most", "split_protocol": "split"}
-    values = {name: dict.fromkeys(setting_text(v) for v in df[c].dropna()) for c, name in names.items()}
-    recipes = [f"{p} ({', '.join(dict.fromkeys(g.recipe.dropna().astype(str))) or 'no recipe'})"
-               for p, g in df.groupby("protocol")]
-    grouped = [f"each batch of {', '.join(dict.fromkeys(g.task))} read in {n} groups of similar length"
-               for n, g in df.groupby("length_groups") if n > 1]
-    return f"{', '.join(recipes)}; " + ", ".join([f"{n} {' or '.join(v)}" for n, v in values.items() if v] + grouped)
+    parts = [f"{name} {known_texts(df[c].dropna().map(setting_text), joint=' or ')}"
+             for c, name in names.items() if df[c].notna().any()]
+    parts += [f"each batch of {known_texts(g.task, joint=', ')} read in {n} groups of similar length"
+              for n, g in df.groupby("length_groups") if n > 1]
+    recipes = [f"{p} ({known_texts(g.recipe, 'no recipe', ', ')})" for p, g in df.groupby("protocol")]
+    return f"{', '.join(recipes)}; {', '.join(parts)}"
 
 # %% ../../nbs/report/27_records.ipynb #f383eb27
 def setting_text(v) -> str:
@@ -225,9 +222,9 @@ def setting_text(v) -> str:
     return f"{v:.12g}" if isinstance(v, (int, float, np.number)) else str(v)
 
 
-def known_texts(values, none: str = "unknown") -> str:
+def known_texts(values, none: str = "unknown", joint: str = " and ") -> str:
     "Return the different texts among the values."
-    return " and ".join(dict.fromkeys(v for v in values if isinstance(v, str) and v)) or none
+    return joint.join(dict.fromkeys(v for v in values if isinstance(v, str) and v)) or none
 
 # %% ../../nbs/report/27_records.ipynb #5fe78eca
 def summarise(
@@ -252,7 +249,7 @@ def summarise(
                      **_measures(g, done, values[g.index].dropna(), level),
                      "majority": done.majority.mean() if value == "value" else math.nan,
                      "seeds": sorted(map(int, g.seed)), "keys": list(g.key), "records": _records(g)})
-    return _table(rows, "summary", by, level, df)
+    return _table(rows, "summary", by, level, provenance(df))
 
 
 def _measures(g: pd.DataFrame, done: pd.DataFrame, x: pd.Series, level: float) -> dict:
@@ -267,10 +264,10 @@ def _measures(g: pd.DataFrame, done: pd.DataFrame, x: pd.Series, level: float) -
     return found
 
 
-def _table(rows: list[dict], kind: str, by: list[str], level: float, df: pd.DataFrame) -> pd.DataFrame:
-    "Return a table that knows what it is and where its numbers come from."
+def _table(rows: list[dict], kind: str, by: list[str], level: float, caption: str) -> pd.DataFrame:
+    "Return a table that knows what it is, which columns are its own, and where its numbers come from."
     out = pd.DataFrame(rows)
-    out.attrs = {"kind": kind, "by": by, "level": level, "caption": provenance(df)}
+    out.attrs = {"kind": kind, "by": by, "level": level, "caption": caption, "own": list(out)}
     return out
 
 
@@ -375,7 +372,7 @@ def clears_majority(
         clears = len(x) > 0 and bool(math.isnan(majority) or x.mean() - majority > 2 * error)
         rows.append({**dict(zip(by, names)), "metric": metric, "n": len(x), "mean": x.mean(), "majority": majority,
                      "rows": few, "error": error, "clears": clears})
-    return _table(rows, "judges", by, 0.95, plain)
+    return _table(rows, "judges", by, 0.95, provenance(plain))
 
 # %% ../../nbs/report/27_records.ipynb #27b0173c
 def compare(
@@ -413,7 +410,7 @@ def compare(
     across = [] if given else [c for c in TUNED if any(c in r["differ"] for r in rows)]
     if across: warnings.warn(f"{', '.join(across)}: runs of a pair differ, as where each method has its own best "
                              "value; name it in by to compare equal ones alone", stacklevel=2)
-    return _table(_judged(rows, 1 - level), "comparison", [*by, "method"], level, df)
+    return _table(_judged(rows, 1 - level), "comparison", [*by, "method"], level, provenance(df))
 
 # %% ../../nbs/report/27_records.ipynb #1e73e853
 def _pair(
@@ -443,12 +440,10 @@ def _pair(
 def _incomplete(a: pd.Series, b: pd.Series, name: str, other: str, failed: set) -> tuple[list[str], list[str]]:
     "Return in words the seeds without a partner or a value (NaN), and those of which a run failed."
     lonely = [f"seed {s}: no run of {other if s in a.index else name}" for s in sorted(set(a.index) ^ set(b.index))]
-    broken = []
-    for s in sorted(set(a.index) & set(b.index)):
-        who = " and ".join(n for n, v in ((name, a[s]), (other, b[s])) if v != v)
-        if who and s in failed: broken.append(f"seed {s}: {who} failed")
-        elif who: lonely.append(f"seed {s}: no value of {who}")
-    return lonely, broken
+    pairs = pd.concat({name: a, other: b}, axis=1, join="inner").isna().sort_index()
+    who = {s: " and ".join(pairs.columns[row]) for s, row in zip(pairs.index, pairs.to_numpy()) if row.any()}
+    lonely += [f"seed {s}: no value of {names}" for s, names in who.items() if s not in failed]
+    return lonely, [f"seed {s}: {names} failed" for s, names in who.items() if s in failed]
 
 
 def _check_pairs(arm: pd.DataFrame):
@@ -538,12 +533,10 @@ def over_tasks(
     keys, level = [*(c for c in table.attrs["by"] if c != "task"), "baseline"], table.attrs["level"]
     groups = [(names, g) for names, g in table.groupby(keys, dropna=False, sort=False) if g.n.any()]
     if not groups: raise ValueError("table: no comparison has a complete pair")
-    for _, g in groups:
-        if g.task.duplicated().any(): raise ValueError(f"table: a task has two rows of {g.method.iloc[0]}; pass one")
+    twice = table[table.duplicated([*keys, "task"])].method
+    if len(twice): raise ValueError(f"table: a task has two rows of {twice.iloc[0]}; pass one")
     rows = [{"task": " + ".join(g.task[g.n > 0]), **dict(zip(keys, names)), **_over(g, level)} for names, g in groups]
-    out = pd.DataFrame(_judged(rows, 1 - level))
-    out.attrs = table.attrs
-    return out
+    return _table(_judged(rows, 1 - level), "comparison", table.attrs["by"], level, table.attrs["caption"])
 
 # %% ../../nbs/report/27_records.ipynb #5f554398
 def _over(g: pd.DataFrame, level: float) -> dict:
@@ -593,10 +586,8 @@ def gain_share(
     """Return the share of one method's gain that another has, tasks weighted equally, with Fieller's interval.
 
     `ValueError` where a task has several settings of a method."""
-    rows = [table[table.method == m] for m in (method, of)]
-    for task in pd.concat([r.task[r.task.duplicated()] for r in rows]):
-        raise ValueError(f"table: {task} has a method in two settings; pass one")
-    both = _pairs(rows[0]).merge(_pairs(rows[1]).drop(columns="training"), on=["task", "seed"], suffixes=("", "_of"))
+    own, other = (_pairs(table[table.method == m]) for m in (method, of))
+    both = own.merge(other.drop(columns="training"), on=["task", "seed"], suffixes=("", "_of"), validate="1:1")
     both = both[both.groupby("task").task.transform("size") > 1]
     if not len(both): return math.nan, math.nan, math.nan, 0
     parts = _by_training(both, ["gain", "gain_of"])
@@ -627,13 +618,12 @@ def readable(
 ) -> pd.DataFrame:  # of texts, without links
     """Return the table as it is read: means with deviations, intervals, verdicts; without columns that hold nothing.
 
-    CELLS says how a column is read, and which are part of another's cell. Any other column stands as it is: one that
-    you add with `assign` is shown."""
+    CELLS says how a column is read. A column that you add with `assign` is shown as it is."""
     kind, shown = table.attrs.get("kind"), table
     if kind:
         heads, rows = {"interval": f"{100 * table.attrs['level']:g} % interval"}, []
-        cells = [CELLS[kind][c] for c in CELLS[kind] if c in table and CELLS[kind][c]]
-        added = [c for c in table if c not in CELLS[kind] and c not in table.attrs["by"]]
+        cells = [cell for c, cell in CELLS[kind].items() if c in table]
+        added = [c for c in table if c not in table.attrs["own"]]
         for r in table.to_dict("records"):
             rows.append({c: setting_text(r[c]) for c in table.attrs["by"]}
                         | {heads.get(head, head): text(r, digits) for head, text in cells}
@@ -681,7 +671,7 @@ def _metric_text(r: dict, digits: int) -> str:
     return r["metric"].replace("_", " ") + (f" (majority {r['majority']:.{digits}f})" if known else "")
 
 # %% ../../nbs/report/27_records.ipynb #b20b8adf
-CELLS: dict[str, dict[str, tuple[str, Callable] | None]] = {  # of each kind of table: column: head and text, or None
+CELLS: dict[str, dict[str, tuple[str, Callable]]] = {  # of each kind of table: column: head and text
     "summary": {
         "metric": ("metric", _metric_text),
         "n": ("seeds", lambda r, d: f"{r['n']}" + f", and {r['failed']} failed" * (r["failed"] > 0)),
@@ -693,9 +683,7 @@ CELLS: dict[str, dict[str, tuple[str, Callable] | None]] = {  # of each kind of 
         "collapsed": ("one class only", lambda r, d: f"{r['collapsed']} of {r['n']}"),
         "isoscore_before": ("IsoScore before", lambda r, d: _plain(r["isoscore_before"], 3)),
         "isoscore_after": ("IsoScore after", lambda r, d: _of_runs(r, "isoscore_after")),
-        "layers_after": ("its layers, mean", lambda r, d: _of_runs(r, "layers_after")),
-        **dict.fromkeys(("failed", "sd", "high", "majority", "isoscore_after_sd", "isoscore_after_n", "layers_after_sd",
-                         "layers_after_n", "seeds", "keys", "records"))},
+        "layers_after": ("its layers, mean", lambda r, d: _of_runs(r, "layers_after"))},
     "comparison": {
         "baseline": ("against", lambda r, d: r["baseline"]),
         "n": ("pairs", lambda r, d: str(r["n"])),
@@ -715,17 +703,14 @@ CELLS: dict[str, dict[str, tuple[str, Callable] | None]] = {  # of each kind of 
         "differ": ("arms differ in", lambda r, d: ", ".join(r["differ"])),
         "collapsed": ("one class only", lambda r, d: (
             f"{r['collapsed']} of {r['n']}; baseline {r['collapsed_baseline']} of {r['n']}"
-            * (r["collapsed"] + r["collapsed_baseline"] > 0))),
-        **dict.fromkeys(("metric", "tasks", "sd", "high", "test", "unequal", "reachable", "seeds_alone", "seeds_table",
-                         "failed", "most", "collapsed_baseline", "differences", "row_error", "records",
-                         "records_baseline"))},
+            * (r["collapsed"] + r["collapsed_baseline"] > 0)))},
     "judges": {
         "metric": ("metric", lambda r, d: r["metric"].replace("_", " ")),
         "n": ("seeds", lambda r, d: f"{r['n']}"),
         "mean": ("baseline's mean", lambda r, d: _plain(r["mean"], d) or "no finished run"),
         "majority": ("best constant answer", lambda r, d: _plain(r["majority"], d) or "not known"),
         "error": ("two standard errors", lambda r, d: _plain(2 * r["error"], d)),
-        "clears": ("can judge", lambda r, d: "yes" if r["clears"] else "no"), "rows": None}}
+        "clears": ("can judge", lambda r, d: "yes" if r["clears"] else "no")}}
 
 # %% ../../nbs/report/27_records.ipynb #d9f37688
 def _linked(cell, base: str) -> str:
@@ -774,63 +759,50 @@ def failures(
 
 # %% ../../nbs/report/27_records.ipynb #2636f277
 def published(
-    paper: str | None = None,  # "I-STAR", "guided dropout" or "IsoScore"
-    table: str | None = None,  # such as "Table 1"
-    task: str | None = None,  # a name of isoreg.experiments.tasks.TASKS
-    method: str | None = None,  # as the paper calls it
-    model: str | None = None,  # as the paper calls it
+    **where: str,  # paper, table, task, method or model, as the columns have it: paper="I-STAR", table="Table 1"
 ) -> pd.DataFrame:  # paper, table, model, task, metric, method, statistic, value, sd, n, unit, confidence, source, note
     """Return the numbers that the papers print, each with its source; a value is a number, or a list of them.
 
     `confidence` says how surely the number was read: certain, high, medium. `ValueError` if nothing fits."""
     path = importlib.resources.files("isoreg") / "assets" / "published.json"
     out = pd.DataFrame(json.loads(path.read_text(encoding="utf-8")))
-    filters = {"paper": paper, "table": table, "task": task, "method": method, "model": model}
-    for name, wanted in filters.items():
-        if wanted is None: continue
-        one_of(name, wanted, [v for v in dict.fromkeys(out[name]) if isinstance(v, str)])
+    for name, wanted in where.items():
+        one_of(name, wanted, out[name].dropna().unique())
         out = out[out[name] == wanted]
     return out.reset_index(drop=True)
 
 # %% ../../nbs/report/27_records.ipynb #067fdb6d
 def three_columns(
     df: pd.DataFrame,  # of load; the column protocol decides where a run goes
-    numbers: pd.DataFrame,  # of published: numbers with a task, as many rows as wanted
+    numbers: pd.DataFrame,  # of published: single numbers with a task, as many rows as wanted
     methods: dict[str, str],  # the paper's name of a method -> ours, as in the column method
     digits: int = 2,  # in the unit of the paper
 ) -> pd.DataFrame:  # task, method, published, as released, corrected, read
     """Return published numbers beside the runs of either protocol, in the paper's unit: mean, standard deviation,
-    95 % t interval, n; a cell without runs says "not run".
-
-    `ValueError` if a cell's runs have more than one setting, or a published number has no task or is a list."""
+    95 % t interval, n; a cell without runs says "not run". `ValueError` if a cell's runs have more than one setting."""
     for name in methods: one_of("methods", name, dict.fromkeys(numbers.method))
     numbers, rows = numbers[numbers.method.isin(list(methods))], []
-    if numbers.task.isna().any() or numbers.value.map(lambda v: isinstance(v, list)).any():
-        raise ValueError("numbers: one has no task, or a list for its value; leave it out")
     for r in numbers.to_dict("records"):
-        ours, sure = methods[r["method"]], f"{r['model']}, {r['statistic']}"
-        if r["n"] == r["n"]: sure += f" of {int(r['n'])}"
-        runs = df[(df.task == r["task"]) & (df.method == ours)]
-        measured = {p: _measured(runs[runs.protocol == p], r, digits) for p in ("as released", "corrected")}
+        ours, of = methods[r["method"]], f" of {r['n']:.0f}" if r["n"] == r["n"] else ""
+        runs, times = df[(df.task == r["task"]) & (df.method == ours)], 100 if r["unit"] == "percent" else 1
         rows.append({"task": r["task"], "method": f"{r['method']}; here {ours}",
-                     "published": f"{_pm(r['value'], r['sd'], digits)} ({sure})", **measured, "read": r["confidence"]})
+                     "published": f"{_pm(r['value'], r['sd'], digits)} ({r['model']}, {r['statistic']}{of})",
+                     **{p: _measured(runs[runs.protocol == p], times, digits) for p in ("as released", "corrected")},
+                     "read": r["confidence"]})
     out, used = pd.DataFrame(rows), df[df.task.isin(numbers.task) & df.method.isin(list(methods.values()))]
     measured = provenance(used) if len(used) else "nothing yet."
     out.attrs = {"caption": f"Published: {'; '.join(dict.fromkeys(numbers.source))}. Measured: {measured}"}
     return out
 
 
-def _measured(runs: pd.DataFrame, row: dict, digits: int) -> _Cell:
-    "Return the cell of one protocol, in the unit of the published number."
+def _measured(runs: pd.DataFrame, times: int, digits: int) -> _Cell:
+    "Return the cell of one protocol, its scores multiplied into the unit of the paper."
     if not len(runs): return _Cell("not run")
-    s = summarise(runs)
-    if len(s) > 1:
-        which = f"{runs.protocol.iloc[0]} runs of {runs.method.iloc[0]} on {row['task']}"
-        raise ValueError(f"df: the {which} differ in {', '.join(_varying(runs))}; choose one setting")
-    s, times = s.iloc[0], 100 if row["unit"] == "percent" else 1
-    more = [f"n={s.n}"] + [f"{s[c]} {w}" for c, w in (("failed", "failed"), ("collapsed", "one class only")) if s[c]]
-    if s.metric not in (row["metric"], "unknown") and isinstance(row["metric"], str): more.append(s.metric)
-    low, high = (f"{times * x:.{digits}f}" for x in (s.low, s.high))
-    reach = f" [{low}, {high}]" if s.low == s.low else " [all equal]" if s.n > 1 else ""
+    s, arm = summarise(runs), f"{runs.method.iloc[0]} on {runs.task.iloc[0]}"
+    if len(s) > 1: raise ValueError(f"df: {arm} has runs that differ in {', '.join(_varying(runs))}; choose one")
+    s = s.iloc[0]
+    counts = [f"{s[c]} {words}" for c, words in (("failed", "failed"), ("collapsed", "one class only")) if s[c]]
+    words = ", ".join([f"n={s.n}", *counts, s.metric.replace("_", " ")])
     mean = _pm(times * s["mean"], times * s["sd"], digits) or "no finished run"
-    return _Cell(f"{mean}{reach} ({', '.join(more)})", s.records)
+    reach = f" [{times * s.low:.{digits}f}, {times * s.high:.{digits}f}]" if s.low == s.low else ""
+    return _Cell(f"{mean}{reach} ({words})", s.records)
