@@ -332,13 +332,17 @@ def model_losses(model: nn.Module) -> list[str]:
     for kind in type(model).__mro__:
         made = made or [loss for loss, (names, ending) in MADE_FOR.items()
                         if kind.__name__ in names or kind.__name__.endswith(ending)]
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False): return made
+    # a T5Model has no head, and no such method
+    if not hasattr(model, "prepare_decoder_input_ids_from_labels"): return made
     return ["seq2seq", *(loss for loss in made if loss == "mlm")]
 
 
 def check_head(model: nn.Module, loss: str) -> None:
-    "Raise `ValueError` for a loss for which the model's class was not made."
+    "Raise `ValueError` for a loss for which the model's class was not made, and for a model without a head."
     known = model_losses(model)
+    if not known and getattr(model, "base_model_prefix", "") and model.base_model is model:
+        raise ValueError(f"model: {type(model).__name__} has no language-model head; load it with "
+                         "AutoModelForMaskedLM, AutoModelForCausalLM or AutoModelForSeq2SeqLM")
     if known and loss not in known:
         raise ValueError(f"loss: {loss!r}, but {type(model).__name__} was made for "
                          f"{' or '.join(map(repr, known))}; use that, for the batches too")
