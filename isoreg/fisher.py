@@ -6,6 +6,7 @@ __all__ = ['empirical_fisher', 'FisherEstimate', 'model_fingerprint', 'agreement
 # %% ../nbs/11_fisher.ipynb #06e53394
 import hashlib
 import json
+import math
 import re
 import warnings
 from collections import defaultdict
@@ -66,6 +67,7 @@ def empirical_fisher(
             if progress is not None: progress(number)
     if not estimate.n_samples: raise ValueError("batches: hold no sample with a token to predict; give at least one")
     estimate.check_finite()
+    squares.check_loss()
     estimate.sums = {n: s.cpu() for n, s in estimate.sums.items()}
     return estimate
 
@@ -294,6 +296,7 @@ class _Squares:
         if not self.parameters:
             raise ValueError("model: no parameter requires a gradient; call model.requires_grad_(True)")
         self.device, self.first, self.used = next(iter(self.parameters.values())).device, True, set()
+        self.total, self.count = 0.0, 0  # of the losses, for their mean
         known = {id(p) for m in model.modules() if _kind(m) for p in m.parameters(recurse=False)}
         known -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and not _kind(m)}
         taped = not callable(loss) and getattr(getattr(model, "config", None), "model_type", "") in TAPED
@@ -319,7 +322,9 @@ class _Squares:
 def __call__(self: _Squares, batch: dict) -> dict[str, Tensor]:
     "Return the sums over the samples of a batch, by parameter name; warn in the first one if autograd computes some."
     with torch.autocast(self.device.type, enabled=False):  # whatever the caller has
-        if self.first: self.check_alone(batch)
+        if self.first:
+            self.check_alone(batch)
+            self.total, self.count = 0.0, 0  # without the passes of the check
         sums, idle = self.taped(batch) if len(self.by_function) < len(self.parameters) else ({}, set())
         late = self.by_function - idle
         if late and self.first:
@@ -337,8 +342,11 @@ def losses(self: _Squares, batch: dict) -> Tensor:
     half = self.precision == "bf16"
     with torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False):  # no copy stays
         values = sample_losses(self.model, batch, self.loss, self.reduction)
-    if values.shape == (n := _size(batch),): return values
-    raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
+    if values.shape != (n := _size(batch),):
+        raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
+    self.total += values.detach().sum()
+    self.count += len(predicted_positions(batch, self.loss)[0]) if self.reduction == "sum" else n
+    return values
 
 @patch
 def taped(self: _Squares, batch: dict) -> tuple[dict[str, Tensor], set[str]]:
@@ -408,6 +416,16 @@ def check_alone(self: _Squares, batch: dict) -> None:
     if torch.allclose(together.double(), alone.double(), rtol=rtol, atol=1e-4, equal_nan=True): return
     raise ValueError("loss: the loss of a sample depends on the other samples of its batch, or differs from call to "
                      "call; give a loss that treats each sample alone, and take off noise that eval() leaves on")
+
+@patch
+def check_loss(self: _Squares) -> None:
+    "Warn if a uniform guess over the vocabulary has no higher loss: the head was probably drawn at random."
+    head = None if callable(self.loss) else getattr(self.model, "get_output_embeddings", lambda: None)()
+    if head is None: return
+    mean, uniform = float(self.total) / self.count, math.log(len(head.weight))
+    if mean >= uniform:
+        warnings.warn(f"model: the mean loss of the sample is {mean:.2f} nats, and a uniform guess has ln V = "
+                      f"{uniform:.2f}; the head is probably drawn at random, so load a checkpoint that holds it")
 
 # %% ../nbs/11_fisher.ipynb #4264aa4d
 @dataclass
