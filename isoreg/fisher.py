@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .checks import one_of
 from .corpus import (
-    LOSSES, TextBatches, check_head, decoder_inputs, head_input, looks_ahead, model_losses, predicted_positions,
+    LOSSES, TextBatches, check_head, head_input, looks_ahead, model_losses, predicted_positions,
     sample_losses)
 from .files import from_json, read_text, write_atomically
 from .states import eval_mode, named_weights
@@ -54,7 +54,8 @@ def empirical_fisher(
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)): model = model.module
     loss = _loss_for(model, batches, loss)
     _check(model, batches, level, reduction, sample, precision, loss)
-    estimate = FisherEstimate({}, 0, level, _name(loss), "own" if callable(loss) else reduction, sample)
+    name = getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
+    estimate = FisherEstimate({}, 0, level, name, "own" if callable(loss) else reduction, sample)
     estimate.describe(model, batches, corpus, precision)
     squares, number = _Squares(model, loss, level, reduction, precision), 0
     with eval_mode(model), squares.watching():
@@ -530,7 +531,7 @@ def _samples(model: nn.Module, batch: dict, loss, sample: str, number: int) -> I
     labels, rows = batch["labels"], row.unique()
     if sample == "sequence" and len(rows): yield _pick(batch, rows.tolist()) if len(rows) < len(labels) else batch
     if sample == "sequence": return
-    if loss == "seq2seq": batch = {"decoder_input_ids": decoder_inputs(model, labels)} | batch
+    if loss == "seq2seq": batch = {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)} | batch
     for r, c in zip(row.split(len(rows)), column.split(len(rows))):
         one, at = torch.full_like(labels[r], -100), torch.arange(len(r), device=r.device)
         one[at, c] = labels[r, c]
@@ -581,9 +582,6 @@ def _check(model, batches, level, reduction, sample, precision, loss):
                          "tensors, for a single batch [batch]")
     if any(hasattr(vars(m).get("forward"), "groups") for m in model.modules()):
         raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
-
-def _name(loss: str | Callable) -> str:
-    return getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
 
 # %% ../nbs/11_fisher.ipynb #8cab9906
 def agreement(
