@@ -320,8 +320,8 @@ def model_losses(model: nn.Module) -> list[str]:
 
 def check_head(model: nn.Module, loss: str) -> None:
     "Raise `ValueError` for a loss for which the model's class was not made, and for a model without a head."
-    known = model_losses(model)
-    if not known and getattr(model, "base_model_prefix", "") and model.base_model is model:
+    known, prefix = model_losses(model), getattr(model, "base_model_prefix", "")
+    if not known and prefix and model.base_model is model:
         raise ValueError(f"model: {type(model).__name__} has no language-model head; load it with "
                          "AutoModelForMaskedLM, AutoModelForCausalLM or AutoModelForSeq2SeqLM")
     if known and loss not in known:

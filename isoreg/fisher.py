@@ -30,7 +30,7 @@ from .corpus import (
     LOSSES, TextBatches, check_head, head_input, looks_ahead, model_losses, predicted_positions,
     sample_losses)
 from .files import from_json, read_text, write_atomically
-from .states import eval_mode, named_weights
+from .states import eval_mode, inside_wrapper, named_weights
 
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
 def empirical_fisher(
@@ -46,30 +46,31 @@ def empirical_fisher(
 ):  # a FisherEstimate
     """Return sums over samples of the squared gradient of each sample's loss (Sharma et al. 2024, equation 3).
 
-    Exact per sample, also for shared and tied weights, on any device. Without `loss` it is that of `TextBatches`; for
-    other batches that of the model's class. Raises `ValueError` for unknown settings, a loss that the batches or the
-    model's class were not made for, a loss of a sample that depends on its batch, and batches without a sample.
+    Exact per sample, with tied weights too. Without `loss` it is that of `TextBatches` or of the model's class. Warns of
+    a head drawn at random. Raises `ValueError` for unknown settings, a loss that the batches or the class were not made
+    for or that depends on the rest of the batch, and batches without a sample.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)): model = model.module
+    model = inside_wrapper(getattr(model, "_orig_mod", model))  # of torch.compile
     loss = _loss_for(model, batches, loss)
     _check(model, batches, level, reduction, sample, precision, loss)
     name = getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
-    estimate = FisherEstimate({}, 0, level, name, "own" if callable(loss) else reduction, sample)
-    estimate.describe(model, batches, corpus, precision)
-    squares, number = _Squares(model, loss, level, reduction, precision), 0
+    corpora = [batches.describe() if isinstance(batches, TextBatches) else corpus or {}]
+    estimate = FisherEstimate({}, 0, level, name, "own" if callable(loss) else reduction, sample, corpora=corpora,
+                              fingerprint=model_fingerprint(model), precision=precision)
+    squares = _Squares(model, loss, level, reduction, precision)
+    estimate.numel = {n: p.numel() for n, p in squares.parameters.items()}
+    estimate.model = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
     with eval_mode(model), squares.watching():
         for number, batch in enumerate(batches, 1):
             if not isinstance(batch, Mapping): raise ValueError(f"batches: batch {number} is no dict of tensors")
             batch = {k: v.to(squares.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
             for part in _samples(model, batch, loss, sample, number): estimate.add(squares(part), _size(part))
-            estimate.by_function = sorted(squares.used)
             if number == 1: estimate.check_finite()
             if progress is not None: progress(number)
     if not estimate.n_samples: raise ValueError("batches: hold no sample with a token to predict; give at least one")
     estimate.check_finite()
     squares.check_loss()
-    estimate.sums = {n: s.cpu() for n, s in estimate.sums.items()}
+    estimate.sums, estimate.by_function = {n: s.cpu() for n, s in estimate.sums.items()}, sorted(squares.used)
     return estimate
 
 # %% ../nbs/11_fisher.ipynb #3051806b
@@ -165,20 +166,15 @@ def _saw(self: Tape, module: nn.Module, args: tuple, output):
     if module in self.relative:
         self.buckets = x  # of relative positions, which _copy_relative waits for
         return None
-    sizes = self._row_counts(module, x[..., None] if _kind(module) == "embedding" else x)
-    if sizes is None:
+    rows = x.shape if _kind(module) == "embedding" else x.shape[:-1]
+    if module in self.head and rows == (1, sum(self.counts)): sizes = self.counts
+    elif rows and rows[0] == self.samples: sizes = [math.prod(rows[1:])] * self.samples
+    else:
         self.refused |= names
         return None
     leaf = output if output.requires_grad else output.detach().requires_grad_()
     self._wait(leaf, module, x, sizes, own)
     return output if leaf is output else leaf.clone()
-
-@patch
-def _row_counts(self: Tape, module: nn.Module, x: Tensor) -> list[int] | None:
-    "Return the rows of each sample in the flattened input; None if they cannot be told apart."
-    if module in self.head and self.samples > 1 and x.shape[:-1] == (1, sum(self.counts)): return self.counts
-    if x.ndim >= 2 and x.shape[0] == self.samples: return [x[0, ..., 0].numel()] * self.samples
-    return None
 
 @patch
 def _wait(self: Tape, leaf: Tensor, module, x: Tensor, sizes: list[int], own, to_rows: Callable = lambda g: g):
@@ -486,14 +482,6 @@ def model_fingerprint(
     return digest.hexdigest()
 
 # %% ../nbs/11_fisher.ipynb #2485f47f
-@patch
-def describe(self: FisherEstimate, model, batches, corpus: dict | None, precision: str):
-    "Note what is known before the first batch."
-    self.numel = {n: p.numel() for n, p in named_weights(model).items() if p.requires_grad}
-    source = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-    self.model, self.fingerprint, self.precision = Path(source).name, model_fingerprint(model), precision
-    self.corpora = [batches.describe() if isinstance(batches, TextBatches) else corpus or {}]
-
 @patch
 def add(self: FisherEstimate, squares: dict[str, Tensor], samples: int):
     "Add the sums over some samples; those by tensor are kept in float64, where the device has it."
