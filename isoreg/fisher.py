@@ -46,8 +46,8 @@ def empirical_fisher(
 ):  # a FisherEstimate
     """Return sums over samples of the squared gradient of each sample's loss (Sharma et al. 2024, equation 3).
 
-    Exact per sample, with tied weights too. Without `loss` it is that of `TextBatches` or of the model's class. Warns of
-    a head drawn at random. Raises `ValueError` for unknown settings, a loss that the batches or the class were not made
+    Exact for tied weights too. Without `loss` it is that of `TextBatches` or of the model's class. Warns of a head that
+    was drawn at random. Raises `ValueError` for unknown settings, a loss that the batches or the class were not made
     for or that depends on the rest of the batch, and batches without a sample.
     """
     model = inside_wrapper(getattr(model, "_orig_mod", model))  # of torch.compile
