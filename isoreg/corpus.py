@@ -59,7 +59,7 @@ class TextBatches:
             raise ValueError(f"texts: the corpus {self.name!r} has no token that {self.loss} can predict; are the "
                              "texts empty or all unknown words?")
         self.left_out, self.epoch = len(self.samples) - len(self.numbers), 0
-        self.drawn = self.part = None
+        self.drawn = None
 
     def __len__(self) -> int: return -(-len(self.numbers) // self.batch_size)
 
@@ -207,22 +207,12 @@ def draw(self: TextBatches, share: float, seed: int = 0) -> TextBatches:
 
 
 @patch
-def shard(self: TextBatches, rank: int, parts: int) -> TextBatches:
-    "Return one of several disjoint parts that together are the whole, `rank` from 0."
-    if not 0 <= rank < parts <= len(self.numbers):
-        raise ValueError(f"rank, parts: {rank}, {parts}; need 0 <= rank < parts <= {len(self.numbers)} samples")
-    part = copy(self)
-    part.numbers, part.part = self.numbers[rank::parts], [int(rank), int(parts)]
-    return part
-
-
-@patch
 def describe(self: TextBatches) -> dict:
     "Return what decides the batches, for a record: settings, fingerprint of the corpus, members of this part."
     digest, inside = hashlib.sha256(), np.zeros(len(self.samples), np.bool_)
     for ids in self.samples: digest.update(np.r_[len(ids), ids].tobytes())
     inside[self.numbers] = True
-    names = "name loss batch_size max_length probability span seed epoch packed drawn part".split()
+    names = "name loss batch_size max_length probability span seed epoch packed drawn".split()
     settings = {n: getattr(self, n) for n in names} | ({} if self.by_length else {"by_length": False})
     return settings | {"samples": len(self.numbers), "left_out": self.left_out, "fingerprint": digest.hexdigest(),
                        "members": np.packbits(inside).tobytes().hex()}
@@ -274,10 +264,14 @@ def predicted_logits(
     row, column, target = predicted_positions(batch, loss)
     if not len(row): raise ValueError("batch: has no label to predict; all labels are -100")
     inputs, body = {k: v for k, v in batch.items() if k != "labels"}, head_input(model, loss)
-    if loss == "seq2seq": inputs.setdefault("decoder_input_ids", decoder_inputs(model, batch["labels"]))
+    if loss == "seq2seq" and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
     if loss != "mlm" and getattr(model.config, "use_cache", False): inputs["use_cache"] = False
     if body is not None:
-        with only_positions(body, row, column): logits = model(**inputs).logits
+        def reduce(module, args, output):
+            output.last_hidden_state = output.last_hidden_state[row, column][None]
+            return output
+        with body.register_forward_hook(reduce): logits = model(**inputs).logits
         if logits.shape[:-1] == (1, len(row)): return logits[0], target, row
     # this head reads the states elsewhere: all logits, then the positions
     logits = model(**inputs).logits
@@ -308,19 +302,6 @@ def head_input(model: nn.Module, loss: str = "mlm") -> nn.Module | None:
     body = getattr(part, "base_model", part)
     return None if body is model else body
 
-
-def only_positions(body: nn.Module, row: Tensor, column: Tensor):
-    "Return a context in which the body returns M positions alone, (1, M, hidden)."
-    def reduce(module, args, output):
-        output.last_hidden_state = output.last_hidden_state[row, column][None]
-        return output
-    return body.register_forward_hook(reduce)
-
-
-def decoder_inputs(model: nn.Module, labels: Tensor) -> Tensor:
-    "Return the labels moved on by one place, for the decoder."
-    return model.prepare_decoder_input_ids_from_labels(labels)
-
 # %% ../nbs/10_corpus.ipynb #d2cc5da6
 MADE_FOR = {"mlm": (MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(), "ForMaskedLM"),
             "clm": (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), "ForCausalLM")}
@@ -332,13 +313,17 @@ def model_losses(model: nn.Module) -> list[str]:
     for kind in type(model).__mro__:
         made = made or [loss for loss, (names, ending) in MADE_FOR.items()
                         if kind.__name__ in names or kind.__name__.endswith(ending)]
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False): return made
+    # a T5Model has no head, and no such method
+    if not hasattr(model, "prepare_decoder_input_ids_from_labels"): return made
     return ["seq2seq", *(loss for loss in made if loss == "mlm")]
 
 
 def check_head(model: nn.Module, loss: str) -> None:
-    "Raise `ValueError` for a loss for which the model's class was not made."
-    known = model_losses(model)
+    "Raise `ValueError` for a loss for which the model's class was not made, and for a model without a head."
+    known, prefix = model_losses(model), getattr(model, "base_model_prefix", "")
+    if not known and prefix and model.base_model is model:
+        raise ValueError(f"model: {type(model).__name__} has no language-model head; load it with "
+                         "AutoModelForMaskedLM, AutoModelForCausalLM or AutoModelForSeq2SeqLM")
     if known and loss not in known:
         raise ValueError(f"loss: {loss!r}, but {type(model).__name__} was made for "
                          f"{' or '.join(map(repr, known))}; use that, for the batches too")

@@ -294,8 +294,7 @@ def _installed(model: nn.Module) -> dict[str, dict]:
     return {n.settings["kind"]: n.settings for n in noise if isinstance(n, _Noise)}
 
 def _read_note(model: nn.Module) -> dict:
-    note = getattr(getattr(model, "config", None), _NOTE, None)
-    return dict(note) if isinstance(note, Mapping) else {"kind": "rates", "rates": {}}
+    return dict(getattr(getattr(model, "config", None), _NOTE, None) or {"kind": "rates", "rates": {}})
 
 def _write_note(model: nn.Module, sites: Sequence[Site], rates: Mapping[str, float]):
     "Note what is installed, with these rates and the earlier ones that still hold."
@@ -311,6 +310,7 @@ def _note_kept(model: nn.Module) -> contextlib.ExitStack:
     before = copy.copy(fields.get(_NOTE))
     stack.callback(lambda: fields.pop(_NOTE, None) if before is None else fields.update({_NOTE: before}))
     return stack
+
 def _sites_or_none(model: nn.Module, batch) -> list[Site]:
     try: return dropout_sites(model, batch=batch)
     except ValueError: return []

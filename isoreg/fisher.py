@@ -6,6 +6,7 @@ __all__ = ['empirical_fisher', 'FisherEstimate', 'model_fingerprint', 'agreement
 # %% ../nbs/11_fisher.ipynb #06e53394
 import hashlib
 import json
+import math
 import re
 import warnings
 from collections import defaultdict
@@ -26,10 +27,10 @@ from transformers.pytorch_utils import Conv1D
 
 from .checks import one_of
 from .corpus import (
-    LOSSES, TextBatches, check_head, decoder_inputs, head_input, looks_ahead, model_losses, predicted_positions,
+    LOSSES, TextBatches, check_head, head_input, looks_ahead, model_losses, predicted_positions,
     sample_losses)
 from .files import from_json, read_text, write_atomically
-from .states import eval_mode, named_weights
+from .states import eval_mode, inside_wrapper, named_weights
 
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
 def empirical_fisher(
@@ -45,28 +46,31 @@ def empirical_fisher(
 ):  # a FisherEstimate
     """Return sums over samples of the squared gradient of each sample's loss (Sharma et al. 2024, equation 3).
 
-    Exact per sample, also for shared and tied weights, on any device. Without `loss` it is that of `TextBatches`; for
-    other batches that of the model's class. Raises `ValueError` for unknown settings, a loss that the batches or the
-    model's class were not made for, a loss of a sample that depends on its batch, and batches without a sample.
+    Exact for tied weights too. Without `loss` it is that of `TextBatches` or of the model's class. Warns of a head that
+    was drawn at random. Raises `ValueError` for unknown settings, a loss that the batches or the class were not made
+    for or that depends on the rest of the batch, and batches without a sample.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)): model = model.module
+    model = inside_wrapper(getattr(model, "_orig_mod", model))  # of torch.compile
     loss = _loss_for(model, batches, loss)
     _check(model, batches, level, reduction, sample, precision, loss)
-    estimate = FisherEstimate({}, 0, level, _name(loss), "own" if callable(loss) else reduction, sample)
-    estimate.describe(model, batches, corpus, precision)
-    squares, number = _Squares(model, loss, level, reduction, precision), 0
+    name = getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
+    corpora = [batches.describe() if isinstance(batches, TextBatches) else corpus or {}]
+    estimate = FisherEstimate({}, 0, level, name, "own" if callable(loss) else reduction, sample, corpora=corpora,
+                              fingerprint=model_fingerprint(model), precision=precision)
+    squares = _Squares(model, loss, level, reduction, precision)
+    estimate.numel = {n: p.numel() for n, p in squares.parameters.items()}
+    estimate.model = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
     with eval_mode(model), squares.watching():
         for number, batch in enumerate(batches, 1):
             if not isinstance(batch, Mapping): raise ValueError(f"batches: batch {number} is no dict of tensors")
             batch = {k: v.to(squares.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
             for part in _samples(model, batch, loss, sample, number): estimate.add(squares(part), _size(part))
-            estimate.by_function = sorted(squares.used)
             if number == 1: estimate.check_finite()
             if progress is not None: progress(number)
     if not estimate.n_samples: raise ValueError("batches: hold no sample with a token to predict; give at least one")
     estimate.check_finite()
-    estimate.sums = {n: s.cpu() for n, s in estimate.sums.items()}
+    squares.check_loss()
+    estimate.sums, estimate.by_function = {n: s.cpu() for n, s in estimate.sums.items()}, sorted(squares.used)
     return estimate
 
 # %% ../nbs/11_fisher.ipynb #3051806b
@@ -162,20 +166,15 @@ def _saw(self: Tape, module: nn.Module, args: tuple, output):
     if module in self.relative:
         self.buckets = x  # of relative positions, which _copy_relative waits for
         return None
-    sizes = self._row_counts(module, x[..., None] if _kind(module) == "embedding" else x)
-    if sizes is None:
+    rows = x.shape if _kind(module) == "embedding" else x.shape[:-1]
+    if module in self.head and rows == (1, sum(self.counts)): sizes = self.counts
+    elif rows and rows[0] == self.samples: sizes = [math.prod(rows[1:])] * self.samples
+    else:
         self.refused |= names
         return None
     leaf = output if output.requires_grad else output.detach().requires_grad_()
     self._wait(leaf, module, x, sizes, own)
     return output if leaf is output else leaf.clone()
-
-@patch
-def _row_counts(self: Tape, module: nn.Module, x: Tensor) -> list[int] | None:
-    "Return the rows of each sample in the flattened input; None if they cannot be told apart."
-    if module in self.head and self.samples > 1 and x.shape[:-1] == (1, sum(self.counts)): return self.counts
-    if x.ndim >= 2 and x.shape[0] == self.samples: return [x[0, ..., 0].numel()] * self.samples
-    return None
 
 @patch
 def _wait(self: Tape, leaf: Tensor, module, x: Tensor, sizes: list[int], own, to_rows: Callable = lambda g: g):
@@ -294,6 +293,7 @@ class _Squares:
         if not self.parameters:
             raise ValueError("model: no parameter requires a gradient; call model.requires_grad_(True)")
         self.device, self.first, self.used = next(iter(self.parameters.values())).device, True, set()
+        self.total, self.count = 0.0, 0  # of the losses, for their mean
         known = {id(p) for m in model.modules() if _kind(m) for p in m.parameters(recurse=False)}
         known -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and not _kind(m)}
         taped = not callable(loss) and getattr(getattr(model, "config", None), "model_type", "") in TAPED
@@ -319,7 +319,9 @@ class _Squares:
 def __call__(self: _Squares, batch: dict) -> dict[str, Tensor]:
     "Return the sums over the samples of a batch, by parameter name; warn in the first one if autograd computes some."
     with torch.autocast(self.device.type, enabled=False):  # whatever the caller has
-        if self.first: self.check_alone(batch)
+        if self.first:
+            self.check_alone(batch)
+            self.total, self.count = 0.0, 0  # without the passes of the check
         sums, idle = self.taped(batch) if len(self.by_function) < len(self.parameters) else ({}, set())
         late = self.by_function - idle
         if late and self.first:
@@ -337,8 +339,11 @@ def losses(self: _Squares, batch: dict) -> Tensor:
     half = self.precision == "bf16"
     with torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False):  # no copy stays
         values = sample_losses(self.model, batch, self.loss, self.reduction)
-    if values.shape == (n := _size(batch),): return values
-    raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
+    if values.shape != (n := _size(batch),):
+        raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
+    self.total += values.detach().sum()
+    self.count += len(predicted_positions(batch, self.loss)[0]) if self.reduction == "sum" else n
+    return values
 
 @patch
 def taped(self: _Squares, batch: dict) -> tuple[dict[str, Tensor], set[str]]:
@@ -409,6 +414,16 @@ def check_alone(self: _Squares, batch: dict) -> None:
     raise ValueError("loss: the loss of a sample depends on the other samples of its batch, or differs from call to "
                      "call; give a loss that treats each sample alone, and take off noise that eval() leaves on")
 
+@patch
+def check_loss(self: _Squares) -> None:
+    "Warn if a uniform guess over the vocabulary has no higher loss: the head was probably drawn at random."
+    head = None if callable(self.loss) else getattr(self.model, "get_output_embeddings", lambda: None)()
+    if head is None: return
+    mean, uniform = float(self.total) / self.count, math.log(len(head.weight))
+    if mean >= uniform:
+        warnings.warn(f"model: the mean loss of the sample is {mean:.2f} nats, and a uniform guess has ln V = "
+                      f"{uniform:.2f}; the head is probably drawn at random, so load a checkpoint that holds it")
+
 # %% ../nbs/11_fisher.ipynb #4264aa4d
 @dataclass
 class FisherEstimate:
@@ -468,14 +483,6 @@ def model_fingerprint(
 
 # %% ../nbs/11_fisher.ipynb #2485f47f
 @patch
-def describe(self: FisherEstimate, model, batches, corpus: dict | None, precision: str):
-    "Note what is known before the first batch."
-    self.numel = {n: p.numel() for n, p in named_weights(model).items() if p.requires_grad}
-    source = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-    self.model, self.fingerprint, self.precision = Path(source).name, model_fingerprint(model), precision
-    self.corpora = [batches.describe() if isinstance(batches, TextBatches) else corpus or {}]
-
-@patch
 def add(self: FisherEstimate, squares: dict[str, Tensor], samples: int):
     "Add the sums over some samples; those by tensor are kept in float64, where the device has it."
     for n, s in squares.items():
@@ -512,7 +519,7 @@ def _samples(model: nn.Module, batch: dict, loss, sample: str, number: int) -> I
     labels, rows = batch["labels"], row.unique()
     if sample == "sequence" and len(rows): yield _pick(batch, rows.tolist()) if len(rows) < len(labels) else batch
     if sample == "sequence": return
-    if loss == "seq2seq": batch = {"decoder_input_ids": decoder_inputs(model, labels)} | batch
+    if loss == "seq2seq": batch = {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)} | batch
     for r, c in zip(row.split(len(rows)), column.split(len(rows))):
         one, at = torch.full_like(labels[r], -100), torch.arange(len(r), device=r.device)
         one[at, c] = labels[r, c]
@@ -563,9 +570,6 @@ def _check(model, batches, level, reduction, sample, precision, loss):
                          "tensors, for a single batch [batch]")
     if any(hasattr(vars(m).get("forward"), "groups") for m in model.modules()):
         raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
-
-def _name(loss: str | Callable) -> str:
-    return getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
 
 # %% ../nbs/11_fisher.ipynb #8cab9906
 def agreement(

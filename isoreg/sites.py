@@ -117,8 +117,6 @@ def _tensors(values: Iterable) -> list[Tensor]:
     "Return the tensors among some values, and those in their lists and tuples."
     return [t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)]
 
-
-
 # %% ../nbs/13_sites.ipynb #9d989ef3
 class _Recorder(TorchFunctionMode):
     "Records the dropout calls of a forward pass, and the parameters used before each."
@@ -138,16 +136,14 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         inputs = _tensors([*args, *kwargs.values()])
-        if getattr(func, "__name__", "") not in _READ_NO_VALUE: self.note_parameters(inputs)
+        if getattr(func, "__name__", "") not in _READ_NO_VALUE:
+            names = [self.names[id(t)] for t in inputs if id(t) in self.names]
+            self.events += names
+            self.used.update(dict.fromkeys(names))
         if func in _SIGNATURES: self.note_call(func, args, kwargs)
         output = func(*args, **kwargs)
         self.note_origin(func, inputs, output)
         return output
-
-    def note_parameters(self, inputs):
-        names = [self.names[id(t)] for t in inputs if id(t) in self.names]
-        self.events += names
-        self.used.update(dict.fromkeys(names))
 
 # %% ../nbs/13_sites.ipynb #2b0ae70d
 @patch

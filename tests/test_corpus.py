@@ -64,8 +64,6 @@ def test_a_sample_does_not_depend_on_its_batch(size, share, seed):
     assert rows(again) == whole and len(list(again)) == len(again)
     part = again.draw(share, seed)
     assert rows(part) <= whole and len(part.numbers) == max(1, round(share * 60))
-    shards = [again.shard(r, 3) for r in range(3)]
-    assert set.union(*map(rows, shards)) == whole and sum(len(s.numbers) for s in shards) == 60
 
 
 def test_seed_and_epoch():
@@ -197,7 +195,6 @@ ALPHABET = " ".join("abcdefghijklmnopqrstuvwxyz")
         (lambda t: TextBatches(TEXTS, t, probability=0), "probability: 0"),
         (lambda t: TextBatches(TEXTS, t, span=0.5), "span: 0.5"),
         (lambda t: TextBatches(TEXTS, t).draw(0), "share: 0"),
-        (lambda t: TextBatches(TEXTS, t).shard(3, 3), "rank, parts: 3, 3; .*60 samples"),
     ],
 )
 def test_bad_input_is_named(call, message):

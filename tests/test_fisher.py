@@ -45,11 +45,13 @@ from transformers import (
     T5Model,
 )
 
-from isoreg.corpus import TextBatches
+from isoreg.corpus import TextBatches, sample_losses
 from isoreg.fisher import TAPED, FisherEstimate, agreement, empirical_fisher, load_scores
 from isoreg.dropout import gaussian_dropout
 from isoreg.experiments.toy import toy_corpus, toy_model_path
 from isoreg.trainer import split_by_length
+
+pytestmark = pytest.mark.filterwarnings("ignore:model. the mean loss of the sample")  # heads of most models here
 
 V, H = 50, 16
 BASE = dict(
@@ -583,12 +585,12 @@ REFUSED = [  # model, batches, options, message
     (not_finite, masked, {}, "model: the squared gradient of bert.* is not finite"),
     (lambda: split_by_length(toy_model(), 2), corpus_of, {}, "model: reads its batches in groups"),
     (causal_model, lambda: corpus_of(12, loss="clm"), dict(loss="mlm"), "loss: 'mlm', but the batches were made for"),
-    (two_part_model, corpus_of, {}, "loss: 'mlm', but T5ForConditionalGeneration is an encoder-decoder; use 'seq2seq'"),
-    (toy_model, seq2seq, {}, "loss: 'seq2seq', but BertForMaskedLM is no encoder-decoder"),
+    (two_part_model, corpus_of, {}, "loss: 'mlm', but T5ForConditionalGeneration was made for 'seq2seq'"),
+    (toy_model, seq2seq, {}, "loss: 'seq2seq', but BertForMaskedLM was made for 'mlm'"),
     (lambda: T5Model(two_part_model().config), seq2seq, {}, "model: T5Model has no language-model head"),
-    (lambda: toy_model().bert, corpus_of, {}, "model: .* gives no logits; it needs a language-model head"),
-    (causal_model, lambda: list(corpus_of(12)), dict(loss="mlm"), "loss: 'mlm', but GPT2LMHeadModel is a causal"),
-    (causal_model, lambda: corpus_of(12), {}, "loss: 'mlm', but GPT2LMHeadModel is a causal language model; use 'clm'"),
+    (lambda: toy_model().bert, corpus_of, {}, "model: BertModel has no language-model head"),
+    (causal_model, lambda: list(corpus_of(12)), dict(loss="mlm"), "loss: 'mlm', but GPT2LMHeadModel was made"),
+    (causal_model, lambda: corpus_of(12), {}, "loss: 'mlm', but GPT2LMHeadModel was made for 'clm'"),
     (
         causal_model,
         lambda: [collated(mlm=False), collated(seed=0)],
@@ -616,3 +618,16 @@ def test_noise_that_stays_on_in_evaluation_mode_is_refused():
         with pytest.raises(ValueError, match="loss: .* take off noise"):
             empirical_fisher(model, [batch_of("mlm", (9, 5, 12))])
     empirical_fisher(model, [batch_of("mlm", (9, 5, 12))])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_head_drawn_at_random_is_noticed(reduction, recwarn):
+    corpus, model = corpus_of(24), toy_model()
+    empirical_fisher(model, corpus, reduction=reduction)
+    assert not [w for w in recwarn if "drawn at random" in str(w.message)]
+    with torch.no_grad():
+        model.cls.predictions.transform.dense.weight.normal_()
+    mean = torch.cat([sample_losses(model, b) for b in corpus]).mean()
+    with pytest.warns(UserWarning, match="mean loss of the sample is .* ln V = 5.48; the head") as caught:
+        empirical_fisher(model, corpus, reduction=reduction)
+    assert mean > 5.48 and (reduction == "sum" or f"{mean:.2f} nats" in str(caught[0].message))
