@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -90,7 +91,9 @@ def measure_points(
 ) -> Measured:
     "Return the scores of a cloud, ready to be compared."
     x = floating(transformed(points, "normalise") if normalize else points, "points").detach()
-    return Measured(name, [score_points(x)], 0, lambda: _without_each(x))
+    try: scores = score_points(x)
+    except ValueError as error: raise ValueError(f"{name}: {error}") from None
+    return Measured(name, [scores], 0, lambda: _without_each(x))
 
 
 _GROUPS = 20  # of rows or texts that are left out for the error of a difference
@@ -108,16 +111,22 @@ def read_points(
 ) -> Tensor:  # (n, d), in floating point
     "Return the vectors in a file. `ValueError` for another kind of file, and without vectors."
     path = Path(path)
-    kind = one_of("file", path.suffix.lower(), (".npy", ".npz", ".parquet", ".safetensors"))
+    kind = path.suffix.lower()
+    if kind not in (".npy", ".npz", ".parquet", ".safetensors"):
+        raise ValueError(f"file: {str(path)!r} is no file of vectors; give .npy, .npz, .parquet or .safetensors")
     try: found = _arrays(path, kind, array)
-    except (ValueError, KeyError) as error: raise ValueError(f"file: {path.name}: {error}") from None
+    except (ValueError, KeyError, EOFError, BadZipFile) as error: raise ValueError(f"file: {path.name}: {error}") from None
     if array is None and len(found) == 1: array = next(iter(found))
     if array not in found:
         names = ", ".join(list(found)[:20]) or "no vectors"
         raise ValueError(f"array: {array!r} is not in {path.name}; it holds {names}; choose one with --array")
-    x = torch.as_tensor(found[array])
+    x = found[array]
+    if isinstance(x, np.ndarray): x = torch.as_tensor(x.astype(_NATIVE.get(x.dtype.kind, x.dtype), copy=False))
     if x.ndim != 2: raise ValueError(f"file: {path.name} holds an array of shape {tuple(x.shape)}; need (n, d)")
     return floating(x, "file")
+
+
+_NATIVE = {"f": "f8", "i": "i8", "u": "i8"}  # by kind of number: any byte order and width is read
 
 
 def _arrays(path: Path, kind: str, array: str | None) -> dict:
@@ -136,7 +145,8 @@ def _columns(path: Path, name: str | None) -> dict:
     from pyarrow import types
     file = pq.ParquetFile(path)
     fields = list(file.schema_arrow)
-    lists = [f.name for f in fields if hasattr(f.type, "value_type")]
+    lists = [f.name for f in fields if hasattr(f.type, "value_type")
+             and (types.is_floating(f.type.value_type) or types.is_integer(f.type.value_type))]
     numbers = [f.name for f in fields if types.is_floating(f.type)]
     if lists or name or not numbers:
         wanted = [n for n in lists if name is None or n == name]
@@ -155,6 +165,7 @@ def draw_texts(
 ) -> tuple[list[str], int]:  # the texts, and how many there are
     "Return texts, all or so many drawn at random; empty ones do not count."
     texts = [str(text) for text in read_lines(str(source), column) if text is not None and str(text).strip()]
+    if not texts: raise ValueError(f"file: {str(source)!r} holds no text; give a file with a text in each line")
     drawn = sorted(random.Random(seed).sample(range(len(texts)), min(limit, len(texts))))
     return [texts[i] for i in drawn], len(texts)
 

@@ -64,7 +64,7 @@ def test_run_writes_record_and_notebook(done):
     assert record.config == config.to_record() and record.status == "done"
     assert f"{record.value:.4f}" in result.stdout and config.key in result.stdout
     notebook = json.loads((folder / "runs" / config.key / "notebook.ipynb").read_text())
-    assert sum("image/png" in o.get("data", {}) for c in notebook["cells"] for o in c.get("outputs", [])) == 2
+    assert sum("image/png" in o.get("data", {}) for c in notebook["cells"] for o in c.get("outputs", [])) == 3
 
 
 def test_finished_run_is_not_repeated_and_a_damaged_record_is_with_its_model(done):
@@ -113,7 +113,6 @@ def test_a_run_is_repeated_and_compared(done, tmp_path):
         (["score", "nowhere.npy"], ["nowhere.npy"]),
         (["score", __file__, "--model", "toy-bert", "--max-lines", 0], ["--max-lines"]),
         (["score", __file__, "--model", "toy-bert", "--seed", -1], ["--seed"]),
-        (["tasks", "--data-dir", "nowhere"], ["nowhere"]),
     ],
 )
 def test_bad_input_exits_with_2(arguments, words):
@@ -168,7 +167,7 @@ def test_a_run_takes_every_setting_by_its_option_or_as_a_grid_has_it(tmp_path, m
     monkeypatch.setattr("isoreg.cli._execute", lambda run, *a: seen.append(run.config) or run.config[None])
     given = {"task": "toy-rte", "seed": 2, "lam": 0.5, "layers": 3, "correction": "ustat", "padding": True, "lr": 1e-4}
     given |= {"batch_size": 8, "max_train": 64, "train_fraction": 0.5, "precision": "bf16", "batches": "by-length"}
-    flags = [w for n, v in given.items() for w in (f"--{n.replace('_', '-')}", v) if v is not True]
+    flags = [w for n, v in given.items() for w in (f"--{n.replace('_', '-')}", v)[: 2 - (v is True)]]
     pairs = [w for n, v in given.items() for w in ("--set", f"{n}={v}")]
     for words in (flags, pairs):
         invoke("run", *words, "--out", tmp_path)
@@ -437,7 +436,7 @@ def test_states_of_one_batch_are_held_at_most(texts, monkeypatch):
 
     monkeypatch.setattr(BertModel, "forward", spy)
     layers = len(measure_model("toy-bert", texts).rows)
-    assert len(held) == 42 and len(states) == 42 * layers and max(held) <= layers  # two trials; 20 groups, seen twice
+    assert len(held) == 40 and len(states) == 40 * layers and max(held) <= layers  # 20 groups, seen twice
 
 
 def test_tasks_and_version():
