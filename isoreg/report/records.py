@@ -806,5 +806,6 @@ def _measured(runs: pd.DataFrame, row: dict, digits: int) -> _Cell:
     other = [s.metric] if s.metric not in (row["metric"], "unknown") and isinstance(row["metric"], str) else []
     words = ", ".join([f"n={s.n}", *counts, *other])
     mean = _pm(times * s["mean"], times * s["sd"], digits) or "no finished run"
-    reach = f" [{times * s.low:.{digits}f}, {times * s.high:.{digits}f}]" if s.low == s.low else " [all equal]" if s.n > 1 else ""
+    low, high = (f"{times * x:.{digits}f}" for x in (s.low, s.high))
+    reach = f" [{low}, {high}]" if s.low == s.low else " [all equal]" if s.n > 1 else ""
     return _Cell(f"{mean}{reach} ({words})", s.records)
