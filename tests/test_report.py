@@ -772,9 +772,7 @@ def test_three_columns_keep_protocols_apart():
     runs = [record(m, s, v, settings={"recipe": r}) for m, v, r, s in each]
     numbers = published(paper="I-STAR", table="Table 1", model="BERT", task="rte")
     t = three_columns(load(runs), numbers, {"Base": "base", "I-STAR": "I-STAR λ=-1"})
-    around = lambda m: (
-        f"{m:.2f} ± 0.71 [{m - 6.35:.2f}, {m + 6.35:.2f}] (n=2, accuracy)"
-    )  # t of one degree of freedom is 12.706
+    around = lambda m: f"{m:.2f} ± 0.71 [{m - 6.35:.2f}, {m + 6.35:.2f}] (n=2)"  # t of one degree of freedom is 12.706
     assert [str(c) for c in t["as released"]] == [around(60.5), around(70.5)]
     assert [str(c) for c in t["corrected"]] == [around(70.5), around(80.5)]
     assert list(t.published) == ["62.24 ± 0.48 (BERT, mean of 5)", "62.53 ± 0.70 (BERT, mean of 5)"]

@@ -235,9 +235,9 @@ def summarise(
 ) -> pd.DataFrame:  # one row a group
     """Return mean, standard deviation, t interval, median and worst of each group; failed and collapsed runs counted.
 
-    Columns: task, the varying settings, method, those of `_measures`, seeds, keys, records. `ValueError` for an unknown
-    column or value. Warns of finished runs of a group that share a seed, unless `by` says what tells rows apart, and of
-    runs of a group that read other rows or began with other weights."""
+    Columns: task, the varying settings, method, n, failed, mean, sd, interval, isotropy, seeds, keys, records.
+    `ValueError` for an unknown column or value. Warns of finished runs of a group that share a seed, unless `by` says
+    what tells rows apart, and of runs of a group that read other rows or began with other weights."""
     df, given = df.reset_index(drop=True), by is not None
     by, values, rows = [*columns_apart(df, by), "method"], outcomes(df, value), []
     if not given: _warn_of_mixed(df, by)
@@ -387,7 +387,8 @@ def compare(
 ) -> pd.DataFrame:  # one row a method and setting
     """Return method minus baseline, paired by seed: t interval, exact sign-flip test, Holm's correction, verdict.
 
-    Columns: task, settings, method, and those of `_pair` and `_judged`; reachable is the smallest p_holm that this row
+    Columns: task, settings, method, pairs and their differences, p and verdict; reachable is the smallest p_holm
+    that this row
     could have had beside the others, row_error the standard error from the evaluation rows. Without `by`, pairs agree
     in all settings that vary but those of training of which each method has one value on a task, such as the learning
     rate that `isoreg select` chose for it: a warning and differ name these. `ValueError` if no run has the baseline, no
@@ -784,10 +785,10 @@ def three_columns(
     numbers, rows = numbers[numbers.method.isin(list(methods))], []
     for r in numbers.to_dict("records"):
         ours, of = methods[r["method"]], f" of {r['n']:.0f}" if r["n"] == r["n"] else ""
-        runs, times = df[(df.task == r["task"]) & (df.method == ours)], 100 if r["unit"] == "percent" else 1
+        runs = df[(df.task == r["task"]) & (df.method == ours)]
         rows.append({"task": r["task"], "method": f"{r['method']}; here {ours}",
                      "published": f"{_pm(r['value'], r['sd'], digits)} ({r['model']}, {r['statistic']}{of})",
-                     **{p: _measured(runs[runs.protocol == p], times, digits) for p in ("as released", "corrected")},
+                     **{p: _measured(runs[runs.protocol == p], r, digits) for p in ("as released", "corrected")},
                      "read": r["confidence"]})
     out, used = pd.DataFrame(rows), df[df.task.isin(numbers.task) & df.method.isin(list(methods.values()))]
     measured = provenance(used) if len(used) else "nothing yet."
@@ -795,14 +796,16 @@ def three_columns(
     return out
 
 
-def _measured(runs: pd.DataFrame, times: int, digits: int) -> _Cell:
-    "Return the cell of one protocol, its scores multiplied into the unit of the paper."
+def _measured(runs: pd.DataFrame, row: dict, digits: int) -> _Cell:
+    "Return the cell of one protocol, in the unit of the published number."
     if not len(runs): return _Cell("not run")
     s, arm = summarise(runs), f"{runs.method.iloc[0]} on {runs.task.iloc[0]}"
     if len(s) > 1: raise ValueError(f"df: {arm} has runs that differ in {', '.join(_varying(runs))}; choose one")
-    s = s.iloc[0]
+    s, times = s.iloc[0], 100 if row["unit"] == "percent" else 1
     counts = [f"{s[c]} {words}" for c, words in (("failed", "failed"), ("collapsed", "one class only")) if s[c]]
-    words = ", ".join([f"n={s.n}", *counts, s.metric.replace("_", " ")])
+    other = [s.metric] if s.metric not in (row["metric"], "unknown") and isinstance(row["metric"], str) else []
+    words = ", ".join([f"n={s.n}", *counts, *other])
     mean = _pm(times * s["mean"], times * s["sd"], digits) or "no finished run"
-    reach = f" [{times * s.low:.{digits}f}, {times * s.high:.{digits}f}]" if s.low == s.low else ""
+    low, high = (f"{times * x:.{digits}f}" for x in (s.low, s.high))
+    reach = f" [{low}, {high}]" if s.low == s.low else " [all equal]" if s.n > 1 else ""
     return _Cell(f"{mean}{reach} ({words})", s.records)
