@@ -115,12 +115,15 @@ def read_points(
     if kind not in (".npy", ".npz", ".parquet", ".safetensors"):
         raise ValueError(f"file: {str(path)!r} is no file of vectors; give .npy, .npz, .parquet or .safetensors")
     try: found = _arrays(path, kind, array)
-    except (ValueError, KeyError, EOFError, BadZipFile) as error: raise ValueError(f"file: {path.name}: {error}") from None
+    except (ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise ValueError(f"file: {path.name}: {error}") from None
     if array is None and len(found) == 1: array = next(iter(found))
     if array not in found:
         names = ", ".join(list(found)[:20]) or "no vectors"
         raise ValueError(f"array: {array!r} is not in {path.name}; it holds {names}; choose one with --array")
     x = found[array]
+    if isinstance(x, np.ndarray) and x.dtype.kind not in "biuf":
+        raise ValueError(f"file: {path.name} holds {x.dtype}; need numbers")
     if isinstance(x, np.ndarray): x = torch.as_tensor(x.astype(_NATIVE.get(x.dtype.kind, x.dtype), copy=False))
     if x.ndim != 2: raise ValueError(f"file: {path.name} holds an array of shape {tuple(x.shape)}; need (n, d)")
     return floating(x, "file")

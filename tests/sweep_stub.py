@@ -8,7 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from isoreg.experiments.config import CONFIGS, Settings, setting
+from pydantic import Field
+
+from isoreg.experiments.config import CONFIGS, Settings
 from isoreg.experiments.grid import PATHS, Run, expand, load_grid
 from isoreg.experiments.sweep import Local, sweep
 from isoreg.files import write_atomically
@@ -27,7 +29,7 @@ left_over = [1]
 
 class StubConfig(Settings):
     task: str = "a"
-    seed: int = setting(0, "", ge=0)
+    seed: int = Field(0, ge=0)
     wait: float = 0.0  # seconds
     fail: str = ""  # always, once, die, kill, full; at-start, at-work, at-record, at-end: killed there once
     log: str = ""  # file with a line for each start and each record

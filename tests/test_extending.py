@@ -238,7 +238,7 @@ def test_a_run_is_done_anew_when_the_weights_in_its_folder_change(folder):
     planned = Run(config.key, "finetune", config.to_dict())
     (folder / "out" / config.key).mkdir(parents=True)
     (folder / "out" / config.key / "record.json").write_text(json.dumps(record))
-    assert set(record["inputs"]) == {"model"} and Folder(folder / "out").record(planned) == record
+    assert set(record["inputs"]) == {"model", "tokenizer"} and Folder(folder / "out").record(planned) == record
     (model / "pytorch_model.bin").symlink_to("nowhere")  # nobody reads it
     (model / "notes.bin").mkdir()
     assert changed_inputs(record) == []

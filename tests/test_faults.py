@@ -9,7 +9,6 @@ from collections import Counter
 
 import pytest
 import sweep_stub
-import torch
 from sweep_stub import logged, records, stub, wait_for
 from test_sweep import importable
 
@@ -85,60 +84,9 @@ def of_the_model(found: dict) -> dict:
     }
 
 
-# A device without memory, and a process in which another training was before
+# A process in which another training was before
 
 SMALL = dict(task="toy-cola", max_train=64, max_eval=64, epochs=1)
-
-
-def short_of_memory(monkeypatch, fits):
-    "Let training steps with more examples than fit fail as they do on a GPU; return the sizes that were tried."
-    from isoreg.trainer import PenaltyTrainer
-
-    tried, step = [], PenaltyTrainer.training_step
-
-    def training_step(self, model, inputs, *args, **kwargs):
-        tried.append(len(inputs["input_ids"]))
-        if tried[-1] > fits:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words.")
-        return step(self, model, inputs, *args, **kwargs)
-
-    monkeypatch.setattr(PenaltyTrainer, "training_step", training_step)
-    return tried
-
-
-@pytest.mark.parametrize("regularizer", ["none", "istar"])
-def test_a_run_short_of_memory_is_the_run_with_smaller_batches(monkeypatch, regularizer):
-    config = RunConfig(**SMALL, regularizer=regularizer, batch_size=32, accumulation=1, out_of_memory="halve")
-    wanted = run(RunConfig(**SMALL, regularizer=regularizer, batch_size=8, accumulation=4)).to_dict()
-    tried = short_of_memory(monkeypatch, 8)
-    found = run(config).to_dict()
-    assert tried[:3] == [32, 16, 8] and set(tried[2:]) == {8}
-    note = found["model"]["notes"].pop()
-    assert note.startswith("out of memory with micro-batches of 32: trained with 8, 4 a step")
-    assert ("penalty" in note) == (regularizer == "istar")
-    for name in ("value", "predictions", "isoscore", "model", "dropout", "data"):
-        assert found[name] == wanted[name], name
-    assert found["config"]["batch_size"] == 32 and found["key"] == config.key != wanted["key"]
-
-
-@pytest.mark.parametrize(
-    "settings, fits, words",
-    [
-        (dict(batch_size=8), 4, "batch_size: micro-batches of 8 do not fit .*allocate 2.00 GiB.*out_of_memory=halve"),
-        (dict(batch_size=6, out_of_memory="halve"), 2, "batch_size: micro-batches of 3 .*smaller max_length"),
-        (dict(batch_size=2, out_of_memory="halve"), 0, "batch_size: micro-batches of 1 .*smaller max_length"),
-    ],
-)
-def test_a_run_that_cannot_have_the_memory_says_what_helps(monkeypatch, settings, fits, words):
-    short_of_memory(monkeypatch, fits)
-    with pytest.raises(torch.OutOfMemoryError, match=words):
-        run(RunConfig(**SMALL, regularizer="none", **settings))
-
-
-def test_the_choice_about_memory_leaves_the_keys_of_other_runs():
-    usual = RunConfig(**SMALL)
-    assert RunConfig(**SMALL, out_of_memory="fail").key == usual.key
-    assert "out_of_memory" not in usual.identity() and RunConfig(**SMALL, out_of_memory="halve").key != usual.key
 
 
 def test_the_precision_of_an_earlier_training_is_not_that_of_the_next(monkeypatch):

@@ -520,24 +520,20 @@ def test_ray_gives_the_same_records(toy, tmp_path):
         same(records(tmp_path)[key], record)
 
 
-def test_ray_address_may_be_left_out(tmp_path, monkeypatch):
-    seen = []
-
-    def refuse(address, jobs):
-        seen.append(address)
-        raise ValueError("ray: seen")
-
-    monkeypatch.setattr("isoreg.experiments.sweep.OnRay", refuse)
-    for arguments in (["--ray"], ["--ray", "auto"], ["--ray", "ray://head:10001"], ["--ray", "--jobs", "2"]):
-        assert invoke("sweep", *arguments, "toy", "--out", tmp_path).exit_code == 2
-    assert seen == [None, "auto", "ray://head:10001", None]
+def test_runs_in_a_file_of_records_count_as_done(tmp_path, monkeypatch):
+    plan, seen = expand(load_grid("toy")), []
+    lines = [json.dumps({"key": run.key}) for run in plan.runs[1:]]
+    (tmp_path / "r.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr("isoreg.cli._sweep", lambda plan, *a: seen.extend(plan.runs) or sys.exit(0))
+    invoke("sweep", "toy", "--out", tmp_path, "--records", tmp_path / "r.jsonl")
+    assert [run.key for run in seen] == [plan.runs[0].key]
 
 
 def test_isoreg_run_leaves_a_run_alone_that_another_process_has(tmp_path):
     config = RunConfig(max_train=32, max_eval=20, epochs=1)
     with Folder(tmp_path).lock(config.key):
         result = invoke("run", "--max-train", 32, "--max-eval", 20, "--epochs", 1, "--out", tmp_path)
-    assert result.exit_code == 1 and "another process" in result.output
+    assert result.exit_code == 2 and "another process" in result.output
     assert not (tmp_path / config.key / "record.json").exists()
 
 
