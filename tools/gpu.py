@@ -30,10 +30,11 @@ GPU, RESULTS, BUILT = ROOT / ".gpu", ROOT / "nbs/results", ROOT / "build/gpu"  #
 PLAN = "fd39e41a3d7389bd0478c3be8b2160415afb81af"  # commit of the plan: every counted run is of its code
 MODEL, PARTS, WORKERS = "models/all-mpnet-base-v2", 6, 14
 WHEELS = (
-    "datasets evaluate transformers dill multiprocess pydantic pydantic-core annotated-types typing-inspection".split()
+    "datasets evaluate transformers dill multiprocess fastcore pydantic pydantic-core annotated-types "
+    "typing-inspection".split()
 )
 STAGES = {"tests": 90, "benchmark": 120, "primary": 3600, "head": 150, "rest": 3600}  # seconds at most
-OF_PLAN = ("primary", "head", "rest")  # stages that import the plan's code, not today's
+OF_PLAN = ("primary", "head", "rest")  # stages that import the code of the plan, which has no packages, not today's
 ON_GPU = {"length_groups": 1}  # in place of the grids' 4, which is for processors
 TINY = {"max_train": 32, "max_eval": 32, "epochs": 1, "max_length": 16}
 
@@ -160,9 +161,9 @@ def benchmark(out: Path, end: float, dry: bool) -> None:
 def head(out: Path, end: float, dry: bool) -> None:
     "Train the encoder with its language-model head on ten million tokens, and take the Fisher scores it gives."
     from base_round import scores
-    from isoreg.experiments.config import FisherConfig, PretrainConfig
-    from isoreg.experiments.measure import measure
-    from isoreg.experiments.pretrain import pretrain
+    from isoreg.config import FisherConfig, PretrainConfig
+    from isoreg.measure import measure_fisher
+    from isoreg.pretrain import pretrain
 
     if (RESULTS / "mpnet_scores_gpu.json").exists():
         return
@@ -175,7 +176,7 @@ def head(out: Path, end: float, dry: bool) -> None:
     small = dict(max_length=16, limit=1) if dry else dict(max_length=128)
     told = dict(model=str(trained / "model"), corpus="base-data/fisher_texts.parquet", packed=True)
     fisher = FisherConfig(**told, level="tensor", shares="", **small)
-    measure(fisher, trained / "fisher", print)
+    measure_fisher(fisher, trained / "fisher", print)
     scores(trained / "record.json", trained / "fisher/record.json", out / "mpnet_scores_gpu.json")
 
 
@@ -194,7 +195,7 @@ def primary(out: Path, end: float, dry: bool) -> None:
 def rest(out: Path, end: float, dry: bool) -> None:
     "Do P2's other runs once its primary ones are done, then P1: the search and, once it is whole, its final runs."
     from base_round import final_grid
-    from isoreg.experiments.grid import expand, load_grid
+    from isoreg.grid import expand, load_grid
 
     primary(out, end, dry)
     work(planned("base-dropout"), out, end, dry)
@@ -206,7 +207,7 @@ def rest(out: Path, end: float, dry: bool) -> None:
 
 def planned(grid: str, only: tuple[str, ...] = ()):
     "Return the runs of a grid, in its order, as they are on a card."
-    from isoreg.experiments.grid import expand, load_grid
+    from isoreg.grid import expand, load_grid
 
     return expand(load_grid(grid), only, ON_GPU).runs
 
@@ -253,9 +254,9 @@ def quiet() -> None:
 
 def one(config: dict) -> dict:
     "Do a run and return its record; of a failed one its error."
-    from isoreg.experiments.config import RunConfig
-    from isoreg.experiments.finetune import run
-    from isoreg.experiments.record import with_columns
+    from isoreg.config import RunConfig
+    from isoreg.finetune import run
+    from isoreg.record import with_columns
 
     config = RunConfig(**config)
     try:
