@@ -118,7 +118,7 @@ def site_scores(
     scores: Mapping[str, float] | FisherEstimate | str | Path,  # parameter -> mean squared gradient; a path
     aggregate: str = "mean_of_means",  # "mean_of_means" (as released), "mean" (over scalars) or "sum"
 ) -> dict[str, float]:  # site -> score, in the order of the sites, without the classifier's
-    """Return the scores of the sites from those of their tensors, which may be of any head (mean of means over the tensors of a site).
+    """Return the scores of the sites from those of their tensors, of any head: means over tensors.
 
     Raises `ValueError` for a tensor without a score (parameters that were frozen during the estimate have none), a
     score that is no number of at least 0, a site without tensors, and scores of another model: tensors of other sizes
