@@ -160,7 +160,7 @@ def source(name):
 
 # The text of a page without code and formulas.
 PROSE = """() => { const main = document.querySelector('main').cloneNode(true);
-    main.querySelectorAll('pre, code, math, [hidden]').forEach(e => e.remove()); return main.textContent; }"""
+    main.querySelectorAll('pre, code, math, script, [hidden]').forEach(e => e.remove()); return main.textContent; }"""
 # Pages with a figure wider than the page: the letters of the run have 10 points; those of the overview are too small.
 WIDE = {"nbs/runs/geometry-run.html"}
 
