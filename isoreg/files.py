@@ -90,7 +90,7 @@ def from_json(text: str):
     try: return json.loads(text)
     except RecursionError: raise ValueError("its brackets nest too deep") from None
 
-
+# %% ../nbs/08_files.ipynb #bdcf34s1
 class _Loader(yaml.SafeLoader): "The reader of `yaml.safe_load`, for which 1e-5 is a number and no a word."
 
 

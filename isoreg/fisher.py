@@ -333,6 +333,7 @@ def __call__(self: _Squares, batch: dict) -> dict[str, Tensor]:
         with _asking(self.parameters, late): sums |= squares_by_function(self.losses, some, batch, self.level)
     return {n: sums[n] if n in sums else _zeros(p, self.level) for n, p in self.parameters.items()}
 
+# %% ../nbs/11_fisher.ipynb #passess1
 @patch
 def losses(self: _Squares, batch: dict) -> Tensor:
     "Return the loss of each sample, (batch,)."

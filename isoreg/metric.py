@@ -17,12 +17,7 @@ from .moments import Moments, check_points, merge, moments, pool
 
 # %% ../nbs/04_metric.ipynb #e5b37bea
 class IsoScore(torchmetrics.Metric):
-    """IsoScore of all points that `update` has seen, over all batches and ranks.
-
-    `compute` raises `ValueError` if too few points were seen, if they have no variance, or, corrected, if their
-    variances are as even as so few allow.
-    """
-
+    "Stream the IsoScore of all points that `update` has seen, over all batches and ranks."
     higher_is_better, is_differentiable, full_state_update = None, False, False
     plot, plot_lower_bound, plot_upper_bound = torchmetrics.Metric._plot, 0.0, 1.0
 
@@ -39,20 +34,12 @@ class IsoScore(torchmetrics.Metric):
         self.num_dims = in_range("num_dims", num_dims, 2, whole=True)
         self.correction = one_of("correction", correction, CORRECTIONS)
         self.convention = one_of("convention", convention, CONVENTIONS)
-        check_zeta(zeta)
-        if correction and (reference_cov is not None or zeta != 0):
-            raise ValueError(f"zeta: {zeta}, but a corrected score has no reference; leave out reference_cov and zeta, "
-                             "or correction")
-        if not correction and reference_cov is None and reference_weight(zeta, convention) != 0:
-            raise ValueError(f"zeta: {zeta} needs reference_cov (convention={convention!r}); pass one, or leave out "
-                             "both zeta and convention")
+        _check_weights(correction, reference_cov, zeta, convention)
         R = None if reference_cov is None else check_reference_cov(reference_cov, num_dims).double()
-        self.zeta = zeta
+        self.zeta, self.order = zeta, 4 if correction == "ustat" else 2
         self.reference_cov: Tensor | None
         self.register_buffer("reference_cov", R)
-        self.order, zeros = (4 if correction == "ustat" else 2), torch.zeros(num_dims, dtype=torch.float64)
-        empty = Moments(torch.tensor(0), zeros, zeros.outer(zeros), zeros, zeros.sum())
-        for name, value in zip(self._state_names(), empty): self.add_state(name, value, dist_reduce_fx=None)
+        self._add_states()
 
     def update(
         self,
@@ -60,38 +47,69 @@ class IsoScore(torchmetrics.Metric):
         mask: Tensor | None = None,  # (..., n), true or 1 where a point counts
     ) -> None:
         "Add a batch. `ValueError` for a wrong shape or mask, and for NaN or infinite values; it is then left out."
-        x, keep = check_points(points, mask)
-        if (d := x.shape[-1]) != self.num_dims:
-            raise ValueError(f"points: last dimension is {d}, the metric was built for num_dims={self.num_dims}")
-        with torch.no_grad():
-            batch = moments(x.double().flatten(0, -2), None if keep is None else keep.flatten(), self.order)
-        if not bool(torch.isfinite(batch.m2.trace())):
-            raise ValueError("points: hold NaN, infinite values or values too large to be squared; "
-                             "mask or rescale them (none of this batch was added)")
-        self._hold(merge([self._seen(), batch]))
+        self._hold(merge([self._seen(), self._moments_of(points, mask)]))
 
     def compute(self) -> Tensor:
-        "Return the score as a 0-d float64 tensor."
-        m = self._seen(MIN_ROWS[self.correction])
-        if self.reference_cov is not None:
-            return score_from_cov(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
-        inv = invariants_of_moments(m)
-        t2, f = estimate_traces(inv, self.correction)
-        if self.correction: check_evenness(inv, f, self.num_dims, torch.float64)
-        return closed_form(t2, f, self.num_dims)
+        "Return the score, 0-d float64. `ValueError` for too few or equal points, or variances too even for so few."
+        return self._score(self._seen(MIN_ROWS[self.correction]))
 
-    def stderr(self) -> float:
-        "Return the standard error of the Gaussian-corrected score of independent rows; all ranks must call it."
-        if self.correction != "gaussian":
-            raise ValueError(f"correction: {self.correction!r} gives no error of what is streamed; build the metric "
-                             "with correction='gaussian', or pass all points to isoscore_with_error")
-        with self.sync_context(self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync):
-            m = self._seen(5)
-            return gaussian_stderr(m.cov(), int(m.count))
+# %% ../nbs/04_metric.ipynb #metric-c1
+@patch
+def _moments_of(self: IsoScore, points: Tensor, mask: Tensor | None) -> Moments:
+    "Return the moments of a batch in float64."
+    x, keep = check_points(points, mask)
+    if (d := x.shape[-1]) != self.num_dims:
+        raise ValueError(f"points: last dimension is {d}, the metric was built for num_dims={self.num_dims}")
+    with torch.no_grad():
+        batch = moments(x.double().flatten(0, -2), None if keep is None else keep.flatten(), self.order)
+    if bool(torch.isfinite(batch.m2.trace())): return batch
+    raise ValueError("points: hold NaN, infinite values or values too large to be squared; "
+                     "mask or rescale them (none of this batch was added)")
+
+
+@patch
+def _score(self: IsoScore, m: Moments) -> Tensor:
+    "Return the score of the moments, plain, corrected or with the reference."
+    if self.reference_cov is not None:
+        return score_from_cov(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
+    inv = invariants_of_moments(m)
+    t2, f = estimate_traces(inv, self.correction)
+    if self.correction: check_evenness(inv, f, self.num_dims, torch.float64)
+    return closed_form(t2, f, self.num_dims)
+
+# %% ../nbs/04_metric.ipynb #metric-c2
+@patch
+def stderr(self: IsoScore) -> float:
+    "Return the standard error of the Gaussian-corrected score of independent rows; all ranks must call it."
+    if self.correction != "gaussian":
+        raise ValueError(f"correction: {self.correction!r} gives no error of what is streamed; build the metric "
+                         "with correction='gaussian', or pass all points to isoscore_with_error")
+    with self.sync_context(self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync):
+        m = self._seen(5)
+        return gaussian_stderr(m.cov(), int(m.count))
+
+
+def _check_weights(correction: str | None, reference_cov, zeta: float, convention: str):
+    "Raise `ValueError` for a weight without a reference, and for a reference that a corrected score does not read."
+    check_zeta(zeta)
+    if correction and (reference_cov is not None or zeta != 0):
+        raise ValueError(f"zeta: {zeta}, but a corrected score has no reference; leave out reference_cov and zeta, "
+                         "or correction")
+    if not correction and reference_cov is None and reference_weight(zeta, convention) != 0:
+        raise ValueError(f"zeta: {zeta} needs reference_cov (convention={convention!r}); pass one, or leave out "
+                         "both zeta and convention")
 
 # %% ../nbs/04_metric.ipynb #3adfe94e
 @patch
 def _state_names(self: IsoScore) -> tuple[str, ...]: return Moments._fields[: self.order + 1]
+
+
+@patch
+def _add_states(self: IsoScore):
+    "Begin with the moments of no points."
+    zeros = torch.zeros(self.num_dims, dtype=torch.float64)
+    empty = Moments(torch.tensor(0), zeros, zeros.outer(zeros), zeros, zeros.sum())
+    for name, value in zip(self._state_names(), empty): self.add_state(name, value, dist_reduce_fx=None)
 
 
 @patch

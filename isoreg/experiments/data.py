@@ -44,7 +44,7 @@ class TaskData:
     notes: list[str] = field(default_factory=list)  # differences from the official task
     majority: float = 0.0  # score of the best constant answer; 0 for correlations and SQuAD
 
-
+# %% ../../nbs/experiments/18_data.ipynb #de2508s1
 def load_task(
     task: str | Task,  # a task or its name
     data_dir: str | Path | None = None,  # folder of Parquet files; None reads the hub

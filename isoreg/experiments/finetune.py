@@ -56,7 +56,7 @@ def run(
     isotropy_points: int = 250_000,  # token vectors over all layers behind each isotropy score
     model_folder: str | Path | None = None,  # gets the trained model and its tokenizer
     *,
-    task: Task | None = None,  # one's own, in place of the configuration's
+    task: Task | None = None,  # a task of yours, in place of the configuration's
     penalty: nn.Module | None = None,  # module that takes (hidden_states, attention_mask), in place of its penalty
     schedule: Callable[[list[Site]], dict[str, float]] | None = None,  # rates of the sites, in place of its dropout
 ) -> RunRecord:
@@ -86,11 +86,14 @@ def run(
     _fill_record(record, config, data, trainer)
     record.warnings = sorted({f"{w.category.__name__}: {str(w.message).splitlines()[0][:200]}" for w in caught})[:20]
     record.total_seconds = time.perf_counter() - begun
-    if model_folder is not None:
-        try: save_model(model, tokenizer, model_folder)
-        except OSError as error: record.warnings.append(f"the model was not saved: {error}")
+    if model_folder is not None: _save(model, tokenizer, model_folder, record)
     return record
 
+# %% ../../nbs/experiments/23_finetune.ipynb #9f19a4s1
+def _save(model: nn.Module, tokenizer, folder: str | Path, record: RunRecord):
+    "Save the model. On a full disk the record says so, and what was measured is kept."
+    try: save_model(model, tokenizer, folder)
+    except OSError as error: record.warnings.append(f"the model was not saved: {error}")
 
 # %% ../../nbs/experiments/23_finetune.ipynb #e6b9973f
 def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:

@@ -73,8 +73,7 @@ class KernelDied(RuntimeError):
 
 # %% ../../nbs/experiments/28_notebook.ipynb #7301fb1b
 _KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**28)}
-_ENDS_WITH_ITS_PARENT = """
-import os, runpy, shutil, threading, time
+_ENDS_WITH_ITS_PARENT = """import os, runpy, shutil, threading, time
 def watch(parent=int(os.environ.pop("JPY_PARENT_PID"))):
     while os.getppid() == parent: time.sleep(1)
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)

@@ -74,11 +74,13 @@ class RunRecord:
         "Return the record as JSON holds it."
         return plain(dataclasses.asdict(self))
 
-    def save(self, folder: str | Path) -> Path:
-        "Write `record.json` into the folder, atomically, and return its path."
-        path = Path(folder) / "record.json"
-        write_atomically(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
-        return path
+# %% ../../nbs/experiments/20_record.ipynb #eb0683s1
+@patch
+def save(self: RunRecord, folder: str | Path) -> Path:
+    "Write `record.json` into the folder, atomically, and return its path."
+    path = Path(folder) / "record.json"
+    write_atomically(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+    return path
 
 # %% ../../nbs/experiments/20_record.ipynb #67031bb7
 def plain(x):

@@ -383,28 +383,7 @@ class Sweep:
             elif old is not None and not retry_failed: self.report.failed[run.key] = old
             else: self.waiting.append(run)
 
-    def work(self, on_progress: Callable[[dict], None]):
-        "Do what is waiting; ends when nothing waits and nothing runs, or the disk is full."
-        where = self.executor.start(len(self.waiting))
-        found, failed = self.report.found, len(self.report.failed)
-        self.log(f"{found} done, {len(self.waiting)} to do, {failed} failed earlier; {where}")
-        self.write_plan()
-        while (self.waiting or self.running) and not self.report.stopped:
-            self.elsewhere = 0
-            for run in list(self.waiting):
-                if len(self.running) >= self.executor.jobs: break
-                if self.take(run): self.waiting.remove(run)
-                else: self.elsewhere += 1
-            on_progress(self.progress())
-            for future in wait(self.running, 0.4, FIRST_COMPLETED).done: self.collect(future)
-            if not self.running and self.waiting: time.sleep(0.4)
-
-    def close(self):
-        "Stop the executor, and let go of the locks."
-        self.executor.stop()
-        for job in self.running.values(): job.lock.release()
-
-
+# %% ../../nbs/experiments/30_sweep.ipynb #2c8a1cs1
 @dataclass
 class Job:
     "A run that is computed."
@@ -413,6 +392,30 @@ class Job:
     lock: FileLock
     attempt: int = 1
     since: float = field(default_factory=time.time)
+
+# %% ../../nbs/experiments/30_sweep.ipynb #2c8a1cs2
+@patch
+def work(self: Sweep, on_progress: Callable[[dict], None]):
+    "Do what is waiting; ends when nothing waits and nothing runs, or the disk is full."
+    where = self.executor.start(len(self.waiting))
+    found, failed = self.report.found, len(self.report.failed)
+    self.log(f"{found} done, {len(self.waiting)} to do, {failed} failed earlier; {where}")
+    self.write_plan()
+    while (self.waiting or self.running) and not self.report.stopped:
+        self.elsewhere = 0
+        for run in list(self.waiting):
+            if len(self.running) >= self.executor.jobs: break
+            if self.take(run): self.waiting.remove(run)
+            else: self.elsewhere += 1
+        on_progress(self.progress())
+        for future in wait(self.running, 0.4, FIRST_COMPLETED).done: self.collect(future)
+        if not self.running and self.waiting: time.sleep(0.4)
+
+@patch
+def close(self: Sweep):
+    "Stop the executor, and let go of the locks."
+    self.executor.stop()
+    for job in self.running.values(): job.lock.release()
 
 # %% ../../nbs/experiments/30_sweep.ipynb #4d09b4e5
 @patch
@@ -566,7 +569,7 @@ def progress(self: Sweep) -> dict:
             "waiting": len(self.waiting) - self.elsewhere, "elsewhere": self.elsewhere,
             "seconds": time.time() - self.begun, "left": time_left(todo, self.seconds, self.executor.jobs)}
 
-
+# %% ../../nbs/experiments/30_sweep.ipynb #46a7f0s1
 def _plans(folder: Folder) -> dict[str, Planned]:
     "Return the plans of a folder, by the grid's name, or by the file's where a name was planned in several ways."
     found = {}

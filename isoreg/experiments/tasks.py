@@ -101,7 +101,7 @@ def read_task(
         return from_definition(values)
     except ValueError as error: raise ValueError(f"task: {path}: {error}") from None
 
-
+# %% ../../nbs/experiments/17_tasks.ipynb #8dc247s1
 def from_definition(values: dict) -> Task:
     "Return the task of a definition, with the words of a file."
     fields = [f.name for f in dataclasses.fields(Task) if f.name not in _WORDS.values()]

@@ -145,7 +145,7 @@ def _row(record: dict, file: str, line: int) -> dict:
         "hardware": ", ".join(filter(None, (device, h.get("precision")))) if h else "unknown",
         "file": file, "line": line}
 
-
+# %% ../../nbs/report/27_records.ipynb #d69f4as1
 def _data_kind(config: dict, notes: list[str]) -> str:
     "Return whole, part, rebuilt or toy."
     splits = [config["train_split"], config["eval_split"] or ""]
@@ -188,7 +188,7 @@ def provenance(
     notes = list(dict.fromkeys(re.sub(r" with seed \d+", " by the seed", n) for n in every))
     return ". ".join(lines) + "." + (f" Notes: {'; '.join(notes[:6])}." if notes else "")
 
-
+# %% ../../nbs/report/27_records.ipynb #558adds1
 def _model_text(g: pd.DataFrame) -> str:
     papers = ("bert-base-", "bert-large-", "albert-base-v2", "distilbert-base-cased")
     name, size = g.model_name.iloc[0], g.parameters.dropna()
@@ -251,7 +251,7 @@ def summarise(
                      "seeds": sorted(map(int, g.seed)), "keys": list(g.key), "records": _records(g)})
     return _table(rows, "summary", by, level, provenance(df))
 
-
+# %% ../../nbs/report/27_records.ipynb #5fe78es1
 def _measures(g: pd.DataFrame, done: pd.DataFrame, x: pd.Series, level: float) -> dict:
     "Return the columns of a group: of all its runs, of the finished ones, and of their scores."
     low, high = t_interval(x, level)
@@ -437,7 +437,7 @@ def _pair(
             "row_error": _error_of_rows(arm, base) if metric else math.nan,
             "records": _records(arm), "records_baseline": _records(base)}
 
-
+# %% ../../nbs/report/27_records.ipynb #1e73e8s1
 def _incomplete(a: pd.Series, b: pd.Series, name: str, other: str, failed: set) -> tuple[list[str], list[str]]:
     "Return in words the seeds without a partner or a value (NaN), and those of which a run failed."
     lonely = [f"seed {s}: no run of {other if s in a.index else name}" for s in sorted(set(a.index) ^ set(b.index))]
@@ -672,46 +672,48 @@ def _metric_text(r: dict, digits: int) -> str:
     return r["metric"].replace("_", " ") + (f" (majority {r['majority']:.{digits}f})" if known else "")
 
 # %% ../../nbs/report/27_records.ipynb #b20b8adf
-CELLS: dict[str, dict[str, tuple[str, Callable]]] = {  # of each kind of table: column: head and text
-    "summary": {
-        "metric": ("metric", _metric_text),
-        "n": ("seeds", lambda r, d: f"{r['n']}" + f", and {r['failed']} failed" * (r["failed"] > 0)),
-        "mean": ("mean ± sd", lambda r, d: _Cell(
-            _pm(r["mean"], r["sd"], d) or ("no finished run" if r["failed"] else "no value"), r["records"])),
-        "low": ("interval", lambda r, d: _between(r, d, none="no run")),
-        "median": ("median", lambda r, d: _plain(r["median"], d)),
-        "worst": ("worst", lambda r, d: _plain(r["worst"], d)),
-        "collapsed": ("one class only", lambda r, d: f"{r['collapsed']} of {r['n']}"),
-        "isoscore_before": ("IsoScore before", lambda r, d: _plain(r["isoscore_before"], 3)),
-        "isoscore_after": ("IsoScore after", lambda r, d: _of_runs(r, "isoscore_after")),
-        "layers_after": ("its layers, mean", lambda r, d: _of_runs(r, "layers_after"))},
-    "comparison": {
-        "baseline": ("against", lambda r, d: r["baseline"]),
-        "n": ("pairs", lambda r, d: str(r["n"])),
-        "agree": ("tasks of this sign", lambda r, d: f"{r['agree']} of {r['tasks']}"),
-        "mean": ("mean", lambda r, d: _Cell(_plain(r["mean"], d), r["records"])),
-        "mean_baseline": ("baseline's mean", lambda r, d: _Cell(_plain(r["mean_baseline"], d), r["records_baseline"])),
-        "difference": ("difference", lambda r, d: _Cell(
-            f"{r['difference']:+.{d}f}", (*r["records"], *r["records_baseline"])) if r["n"] else ""),
-        "low": ("interval", lambda r, d: _between(r, d, "+")),
-        "p_seeds": ("p by seed", lambda r, d: p_text(r["p_seeds"])),
-        "p": ("p", lambda r, d: p_text(r["p"])),
-        "p_holm": ("p, Holm", lambda r, d: p_text(r["p_holm"])),
-        "verdict": ("verdict", lambda r, d: r["verdict"].split(":")[0]),
-        "least": ("if failed runs count", lambda r, d:
-                  f"{r['least']:+.{d}f} to {r['most']:+.{d}f}" * (r["failed"] > 0)),
-        "incomplete": ("incomplete pairs", lambda r, d: "; ".join(r["incomplete"])),
-        "differ": ("arms differ in", lambda r, d: ", ".join(r["differ"])),
-        "collapsed": ("one class only", lambda r, d: (
-            f"{r['collapsed']} of {r['n']}; baseline {r['collapsed_baseline']} of {r['n']}"
-            * (r["collapsed"] + r["collapsed_baseline"] > 0)))},
-    "judges": {
-        "metric": ("metric", lambda r, d: r["metric"].replace("_", " ")),
-        "n": ("seeds", lambda r, d: f"{r['n']}"),
-        "mean": ("baseline's mean", lambda r, d: _plain(r["mean"], d) or "no finished run"),
-        "majority": ("best constant answer", lambda r, d: _plain(r["majority"], d) or "not known"),
-        "error": ("two standard errors", lambda r, d: _plain(2 * r["error"], d)),
-        "clears": ("can judge", lambda r, d: "yes" if r["clears"] else "no")}}
+CELLS: dict[str, dict[str, tuple[str, Callable]]] = {}  # of each kind of table: column: head and text
+CELLS["summary"] = {
+    "metric": ("metric", _metric_text),
+    "n": ("seeds", lambda r, d: f"{r['n']}" + f", and {r['failed']} failed" * (r["failed"] > 0)),
+    "mean": ("mean ± sd", lambda r, d: _Cell(
+        _pm(r["mean"], r["sd"], d) or ("no finished run" if r["failed"] else "no value"), r["records"])),
+    "low": ("interval", lambda r, d: _between(r, d, none="no run")),
+    "median": ("median", lambda r, d: _plain(r["median"], d)),
+    "worst": ("worst", lambda r, d: _plain(r["worst"], d)),
+    "collapsed": ("one class only", lambda r, d: f"{r['collapsed']} of {r['n']}"),
+    "isoscore_before": ("IsoScore before", lambda r, d: _plain(r["isoscore_before"], 3)),
+    "isoscore_after": ("IsoScore after", lambda r, d: _of_runs(r, "isoscore_after")),
+    "layers_after": ("its layers, mean", lambda r, d: _of_runs(r, "layers_after"))}
+
+# %% ../../nbs/report/27_records.ipynb #b20b8as1
+CELLS["comparison"] = {
+    "baseline": ("against", lambda r, d: r["baseline"]),
+    "n": ("pairs", lambda r, d: str(r["n"])),
+    "agree": ("tasks of this sign", lambda r, d: f"{r['agree']} of {r['tasks']}"),
+    "mean": ("mean", lambda r, d: _Cell(_plain(r["mean"], d), r["records"])),
+    "mean_baseline": ("baseline's mean", lambda r, d: _Cell(_plain(r["mean_baseline"], d), r["records_baseline"])),
+    "difference": ("difference", lambda r, d: _Cell(
+        f"{r['difference']:+.{d}f}", (*r["records"], *r["records_baseline"])) if r["n"] else ""),
+    "low": ("interval", lambda r, d: _between(r, d, "+")),
+    "p_seeds": ("p by seed", lambda r, d: p_text(r["p_seeds"])),
+    "p": ("p", lambda r, d: p_text(r["p"])),
+    "p_holm": ("p, Holm", lambda r, d: p_text(r["p_holm"])),
+    "verdict": ("verdict", lambda r, d: r["verdict"].split(":")[0]),
+    "least": ("if failed runs count", lambda r, d:
+              f"{r['least']:+.{d}f} to {r['most']:+.{d}f}" * (r["failed"] > 0)),
+    "incomplete": ("incomplete pairs", lambda r, d: "; ".join(r["incomplete"])),
+    "differ": ("arms differ in", lambda r, d: ", ".join(r["differ"])),
+    "collapsed": ("one class only", lambda r, d: (
+        f"{r['collapsed']} of {r['n']}; baseline {r['collapsed_baseline']} of {r['n']}"
+        * (r["collapsed"] + r["collapsed_baseline"] > 0)))}
+CELLS["judges"] = {
+    "metric": ("metric", lambda r, d: r["metric"].replace("_", " ")),
+    "n": ("seeds", lambda r, d: f"{r['n']}"),
+    "mean": ("baseline's mean", lambda r, d: _plain(r["mean"], d) or "no finished run"),
+    "majority": ("best constant answer", lambda r, d: _plain(r["majority"], d) or "not known"),
+    "error": ("two standard errors", lambda r, d: _plain(2 * r["error"], d)),
+    "clears": ("can judge", lambda r, d: "yes" if r["clears"] else "no")}
 
 # %% ../../nbs/report/27_records.ipynb #d9f37688
 def _linked(cell, base: str) -> str:
