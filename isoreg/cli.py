@@ -78,7 +78,7 @@ def _show_demo(records: Sequence, picture: Path):
     from isoreg.report.records import load
     table = _table("Fine-tuning on toy-cola", ("method",), (records[0].metric, "IsoScore before", "after"))
     for r in records:
-        name = method_label(r.config).replace("base", "plain fine-tuning")
+        name = method_label(r.config).replace("base", "baseline")
         table.add_row(name, _number(r.value), *(_number(r.isoscore[w]["union"]) for w in ("before", "after")))
     _console.print(table)
     plot_layers(load(list(records))).savefig(picture, dpi=150)
