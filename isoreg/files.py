@@ -190,6 +190,7 @@ def lacks_room(error: BaseException) -> bool:
 def load_rows(*names, **options):
     "Return the result of `datasets.load_dataset`. `ValueError` for all that its readers raise."
     import datasets
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or each loading would be reported to the hub
     if int(datasets.__version__.split(".")[0]) < 4: options["trust_remote_code"] = False  # later ones run no code
     try: return datasets.load_dataset(*names, **options)
     except Exception as error:

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from isoreg.corpus import load_texts
-from isoreg.files import from_yaml, pack, read_table, to_yaml, unpack, write_atomically
+from isoreg.files import load_rows, from_yaml, pack, read_table, to_yaml, unpack, write_atomically
 
 
 def test_permissions_are_those_of_the_file_or_of_the_umask(tmp_path):
@@ -97,3 +97,15 @@ def test_damaged_tables_are_refused(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises((ValueError, TypeError)):
         read_table(tmp_path / name)
+
+
+def test_no_count_of_uses_is_sent(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    seen = []
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **k: seen.append(datasets.config.HF_UPDATE_DOWNLOAD_COUNTS)
+    )
+    load_rows("somebody/something")
+    assert seen == [False]
