@@ -139,7 +139,7 @@ def _execute(run, out: Path, save_model: bool):
     "Execute the notebook of a run in its folder. `ValueError` for bad input, and if another process does the run."
     from filelock import Timeout
     from papermill.exceptions import PapermillExecutionError
-    from isoreg.experiments.notebook import execute
+    from isoreg.experiments.notebook import execute, is_refusal
     from isoreg.experiments.sweep import Folder, stop_signals
     folder, progress = out / run.key, out / run.key / "progress.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def _execute(run, out: Path, save_model: bool):
     except Timeout: raise ValueError(f"out: another process does this run already; see isoreg status {out}") from None
     except PapermillExecutionError as error:
         if error.ename == "KeyboardInterrupt": raise KeyboardInterrupt from None
-        if error.ename not in ("ValueError", "OSError", "MissingSplit"): raise
+        if not is_refusal(error): raise
         raise ValueError(f"{error.evalue}\nnotebook: {folder / 'notebook.ipynb'}") from None
 
 # %% ../nbs/31_cli.ipynb #30731f73
@@ -219,10 +219,9 @@ def rerun_command(
 # %% ../nbs/31_cli.ipynb #32df9063
 def _stored(what: str, records: Path) -> dict:
     "Return the record in a file or folder, or that of a key in files of records; `ValueError` if there is none."
-    from isoreg.files import from_json, read_text
-    from isoreg.experiments.record import read_lines
+    from isoreg.experiments.record import read_lines, read_record
     for path in (Path(what), Path(what) / "record.json", records / what / "record.json"):
-        if path.is_file(): return from_json(read_text(path))
+        if path.is_file(): return read_record(path)
     files = sorted(records.glob("*.jsonl")) if records.is_dir() else [records]
     runs = [r for file in files for r in read_lines(file) if r.get("key") == what]
     found = max(runs, key=lambda r: str(r.get("started", "")), default=None)  # the later, as in a report
@@ -235,7 +234,8 @@ _JOBS = typer.Option(min=1, show_default=False, help="Runs at the same time (def
                      "more than GPUs share them).")
 _ONLY = _option("Only this block; may be given several times.")
 _IN_ALL = _option("name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].", "--set")
-_DONE = _option("Records (.jsonl) whose runs count as done, such as nbs/results/runs.jsonl.")
+_DONE = typer.Option(exists=True, show_default=False,
+                     help="Records (.jsonl) whose runs count as done, such as nbs/results/runs.jsonl.")
 _RETRY = typer.Option("--retry-failed", help="Take up the runs that failed in an earlier sweep.")
 _RAY = typer.Option("--ray", help="Run on Ray: the cluster of RAY_ADDRESS, or one of this machine.")
 
@@ -255,13 +255,10 @@ def sweep_command(
     "Do all runs of a grid that are not done, several at a time."
     from isoreg.experiments.grid import expand, load_grid
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
-    if records:
-        stored = {json.loads(line)["key"] for line in records.read_text(encoding="utf-8").splitlines()}
-        todo = tuple(run for run in plan.runs if run.key not in stored)
-        _console.print(f"{len(plan.runs) - len(todo)} runs are in {records}")
-        plan.runs = todo
-    done = _show_plan(plan, out, keys=dry_run)
+    stored = _stored_keys(plan, records) if records else set()
+    done = _show_plan(plan, out, stored, keys=dry_run)
     if dry_run: return
+    plan.runs = tuple(run for run in plan.runs if run.key not in stored)
     if not ray: _check_inputs([run.config for run in plan.runs if run.key not in done])
     report = _sweep(plan, out, jobs, ray, retry_failed)
     _show_report(report, out)
@@ -291,14 +288,23 @@ def _sweep(plan, out: Path, jobs: int | None = None, ray: bool = False, retry_fa
         return sweep(plan, out, executor, retry_failed, _errors.print, show)
 
 # %% ../nbs/31_cli.ipynb #a19c548c
-def _show_plan(plan, out: Path, keys: bool) -> set[str]:
+def _stored_keys(plan, records: Path) -> set[str]:
+    "Return the keys of the runs of a plan that have a record in the file, of the files that they would read now."
+    from isoreg.experiments.record import changed_inputs, read_lines
+    from isoreg.experiments.sweep import is_record_of
+    found = {r["key"]: r for r in read_lines(records)}
+    have = [run for run in plan.runs if is_record_of(found.get(run.key), run)]
+    return {run.key for run in have if not changed_inputs(found[run.key])}
+
+
+def _show_plan(plan, out: Path, stored: set[str], keys: bool) -> set[str]:
     "Print the blocks of a plan, count its runs, and return the keys of those that are done."
     from isoreg.experiments.sweep import Folder
     table = _table(f"{plan.name}: {plan.description}" if plan.description else plan.name,
                    ("block", "notebook"), ("combinations", "runs"))
     for block in plan.blocks: table.add_row(*map(str, block))
     _console.print(table)
-    done = {run.key for run in plan.runs if Folder(out).record(run) is not None}
+    done = {run.key for run in plan.runs if run.key in stored or Folder(out).record(run) is not None}
     more = f"; {plan.duplicates} combinations are equal to others" if plan.duplicates else ""
     if plan.excluded: more += f"; {plan.excluded} excluded"
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
@@ -368,9 +374,9 @@ def select_command(
 
 def _records(paths: Iterable[Path]) -> list[dict]:
     "Return the records in folders of runs and in JSON lines files, the older first."
-    from isoreg.files import from_json, read_text, record_files
-    from isoreg.experiments.record import read_lines
-    parts = ([from_json(read_text(f)) for f in record_files(p)] if p.is_dir() else read_lines(p) for p in paths)
+    from isoreg.files import record_files
+    from isoreg.experiments.record import read_lines, read_record
+    parts = ([read_record(f) for f in record_files(p)] if p.is_dir() else read_lines(p) for p in paths)
     found = [r for part in parts for r in part if r.get("status") != "failed"]
     return sorted(found, key=lambda r: str(r.get("started", "")))
 

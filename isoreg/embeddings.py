@@ -119,7 +119,8 @@ def read_points(
     if array is None and len(found) == 1: array = next(iter(found))
     if array not in found:
         names = ", ".join(list(found)[:20]) or "no vectors"
-        raise ValueError(f"array: {array!r} is not in {path.name}; it holds {names}; choose one with --array")
+        raise ValueError(f"array: {'none given' if array is None else repr(array)}, and {path.name} holds {names}; "
+                         "choose one with --array")
     x = found[array]
     if isinstance(x, np.ndarray) and x.dtype.kind not in "biuf":
         raise ValueError(f"file: {path.name} holds {x.dtype}; need numbers")
@@ -348,7 +349,7 @@ def draw_scores(
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for k, m in enumerate(measured):
-        share = m.rows[m.shown]["spectrum"]["share"]
+        share = m.rows[m.shown].get("spectrum", {"share": []})["share"]  # none of a layer without a score
         left.plot(range(1, len(share) + 1), [100 * s for s in share], "o-", ms=4, label=m.name)
         rows = [r for r in m.rows if "corrected" in r]
         x = [r["layer"] for r in rows] if len(m.rows) > 1 else [m.name] * len(rows)

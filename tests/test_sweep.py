@@ -23,7 +23,7 @@ from isoreg.cli import app
 from isoreg.experiments.config import RunConfig
 from isoreg.experiments.data import MissingSplit
 from isoreg.experiments.grid import Run, expand, load_grid
-from isoreg.experiments.notebook import KernelDied, error_name, error_words
+from isoreg.experiments.notebook import KernelDied, error_words, is_refusal
 from isoreg.experiments.sweep import (
     Folder,
     Local,
@@ -31,9 +31,11 @@ from isoreg.experiments.sweep import (
     Outcome,
     _on_node,
     find_gpus,
+    is_record_of,
     plan_jobs,
     status,
     sweep,
+    write_failure,
 )
 
 
@@ -371,7 +373,7 @@ def test_a_full_disk_stops_the_sweep(tmp_path):
     path = stub(tmp_path, tasks="[a]", seeds="[0]", extra="include: [{task: b, fail: full}, {task: c}]\n")
     out, plan = tmp_path / "out", expand(load_grid(path))
     report = sweep(plan, out, Local(1))
-    assert report.code == 1 and "disk is full" in report.stopped and "same command again" in report.stopped
+    assert report.code == 2 and "disk is full" in report.stopped and "same command again" in report.stopped
     assert len(records(out)) == 1 and not list(out.glob("*/failed.json")) and not Folder(out).is_held(plan.runs[1].key)
 
 
@@ -426,7 +428,8 @@ def test_errors_are_in_the_same_words_for_all_who_execute_notebooks():
     cell = PapermillExecutionError(1, 1, "", "ValueError", " no \n", ["\x1b[31mTraceback\x1b[0m", "ValueError: no"])
     assert error_words(cell) == ("ValueError: no", "Traceback\nValueError: no")
     names = [PapermillExecutionError(1, 1, "", "MissingSplit", "", []), MissingSplit(), OSError(), KernelDied(-9)]
-    assert [error_name(e) for e in names] == ["ValueError", "ValueError", "OSError", "KernelDied"]
+    assert [is_refusal(e) for e in names] == [True, True, True, False]
+    assert [is_refusal(e, (ValueError,)) for e in names] == [True, True, False, False]
     assert error_words(KernelDied(-9, "last words"))[1] == "last words"
 
 
@@ -520,13 +523,42 @@ def test_ray_gives_the_same_records(toy, tmp_path):
         same(records(tmp_path)[key], record)
 
 
-def test_runs_in_a_file_of_records_count_as_done(tmp_path, monkeypatch):
+def test_runs_in_a_file_of_records_count_as_done_if_they_are_records_of_the_grid(tmp_path, monkeypatch):
     plan, seen = expand(load_grid("toy")), []
-    lines = [json.dumps({"key": run.key}) for run in plan.runs[1:]]
-    (tmp_path / "r.jsonl").write_text("\n".join(lines) + "\n")
+    good = [{"key": r.key, "status": "done", "config": r.config, "metric": "m", "value": 0.5} for r in plan.runs[2:]]
+    failed = {"key": plan.runs[0].key, "status": "failed", "config": plan.runs[0].config}
+    other = {**good[0], "key": plan.runs[1].key, "config": {**plan.runs[1].config, "lr": 0.9}}
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, [*good, failed, other])) + "\n\n")
     monkeypatch.setattr("isoreg.cli._sweep", lambda plan, *a: seen.extend(plan.runs) or sys.exit(0))
-    invoke("sweep", "toy", "--out", tmp_path, "--records", tmp_path / "r.jsonl")
-    assert [run.key for run in seen] == [plan.runs[0].key]
+    given = ["sweep", "toy", "--out", tmp_path, "--records", tmp_path / "r.jsonl"]
+    assert f"{len(plan.runs)} runs: {len(good)} done, 2 to do" in invoke(*given).stdout
+    assert [run.key for run in seen] == [run.key for run in plan.runs[:2]]
+    (tmp_path / "r.jsonl").write_text("[1]\n")
+    result = invoke(*given)
+    assert result.exit_code == 2 and "r.jsonl line 1 is no record" in result.stderr
+
+
+def test_a_later_try_that_fails_leaves_the_record_and_what_lies_beside_it(tmp_path):
+    (run, *_), folder = expand(load_grid("toy")).runs, Folder(tmp_path / "out")
+    kept = folder.out / run.key
+    kept.mkdir(parents=True)
+    for name in ("record.json", "notebook.ipynb"):
+        (kept / name).write_text('{"old": 1}')
+    with folder.lock(run.key):
+        part = folder.begin(run)
+        (part / run.key).mkdir()
+        (part / run.key / "notebook.ipynb").write_text("{}")
+        write_failure(folder, Outcome(run, "failed", "ValueError: no"), 1, part / run.key)
+        folder.publish(run, part)
+    assert (kept / "record.json").read_text() == (kept / "notebook.ipynb").read_text() == '{"old": 1}'
+    assert folder.failure(run.key)["error"] == "ValueError: no" and not list(folder.home.glob("*/part-*"))
+
+
+@pytest.mark.parametrize("change", [{"config": [1]}, {"config": {"definition": 3}}])
+def test_a_damaged_record_is_no_record_of_a_run(change):
+    run = expand(load_grid("toy")).runs[0]
+    record = {"key": run.key, "status": "done", "config": run.config, "metric": "m", "value": 0.5}
+    assert is_record_of(record, run) and not is_record_of(record | change, run)
 
 
 def test_isoreg_run_leaves_a_run_alone_that_another_process_has(tmp_path):

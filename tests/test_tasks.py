@@ -29,7 +29,7 @@ from isoreg.experiments.data import (
     squad_scores,
 )
 from isoreg.experiments.finetune import run
-from isoreg.experiments.tasks import METRICS, TASKS, Task
+from isoreg.experiments.tasks import METRICS, TASKS, Task, from_definition
 from isoreg.experiments.toy import toy_tokenizer
 
 DATA = os.environ.get("ISOREG_DATA")
@@ -556,3 +556,25 @@ def test_squad_answers_come_back():
     logits = [np.eye(384)[gold[f"{end}_positions"]] for end in ("start", "end")]
     said = squad_predictions(*logits, windows, rows, max_answer=100)
     assert compute("squad", said, rows.select_columns(["id", "answers"]).to_list())["exact_match"] > 0.98
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(text=3),
+        dict(labels=3),
+        dict(labels=None),
+        dict(metrics=3),
+        dict(eval_splits=[]),
+        dict(sha256=3),
+        dict(name=3),
+    ]
+    + [dict(also=3), dict(hub=["a", "b", "c"]), dict(official_rows=3), dict(text=["text", "text"]), dict(text="label")]
+    + [dict(folder=3), dict(papers=3), dict(files=["train.csv"])],
+    ids=lambda change: f"{change}",
+)
+def test_a_field_of_another_kind_is_refused_by_name(change):
+    usual = {"name": "mine", "files": {"train": "train.csv", "validation": "dev.csv"}}
+    assert from_definition(usual).text_columns == ("text",)
+    with pytest.raises(ValueError, match=f"^{next(iter(change))}: "):
+        from_definition(usual | change)

@@ -37,7 +37,7 @@ class Settings(BaseModel):
     legacy: ClassVar[dict] = {}  # settings that are gone, and the value that all runs had
     later: ClassVar[tuple[dict, ...]] = ()  # settings that came together later, and their value before
 
-    def __init__(self, **values):
+    def __init__(self, /, **values):
         try: super().__init__(**values)
         except ValidationError as error:
             raise ValueError(in_words(error, type(self).model_fields)) from None
@@ -191,7 +191,7 @@ class RunConfig(DataSettings, TrainingSettings, DropoutSettings, PenaltySettings
     "Hold everything that decides a fine-tuning run. `ValueError` for a bad value, before anything is loaded."
     required, legacy, later = ("task", "model", "regularizer", "seed"), LEGACY, LATER
 
-    def __init__(self, **values): super().__init__(**values | _own_task(values))
+    def __init__(self, /, **values): super().__init__(**values | _own_task(values))
 
     @model_validator(mode="after")
     def _complete(self):
@@ -365,9 +365,11 @@ def penalty_class(name: str) -> type:
     if not colon:
         raise ValueError(f"regularizer: {name!r} is unknown; a class of your own is given as module:Class; "
                          + near(name, BUILT_IN))
-    try: return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    try: found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"regularizer: {name!r} cannot be imported ({error})") from None
+    if callable(found): return found
+    raise ValueError(f"regularizer: {name!r} cannot be called; name a class of penalties")
 
 # %% ../../nbs/experiments/19_config.ipynb #bb730164
 @patch
@@ -802,6 +804,8 @@ def parse_set(pairs: Iterable[str]) -> dict:
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not equals: raise ValueError(f"set: {pair!r} is no name=value, such as batches=by-length")
-        found[name.strip().replace("-", "_")] = from_yaml(value)
+        if not equals or not name.strip():
+            raise ValueError(f"set: {pair!r} is no name=value, such as batches=by-length")
+        try: found[name.strip().replace("-", "_")] = from_yaml(value)
+        except ValueError as error: raise ValueError(f"set: {pair!r} {error}") from None
     return found

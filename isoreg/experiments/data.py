@@ -183,7 +183,9 @@ def _read(task: Task, data_dir: str | Path | None, split: str) -> tuple[pa.Table
         origin = "/".join(filter(None, task.hub))
         return load_rows(*task.hub, split=split).data.table, f"hub:{origin}"
     file = f"{task.folder}/{split}.parquet"
-    if (path := Path(data_dir, file)).is_file(): return pq.read_table(path), file
+    if (path := Path(data_dir, file)).is_file():
+        try: return pq.read_table(path), file
+        except pa.ArrowException as error: raise ValueError(f"data_dir: {str(path)!r}: {error}") from None
     there = ", ".join(sorted(p.stem for p in path.parent.glob("*.parquet"))) or "no split"
     raise MissingSplit(f"{split} of {task.name}: no file {file} in data_dir={str(data_dir)!r}. The folder has "
                        f"{there}; name one of these as train_split or eval_split, or read the hub without data_dir")

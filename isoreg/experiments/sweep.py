@@ -37,7 +37,7 @@ from ..files import from_json, read_text, write_atomically
 from .grid import Plan, Run, config_class, notebook_path
 from .record import changed_inputs
 from .tasks import in_percent
-from .notebook import error_name, error_words, execute, read_progress
+from .notebook import error_words, execute, is_refusal, read_progress
 
 # %% ../../nbs/experiments/30_sweep.ipynb #d9329644
 def sweep(
@@ -82,8 +82,9 @@ class Report:
 
     @property
     def code(self) -> int:
-        "Exit code of the command: 0 if all runs are done, each with a number, else 1."
-        return int(bool(self.failed or self.stopped or self.empty or self.found + len(self.done) < self.planned))
+        "Exit code of the command: 0 if all runs are done, each with a number; 2 for a full disk, else 1."
+        if self.stopped: return 2
+        return int(bool(self.failed or self.empty or self.found + len(self.done) < self.planned))
 
 
 @dataclass
@@ -147,7 +148,7 @@ def is_record_of(record, run: Run) -> bool:
     "Return whether it is a whole record of the run."
     needed = {"config", "metric", "value"} if run.notebook == "finetune" else {"config"}
     if not isinstance(record, dict) or (record.get("key"), record.get("status")) != (run.key, "done"): return False
-    if not needed <= set(record) or in_percent(record): return False
+    if not needed <= set(record) or not isinstance(record["config"], dict) or in_percent(record): return False
     if record["config"] == run.config: return True
     try: return config_class(run.notebook).from_record(record["config"]).key == run.key
     except (ValueError, TypeError): return False
@@ -165,10 +166,13 @@ def begin(self: Folder, run: Run) -> Path:
 @patch
 def publish(self: Folder, run: Run, part: Path) -> None:
     "Put the folder of a run, computed below `part`, in its place."
-    final, old = self.out / run.key, self.home / run.key / "old"
-    (part / run.key / "progress.json").unlink(missing_ok=True)
-    if final.exists(): final.rename(old)
-    (part / run.key).rename(final)
+    final, old, new = self.out / run.key, self.home / run.key / "old", part / run.key
+    (new / "progress.json").unlink(missing_ok=True)
+    if (final / "record.json").exists() and not (new / "record.json").exists():
+        os.replace(new / "failed.json", final / "failed.json")  # a later try failed: what was measured stays
+    else:
+        if final.exists(): final.rename(old)
+        new.rename(final)
     for left in (old, part): shutil.rmtree(left, ignore_errors=True)
 
 
@@ -176,7 +180,8 @@ def write_failure(folder: Folder, outcome: Outcome, attempts: int = 1, place: Pa
     "Write `failed.json` of a run, beside its notebook; place: the folder in which the run is now."
     final = folder.out / outcome.run.key
     place = place or final
-    notebook = str(final / "notebook.ipynb") if (place / "notebook.ipynb").is_file() else ""
+    kept = (final / "record.json").exists()  # of an earlier try, with its notebook
+    notebook = str(final / "notebook.ipynb") if (place / "notebook.ipynb").is_file() and not kept else ""
     failure = {"key": outcome.run.key, "notebook": notebook, "error": outcome.error, "traceback": outcome.traceback,
                "attempts": attempts, "config": outcome.run.config, "host": socket.gethostname(), "time": _now()}
     write_atomically(place / "failed.json", json.dumps(failure, indent=1) + "\n")
@@ -193,7 +198,7 @@ def compute(run: Run, part: Path, env: dict | None = None, on_start: Callable = 
     except Exception as error:
         outcome.error, outcome.traceback = error_words(error)
         outcome.status = "full" if is_disk_full(error) else "failed"
-        outcome.final = error_name(error) == "ValueError"
+        outcome.final = is_refusal(error, (ValueError,))
     outcome.seconds = time.monotonic() - begun
     return outcome
 

@@ -71,8 +71,9 @@ def _complete(task: Task) -> None:
     put("metrics", task.metrics or (task.metric,))
     for name in task.metrics: one_of("metric", name, METRICS[task.kind])
     one_of("metric", task.metric, task.metrics)
-    if len(set(task.text_columns)) not in (1, 2):
-        raise ValueError(f"text: {task.text_columns}; name one column, or two for pairs")
+    columns = (*task.text_columns, task.label) if task.kind != "qa" else task.text_columns
+    if len(task.text_columns) not in (1, 2) or len(set(columns)) < len(columns):
+        raise ValueError(f"text: {task.text_columns}; name one column, or two for pairs, and not that of the labels")
     labels, known = task.label_names, len(set(task.label_names))
     if known < len(labels) or known == 1 or (labels and task.kind != "classification"):
         raise ValueError(f"labels: {labels}; name two different labels or more for a classification, else none")
@@ -86,6 +87,7 @@ def _complete(task: Task) -> None:
 
 # %% ../../nbs/experiments/17_tasks.ipynb #8dc2477e
 _WORDS = {"text": "text_columns", "labels": "label_names"}  # in a file, in a `Task`
+_ONE, _TABLES = ("name", "kind", "metric", "folder", "label"), ("files", "sha256", "official_rows")
 
 
 def read_task(
@@ -109,9 +111,22 @@ def from_definition(values: dict) -> Task:
     for n in values:
         if n not in known: raise ValueError(f"{n}: unknown field; {did_you_mean(n, known)}known are {listed(known)}")
     if "name" not in values: raise ValueError("name: missing; write name: polarity")
+    for n, v in values.items(): _check_kind(n, v)
     found = {_WORDS.get(n, n): v for n, v in values.items()}
     if isinstance(labels := found.get("label_names"), list): found["label_names"] = [str(n) for n in labels]
     return Task(**found)
+
+
+def _check_kind(name: str, value) -> None:
+    "Raise `ValueError` for a field that is no text, list or table as it has to be."
+    kinds = (str,) if name in _ONE else (dict, list) if name in _TABLES else (str, list)
+    parts = list(value.items()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    plain = (str, int, float, type(None))
+    good = [isinstance(p, (list, tuple)) and len(p) == 2 if name in _TABLES else isinstance(p, plain) for p in parts]
+    if isinstance(value, kinds) and parts and all(good) and not (name == "hub" and len(parts) > 2): return
+    table = "a table, such as {train: train.csv}"
+    form = "a text" if name in _ONE else table if name in _TABLES else "a text, or a list"
+    raise ValueError(f"{name}: {value!r} is not {form}")
 
 
 def definition(task: Task) -> dict:
@@ -203,5 +218,6 @@ def in_percent(
 ) -> bool:
     "Return whether a score is in per cent, as earlier versions wrote that of question answering."
     config, value = record.get("config") or {}, record.get("value")
-    kind = (config.get("definition") or {}).get("kind") or getattr(TASKS.get(str(config.get("task"))), "kind", None)
+    own, task = config.get("definition"), TASKS.get(str(config.get("task")))
+    kind = own.get("kind") if isinstance(own, dict) else getattr(task, "kind", None)
     return kind == "qa" and isinstance(value, (int, float)) and value > 1
