@@ -74,7 +74,8 @@ def _score(self: IsoScore, m: Moments) -> Tensor:
         return score_from_cov(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
     inv = invariants_of_moments(m)
     t2, f = estimate_traces(inv, self.correction)
-    if self.correction: check_evenness(inv, f, self.num_dims, torch.float64)
+    # the states are float64, the points usually are not
+    if self.correction: check_evenness(inv, f, self.num_dims, torch.float32)
     return closed_form(t2, f, self.num_dims)
 
 # %% ../nbs/04_metric.ipynb #metric-c2
@@ -119,6 +120,12 @@ def _hold(self: IsoScore, m: Moments):
 
 
 @patch
+def _apply(self: IsoScore, move, *args):
+    "Move with a module around the metric to its device; the states and the reference stay in float64."
+    return torchmetrics.Metric._apply(self, lambda x: x.to(move(x).device), *args)
+
+
+@patch
 def _seen(self: IsoScore, need: int = 0) -> Moments:
     "Return the moments of all points; `ValueError` where fewer than are needed, or equal ones, were seen."
     m = Moments(*(getattr(self, name) for name in self._state_names()))
@@ -137,7 +144,7 @@ def merge_state(
     self: IsoScore,
     incoming_state,  # another metric of this class, or its state dictionary
 ) -> None:
-    "Add what another metric has seen; `ValueError` for another number of dimensions or correction."
+    "Add what another metric has seen. `ValueError` for other dimensions, or if it lacks sums of the correction."
     self._reduce_states(incoming_state if isinstance(incoming_state, dict) else incoming_state.metric_state)
     self._computed = None  # the cached score
     self._update_count += 1

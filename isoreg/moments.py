@@ -178,8 +178,11 @@ class _Union(torch.autograd.Function):
         m, clouds = Moments(*saved[: order + 1]), saved[order + 1 :]
         with full_precision(clouds[0]):
             if torch.is_grad_enabled():  # create_graph
-                fields = _plain(clouds, mask, order)[1 : order + 1]
-                return None, None, *torch.autograd.grad(fields, clouds, grads, create_graph=True, allow_unused=True)
+                views = [x.view_as(x) for x in clouds]  # one tensor may be several of the clouds
+                fields = _plain(views, mask, order)[1 : order + 1]
+                wanted = [x for x in views if x.requires_grad]
+                found = iter(torch.autograd.grad(fields, wanted, grads, create_graph=True))
+                return None, None, *(next(found) if x.requires_grad else None for x in views)
             return None, None, *_gradients(clouds, ctx.needs_input_grad[2:], mask, m, *grads)
 
 # %% ../nbs/01_moments.ipynb #un10n002
@@ -190,8 +193,9 @@ def union_moments(clouds: Sequence[Tensor], mask: Tensor | None = None, order: i
 
 
 def _union(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Moments:
-    if torch.compiler.is_compiling(): return _plain(clouds, mask, order)
-    with full_precision(clouds[0]): return Moments(*_Union.apply(mask, order, *clouds))
+    with full_precision(clouds[0]):
+        if torch.compiler.is_compiling(): return _plain(clouds, mask, order)
+        return Moments(*_Union.apply(mask, order, *clouds))
 
 # %% ../nbs/01_moments.ipynb #f61e3e2b
 _PRODUCTS = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
@@ -204,7 +208,7 @@ def full_precision(
 ):
     "Give a context in which float32 products are float32 products: no autocast, no TF32."
     if torch.compiler.is_compiling():
-        yield
+        with torch.autocast(x.device.type, enabled=False): yield
         return
     before = _set_precision(["ieee"] * len(_SWITCHES) or "highest")
     try:
@@ -268,7 +272,8 @@ def _tensor(x, name: str) -> Tensor:
         if _of_tensors(x): return torch.stack(list(x))
         array = np.asarray(x)
         wider = array.dtype.kind == "f" and array.dtype.itemsize > 8
-        array = np.asarray(array, np.float64 if wider else array.dtype.newbyteorder("="), order="C")
+        array = np.asarray(array, np.float64 if wider else array.dtype.newbyteorder("="))
+        if any(s < 0 or s % array.itemsize for s in array.strides): array = array.copy()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing here writes to it
             return torch.as_tensor(array)

@@ -113,7 +113,7 @@ def isoscore_by_sequence_with_error(
     if m < 6: raise ValueError(f"points: {m} sequences have tokens, but a standard error needs at least 6; add some")
     score, group = float(isoscore_by_sequence(X, keep)), draw_groups(m, groups).to(X.device)
     stream = SequenceStream(int(group.max()) + 1, X.shape[-1], X.device)
-    stream.first(0, X, keep)
+    stream.first(X, keep)
     for g in group.unique().tolist():
         stream.second(g, X[group == g], keep[group == g])
         stream.close(g)
@@ -138,8 +138,8 @@ class SequenceStream:
         k = groups + 1  # the last group is empty: without it all are left
         self.sums = _Sums(zeros(k, 4), zeros(k, 4, d), zeros(k, 5), zeros(k, 7))
 
-    def first(self, g: int, x: Tensor, mask: Tensor | None):
-        "Add sequences (b, length, d) of group g to the mean."
+    def first(self, x: Tensor, mask: Tensor | None):
+        "Add sequences (b, length, d) to the mean."
         m = moments(x.to(self.G.dtype).flatten(0, 1), None if mask is None else mask.flatten())
         self.moments = m if self.moments is None else merge([self.moments, m])
         if self.centre is None: self.centre = m.mean

@@ -447,7 +447,7 @@ def test_sequences_can_stream_by_in_pieces_of_any_size():
         stream = SequenceStream(4, 6, x.device)
         pieces = [(g, x[rows], mask[rows]) for g in range(4) for rows in (group == g).nonzero()[:, 0].split(size)]
         for piece in pieces:
-            stream.first(*piece)
+            stream.first(*piece[1:])
         for g in range(4):
             for piece in pieces:
                 if piece[0] == g:
@@ -513,6 +513,7 @@ def test_a_reference_does_not_share_the_memory_of_an_array():
 x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0, float("nan"))
 same = torch.randn(16).expand(9, 16)
 eye, skew = torch.eye(16), torch.tensor([[1.0, 2, 3], [0, 1, 0], [0, 0, 1]])
+even = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))[0][:5]
 short = torch.eye(12)[:, :4] @ torch.eye(12)[:4]  # a covariance that 5 rows can have, and as even as they allow
 REFUSED = [
     (lambda: isoscore(x53, [1, 0, 0, 0, 0]), "points: only 1 rows count.*at least 2"),
@@ -569,6 +570,7 @@ REFUSED = [
     (lambda: IsoScore(3, correction="ustat").merge_state(IsoScore(3)), "parts: .*merge clouds of one kind"),
     (lambda: IsoScore(3).merge_state(IsoScore(4)), "parts: .*merge clouds of one kind"),
     (lambda: seen(eye, correction="ustat").compute(), "points: as even as so few rows"),
+    (lambda: seen(even, correction="gaussian").compute(), "points: as even as so few rows"),
     (lambda: seen(same, same[:3]).compute(), "points: .*zero variance"),
     (lambda: seen(same / 3, correction="gaussian").stderr(), "points: .*zero variance"),
     (lambda: seen(same, reference_cov=eye).compute(), "points: .*zero variance"),
@@ -600,8 +602,20 @@ def test_a_metric_of_batches_is_the_score_of_all_points(correction):
     with pytest.raises(ValueError, match="NaN"):
         metric.update(x * math.nan)
     assert float(metric.compute()) == pytest.approx(exact, rel=1e-9)  # that batch was left out
-    metric.half()
-    assert metric.m2.dtype == torch.float64
+    plain = seen(x[:20])
+    plain.merge_state(seen(x[20:], correction=correction))  # which has the sums of the plain score, and maybe others
+    assert float(plain.compute()) == pytest.approx(float(isoscore(x.double())), rel=1e-9)
+
+
+def test_a_metric_stays_in_float64_where_its_module_does_not():
+    x = torch.randn(60, 16) + 3
+    metric, exact = seen(x[:20], reference_cov=eye, zeta=0.2), isoscore_star(x.double(), eye, 0.2)
+    for move in (torch.nn.Module.half, lambda m: m.to(torch.bfloat16)):
+        move(torch.nn.ModuleList([metric]))
+        metric.update(x[metric.count :][:20])
+        assert metric.m2.dtype == metric.reference_cov.dtype == torch.float64
+    torch.testing.assert_close(metric.compute(), exact, rtol=1e-9, atol=0)
+    assert torch.nn.ModuleList([metric]).to("meta")[0].m2.is_meta  # it does move to another device
 
 
 def test_a_metric_sees_the_last_bit_and_scores_equal_points_with_a_reference():

@@ -175,7 +175,8 @@ def test_whole_numbers_are_summed_in_float64(dtype):
 
 def test_a_mapped_file_is_not_read_into_memory(tmp_path):
     x = _mapped(np.random.default_rng(0).normal(size=(30, 4)), tmp_path)
-    assert check_points(x)[0].data_ptr() == x.ctypes.data
+    for part in (x, x.T, x[::2, 1:]):
+        assert check_points(part)[0].data_ptr() == part.ctypes.data
 
 
 def test_few_valid_rows_anywhere_are_found():
@@ -210,6 +211,25 @@ def test_a_union_takes_masked_rows_of_any_value_and_mixed_precision():
     m = union_moments(short)
     torch.testing.assert_close(m.m2, moments(torch.cat([x.float() for x in short])).m2)
     assert [g.dtype for g in torch.autograd.grad(m.m2.sum(), short)] == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("order", [2, 4])
+def test_second_derivative_of_a_union_where_some_clouds_have_none_and_one_comes_twice(order):
+    torch.manual_seed(0)
+    a, b = torch.randn(6, 3).double(), torch.randn(6, 3).double().requires_grad_()
+    total = lambda *clouds: sum(f.square().sum() for f in union_moments(clouds, order=order)[1 : order + 1])
+    assert torch.autograd.gradgradcheck(lambda b: total(a, b), (b,))
+    for clouds in ([a, b], [b, a, b]):
+        (plain,), (kept,) = (torch.autograd.grad(total(*clouds), b, create_graph=c) for c in (False, True))
+        torch.testing.assert_close(plain, kept.detach())
+
+
+def test_short_products_are_not_used_in_a_compiled_function():
+    x = torch.randn(400, 64)
+    f = lambda x: moments(x).m2
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(torch.compile(f, backend="aot_eager", fullgraph=True)(x), f(x), rtol=1e-5, atol=1e-3)
 
 
 def test_short_products_are_not_used_where_the_user_allows_them():
@@ -248,6 +268,7 @@ def test_the_first_rows_may_be_a_group_of_their_own(masked):
         lambda x, _: list(torch.from_numpy(x)),
         lambda x, _: x.tolist(),
         lambda x, _: x[:, ::-1].copy()[:, ::-1],
+        lambda x, _: np.rec.fromarrays([x, x[:, 0] > 0], "4f8, ?").f0,  # rows that lie 33 bytes apart
         lambda x, _: x.astype(">f8"),
         lambda x, _: x.astype(np.longdouble),
         lambda x, _: pd.DataFrame(x),
