@@ -106,7 +106,10 @@ def _described(how: str, done: "Applied", new: int = 0, **extra) -> "Applied":
     if how == "gaussian-released": notes.append("noise is on at evaluation too, standard deviation p/(1-p)")
     attention = getattr(getattr(done._model, "config", None), "_attn_implementation", None)
     head = {"how": how, "attention": attention, "transformers": transformers.__version__}
-    return Applied({**head, **done, **extra, "notes": notes}, done._undo, done._model)
+    whole = {**head, **done, **extra, "notes": notes}
+    done.clear()
+    done.update(whole)
+    return done
 
 # %% ../nbs/15_dropout.ipynb #10957314
 _AGGREGATE = {"mean_of_means": lambda f, m: f.mean(), "mean": lambda f, m: (f * m).sum() / m.sum(),
@@ -219,6 +222,8 @@ class Applied(dict):
         super().__init__(description)
         self._undo, self._model, self._number = undo.pop_all(), model, max(_CHANGES, default=0) + 1
         _CHANGES[self._number] = self
+        # the model holds it, also where nobody else does
+        vars(model).setdefault("_dropout_changes", {})[self._number] = self
 
     def undo(self):
         "Put the model back as it was before this change; a second call does nothing."
@@ -229,6 +234,7 @@ class Applied(dict):
             if not modules.isdisjoint(change._model.modules()): change.undo()
         steps, self._undo = self._undo, None
         steps.close()
+        del vars(self._model)["_dropout_changes"][self._number]
 
     def __enter__(self): return self
 

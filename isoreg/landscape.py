@@ -36,18 +36,19 @@ def loss_surface(
     d1: Mapping[str, Tensor],  # parameter name -> tensor, such as a `direction`
     d2: Mapping[str, Tensor] | None,  # a second one; None for a line
     alphas: Sequence[float] | np.ndarray | None = None,  # increasing coordinates along d1, with 0; default grid()
-    betas: Sequence[float] | np.ndarray | None = None,  # likewise along d2; default those of alphas
+    betas: Sequence[float] | np.ndarray | None = None,  # likewise along d2; default those of alphas; [0] for a line
     loss: str | Callable = "mlm",  # "mlm", "clm", "seq2seq", or a function (model, batch) -> (batch,) losses
     path: str | Path | None = None,  # JSON file: saved row by row, the same call goes on
     progress: bool = False,  # whether to show a bar
     precision: str = "fp32",  # or "bf16": autocast
-    reduction: str = "sample",  # mean over samples; "batch", as released: over a batch's tokens, then over batches
+    reduction: str = "sample",  # mean over samples; "batch", as released: over a batch's tokens, weighted by its rows
 ):  # Surface: the loss on the grid
     """Return the mean loss at weights + alpha d1 + beta d2 (guided dropout eq. 5), named losses in nats.
 
     Runs in eval mode without gradient. Raises `ValueError` for directions, grids and options that do not fit, and
     for a `path` that was made with other settings."""
     rows = _axis("alphas", grid() if alphas is None else alphas)
+    if d2 is None: betas = [0.0]
     columns = rows if betas is None else _axis("betas", betas)
     directions = [d for d in (d1, d2) if d is not None]
     mean_loss = MeanLoss(model, batches, loss, reduction, precision)
@@ -78,7 +79,7 @@ def loss_line(
     **options,  # progress, precision, reduction of loss_surface
 ):  # Surface: the loss on the line
     "Return the mean loss at weights + alpha d: a `Surface` with the one beta 0."
-    return loss_surface(model, batches, d, None, alphas, [0.0], loss, path, **options)
+    return loss_surface(model, batches, d, None, alphas, None, loss, path, **options)
 
 # %% ../nbs/12_landscape.ipynb #bbcdc391
 def grid(
@@ -272,8 +273,9 @@ class MeanLoss:
         with same_draws(self.device):
             _seed(0)
             self.batches = list(batches)
-        if not self.batches: raise ValueError("batches: none came; pass batches that can be read")
         asked = lambda batch: predicted_positions(batch, loss)[0].unique()
+        if not callable(loss): self.batches = [b for b in self.batches if len(asked(b))]
+        if not self.batches: raise ValueError("batches: none came with something to predict; pass others")
         self.rows = None if callable(loss) or reduction == "batch" else [asked(b) for b in self.batches]
 
     @contextmanager

@@ -28,14 +28,18 @@ def hidden_states(
     """
     encoder = encoder_of(model)
     device = next(encoder.parameters()).device
-    names = inspect.signature(encoder.forward).parameters
-    inputs = {k: v.to(device) for k, v in batch.items() if k in names and k != "labels"}
+    names = set(inspect.signature(encoder.forward).parameters) - {"args", "kwargs"} or USUAL
+    known = {k: v for k, v in batch.items() if k in names and k != "labels"}
+    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in known.items()}
     # with a cache, the texts of a packed row would see each other
     if "use_cache" in names: inputs["use_cache"] = False
     states = states_of(encoder(**inputs, output_hidden_states=True))
     return states, token_mask(encoder, inputs, states, mask_fn)
 
 # %% ../nbs/06_states.ipynb #84750e3c
+USUAL = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
+
+
 def inside_wrapper(model: nn.Module) -> nn.Module:
     "Return the model inside DistributedDataParallel, or the model itself."
     return getattr(model, "module", model)

@@ -126,6 +126,13 @@ def lora(model, **settings):
     return peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2, **settings))
 
 
+def test_a_model_whose_forward_names_no_input_has_hidden_states():
+    peft, batch = pytest.importorskip("peft"), rows() | {"use_cache": False}
+    mixed = peft.get_peft_model(bert(), peft.LoraConfig(r=2), mixed=True)  # adds 0 before it is trained
+    for a, b in zip(hidden_states(mixed.eval(), batch)[0], hidden_states(bert().eval(), batch)[0], strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("wrap", [torch.nn.DataParallel, lambda model: lora(model, target_modules="all-linear")])
 def test_a_wrapped_model_reads_its_batches_in_groups(wrap):
     model, batch = wrap(bert()).eval(), {k: v for k, v in rows(8).items() if k != "labels"}

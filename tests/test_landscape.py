@@ -794,11 +794,21 @@ def test_sequences_with_nothing_to_predict_are_left_out():
     whole, hessian = loss_line(model, batches, d, [0.0, 1.0]), plane_hessian(model, batches, d)
     blank = {k: v[:2].clone() for k, v in batches[0].items()}
     blank["labels"][:] = -100
-    padded = [{k: torch.cat([b[k], blank[k]]) for k in b} for b in batches]
+    padded = [{k: torch.cat([b[k], blank[k]]) for k in b} for b in batches] + [blank]
     more = loss_line(model, padded, d, [0.0, 1.0])
     np.testing.assert_allclose(more.losses, whole.losses, rtol=1e-5)
     assert more.info["n_samples"] == whole.info["n_samples"] == 6
     np.testing.assert_allclose(plane_hessian(model, padded, d), hessian, rtol=1e-4)
+    by_batch = [loss_line(model, b, d, [0.0], reduction="batch").origin for b in (batches, [*batches, blank])]
+    assert by_batch[0] == by_batch[1]
+    with pytest.raises(ValueError, match="batches: none came"):
+        loss_line(model, [blank], d)
+
+
+def test_without_a_second_direction_the_surface_is_a_line():
+    plain = loss_surface(model(), XS, direction(model(), 0), None, [0.0, 1.0], loss=quadratic_loss)
+    np.testing.assert_array_equal(plain.losses, line(alphas=[0.0, 1.0]).losses)
+    assert plain.is_line and list(plain.betas) == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
