@@ -299,11 +299,13 @@ def _streams(encoder: torch.nn.Module, batch: dict, normalize: bool) -> list[Seq
         for g in range(count):
             for rows in (group == g).nonzero()[:, 0].split(32):
                 part = _rows(batch, rows)
+                mask = part["attention_mask"].bool()
                 with torch.no_grad(): states = encoder(**part, output_hidden_states=True).hidden_states
                 if normalize: states = tuple(torch.nn.functional.normalize(h, dim=-1) for h in states)
                 streams = streams or [SequenceStream(count, h.shape[-1], h.device) for h in states]
                 for stream, h in zip(streams, states):
-                    (stream.second if again else stream.first)(g, h, part["attention_mask"].bool())
+                    if again: stream.second(g, h, mask)
+                    else: stream.first(h, mask)
             for stream in streams if again else (): stream.close(g)
     return streams
 
