@@ -17,7 +17,7 @@ import yaml
 
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the filter of this environment
 KNOWN_KEYS = {
-    "": "project lang execute ipynb-filters filters format website number-sections bibliography",
+    "": "project lang metadata-files execute ipynb-filters filters format website number-sections bibliography",
     "project": "type output-dir pre-render render resources",
     "execute": "enabled echo warning",
     "format": "html",
@@ -223,6 +223,7 @@ def check_config(root: Path, config: dict) -> list[str]:
     for name in ("css", "include-before-body", "include-after-body", "filters"):
         given = options.get(name) or []
         for file in [given] if isinstance(given, str) else given:
+            file = file["path"] if isinstance(file, dict) else file
             if not (root / file).exists():
                 wrong.append(f"_quarto.yml: the file {file} of {name} does not exist")
     theme = config.get("format", {}).get("html", {}).get("theme", {})
@@ -328,7 +329,7 @@ def check_filtered_cells(cells: list[dict]) -> list[str]:
 
 
 def check_filtered(
-    name: Path, cells: list[dict], done: subprocess.CompletedProcess, api: str, anchors: dict[str, set[str]]
+    name: Path, cells: list[dict], done: subprocess.CompletedProcess, anchors: dict[str, set[str]]
 ) -> list[str]:
     if done.returncode:
         return [f"{name}: the filter fails: {' | '.join(done.stderr.strip().splitlines()[-3:])}"]
@@ -344,7 +345,8 @@ def check_filtered(
             if called := re.search(r"^show_doc\((?:\w+\.)?(\w+)\)", source, re.MULTILINE):
                 shown[called[1]] = "".join(outputs)
         text = "".join([source if cell["cell_type"] == "markdown" else "", *outputs])
-        for page, anchor in re.findall(re.escape(api) + r"([\w/.-]+)#([\w.]+)", text):
+        for page, anchor in re.findall(r"`\]\(([\w/.-]+\.html)#([\w.]+)\)", text):
+            page = os.path.normpath(name.parent / page)
             if anchor not in anchors.get(page, set()):
                 wrong.append(f"{name}: filtered cell {n}: the API link {page}#{anchor} leads nowhere")
     for n, node in exported_defs(cells):
@@ -355,11 +357,11 @@ def check_filtered(
     return wrong
 
 
-def api_anchors(nbs: Path, notebooks: dict[Path, list[dict]]) -> dict[str, set[str]]:
+def api_anchors(root: Path, notebooks: dict[Path, list[dict]]) -> dict[str, set[str]]:
     "For each page of the library, the anchors that nbdev gives to what it exports."
     anchors = {}
     for path, cells in notebooks.items():
-        page = (path.parent / front_matter(cells).get("output-file", "")).relative_to(nbs).as_posix()
+        page = (path.parent / front_matter(cells).get("output-file", "")).relative_to(root).as_posix()
         for _, node in exported_defs(cells):
             methods = [
                 part for part in node.body if isinstance(node, ast.ClassDef) and isinstance(part, ast.FunctionDef)
@@ -519,8 +521,7 @@ def check(root: Path, with_filter: bool = True, only: list[str] = ()) -> list[st
             if not ast.get_docstring(node)
         ]
     if with_filter and not any("is not on PATH" in line for line in wrong):
-        anchors = api_anchors(root / settings["nbs_path"], notebooks)
-        api = settings.get("doc_host", "").rstrip("/") + "/" + settings.get("doc_baseurl", "").strip("/") + "/"
+        anchors = api_anchors(root, notebooks)
         paths = [path for path in notebooks if not only or str(path.relative_to(root)) in only]
         if not only:
             pre_render(root, config)
@@ -528,7 +529,7 @@ def check(root: Path, with_filter: bool = True, only: list[str] = ()) -> list[st
             for path, done in zip(
                 paths, pool.map(lambda path: run_filter(root, path, config["ipynb-filters"][0]), paths)
             ):
-                wrong += check_filtered(path.relative_to(root), notebooks[path], done, api, anchors)
+                wrong += check_filtered(path.relative_to(root), notebooks[path], done, anchors)
     return wrong
 
 
