@@ -98,8 +98,8 @@ def test_no_cell_without_its_seeds_and_interval(path):
 OPENINGS = {  # page: what its numbers have to say, for its first paragraph to be true
     "guided_main": [
         r"scored higher than base \([^)]*\), higher than Gaussian dropout \([^)]*\), "
-        r"higher than guided reversed \([^)]*\)\. \*\*As little dropout everywhere has \d+ % \[[5-9]\d,",
-        r"In numbers\.\*\* The base does not clear a constant answer with 10 % of cola \(\d+ steps\):",
+        r"higher than guided reversed \([^)]*\)\. \*\*The constant rate of the same mean has \d+ % \[[5-9]\d,",
+        r"In numbers\.\*\* The baseline does not clear a constant answer with 10 % of cola \(\d+ steps\):",
         r"failed: none of \d+ on cola, none of \d+ on mrpc, none of \d+ on rte, at batch 32\.",
     ],
     "istar_main": [
@@ -107,12 +107,12 @@ OPENINGS = {  # page: what its numbers have to say, for its first paragraph to b
         r"below zero on no task, above zero on cola \([^)]*\), mrpc \([^)]*\), rte \([^)]*\), stsb",
         "the last layer moves on mrpc;.*the union of layers rises on cola, mrpc, stsb",
         "None of .* rows of I-STAR has an interval above zero",
-        "I-STAR λ=5 scored lower than the base",
+        "I-STAR λ=5 scored lower than the baseline",
         "it is neither confirmed nor excluded",
     ],
     "found": [  # README.md and the overview say the same
-        r"I-STAR λ=5 \([^)]*\) scored lower than the base; Gaussian dropout \([^)]*\), constant p = mean of guided "
-        r"\([^)]*\), guided by type only \([^)]*\), guided dropout \([^)]*\) scored higher than the base",
+        r"I-STAR λ=5 \([^)]*\) scored lower than the baseline; Gaussian dropout \([^)]*\), constant p = mean of guided "
+        r"\([^)]*\), guided by type only \([^)]*\), guided dropout \([^)]*\) scored higher than the baseline",
         "Task by task there are too few seeds for this test",
         r"1: guided dropout minus constant rate \(mean of guided\) \| 12 of 12 (?:\|[^|]*){5}\| inconclusive \|",
         *(

@@ -90,12 +90,6 @@ def test_the_pin_satisfies_the_declaration(name):
     assert EVERYTHING[name].specifier.contains(PINS[name], prereleases=True)
 
 
-def test_pins_name_no_build():
-    "A local suffix such as +cpu would keep the pin from being found anywhere but on one kind of machine."
-    assert not [name for name, version in PINS.items() if "+" in version or "@" in version]
-    assert "isoreg" not in PINS
-
-
 def test_one_version_everywhere():
     settings = configparser.ConfigParser(interpolation=None)
     settings.read(ROOT / "settings.ini")
@@ -166,33 +160,15 @@ def test_no_large_file_is_tracked():
     assert not large, "\n".join(large)
 
 
-def test_licence():
-    text = (ROOT / "LICENSE").read_text()
-    assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
-    assert "Apache License" in text and "Version 2.0, January 2004" in text and "9. Accepting Warranty" in text
-
-
 def test_citation_is_well_formed():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (
-        citation["cff-version"] == "1.2.0"
-        and citation["type"] == "software"
-        and citation["license"] == PROJECT["license"]
-    )
+    assert citation["cff-version"] == "1.2.0" and citation["license"] == PROJECT["license"] == "Apache-2.0"
     assert {"message", "title", "authors"} <= citation.keys()
-    allowed = {"type", "title", "authors", "year", "conference", "journal", "volume", "identifiers", "url", "notes"}
     for reference in citation["references"]:
-        assert {"type", "title", "authors", "year"} <= reference.keys() <= allowed, reference["title"]
-        assert reference["type"] in ("article", "conference-paper", "data")
-        assert ("conference" in reference) == (reference["type"] == "conference-paper"), reference["title"]
-        assert isinstance(reference["year"], int) and 2000 < reference["year"] < 2100
-        assert all({"given-names", "family-names"} == author.keys() for author in reference["authors"]), reference[
-            "title"
-        ]
+        assert reference["type"] in ("article", "conference-paper", "data") and 2000 < reference["year"] < 2100
+        assert all({"given-names", "family-names"} == author.keys() for author in reference["authors"])
         for identifier in reference.get("identifiers", []):
-            assert identifier["type"] == "other" and re.fullmatch(r"arXiv:\d{4}\.\d{5}", identifier["value"])
-    titles = [reference["title"] for reference in citation["references"]]
-    assert len(titles) == len(set(titles))
+            assert re.fullmatch(r"arXiv:\d{4}\.\d{5}", identifier["value"])
 
 
 def test_the_readme_gives_the_test_command():
