@@ -149,7 +149,7 @@ def _measure_landscape(config: LandscapeConfig, folder: Path, on_progress: Calla
     axis = grid(config.reach, config.points)
     surface = loss_surface(
         model, corpus, directions[0], None if line else directions[1], axis, None, loss,
-        folder / "surface.json", precision=config.precision, reduction=config.reduction)
+        precision=config.precision, reduction=config.reduction)
     hessian = None
     if config.hessian: hessian = plane_hessian(model, corpus, *directions, loss=loss, reduction=config.reduction)
     return {
