@@ -44,7 +44,7 @@ def test_failed_runs_are_collected_until_they_are_done(tmp_path):
     (tmp_path / "failed" / "odd").mkdir()
     for odd in (kept | {"config": None}, kept | {"key": 5}, kept | {"config": "task"}, []):
         (tmp_path / "failed" / "odd" / "failed.json").write_text(json.dumps(odd))
-        with pytest.warns(UserWarning, match="failed.json is of no failed run"):
+        with pytest.warns(UserWarning, match="failed.json: is of no failed run"):
             assert len(collect(tmp_path / "failed", lines)) == 1
     collect(lay(tmp_path / "again"), lines)
     collect(tmp_path / "failed", lines)  # a failure does not take the place of the finished run
