@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from isoreg.cli import app
 from isoreg.experiments.config import RunConfig
 from isoreg.experiments.data import MissingSplit
-from isoreg.experiments.grid import Run, expand, load_grid
+from isoreg.experiments.grid import expand, load_grid
 from isoreg.experiments.notebook import KernelDied, error_words, is_refusal
 from isoreg.experiments.sweep import (
     Folder,
@@ -261,10 +261,9 @@ def test_a_record_beside_an_empty_notebook_is_not_done(tmp_path):
     (run,) = plan.runs
     record = json.dumps({"key": run.key, "status": "done", "config": run.config, "kind": "stub", "value": 1})
     half = {"record.json": record, "notebook.ipynb": ""}
-    report = sweep(plan, folder.out, Fake(half))
-    assert "without a record of this run" in report.failed[run.key]["error"] and report.code == 1
+    assert "without a record" in sweep(plan, folder.out, Fake(half)).failed[run.key]["error"]
     report = sweep(plan, folder.out, Fake(half | {"notebook.ipynb": "{}"}), retry_failed=True)
-    assert report.code == 0 and folder.record(run) is not None and report.done == status(folder.out)["done"]
+    assert report.code == 0 and folder.record(run) and report.done == status(folder.out)["done"]
     for damage in ("", '{"cells": ['):
         (folder.out / run.key / "notebook.ipynb").write_text(damage)
         assert folder.record(run) is None and status(folder.out)["done"] == []
@@ -349,18 +348,13 @@ def test_interrupts_end_the_workers_unless_they_are_ignored(tmp_path, number):
 # Folders, disks and records
 
 
-def test_places_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
-    plan = expand(load_grid(stub(tmp_path)))
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        sweep(plan, tmp_path / "file" / "out", Fake())
-    for name in ("record.json", "failed.json"):
-        (tmp_path / "out" / plan.runs[0].key / name).mkdir(parents=True)
-    folder = Folder(tmp_path / "out")
-    assert folder.record(plan.runs[0]) is None and folder.failure(plan.runs[0].key) is None
+        sweep(expand(load_grid(stub(tmp_path))), tmp_path / "file" / "out", Fake())
 
 
-def test_an_error_before_a_run_begins_leaves_no_lock(tmp_path, monkeypatch):
+def test_an_error_before_a_run_begins_leaves_no_lock(tmp_path):
     folder, plan = Folder(tmp_path / "out"), expand(load_grid(stub(tmp_path)))
     with pytest.raises(IndexError):
         sweep(plan, folder.out, Fake())
@@ -401,20 +395,6 @@ def test_a_run_whose_files_changed_is_not_done(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")  # the file is not found from here: the record counts
     assert folder.record(run) is not None
-
-
-def test_done_runs_are_done_from_another_directory(tmp_path, monkeypatch):
-    (tmp_path / "here" / "data").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    config = RunConfig(task="cola", model="models/m", data_dir="data", regularizer="none")
-    run = Run(config.key, "finetune", config.to_dict())
-    record = {"key": config.key, "status": "done", "config": config.to_dict(), "metric": "accuracy", "value": 0.5}
-    path = tmp_path / "runs" / config.key / "record.json"
-    path.parent.mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    for more, done in (({}, True), ({"lr": 0.001}, False)):
-        path.write_text(json.dumps(record | {"config": record["config"] | more}))
-        assert (Folder(tmp_path / "runs").record(run) is not None) == done
 
 
 # Machines
@@ -482,7 +462,8 @@ TIMES = {"train_seconds", "device_seconds", "total_seconds", "started", "peak_me
 
 
 def same(one, two):
-    assert {k: v for k, v in one.items() if k not in TIMES} == {k: v for k, v in two.items() if k not in TIMES}
+    one, two = ({k: v for k, v in record.items() if k not in TIMES} for record in (one, two))
+    assert one == two
 
 
 def test_toy_grid_from_end_to_end(toy):

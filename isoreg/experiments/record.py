@@ -257,14 +257,15 @@ def _below(folder: str | Path) -> Iterator[dict]:
     for file in record_files(folder, "record.json", "failed.json"):
         try:
             if file.name == "record.json": yield with_columns(RunRecord.load(file).to_dict())
-            else: yield _failure(read_record(file))
-        except ValueError as error: warnings.warn(f"left out: {file}: {error}")
+            else: yield _failure(file)
+        except ValueError as error: warnings.warn(f"left out: {error}")
 
 
-def _failure(content: dict) -> dict:
+def _failure(file: Path) -> dict:
     "Return what stays of a failed run."
-    if not isinstance(content.get("config"), dict): raise ValueError("is of no failed run")
-    return {"status": "failed"} | {n: content.get(n) for n in ("key", "config", "error", "attempts")}
+    found = read_record(file)
+    if not isinstance(found.get("config"), dict): raise ValueError(f"{file} is of no failed run")
+    return {"status": "failed"} | {n: found.get(n) for n in ("key", "config", "error", "attempts")}
 
 # %% ../../nbs/experiments/20_record.ipynb #18762733
 def read_record(path: str | Path) -> dict:

@@ -192,8 +192,11 @@ def is_done(self: Sweep, run: Run) -> bool:
 def work(self: Sweep, waiting: list[Run], on_progress: Callable[[dict], None]):
     "Do these runs; end early if the disk is full, as every other run would meet that too."
     self.log(self.executor.start())
-    self.write_plan()
-    self.closed, pool = False, ThreadPoolExecutor(self.executor.jobs)
+    jobs, keys = self.executor.jobs, [run.key for run in self.plan.runs]
+    digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()[:8]
+    write_atomically(  # for `status`
+        self.folder.home / f"plan-{digest}.json", json.dumps({"jobs": jobs, "keys": keys}))
+    self.closed, pool = False, ThreadPoolExecutor(jobs)
     try:
         runs = {pool.submit(self.do, run): run for run in waiting}
         while runs and not self.stopped:
@@ -348,7 +351,7 @@ class OnRay:
     def stop(self):
         for task in list(self.tasks): self.ray.cancel(task, force=True)
 
-# %% ../../nbs/experiments/30_sweep.ipynb #2ac63480
+
 def compute_on_node(run: Run, cwd: str, env: dict) -> tuple[dict | None, dict[str, bytes]]:
     "Compute a run on a node; return its failure and its files."
     if Path(cwd).is_dir(): os.chdir(cwd)
@@ -396,15 +399,6 @@ def time_left(times: list[float], missing: int, jobs: int) -> float | None:
     return statistics.median(times) * missing / jobs if times else None
 
 # %% ../../nbs/experiments/30_sweep.ipynb #46a7f042
-@patch
-def write_plan(self: Sweep):
-    "Write the keys of the plan for `status`; another choice of blocks is another file."
-    keys = [run.key for run in self.plan.runs]
-    digest = hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()[:8]
-    plan = json.dumps({"jobs": self.executor.jobs, "keys": keys})
-    write_atomically(self.folder.home / f"plan-{digest}.json", plan + "\n")
-
-
 @patch
 def progress(self: Sweep) -> dict:
     "Return the content of the live table."
