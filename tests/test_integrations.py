@@ -244,7 +244,8 @@ def test_sentence_losses_in_evaluation_and_what_is_refused():
     two = [IStar(1.0, zeta=0), IStar(1.0, zeta=0, layers=-1)]
     assert float(PenaltyLoss(model, ranking, two)(features(), None)) == float(ranking(features(), None))
     model.train()
-    assert set(PenaltyLoss(model, ranking, two)(features(), None)) == {"task_loss", "istar", "istar_2"}
+    for several in (two, torch.nn.ModuleList(two)):
+        assert set(PenaltyLoss(model, ranking, several)(features(), None)) == {"task_loss", "istar", "istar_2"}
     assert "forward" not in vars(model[0].auto_model)
     cached = found.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
     with pytest.raises(ValueError, match="loss: CachedMultipleNegativesRankingLoss reads tokens without a graph"):
