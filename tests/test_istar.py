@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 import warnings
 
 import numpy as np
@@ -359,6 +360,7 @@ KINDS = {
     "istar": lambda: IStar(0.1, reference_cov=torch.eye(16) + 0.1),
     "plain": lambda: IStar(0.1, zeta=0),
     "ustat": lambda: IStar(0.1, correction="ustat"),
+    "gaussian": lambda: IStar(0.1, correction="gaussian"),
     "mean of layers": lambda: IStar(0.1, layers="mean", correction="gaussian"),
     "cosreg": lambda: CosReg(),
 }
@@ -388,6 +390,45 @@ def test_a_layer_more_starts_few_operations_and_a_frozen_one_fewer(kind, most):
 
     assert 0 < count(7) - count(6) <= most
     assert count(6, frozen=5) <= count(6) - 2 * 4  # of the five the first is the embeddings
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    "The way that an accelerator takes, on this processor."
+    for room in ("isoreg.moments", "isoreg.isoscore"):
+        monkeypatch.setattr(sys.modules[room], "few_operations", lambda device: True)
+    monkeypatch.setattr("isoreg.istar.check_batches", lambda *_: None)
+
+
+# no work of a device: types, memory that is not filled, a view in place
+NO_WORK = {"promote_types", "new_empty", "squeeze_"}
+
+
+@pytest.mark.parametrize("kind, most", [("istar", 60), ("plain", 60), ("gaussian", 75), ("ustat", 90), ("cosreg", 25)])
+def test_an_accelerator_starts_few_operations_for_twelve_layers(accelerator, kind, most):
+    states = tuple(torch.randn(4, 64, 16, requires_grad=True) for _ in range(13))
+    penalty, mask = KINDS[kind](), torch.ones(4, 64).long()
+    with Counted(lambda func: not func.is_view and func.overloadpacket.__name__ not in NO_WORK) as started:
+        penalty(states, mask)
+    assert 10 < started.count <= most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("offset, spread", [(0, 1), (1e3, 1), (50, 1e3)])
+def test_the_path_of_an_accelerator_gives_the_same_score_and_gradient(request, kind, offset, spread):
+    torch.manual_seed(0)
+    scale, found = torch.logspace(0, math.log10(spread), 16), []
+    states = tuple((torch.randn(8, 50, 16) * scale + offset).requires_grad_() for _ in range(4))
+    mask = (torch.arange(50) < torch.randint(20, 51, (8, 1))).long()
+    for path in ("blocked", "accelerator"):
+        if path == "accelerator":
+            request.getfixturevalue(path)
+        penalty = KINDS[kind]()
+        gradient = torch.autograd.grad(penalty(states, mask), states[1:], allow_unused=True)[-1]
+        found.append((penalty.parts.get("isoscore", penalty.parts.get("cosine")), gradient))
+    (a, g), (b, h) = found
+    torch.testing.assert_close(b, a, rtol=1e-6, atol=0)
+    torch.testing.assert_close(h, g, rtol=1e-4, atol=1e-6 * float(g.abs().max()))
 
 
 @pytest.mark.parametrize("kind, backend", [*((k, "aot_eager") for k in KINDS), ("istar", "inductor")])
