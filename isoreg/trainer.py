@@ -7,9 +7,8 @@ __all__ = ['PenaltyMixin', 'PenaltyTrainer', 'ReferenceRefresh', 'put_schedule',
 import contextlib
 import functools
 import inspect
-import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
 from .checks import in_range
-from .files import write_atomically
+from .files import from_json, read_text, write_atomically
 from .istar import as_penalties, check_batches, measure_isotropy, reference_covariance, warn_without_gradient
 from .moments import full_precision, sum_over_ranks, world_size
 from .states import encoder_of, eval_mode, inside_wrapper, same_draws, states_of, token_mask
@@ -47,7 +46,11 @@ class PenaltyMixin:
         super().__init__(*args, **kwargs)
         if any(IGNORES_ITEMS.search(type(m).__name__) for m in self.model.modules()):
             self.model_accepts_loss_kwargs = False
-        for p in self.penalties: self.attach(p)
+        known = [getattr(c, "penalty", None) for c in self.callback_handler.callbacks]
+        for p in self.penalties:
+            p.to(self.args.device)
+            if not getattr(p, "needs_reference", False) or p in known: continue
+            self.add_callback(ReferenceRefresh(p, every_epoch=not getattr(p, "given", False), mask_fn=mask_fn))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         "Return the Trainer's loss, in training with the penalties added."
@@ -85,7 +88,7 @@ def penalised(self: PenaltyMixin, loss: Tensor, states: tuple[Tensor, ...], mask
     terms = [p(states, mask) for p in self.penalties]
     for p, term in zip(self.penalties, terms): warn_without_gradient(p, term)
     steps = 1 if self.divides(items) else self.current_gradient_accumulation_steps
-    self.means.add({"task_loss": loss.detach().mean() * steps} | named_parts(self.penalties))
+    self.means.add(loss.detach().mean() * steps, self.penalties)
     return loss + sum(terms).to(loss.device) / steps
 
 
@@ -101,12 +104,16 @@ def divides(self: PenaltyMixin, items) -> bool:
 class Means:
     "Means of named scalars over the ranks and the micro-batches since the last reading."
 
-    def __init__(self): self.sums, self.calls = Counter(), 0
+    def __init__(self): self.sums, self.calls = defaultdict(float), 0
 
-    def add(self, values: dict[str, Tensor]):
-        "Add the values of a micro-batch."
-        self.sums.update(values)
+    def add(self, task_loss: Tensor, penalties: list[nn.Module]):
+        "Add the loss and the parts of the penalties of a micro-batch."
         self.calls += 1
+        self.sums["task_loss"] += task_loss
+        seen: Counter = Counter()
+        for name, value in (part for p in penalties for part in getattr(p, "parts", {}).items()):
+            seen[name] += 1
+            self.sums[name if seen[name] == 1 else f"{name}_{seen[name]}"] += value
 
     def read(self, device: torch.device) -> dict[str, float]:
         "Return the means by name and begin anew."
@@ -117,27 +124,9 @@ class Means:
         if world_size() > 1: torch.distributed.all_reduce(total)
         return dict(zip(sums, (total / world_size() / calls).tolist()))
 
-
-def named_parts(penalties: list[nn.Module]) -> dict[str, Tensor]:
-    "Return the parts of all penalties by name."
-    calls, named = Counter(), {}
-    for name, value in (part for p in penalties for part in getattr(p, "parts", {}).items()):
-        calls[name] += 1
-        named[name if calls[name] == 1 else f"{name}_{calls[name]}"] = value
-    return named
-
 # %% ../nbs/09_trainer.ipynb #d862c4e1
 class PenaltyTrainer(PenaltyMixin, Trainer):
     "Train as the transformers Trainer, with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
-
-# %% ../nbs/09_trainer.ipynb #86343507
-@patch
-def attach(self: PenaltyMixin, p: nn.Module) -> None:
-    "Move a penalty to the Trainer's device and add the callback for its reference, unless there is one."
-    p.to(self.args.device)
-    known = any(getattr(c, "penalty", None) is p for c in self.callback_handler.callbacks)
-    if getattr(p, "needs_reference", False) and not known:
-        self.add_callback(ReferenceRefresh(p, every_epoch=not getattr(p, "given", False), mask_fn=self.mask_fn))
 
 # %% ../nbs/09_trainer.ipynb #c318bbab
 class ReferenceRefresh(TrainerCallback):
@@ -167,8 +156,8 @@ class ReferenceRefresh(TrainerCallback):
 
     def draw(self, args, state, model: nn.Module, loader: DataLoader) -> Tensor:
         "Return the reference of examples drawn for this epoch."
-        defaults: dict[str, Any] = {"layers": "union", "padding": False, "embeddings": False}
-        counted = {name: getattr(self.penalty, name, default) for name, default in defaults.items()}
+        counted = {name: getattr(self.penalty, name) for name in ("layers", "padding", "embeddings")
+                   if hasattr(self.penalty, name)}
         seed = (args.seed if self.seed is None else self.seed) * 1009 + int(state.epoch or 0)
         half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         autocast = torch.autocast(args.device.type, dtype=half, enabled=half is not None and not self.released)
@@ -205,7 +194,7 @@ def _save_checkpoint(self: PenaltyMixin, model, trial):
 def _load_from_checkpoint(self: PenaltyMixin, checkpoint, model=None):
     "Load as the Trainer does, and the dropout schedule and the references that every rank finds."
     super(PenaltyMixin, self)._load_from_checkpoint(checkpoint, model)
-    put_schedule(self.model, Path(checkpoint))
+    put_schedule(self.model, checkpoint)
     for p, file in self.references(checkpoint):
         if getattr(p, "given", False): continue
         found = torch.tensor(int(file.exists()), device=self.args.device)
@@ -230,25 +219,24 @@ def train(self: PenaltyMixin, *args, **kwargs):
     return super(PenaltyMixin, self).train(*args, **kwargs)
 
 
-def put_schedule(model: nn.Module, checkpoint: Path | None = None) -> None:
+def put_schedule(model: nn.Module, checkpoint: str | None = None) -> None:
     "Put on the dropout schedule that the configuration of the model, or of a checkpoint, names, unless it is in force."
     from isoreg.dropout import apply_dropout, load_dropout
-    config, file = getattr(model, "config", None), checkpoint and checkpoint / "config.json"
-    mine, name = getattr(config, "dropout_schedule", None), "dropout_schedule"
-    noted = json.loads(file.read_text()).get(name) if file and file.exists() else mine
+    config, file = getattr(model, "config", None), Path(checkpoint or "", "config.json")
+    noted = mine = getattr(config, "dropout_schedule", None)
+    if checkpoint and file.exists(): noted = from_json(read_text(file)).get("dropout_schedule")
     if config is None or not noted: return
     if mine and mine != noted:
-        raise ValueError(f"{name}: {file} has another than the model; apply that of the checkpoint, or train anew")
+        raise ValueError(f"dropout_schedule: {file} has another than the model; apply that of the checkpoint, or train "
+                         "anew")
     config.dropout_schedule = noted
-    # this takes a note out that is not in force
-    look = apply_dropout(model, "standard")
-    in_force = hasattr(config, name)
-    look.undo()
+    # this takes a note out that is not in force, and puts it back at the end
+    with apply_dropout(model, "standard"): in_force = hasattr(config, "dropout_schedule")
     if in_force: return
     try: load_dropout(model)
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}: that of the configuration is not in force and cannot be put on ({error}); put it "
-                         "on before the training, or use apply_dropout(model, 'standard') to train without") from error
+        raise ValueError(f"dropout_schedule: the one in the configuration cannot be put on ({error}); put it on before "
+                         "the training, or use apply_dropout(model, 'standard') to train without") from error
 
 # %% ../nbs/09_trainer.ipynb #9a3630ef
 class IsotropyLog(TrainerCallback):
@@ -314,24 +302,17 @@ class Grouped:
     "The forward of an encoder, called group by group."
 
     def __init__(self, encoder: nn.Module, groups: int):
-        self.encoder, self.groups, self.before = encoder, groups, vars(encoder).get("forward")
+        self.encoder, self.groups = encoder, groups
+        self.own = functools.partial(type(encoder).forward, encoder)
+        self.whole = vars(encoder).get("forward", self.own)
 
     def take_off(self):
         "Give the encoder the forward back that it had before."
         del self.encoder.forward
-        if self.before is not None: self.encoder.forward = self.before
-
-    @property
-    def own(self) -> Callable:
-        "The forward of the encoder's class."
-        return functools.partial(type(self.encoder).forward, self.encoder)
+        if self.whole is not self.own: self.encoder.forward = self.whole
 
     @property
     def __signature__(self): return inspect.signature(self.own)
-
-    def whole(self, *args, **kwargs):
-        "Return the output of the forward without groups."
-        return (self.before or self.own)(*args, **kwargs)
 
     def __call__(self, *args, **kwargs):
         inputs = dict(**self.__signature__.bind_partial(*args).arguments, **kwargs)
