@@ -118,8 +118,12 @@ def entry(
     title_level: int = 3,  # of the heading
 ):  # an object that a notebook shows as Markdown
     "Return the entry of a name on its page: nbdev's, marked for the index, the fields of a class in place of `*args`."
-    shown = importlib.import_module("nbdev.showdoc").BasicMarkdownRenderer(sym, name=name, title_level=title_level)
     room, held = _library(sym)
+    render = importlib.import_module("nbdev.showdoc").BasicMarkdownRenderer
+    try:
+        shown = render(sym, name=name, title_level=title_level)
+    except NameError:  # an annotation names a class of a later cell; the module has it
+        shown = render(held, name=name, title_level=title_level)
     call = _call(held, str(shown.dm)) if inspect.isclass(held) else _short(str(shown.dm))
     shown.dm = call.replace("`", "")  # else nbdev writes links, which code does not show as such
     return _Entry(shown, _mark(room, held) if room else "")

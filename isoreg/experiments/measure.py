@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +148,7 @@ def _measure_landscape(config: LandscapeConfig, folder: Path, on_progress: Calla
     axis = grid(config.reach, config.points)
     surface = loss_surface(
         model, corpus, directions[0], None if line else directions[1], axis, None, loss,
-        folder / "surface.json", precision=config.precision, reduction=config.reduction)
+        precision=config.precision, reduction=config.reduction)
     hessian = None
     if config.hessian: hessian = plane_hessian(model, corpus, *directions, loss=loss, reduction=config.reduction)
     return {
@@ -359,7 +358,7 @@ def collect_measurements(
     """Gather the records of measurements into a JSON lines file, written atomically, and return them, sorted by key.
 
     Warns of a file that is no complete record. Raises `ValueError` if there is no such folder."""
-    return gather(folder, path, _measured, lambda kept, new: new, itemgetter("key"))
+    return gather(folder, path, _measured, lambda kept, new: new)
 
 
 def _measured(folder: str | Path) -> Iterator[dict]:
