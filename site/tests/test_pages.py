@@ -333,7 +333,7 @@ def test_one_screen_has_the_answer_the_picture_and_the_command(opened, real):
     if not real:
         pytest.skip("a preview, without Quarto's themes")
     page, _ = opened("index.html", width=1400)
-    for part in ("#should-i-use-them ol", "main img", "#getting-started-install-and-try-it pre"):
+    for part in ("#should-i-use-them ol > li", "main img", "#getting-started-install-and-try-it pre"):
         box = page.locator(part).first.bounding_box()
         assert box["y"] + box["height"] <= 900, part
 

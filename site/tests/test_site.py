@@ -131,12 +131,6 @@ SPOILED = {  # file, what stands there, what stands there instead, message
     "unknown key": (QUARTO, "toc: true", "tok: true", "unknown key format.html.tok"),
     "yaml": (QUARTO, "toc: true", "toc: [true", "_quarto.yml: "),
     "no theme": (QUARTO, "cosmo", "[cosmo, none.scss]", "the file none.scss of theme does not exist"),
-    "front matter key twice": (
-        PAGE,
-        "title: Table",
-        "title: Table\\ntitle: Main",
-        "cell 0: front matter: title is given",
-    ),
     "HTML output": (PAGE, "text/markdown", "text/html", "main.ipynb: cell 1: an output of the type text/html"),
     "picture elsewhere": (PAGE, "| 1 |", "| ![](https://other.example/a.png) |", "a.png is loaded from another host"),
     "favicon": (QUARTO, "title: small", "title: small\n  favicon: none.svg", "the favicon none.svg does not exist"),
