@@ -423,10 +423,3 @@ def test_an_interval_stays_in_one_line(opened):
     broken = page.evaluate("""[...document.querySelectorAll("main td a[href*='.jsonl#L']")]
         .filter(a => a.getClientRects().length > 1).map(a => a.innerText)""")
     assert not broken and re.search(r"\[[-−]?[\d.]+,\u00a0[-−]?[\d.]+\]", page.evaluate(PROSE))
-
-
-def test_the_current_page_is_marked(opened):
-    page, _ = opened("nbs/istar.html")
-    marked = page.evaluate("""[...document.querySelectorAll('nav a.active, a.sidebar-link.active, nav a[aria-current=page]')]
-        .map(a => [a.href.split('/').pop(), getComputedStyle(a).fontWeight])""")  # noqa: E501
-    assert ["istar.html", "600"] in [[link.split("#")[0], weight] for link, weight in marked], "by more than its colour"

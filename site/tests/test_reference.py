@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 import reference
 from isoreg.cli import app
 from isoreg.experiments.config import CONFIGS
-from isoreg.experiments.grid import expand, load_grid
 from pages import addresses
-from reference import EXAMPLES, anchor, commands_page, entry, fields, first_sentence, index_page, public_names
+from reference import EXAMPLES, anchor, commands_page, entry, fields, index_page, public_names
 
 ROOT = Path(__file__).parents[2]
 NBS = ROOT / "nbs"
@@ -74,19 +73,6 @@ def test_anchors_differ():
     assert len(marks) == len(set(marks)) and len({m.lower() for m in marks}) < len(marks)  # as moments and Moments
 
 
-def test_the_settings_name_the_entry():
-    assert re.search(r"^renderer = reference\.entry$", (ROOT / "settings.ini").read_text(), re.M)
-
-
-def test_first_sentence():
-    sentences = {"Return x. Raises nothing.": "Return x.", "Return x, (a. b) of y.\n\nMore.": "Return x, (a. b) of y."}
-    sentences |= {
-        "Return the score (Rudman et al. 2022). `ValueError` for y.": "Return the score (Rudman et al. 2022)."
-    }
-    for said, line in sentences.items():
-        assert first_sentence(type("T", (), {"__doc__": said})) == line
-
-
 # ---- fields
 
 CLASSES = [(f"{room}.{name}", value) for room, name, value in PUBLIC if inspect.isclass(value)]
@@ -107,17 +93,6 @@ def test_a_class_shows_its_fields(kind):
 def test_settings_show_what_help_says():
     for kind in (k for k in CONFIGS.values() if k.__module__.startswith("isoreg.")):  # tests of sweeps add their own
         assert all(f.text for f in fields(kind))
-
-
-def test_a_comment_behind_a_field_is_its_text():
-    from isoreg.moments import Moments
-
-    found = {f.name: f for f in fields(Moments)}
-    assert found["mean"].text == "(..., d)" and found["m3"].default == "None" and found["mean"].default == ""
-
-
-def test_an_entry_of_a_name_that_is_not_public_has_no_anchor():
-    assert "<section" not in entry(shown)._repr_markdown_()
 
 
 @pytest.mark.parametrize(
@@ -152,15 +127,6 @@ def test_examples_parse(name, tmp_path, monkeypatch):
     for line in lines:
         _, command, *arguments = shlex.split(line)
         COMMANDS[command].make_context(command, arguments)
-
-
-def test_the_examples_name_what_is_there():
-    assert set(EXAMPLES) == set(COMMANDS)
-    (key,) = re.findall(r"runs/(\S+)", EXAMPLES["rerun"])
-    assert key in [run.key for run in expand(load_grid("demo")).runs]
-    assert (NBS / "grids" / "toy.yaml").exists() and re.search(
-        "^  seed: ", (NBS / "grids" / "toy.yaml").read_text(), re.M
-    )
 
 
 # ---- the tutorials

@@ -352,11 +352,6 @@ def test_letters_of_figures_have_eight_points_or_more():
         assert not SMALL.findall("".join(cell["source"] for cell in check_site.read_cells(path))), path.name
 
 
-def test_git_ignores_what_quarto_would_have_it_ignore():
-    "In its words: it adds to .gitignore each line that it does not find."
-    assert {"/.quarto/", "**/*.quarto_ipynb"} <= set((ROOT / ".gitignore").read_text().splitlines())
-
-
 def test_the_repository_is_sound():
     "All but the passage through the filter, which takes some seconds a notebook and is a step of its own in .ci/run."
     wrong = check_site.check(ROOT, with_filter=False)
@@ -373,15 +368,6 @@ def test_readme_holds_what_the_notebook_says(site):
     assert "[core](nbs/00_core.ipynb), the [licence](LICENSE) and [the web](https://small.example)" in text
     assert "```python\nprint(2 * 2)\n```\n\n```text\n4\n```" in text
     assert "import small" not in text
-
-
-@pytest.mark.parametrize(
-    "text, said", [("{{< embed tables/main.ipynb#tbl-main >}}", "shortcode"), (r"$\operatorname{tr}S$", "mathrm")]
-)
-def test_readme_refuses_what_it_cannot_show(tmp_path, text, said):
-    write_notebook(tmp_path / "index.ipynb", [("markdown", text)])
-    with pytest.raises(SystemExit, match=said):
-        build_readme.readme(tmp_path / "index.ipynb")
 
 
 def test_readme_of_the_repository_is_up_to_date():
