@@ -306,9 +306,7 @@ def _show_plan(plan, out: Path, stored: set[str], keys: bool) -> set[str]:
     _console.print(table)
     done = {run.key for run in plan.runs if run.key in stored or Folder(out).record(run) is not None}
     more = f"; {plan.duplicates} combinations are equal to others" if plan.duplicates else ""
-    if plan.excluded: more += f"; {plan.excluded} excluded"
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
-    for note in plan.notes: _console.print(f"note: {note}")
     if not keys: return done
     for run in plan.runs[:100]: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run.key}")
     if len(plan.runs) > 100: _console.print(f"  and {len(plan.runs) - 100} more")

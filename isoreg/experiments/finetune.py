@@ -164,7 +164,8 @@ def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenize
     options, notes, source = {}, [], {}
     if config.dropout in GUIDED:
         scores, source, notes = _fisher_scores(config, data, tokenizer)
-        options = {n: getattr(config, n) for n in ("p_max", "p_min", "seed")} | {"scores": scores}
+        rate = 0.1 if config.dropout_p is None else config.dropout_p
+        options = dict[str, Any](p_max=rate, seed=config.seed, scores=scores)
     elif config.dropout in RATED: options = dict(p=config.dropout_p)
     done = dict(apply_dropout(model, config.dropout, **options))
     if source: done["scores_source"] = source
