@@ -101,15 +101,15 @@ def test_every_kind_of_file_has_the_same_rows_and_labels_by_name(kind, tmp_path)
     task = Task("grades", label="grade", files={"train": str(file), "validation": str(file)})
     data = load_task(task)
     assert data.train["text"] == [row["text"] for row in rows] and data.train["label"] == [2, 0, 2, 1]  # of 1, 3, 5
-    assert data.task.label_names == ("1", "3", "5") and data.task.num_labels == 3
-    names = load_task(Task("g", label_names=["5", "3", "1"], label="grade", files=dict(task.files)))
+    assert data.task.labels == ("1", "3", "5") and data.task.num_labels == 3
+    names = load_task(Task("g", labels=["5", "3", "1"], label="grade", files=dict(task.files)))
     assert names.train["label"] == [0, 2, 0, 1]
 
 
 def test_a_quotation_mark_of_a_tsv_joins_no_lines(tmp_path):
     (tmp_path / "t.tsv").write_text('text\tlabel\n"Hello he said\tno\nthe x\tyes\nb y" z\tno\nfour\tyes\n')
     files = dict.fromkeys(("train", "validation"), str(tmp_path / "t.tsv"))
-    assert load_task(Task("own", label_names=("no", "yes"), files=files)).train["label"] == [0, 1, 0, 1]
+    assert load_task(Task("own", labels=("no", "yes"), files=files)).train["label"] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("positive", [0.2, 0.8])
@@ -118,7 +118,7 @@ def test_the_majority_is_the_best_constant_answer_by_the_metric(tmp_path, positi
     labels = [int(i < 10 * positive) for i in range(10)]
     pq.write_table(pa.table({"text": list("abcdefghij"), "label": labels}), tmp_path / "t.parquet")
     files = dict.fromkeys(("train", "validation"), str(tmp_path / "t.parquet"))
-    task = Task("own", label_names=("no", "yes"), metric=metric, metrics=(metric,), files=files)
+    task = Task("own", labels=("no", "yes"), metric=metric, metrics=(metric,), files=files)
     score = load_metric(task)
     best = max(score.compute(predictions=[c] * 10, references=labels)[metric] for c in (0, 1))
     assert load_task(task).majority == pytest.approx(best)
@@ -140,7 +140,7 @@ def test_a_name_on_the_hub_is_a_definition_too():
     assert task.hub == ("stanfordnlp/imdb", None) and from_definition(definition(task)) == task
     assert RunConfig(task=task).definition["hub"] == ["stanfordnlp/imdb", None]
     rows = {"train": 25000, "test": 25000}
-    assert from_definition(definition(task) | {"official_rows": rows}).official_rows == tuple(rows.items())
+    assert from_definition(definition(task) | {"official_rows": rows}).official_rows == rows
     assert from_definition(task and {"name": "m", "hub": ["a/b", "c"]}).hub == ("a/b", "c")
 
 
@@ -152,8 +152,8 @@ REFUSED = [  # a change of the definition, the training rows, the message
     ("name: rte", None, "name: 'rte' is a task of isoreg"),
     ("name: toy-mine", None, "name: 'toy-mine'"),
     ("!!python/object/apply:os.system [id]", None, "polarity.yaml: is no readable YAML"),
-    ("labels: [right, left]", None, "column label: the label 'wrong' is none of"),
-    ("metric: pearson", None, "polarity: column label: Failed to parse string: '(right|wrong)'"),
+    ("labels: [right, left]", None, "column label: .*no valid label, such as 'wrong'"),
+    ("metric: pearson", None, "polarity: column label: .*such as '(right|wrong)'; a label is a number"),
     ("", "sentence,label\na,x\nb,x\n", "the labels are .*'x'.*need two or more"),
     ("", "words,label\na,x\nb,y\n", "no column sentence; it has"),
     ("", "sentence,label\na,1\nb,\nc,2\n", "1 of 3 rows have no valid label"),
@@ -231,7 +231,7 @@ def test_a_sweep_looks_at_models_and_rows_before_it_starts(folder, monkeypatch):
 
 def test_run_takes_a_task(folder):
     files = {"train": str(folder / "train.csv"), "validation": str(folder / "dev.csv")}
-    task = Task("words", text_columns=["sentence"], files=files)
+    task = Task("words", text=["sentence"], files=files)
     record = run(RunConfig(regularizer="none", epochs=1), task=task)
     assert record.config["task"] == "words" and record.config["definition"]["text"] == ["sentence"]
     assert run(RunConfig(regularizer="none", **TINY), task=TASKS["toy-rte"]).config["definition"] is None

@@ -564,13 +564,13 @@ CONFIGS: dict[str, type[Settings]] = {
 # %% ../../nbs/experiments/19_config.ipynb #a7e1e832
 def kinds(field: FieldInfo) -> tuple[type, ...]:
     "Return the plain types that a setting may have; a choice of words is text."
-    parts = get_args(field.annotation | None)  # type: ignore[operator]
+    parts = get_args(field.annotation | None)
     return tuple(dict.fromkeys(str if get_origin(p) is Literal else p for p in parts))
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
     "Return the words that a setting may be; empty where any will do."
-    parts = get_args(field.annotation | None)  # type: ignore[operator]
+    parts = get_args(field.annotation | None)
     return tuple(word for p in parts if get_origin(p) is Literal for word in get_args(p))
 
 
