@@ -78,18 +78,14 @@ def test_stored_runs_keep_their_keys_and_read_back(project):
     jsonschema.validate(read.to_record(), config_schema(RunConfig) | DIALECT)
 
 
-@pytest.mark.parametrize(
-    "config, key",
-    [
-        (RunConfig(), "toy-cola-toy-bert-istar-0.1-seed0-a9b8583106"),
-        (FisherConfig(), "fisher-toy-bert-8c5bc57458"),
-        (LandscapeConfig(), "landscape-toy-bert-29fa173f7f"),
-        (GeometryConfig(), "geometry-toy-bert-92b1c5030d"),
-        (PretrainConfig(), "toy-bert-head-seed0-3d1c131b64"),
-    ],
-)
-def test_the_runs_of_earlier_versions_are_found_again(config, key):
-    assert config.key == key
+def test_the_runs_of_earlier_versions_are_found_again():
+    assert [kind().key for kind in KINDS] == [
+        "toy-cola-toy-bert-istar-0.1-seed0-a9b8583106",
+        "fisher-toy-bert-8c5bc57458",
+        "landscape-toy-bert-29fa173f7f",
+        "geometry-toy-bert-92b1c5030d",
+        "toy-bert-head-seed0-3d1c131b64",
+    ]
 
 
 @pytest.mark.parametrize("name, value", [("cosreg_layer", 2), ("out_of_memory", "halve"), ("warmup", 0.5)])
