@@ -209,8 +209,8 @@ def test_collecting_goes_on_after_broken_records(tmp_path, fisher_run):
 
 
 def test_unknown_setting_and_headless_model(tmp_path):
-    with pytest.raises(ValueError, match="share: unknown .*; did you mean shares"):
-        FisherConfig.from_dict({"share": 0.1})
+    with pytest.raises(ValueError, match="share: unknown .*; did you mean .shares"):
+        FisherConfig(share=0.1)
     AutoModelForMaskedLM.from_pretrained(toy_model_path()).bert.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(toy_model_path()).save_pretrained(tmp_path)
     with pytest.raises(

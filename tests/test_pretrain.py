@@ -138,9 +138,9 @@ def test_accumulated_steps_have_the_loss_and_gradient_of_one_batch(text, tmp_pat
 
 def test_a_configuration_with_its_own_heldout_text_comes_back():
     config = PretrainConfig(heldout="toy", steps=2)
-    assert PretrainConfig.from_dict(config.to_dict()) == config and config.heldout_share == 0
-    (run,) = expand(Grid("g", (Block("g", "mlm_head", {"heldout": "toy", "steps": 2}),))).runs
-    assert PretrainConfig.from_dict(run.parameters) == config and run.key == config.key
+    assert PretrainConfig(**config.to_dict()) == config and config.heldout_share == 0
+    (run,) = expand(Grid(name="g", blocks=[Block(notebook="mlm_head", fixed={"heldout": "toy", "steps": 2})])).runs
+    assert PretrainConfig(**run.parameters) == config and run.key == config.key
     with pytest.raises(ValueError, match="heldout_share: 0 leaves"):
         PretrainConfig(heldout_share=0.0)
 
@@ -380,7 +380,10 @@ def toy_notebook(values: dict):
             exec(source, space)
 
 
-WRONG = {"stpes: unknown parameter; did you mean steps": {"stpes": 4}, "lr: True is not float": {"lr": True}}
+WRONG = {
+    "stpes: unknown parameter; did you mean .steps": {"stpes": 4},
+    "lr: Input should be a valid number": {"lr": "x"},
+}
 
 
 @pytest.mark.parametrize("message", WRONG)

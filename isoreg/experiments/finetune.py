@@ -147,7 +147,8 @@ def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenize
     if config.dropout in RATED: options["p"] = config.dropout_p
     if config.dropout in GUIDED:
         scores, source, note = _fisher_scores(config, data, tokenizer)
-        options = {"scores": scores, "p_max": config.p_max, "p_min": config.p_min, "seed": config.seed}
+        rate = 0.1 if config.dropout_p is None else config.dropout_p
+        options = {"scores": scores, "p_max": rate, "seed": config.seed}
         notes, more = [f"scores: Fisher of {note}"], {"scores_source": source} if source else {}
     if digest := config.identity().get("dropout_sha256"): more["schedule_sha256"] = digest
     done = dict(apply_dropout(model, config.dropout, **options))
