@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -44,23 +43,23 @@ from ..states import eval_mode
 # %% ../../nbs/experiments/25_measure.ipynb #dc946c13
 def measure(
     config: TextSettings,  # a FisherConfig, LandscapeConfig or GeometryConfig
-    folder: str | Path,  # place of record.json, and of full/ or surface.json
+    folder: str | Path,  # place of record.json, and of full/
     on_progress: Callable[[str], None] = lambda line: None,  # receiver of one line for each step
 ) -> dict:
     """Make the measurement of a configuration, write its record and return it.
 
-    A finished record of the same settings and files is returned as it is, and a surface goes on where a killed call
-    stopped. `ValueError` for a model, text or file that does not fit."""
+    A finished record of the same settings and files is returned as it is.
+    `ValueError` for a model, text or file that does not fit."""
     folder = Path(folder)
     if done := _finished(folder, config, on_progress): return done
     if torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
     begun, inputs = time.perf_counter(), inputs_sha256(config.to_dict())
-    kind, resumed = type(config).__name__.removesuffix("Config").lower(), (folder / "surface.json").is_file()
+    kind = type(config).__name__.removesuffix("Config").lower()
     found = KINDS[kind](config, folder, on_progress)
     record = {
         "key": config.key, "kind": kind, "config": config.to_dict(), "inputs": inputs, "status": "done",
         "hardware": hardware() | {"precision": config.precision}, "versions": versions(), "git_commit": git_commit(),
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"), "resumed": resumed, "schema": 1,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"), "schema": 1,
         "total_seconds": time.perf_counter() - begun, "peak_memory_mib": peak_memory_mib()}
     text = json.dumps(plain(record | found), indent=1)
     write_atomically(folder / "record.json", text + "\n")
@@ -77,7 +76,6 @@ def _finished(folder: Path, config: TextSettings, on_progress: Callable[[str], N
     if not (changed := changed_inputs(record)): return record
     on_progress(f"{' and '.join(changed)} changed since the record of {record['finished']}: all is computed again")
     shutil.rmtree(folder / "full", ignore_errors=True)
-    (folder / "surface.json").unlink(missing_ok=True)
     return None
 
 # %% ../../nbs/experiments/25_measure.ipynb #87d4e91e
@@ -138,7 +136,7 @@ def _sorted_entries(estimate: FisherEstimate) -> dict:
 
 # %% ../../nbs/experiments/25_measure.ipynb #9c9b0b59
 def _measure_landscape(config: LandscapeConfig, folder: Path, on_progress: Callable) -> dict:
-    "Return the losses on the grid, their profile and their Hessian; the surface is saved row by row."
+    "Return the losses on the grid, their profile and their Hessian."
     model, corpus, loss, notes = _model_and_corpus(config)
     mask, seed, line = _mask(config, model, corpus, loss), 2 * config.direction_seed, config.shape == "line"
     seeds = [seed] if line else [seed, seed + 1]
@@ -148,7 +146,7 @@ def _measure_landscape(config: LandscapeConfig, folder: Path, on_progress: Calla
     on_progress(f"{moved} of {total} parameters move, length {directions[0].length():.2f}")
     surface = loss_surface(
         model, corpus, directions[0], None if line else directions[1], grid(config.reach, config.points), None, loss,
-        folder / "surface.json", precision=config.precision, reduction=config.reduction)
+        precision=config.precision, reduction=config.reduction)
     hessian = None
     if config.hessian:
         hessian = plane_hessian(model, corpus, *directions, loss=loss, reduction=config.reduction).tolist()
@@ -341,7 +339,7 @@ def collect_measurements(
     """Gather the records of measurements into a JSON lines file, written atomically, and return them, sorted by key.
 
     Warns of a file that is no complete record. Raises `ValueError` if there is no such folder."""
-    return gather(folder, path, _measured, lambda kept, new: new, itemgetter("key"))
+    return gather(folder, path, _measured, lambda kept, new: new)
 
 
 def _measured(folder: str | Path) -> Iterator[dict]:
