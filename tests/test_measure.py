@@ -180,7 +180,7 @@ def test_the_encoder_of_an_encoder_decoder_model_alone_is_measured(tmp_path, say
     save_file(
         {k: v.clone() for k, v in load_file(file).items() if ".block.1." not in k}, file, metadata={"format": "pt"}
     )
-    with pytest.raises(ValueError, match=r"lacks weights \(encoder\.block\.1\."):
+    with pytest.raises(ValueError, match=r"lacks .* weights .*\(encoder\.block\.1\."):
         load_body(GeometryConfig(model=str(tmp_path)))
 
 
