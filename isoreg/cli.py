@@ -576,7 +576,7 @@ def report_command(
         files, summary = write_report(runs, out, baseline if compared else None, by), summarise(runs, by)
     if not compared:
         _errors.print(f"no comparisons: no run of {baseline!r} beside others; methods are {', '.join(methods)}")
-    left_out = ["median", "worst", "one class only", "IsoScore before", "its layers, mean"]  # no room on a screen
+    left_out = ["median", "worst", "predicts a single class", "IsoScore before"]  # no room on a screen
     shown = readable(summary).map(str).drop(columns=left_out, errors="ignore")
     table = Table(*shown, box=None, pad_edge=False)
     for row in shown.itertuples(index=False): table.add_row(*map(_printable, row))
