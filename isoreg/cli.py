@@ -255,7 +255,7 @@ def sweep_command(
     "Do all runs of a grid that are not done, several at a time."
     from isoreg.experiments.grid import expand, load_grid
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
-    stored = _stored_keys(plan, records) if records else set()
+    stored = _stored_times(plan, records) if records else {}
     done = _show_plan(plan, out, stored, keys=dry_run)
     if dry_run: return
     plan.runs = tuple(run for run in plan.runs if run.key not in stored)
@@ -288,31 +288,34 @@ def _sweep(plan, out: Path, jobs: int | None = None, ray: bool = False, retry_fa
         return sweep(plan, out, executor, retry_failed, _errors.print, show)
 
 # %% ../nbs/31_cli.ipynb #a19c548c
-def _stored_keys(plan, records: Path) -> set[str]:
-    "Return the keys of the runs of a plan that have a record in the file, of the files that they would read now."
+def _stored_times(plan, records: Path) -> dict[str, float]:
+    "Return key and time of the runs of a plan that have a record in the file, of the files that they would read now."
     from isoreg.experiments.record import changed_inputs, read_lines
     from isoreg.experiments.sweep import is_record_of
     found = {r["key"]: r for r in read_lines(records)}
     have = [run for run in plan.runs if is_record_of(found.get(run.key), run)]
-    return {run.key for run in have if not changed_inputs(found[run.key])}
+    return {run.key: found[run.key].get("total_seconds", 0.0) for run in have if not changed_inputs(found[run.key])}
 
 
-def _show_plan(plan, out: Path, stored: set[str], keys: bool) -> set[str]:
+def _show_plan(plan, out: Path, stored: dict[str, float], keys: bool) -> set[str]:
     "Print the blocks of a plan, count its runs, and return the keys of those that are done."
-    from isoreg.experiments.sweep import Folder
+    from isoreg.experiments.sweep import Folder, time_left
     table = _table(f"{plan.name}: {plan.description}" if plan.description else plan.name,
                    ("block", "notebook"), ("combinations", "runs"))
     for block in plan.blocks: table.add_row(*map(str, block))
     _console.print(table)
-    done = {run.key for run in plan.runs if run.key in stored or Folder(out).record(run) is not None}
+    found = {run.key: record for run in plan.runs if (record := Folder(out).record(run))}
+    done = stored | {key: record.get("total_seconds", 0.0) for key, record in found.items()}
     more = f"; {plan.duplicates} combinations are equal to others" if plan.duplicates else ""
     if plan.excluded: more += f"; {plan.excluded} excluded"
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
     for note in plan.notes: _console.print(f"note: {note}")
-    if not keys: return done
+    if not keys: return set(done)
+    if left := time_left(list(done.values()), len(plan.runs) - len(done), 1):
+        _console.print(f"one after another they take about {_time(left)}, by the median time of those that are done")
     for run in plan.runs[:100]: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run.key}")
     if len(plan.runs) > 100: _console.print(f"  and {len(plan.runs) - 100} more")
-    return done
+    return set(done)
 
 
 def _state_table(state: dict) -> Table:
@@ -335,7 +338,7 @@ def _show_report(report, out: Path):
         trace = "\n".join(report.failed[keys[0]].get("traceback", "").strip().splitlines()[-25:])
         files = "\n".join(f"  {out / key / 'failed.json'}" for key in keys)
         _errors.print(_printable(f"\nfailed, {len(keys)} run{'s' * (len(keys) > 1)}: {error}\n{trace}\n{files}"))
-    ours = f"{report.made} by this sweep, {_time(report.seconds)}"
+    ours = f"{len(report.done)} by this sweep, {_time(report.seconds)}"
     counts = f"{report.found + len(report.done)} of {report.planned} runs are done ({ours})"
     _console.print(f"{counts}, {len(report.failed)} failed; records in {out}")
     if report.empty:
@@ -400,20 +403,16 @@ def status_command(
 ):
     "What is done, running, failed and missing in a folder, and the time left."
     from isoreg.experiments.sweep import status
-    state = status(folder)
+    state, table = status(folder), _table(str(folder))
     if as_json: return print(json.dumps(state, indent=1))
-    table, planned = _table(str(folder)), state["missing"] is not None
     empty = f", {len(state['empty'])} of them without a number" if state["empty"] else ""
     table.add_row("done", f"{len(state['done'])}{empty}")
     running = [f"{r['key']}  {r.get('stage', '')} {_step(r)}".rstrip() for r in state["running"]]
     table.add_row("running", "\n".join([str(len(running)), *running]))
     failed = [f"{key}  {error.partition(chr(10))[0]}" for key, error in state["failed"].items()]
     table.add_row("failed", _printable("\n".join([str(len(failed)), *failed])))
-    table.add_row("missing", str(len(state["missing"])) if planned else "unknown: no sweep was started here")
-    if planned: table.add_row("time left", _time(state["left"]))
-    for name, grid in state["grids"].items():
-        ended = "" if grid["ended"] is None else f", ended {grid['ended']}"
-        table.add_row(f"grid {name}", f"{grid['done']} of {grid['planned']}{ended}")
+    table.add_row("missing", str(len(state["missing"])))
+    table.add_row("time left", _time(state["left"]))
     _console.print(table)
 
 # %% ../nbs/31_cli.ipynb #6c46dd64
