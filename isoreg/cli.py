@@ -226,7 +226,7 @@ def sweep_command(
     "Do all runs of a grid that are not done, several at a time."
     from isoreg.experiments.grid import expand, load_grid
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
-    stored = _stored_keys(plan, records) if records else set()
+    stored = _stored_times(plan, records) if records else {}
     done = _show_plan(plan, out, stored, keys=dry_run)
     if dry_run: return
     plan.runs = tuple(run for run in plan.runs if run.key not in stored)
@@ -244,27 +244,31 @@ def _sweep(plan, out: Path, jobs: int | None = None, ray: bool = False, retry_fa
         return sweep(plan, out, OnRay(None, jobs) if ray else Local(jobs), retry_failed, _errors.print, on_progress)
 
 # %% ../nbs/31_cli.ipynb #a19c548c
-def _stored_keys(plan, records: Path) -> set[str]:
-    "Return the keys of the runs of a plan that have a record in the file, of the files that they would read now."
+def _stored_times(plan, records: Path) -> dict[str, float]:
+    "Return key and time of the runs of a plan that have a record in the file, of the files that they would read now."
     from isoreg.experiments.record import changed_inputs, read_lines
     from isoreg.experiments.sweep import is_record_of
     found = {r["key"]: r for r in read_lines(records)}
     have = [run for run in plan.runs if is_record_of(found.get(run.key), run)]
-    return {run.key for run in have if not changed_inputs(found[run.key])}
+    return {run.key: found[run.key].get("total_seconds", 0.0) for run in have if not changed_inputs(found[run.key])}
 
 
-def _show_plan(plan, out: Path, stored: set[str], keys: bool) -> set[str]:
+def _show_plan(plan, out: Path, stored: dict[str, float], keys: bool) -> set[str]:
     "Print the blocks of a plan, count its runs, and return the keys of those that are done."
-    from isoreg.experiments.sweep import Folder
+    from isoreg.experiments.sweep import Folder, time_left
     title = f"{plan.name}: {plan.description}" if plan.description else plan.name
     _show(title, plan.blocks, ["block", "notebook"], ["combinations", "runs"])
-    done = {run.key for run in plan.runs if run.key in stored or Folder(out).record(run) is not None}
+    found = {run.key: record for run in plan.runs if (record := Folder(out).record(run))}
+    done = stored | {key: record.get("total_seconds", 0.0) for key, record in found.items()}
     more = f"; {plan.duplicates} combinations are equal to others" if plan.duplicates else ""
     if plan.excluded: more += f"; {plan.excluded} excluded"
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
     for note in plan.notes: _console.print(f"note: {note}")
-    for run in plan.runs if keys else (): _console.print(f"  {'done   ' if run.key in done else 'missing'} {run.key}")
-    return done
+    if not keys: return set(done)
+    if left := time_left(list(done.values()), len(plan.runs) - len(done), 1):
+        _console.print(f"one after another they take about {_time(left)}, by the median time of those that are done")
+    for run in plan.runs: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run.key}")
+    return set(done)
 
 
 def _check_inputs(configs: Sequence[dict]):
@@ -287,7 +291,7 @@ def _show_report(report, out: Path) -> int:
         trace = "\n".join(report.failed[keys[0]].get("traceback", "").strip().splitlines()[-25:])
         files = "\n".join(f"  {out / key / 'failed.json'}" for key in keys)
         _errors.print(_printable(f"\nfailed, {len(keys)} run{'s' * (len(keys) > 1)}: {error}\n{trace}\n{files}"))
-    ours = f"{report.made} by this sweep, {_time(report.seconds)}"
+    ours = f"{len(report.done)} by this sweep, {_time(report.seconds)}"
     counts = f"{report.found + len(report.done)} of {report.planned} runs are done ({ours})"
     _console.print(f"{counts}, {len(report.failed)} failed; records in {out}")
     if report.empty:
@@ -349,12 +353,8 @@ def status_command(
     running = [f"{r['key']}  {_stage(r)}".rstrip() for r in state["running"]]
     failed = [f"{key}  {error.partition(chr(10))[0]}" for key, error in state["failed"].items()]
     rows = [("done", f"{len(state['done'])}{empty}"), ("running", "\n".join([str(len(running)), *running])),
-            ("failed", "\n".join([str(len(failed)), *failed]))]
-    if state["missing"] is None: rows.append(("missing", "unknown: no sweep was started here"))
-    else: rows += [("missing", str(len(state["missing"]))), ("time left", _time(state["left"]))]
-    for name, grid in state["grids"].items():
-        ended = "" if grid["ended"] is None else f", ended {grid['ended']}"
-        rows.append((f"grid {name}", f"{grid['done']} of {grid['planned']}{ended}"))
+            ("failed", "\n".join([str(len(failed)), *failed])), ("missing", len(state["missing"])),
+            ("time left", _time(state["left"]))]
     _show(str(folder), rows)
 
 # %% ../nbs/31_cli.ipynb #6c46dd64

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .checks import in_range, one_of
-from .moments import Moments, as_given, check_points, floating, full_precision, moments, wide_dtype
+from .moments import (
+    Moments, as_given, check_points, few_operations, floating, full_precision, moments, wide_dtype)
 
 # %% ../nbs/02_isoscore.ipynb #486b262d
 def isoscore(
@@ -30,17 +31,17 @@ def isoscore(
     """
     one_of("correction", correction, CORRECTIONS)
     X, keep = check_cloud(points, mask)  # (..., n, d), (..., n)
-    inv = invariants(X, keep, order=4 if correction == "ustat" else 2)
+    inv = on_host(invariants(X, keep, order=4 if correction == "ustat" else 2))
     # float32 does not hold fourth powers of very short or very long rows
     length = inv.trace.detach() / inv.count.clamp(min=1)
     if bool(((length < 1e-12) | (length > 1e12)).any()):
-        inv = invariants(X.to(wide_dtype(X)), keep, order=4 if correction == "ustat" else 2)
+        inv = on_host(invariants(X.to(wide_dtype(X)), keep, order=4 if correction == "ustat" else 2))
     t2, f = estimate_traces(inv, correction)
     score = closed_form(t2, f, X.shape[-1])
     constant = is_constant(X, keep, inv.count, inv.trace)
     if correction and not constant and bool(torch.isfinite(f).all()): check_evenness(inv, f, X.shape[-1], X.dtype)
     check_score(score, X, keep, inv.count, MIN_ROWS[correction], constant)
-    return as_score(score, points, X.dtype)
+    return as_score(score.to(X.device), points, X.dtype)
 
 # %% ../nbs/02_isoscore.ipynb #7489b59a
 MIN_ROWS = {None: 2, "gaussian": 3, "ustat": 4}  # rows that a score needs, by its correction
@@ -59,7 +60,8 @@ class _TraceAndSquare(torch.autograd.Function):
     def forward(ctx, S: Tensor):
         ctx.save_for_backward(S)
         t = S.diagonal(dim1=-2, dim2=-1).to(wide_dtype(S)).sum(-1)
-        blocks = (rows.to(wide_dtype(S)).flatten(-2) for rows in S.split(128, dim=-2))
+        height = S.shape[-1] if few_operations(S.device) else 128
+        blocks = [rows.to(wide_dtype(S)).flatten(-2) for rows in S.split(height, dim=-2)]
         a = sum(torch.linalg.vecdot(rows, rows) for rows in blocks)
         return t, a
 
@@ -117,9 +119,22 @@ def invariants(
     X, mask = check_points(points, mask)
     if X.shape[-2] >= X.shape[-1]: return invariants_of_moments(moments(X, mask, order))
     X, count = centre(X.to(wide_dtype(X)), mask)
-    K = X @ X.mT
+    K = _Gram.apply(X)
     r = K.diagonal(dim1=-2, dim2=-1)
     return Invariants(count, r.sum(-1), K.square().sum((-2, -1)), r.square().sum(-1))
+
+# %% ../nbs/02_isoscore.ipynb #few00004
+class _Gram(torch.autograd.Function):
+    "The products of all pairs of rows of X (..., n, d), whose gradient is one product too."
+
+    @staticmethod
+    def forward(ctx, X: Tensor):
+        ctx.save_for_backward(X)
+        return X @ X.mT
+
+    @staticmethod
+    def backward(ctx, G):
+        return (G + G.mT) @ ctx.saved_tensors[0]
 
 # %% ../nbs/02_isoscore.ipynb #87dddf0e
 def invariants_of_moments(m: Moments) -> Invariants:
@@ -134,6 +149,11 @@ def centre(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     count, out = mask.sum(-1), ~mask[..., None]
     x = x.masked_fill(out, 0)
     return (x - x.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]).masked_fill(out, 0), count
+
+# %% ../nbs/02_isoscore.ipynb #few00003
+def on_host(inv: Invariants) -> Invariants:
+    "Return the invariants on the CPU, all read at once: what follows are a few operations on single numbers."
+    return Invariants(*torch.stack([field.to(inv.trace.dtype) for field in inv if field is not None]).cpu().unbind())
 
 # %% ../nbs/02_isoscore.ipynb #7489b59b
 def estimate_traces(
@@ -174,7 +194,7 @@ def is_constant(points: Tensor, mask: Tensor | None, count: Tensor, trace: Tenso
     if mask is None: first = points[..., :1, :]  # (..., 1, d)
     else: first = points.take_along_dim(mask.int().argmax(-1)[..., None, None], -2)
     eps = torch.finfo(torch.promote_types(points.dtype, torch.float32)).eps
-    length = first.detach().to(trace.dtype).square().sum((-2, -1))
+    length = torch.linalg.vector_norm(first.detach(), dim=(-2, -1), dtype=trace.dtype).square().to(trace.device)
     if not bool((trace <= count * (8 * eps) ** 2 * length).any()): return False
     differs = (points != first).any(-1) if mask is None else (points != first).any(-1) & mask
     return not bool(differs.any(-1).all())

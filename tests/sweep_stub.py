@@ -72,7 +72,7 @@ def work(config, out):
         mark.touch()
         raise ConnectionError("not at the first time")
     value, gpu = hashlib.sha256(config.key.encode()).hexdigest(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    record = {"key": config.key, "status": "done", "config": config.to_dict(), "value": value}
+    record = {"key": config.key, "status": "done", "config": config.to_dict(), "kind": "stub", "value": value}
     kill_once(config, "record")
     content = json.dumps(record | {"total_seconds": config.wait, "gpu": gpu})
     write_atomically(Path(out) / config.key / "record.json", content)

@@ -320,7 +320,7 @@ def test_the_released_reference_counts_only_where_a_reference_is_read():
 
 
 def test_a_folder_of_data_counts_for_a_task_of_ones_own_that_lies_in_one(tmp_path):
-    own = dict(name="tone", label_names=("low", "high"), hub=("a/b", None))
+    own = dict(name="tone", labels=("low", "high"), hub=("a/b", None))
     place = lambda task: RunConfig(task=task, model="x", data_dir=str(tmp_path)).data_dir
     assert place(Task(**own, folder="tone")) == str(tmp_path) == place("cola")
     assert place(Task(**own)) is None is RunConfig(data_dir=str(tmp_path)).data_dir

@@ -306,7 +306,9 @@ def test_the_spectrum_is_that_of_singular_values_at_any_scale(shape, scale):
     x = np.random.default_rng(0).normal(size=shape) + 3
     share = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
     found = measure_points(x * scale).row["spectrum"]
-    np.testing.assert_allclose(found["share"], np.pad(share / share.sum(), (0, x.shape[1] - len(share)))[:10], atol=1e-12)
+    np.testing.assert_allclose(
+        found["share"], np.pad(share / share.sum(), (0, x.shape[1] - len(share)))[:10], atol=1e-12
+    )
     assert found["axes_for"]["90%"] == 1 + (np.cumsum(share / share.sum()) < 0.9).sum()
 
 

@@ -26,7 +26,7 @@ def test_permissions_are_those_of_the_file_or_of_the_umask(tmp_path):
     (tmp_path / "link").symlink_to("new")
     write_atomically(tmp_path / "link", "third")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "new").read_text() == "third"
-    for place, error in ((tmp_path, OSError), (os.devnull, ValueError), (tmp_path / "new" / "x", OSError)):
+    for place, error in ((tmp_path, ValueError), (os.devnull, ValueError), (tmp_path / "new" / "x", OSError)):
         with pytest.raises(error):
             write_atomically(place, "x")
 
@@ -45,7 +45,7 @@ def test_class_numbers_of_32_bits_come_back(kind, largest):
 def test_damaged_predictions_are_refused(damage):
     packed = pack(np.array([0.5, 1.5, 2.5]))
     assert unpack(packed).tolist() == [0.5, 1.5, 2.5]
-    with pytest.raises(ValueError, match="predictions: cannot be read .*; give another record"):
+    with pytest.raises(ValueError, match="predictions: cannot be read"):
         unpack(packed | damage)
 
 

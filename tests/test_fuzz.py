@@ -64,7 +64,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(
         isoreg.experiments.finetune, "run", lambda *a, **k: (_ for _ in ()).throw(ValueError("run: not here"))
     )
-    monkeypatch.setattr(isoreg.experiments.sweep.Sweep, "work", lambda s, on_progress: None)
+    monkeypatch.setattr(isoreg.experiments.sweep.Sweep, "work", lambda s, waiting, on_progress: None)
     yield home
     assert {p.name for p in tmp_path.iterdir()} == {"home", "beside"} and (tmp_path / "beside").read_text() == "stays"
 

@@ -192,68 +192,100 @@ def test_the_penalty_reaches_the_adapters_in_the_trainer():
 # ---- sentence-transformers
 
 
-def embedding_step(loss_of, penalty, texts=12, seed=0):
-    "The terms of a batch of pairs and the gradient of their sum."
-    library = pytest.importorskip("sentence_transformers")
+@pytest.fixture(scope="module")
+def library():
+    return pytest.importorskip("sentence_transformers")
+
+
+@pytest.fixture
+def sentences(library):
+    "The toy encoder without dropout, in training, and a batch of pairs for it."
+    model = without_dropout(library.SentenceTransformer(str(toy_model_path()), device="cpu")).train()
+    return model, lambda: [model.preprocess(list(column)) for column in zip(*toy_pairs(12))]
+
+
+def test_the_term_of_a_sentence_loss_is_that_of_its_tokens_and_reaches_the_encoder(sentences):
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
     from isoreg.sentence_transformers import PenaltyLoss
 
-    torch.manual_seed(seed)
-    model = without_dropout(library.SentenceTransformer(str(toy_model_path()), device="cpu")).train()
-    loss = PenaltyLoss(model, loss_of(model), penalty)
-    features = [model.preprocess(list(column)) for column in zip(*toy_pairs(texts))]
-    copies = [{k: v.clone() if torch.is_tensor(v) else v for k, v in f.items()} for f in features]
-    terms = loss(features, None)
-    sum(terms.values()).backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return terms, gradient, model, copies
-
-
-def losses():
-    pytest.importorskip("sentence_transformers")
-    from sentence_transformers.sentence_transformer import losses
-
-    return losses
-
-
-def test_the_term_of_a_sentence_loss_is_that_of_its_tokens_and_reaches_the_encoder():
-    found = losses()
-    terms, gradient, model, features = embedding_step(found.MultipleNegativesRankingLoss, IStar(-2.0, zeta=0))
-    model.zero_grad()
-    alone = found.MultipleNegativesRankingLoss(model)([dict(f) for f in features], None)
-    inputs = [{k: f[k] for k in ("input_ids", "attention_mask")} for f in features]
+    model, features = sentences
+    ranking, weights = MultipleNegativesRankingLoss(model), list(model[0].auto_model.parameters())
+    terms = PenaltyLoss(model, ranking, IStar(-2.0, zeta=0))(features(), None)
+    inputs = [{k: f[k] for k in ("input_ids", "attention_mask")} for f in features()]
     states = [model[0].auto_model(**f, output_hidden_states=True).hidden_states for f in inputs]
     tokens = torch.cat([h[f["attention_mask"].bool()] for hs, f in zip(states, inputs) for h in hs[1:]])
-    term = -2.0 * (1 - isoscore(tokens.double()))
-    assert set(terms) == {"task_loss", "istar"}
-    assert float(terms["task_loss"]) == pytest.approx(float(alone), rel=1e-4)
-    assert float(terms["istar"]) == pytest.approx(float(term), rel=1e-4)
-    (alone + term).backward()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    assert (gradient - expected).norm() < 1e-3 * expected.norm()
+    expected = {"task_loss": ranking(features(), None), "istar": -2.0 * (1 - isoscore(tokens.double()))}
+    assert set(terms) == set(expected)
+    for name, value in expected.items():
+        assert float(terms[name].detach()) == pytest.approx(float(value.detach()), rel=1e-4)
+    ours, theirs = (
+        torch.cat(
+            [g.flatten() for g in torch.autograd.grad(sum(t.values()), weights, allow_unused=True) if g is not None]
+        )
+        for t in (terms, expected)
+    )
+    assert (ours - theirs).norm() < 1e-3 * theirs.norm()
 
 
-def test_sentence_losses_in_evaluation_and_what_is_refused():
-    found = losses()
-    from sentence_transformers import SentenceTransformer
+class Guided(torch.nn.Module):
+    "A loss that looks at its texts once more without gradient, as guided losses do."
+
+    def __init__(self, model, loss):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, features, labels):
+        with torch.no_grad():
+            self.model(dict(features[0]))
+        return self.loss(features, labels)
+
+
+def test_sentence_losses_in_evaluation_and_what_is_refused(sentences):
+    from sentence_transformers.sentence_transformer import losses
 
     from isoreg.sentence_transformers import PenaltyLoss
 
-    model = SentenceTransformer(str(toy_model_path()), device="cpu").eval()
-    ranking = found.MultipleNegativesRankingLoss(model)
-    features = lambda: [model.preprocess(list(column)) for column in zip(*toy_pairs(4))]
-    two = [IStar(1.0, zeta=0), IStar(1.0, zeta=0, layers=-1)]
-    assert float(PenaltyLoss(model, ranking, two)(features(), None)) == float(ranking(features(), None))
-    model.train()
-    assert set(PenaltyLoss(model, ranking, two)(features(), None)) == {"task_loss", "istar", "istar_2"}
-    assert "forward" not in vars(model[0].auto_model)
-    cached = found.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
-    with pytest.raises(ValueError, match="loss: CachedMultipleNegativesRankingLoss reads tokens without a graph"):
-        PenaltyLoss(model, cached, two)(features(), None)
+    model, features = sentences
+    ranking, two = losses.MultipleNegativesRankingLoss(model), [IStar(1.0, zeta=0), IStar(1.0, zeta=0, layers=-1)]
+    plain = PenaltyLoss(model, ranking, two)(features(), None)
+    assert set(plain) == {"task_loss", "istar", "istar_2"}
+    same = PenaltyLoss(model, Guided(model, ranking), torch.nn.ModuleList(two))(features(), None)
+    for name, value in plain.items():
+        torch.testing.assert_close(same[name], value)
+    assert float(PenaltyLoss(model.eval(), ranking, two)(features(), None)) == float(ranking(features(), None))
+    assert "forward" not in vars(model.train()[0].auto_model)
+    cached = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+    for encoder, loss in ((model, cached), (copy.deepcopy(model), ranking)):
+        with pytest.raises(ValueError, match=f"loss: {type(loss).__name__} did not run this model with a gradient"):
+            PenaltyLoss(encoder, loss, two)(features(), None)
     for wrong in (torch.nn.Linear(2, 2), torch.nn.ModuleList([bert(), bert()])):
         with pytest.raises(ValueError, match="model: . transformers encoders"):
             PenaltyLoss(wrong, ranking, two)
-    with pytest.raises(ValueError, match="loss: did not run this model"):
-        PenaltyLoss(copy.deepcopy(model), ranking, two)(features(), None)
+
+
+@pytest.mark.parametrize("name", ["", "unseen"])
+def test_an_evaluator_of_isotropy_names_the_best_model(library, sentences, name):
+    from datasets import Dataset
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    from isoreg.sentence_transformers import IsotropyEvaluator
+
+    model, texts = sentences[0], [text for pair in toy_pairs(40, 1) for text in pair]
+    evaluator, metric = IsotropyEvaluator(texts, name), "_".join(filter(None, ["eval", name, "isoscore"]))
+    pairs = Dataset.from_dict(dict(zip(("anchor", "positive"), map(list, zip(*toy_pairs(32))))))
+    often = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, max_steps=3)
+    best = dict(load_best_model_at_end=True, metric_for_best_model=metric, greater_is_better=True, learning_rate=1e-2)
+    args = arguments(library.SentenceTransformerTrainingArguments, **often, **best)
+    trainer = library.SentenceTransformerTrainer(
+        model, args, train_dataset=pairs, loss=MultipleNegativesRankingLoss(model), evaluator=evaluator
+    )
+    trainer.train()
+    logged = [e[metric] for e in trainer.state.log_history if metric in e]
+    assert len(logged) == 3 and trainer.state.best_metric == max(logged) and evaluator.primary_metric in metric
+    vectors = model.eval().encode(list(dict.fromkeys(texts)))
+    assert max(logged) == pytest.approx(float(isoscore(vectors, correction="ustat")), rel=1e-3)
+    assert all(f"{metric}_stderr" in e for e in trainer.state.log_history if metric in e)
 
 
 # ---- causal language models
@@ -372,22 +404,17 @@ def test_mask_fn_tells_which_patches_count():
     assert measure_isotropy(model, images, mask_fn=patches)["union"] == pytest.approx(score(1), rel=1e-4) != score(0)
     without_dropout(model)
     penalty = IStar(1.0, zeta=0)
-    trainer = PenaltyTrainer(model, arguments(), train_dataset=examples(batch), penalty=penalty, mask_fn=patches)
+    log, data = IsotropyLog(images, mask_fn=patches), examples(batch)
+    trainer = PenaltyTrainer(model, arguments(), train_dataset=data, penalty=penalty, mask_fn=patches, callbacks=[log])
     trainer.train()
+    assert log.history[0]["union"] == pytest.approx(score(1), rel=1e-4)
     assert float(trainer.state.log_history[0]["isoscore"]) == pytest.approx(score(1), rel=1e-3)
-    log = IsotropyLog(images, mask_fn=patches)
-    refreshed = PenaltyTrainer(
-        model,
-        arguments(),
-        train_dataset=examples(batch),
-        penalty=IStar(1.0, zeta=0.2),
-        mask_fn=patches,
-        callbacks=[log],
-    )
+    drawn = IStar(1.0, zeta=0.2)
+    refreshed = PenaltyTrainer(model, arguments(), train_dataset=examples(batch), penalty=drawn, mask_fn=patches)
     own = reference_covariance(model, images, mask_fn=patches, progress=False)
     assert not torch.allclose(own, reference_covariance(model, images, progress=False))
     refreshed.train()
-    torch.testing.assert_close(refreshed.penalties[0].reference_cov, own, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(drawn.reference_cov, own, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("layers", ["union", "mean"])
@@ -402,32 +429,25 @@ def test_stages_of_swin_have_one_score_each_and_the_message_says_so(layers):
     assert fit(IStar(0.1, correction="ustat", layers=-1)).global_step == 1
 
 
-# ---- torchmetrics
+# ---- the Fisher information with adapters
+
+
+def tokens():
+    ids = torch.arange(3, 27).view(4, 6)
+    return {"input_ids": ids, "attention_mask": torch.ones(4, 6, dtype=torch.long), "labels": ids}
 
 
 def test_the_fisher_information_of_a_language_model_with_adapters():
-    peft = pytest.importorskip("peft")
-    config = LlamaConfig(
-        vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    batch, found = {"input_ids": torch.arange(3, 27).view(4, 6)}, []
-    batch |= {"attention_mask": torch.ones(4, 6, dtype=torch.long), "labels": batch["input_ids"]}
+    peft, found = pytest.importorskip("peft"), []
     for task in (None, "CAUSAL_LM"):
-        torch.manual_seed(0)
         settings = peft.LoraConfig(task_type=task, r=2, target_modules=["q_proj"], init_lora_weights=False)
-        found.append(empirical_fisher(peft.get_peft_model(LlamaForCausalLM(config), settings), [batch], loss="clm"))
-    assert (
-        found[0].scores() == found[1].scores() and len(found[0].scores()) == 4 and min(found[0].scores().values()) > 0
-    )
+        model = peft.get_peft_model(llama(), settings)
+        found.append(empirical_fisher(model, [tokens()], loss="clm").scores())
+    assert found[0] == found[1] and len(found[0]) == 6 and min(found[0].values()) > 0
 
 
 def test_learned_prompts_are_no_part_of_a_loss():
     peft = pytest.importorskip("peft")
-    config = LlamaConfig(
-        vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    batch = {"input_ids": torch.arange(3, 27).view(4, 6), "attention_mask": torch.ones(4, 6, dtype=torch.long)}
-    batch["labels"] = batch["input_ids"]
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="model: gives logits of shape"):
-        empirical_fisher(peft.get_peft_model(LlamaForCausalLM(config), prompt), [batch], loss="clm")
+        empirical_fisher(peft.get_peft_model(llama(), prompt), [tokens()], loss="clm")

@@ -4,10 +4,13 @@ the metric against all points at once."""
 import copy
 import math
 import pickle
+import sys
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from hypothesis import given, settings, strategies as st
 from IsoScore.IsoScore import IsoScore as published, IsoScore_star as published_star, istar
 from ranks import on_ranks
@@ -623,3 +626,61 @@ def test_a_metric_sees_the_last_bit_and_scores_equal_points_with_a_reference():
     following = torch.nextafter(row, torch.tensor(9.0))
     assert math.isfinite(seen(row.expand(9, 16), following.expand(9, 16)).compute())
     assert math.isfinite(seen(row.expand(9, 16), reference_cov=eye, zeta=0.2).compute())
+
+
+# ---- the path of an accelerator --------------------------------------------------------------------------------------
+
+
+class Started(TorchDispatchMode):
+    """Counts the operations that an accelerator would be given: those on more than one number that compute something.
+    Single numbers are read back once, and what follows runs on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        self.count += not view and "empty" not in func.name() and any(x.numel() > 1 for x in tensors)
+        return result
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    "The way that an accelerator takes, on this processor."
+    for room in ("isoreg.moments", "isoreg.isoscore"):
+        monkeypatch.setattr(sys.modules[room], "few_operations", lambda device: True)
+
+
+@pytest.mark.parametrize(
+    "correction, forward, both", [(None, 15, 30), ("gaussian", 15, 30), ("ustat", 20, 50)], ids=str
+)
+def test_an_accelerator_starts_few_operations(accelerator, correction, forward, both):
+    x = torch.randn(2000, 64)
+    for points, most in ((x, forward), (x.clone().requires_grad_(), both)):
+        with Started() as started:
+            score = isoscore(points, correction=correction)
+            if points.requires_grad:
+                score.backward()
+        assert 5 < started.count <= most
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("correction", [None, "gaussian", "ustat"])
+@pytest.mark.parametrize("offset, spread", [(0, 10), (1e4, 10), (50, 1e3)])
+def test_the_path_of_an_accelerator_gives_the_same_score_and_gradient(request, offset, spread, correction, masked):
+    torch.manual_seed(0)
+    x = torch.randn(3000, 48) * torch.logspace(0, math.log10(spread), 48) + offset
+    mask = torch.rand(3000) > 0.3 if masked else None
+    found = []
+    for _ in range(2):
+        points = x.clone().requires_grad_()
+        score = isoscore(points, mask, correction)
+        found.append((score.detach(), *torch.autograd.grad(score, points)))
+        if len(found) == 1:
+            request.getfixturevalue("accelerator")
+    (a, g), (b, h) = found
+    torch.testing.assert_close(b, a, rtol=1e-6, atol=0)
+    assert float((h - g).norm() / g.norm()) < 1e-5

@@ -42,9 +42,9 @@ def test_failed_runs_are_collected_until_they_are_done(tmp_path):
     (tmp_path / "failed" / "failed.json").write_text(json.dumps(kept | {"traceback": "...", "host": "a machine"}))
     assert collect(tmp_path / "failed", lines) == [{"status": "failed"} | kept] and load(lines).error[0] == "no"
     (tmp_path / "failed" / "odd").mkdir()
-    for odd in (kept | {"config": None}, kept | {"key": 5}, kept | {"config": "task"}, []):
+    for odd in (kept | {"config": None}, kept | {"key": 5}, []):
         (tmp_path / "failed" / "odd" / "failed.json").write_text(json.dumps(odd))
-        with pytest.warns(UserWarning, match="failed.json is of no failed run"):
+        with pytest.warns(UserWarning, match="left out: .*failed.json"):
             assert len(collect(tmp_path / "failed", lines)) == 1
     collect(lay(tmp_path / "again"), lines)
     collect(tmp_path / "failed", lines)  # a failure does not take the place of the finished run
@@ -93,10 +93,8 @@ def test_every_file_that_a_model_is_loaded_from_decides_its_run(tmp_path, name):
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    record = run(
-        RunConfig(task="toy-cola", max_train=200, max_eval=120, epochs=1, regularizer="istar", lam=-0.1),
-        model_folder=folder / "model",
-    )
+    config = RunConfig(task="toy-cola", max_train=200, max_eval=120, epochs=1, regularizer="istar", lam=-0.1)
+    record = run(config, model_folder=folder / "model")
     return record, folder / "model"
 
 
@@ -109,10 +107,7 @@ def test_metric_follows_from_the_kept_predictions(task):
     assert {m: again[m] for m in record.metrics} == pytest.approx(record.metrics, abs=1e-12)
 
 
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=50),
-    st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=50),
-)
+@given(st.lists(st.integers(0, 5), min_size=1), st.lists(st.floats(-10, 10, width=32), min_size=1))
 @settings(max_examples=30, deadline=None)
 def test_pack_loses_nothing(classes, numbers):
     assert unpack(pack(np.array(classes))).tolist() == classes
@@ -121,78 +116,66 @@ def test_pack_loses_nothing(classes, numbers):
 
 def test_saved_model_is_the_one_that_was_measured(done):
     record, folder = done
-    model, tokenizer = (
-        AutoModelForSequenceClassification.from_pretrained(folder).eval(),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     data = load_task("toy-cola", max_train=200, max_eval=120)
-    rows = encode(data.evaluation, data.task, tokenizer, 64)
+    rows = encode(data.evaluation, data.task, AutoTokenizer.from_pretrained(folder), 64)
+    inputs = [{k: torch.tensor([r[k]]) for k in ("input_ids", "attention_mask")} for r in rows]
     with torch.no_grad():
-        guess = [
-            int(model(**{k: torch.tensor([r[k]]) for k in ("input_ids", "attention_mask")}).logits.argmax())
-            for r in rows
-        ]
+        guess = [int(model(**one).logits.argmax()) for one in inputs]
     assert guess == unpack(record.predictions).tolist()
 
 
 def test_a_saved_model_loads_with_its_dropout(tmp_path):
-    scores = {
-        name: float(i + 1)
-        for i, (name, _) in enumerate(AutoModelForMaskedLM.from_pretrained(toy_model_path()).named_parameters())
-    }
-    (tmp_path / "scores.json").write_text(json.dumps({"tensor_scores": scores}))
-    config = RunConfig(
-        max_train=64, max_eval=64, epochs=1, regularizer="none", dropout="guided", scores=str(tmp_path / "scores.json")
-    )
+    names = [name for name, _ in AutoModelForMaskedLM.from_pretrained(toy_model_path()).named_parameters()]
+    scores, file = {name: float(i + 1) for i, name in enumerate(names)}, tmp_path / "scores.json"
+    file.write_text(json.dumps({"tensor_scores": scores}))
+    config = RunConfig(max_train=64, max_eval=64, epochs=1, regularizer="none", dropout="guided", scores=str(file))
     record = run(config, model_folder=tmp_path / "model")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     load_dropout(model)
     rates = {s.name: s.p for s in dropout_sites(model)}
-    assert len(set(rates.values())) > 3 and all(
-        record.dropout["rates"][n] == pytest.approx(p) for n, p in rates.items() if n in record.dropout["rates"]
-    )
+    assert len(set(rates.values())) > 3
+    written = {name: p for name, p in record.dropout["rates"].items() if name in rates}
+    assert written == pytest.approx({name: rates[name] for name in written})
+
+
+def bert():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertModel(BertConfig(vocab_size=50, **sizes))
+
+
+def same(got, wanted):
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_sentence_vectors_equal_one_text_at_a_time():
-    torch.manual_seed(0)
-    model = BertModel(
-        BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-    ).train()
+    model = bert().train()
     ids, lengths = torch.randint(1, 50, (5, 9)), torch.tensor([9, 4, 7, 1, 5])
     mask = (torch.arange(9) < lengths[:, None]).long()
-    got = sentence_vectors(
-        model, [{"input_ids": ids[:3], "attention_mask": mask[:3]}, {"input_ids": ids[3:], "attention_mask": mask[3:]}]
-    )
+    batches = [{"input_ids": ids[rows], "attention_mask": mask[rows]} for rows in (slice(3), slice(3, 5))]
+    got = sentence_vectors(model, batches)
     assert model.training and got["cls"].shape == got["mean"].shape == (3, 5, 16)
     model.eval()
     with torch.no_grad():
         alone = [model(ids[i : i + 1, :n], output_hidden_states=True).hidden_states for i, n in enumerate(lengths)]
     for i, states in enumerate(alone):
         for k, h in enumerate(states):
-            torch.testing.assert_close(got["cls"][k, i], h[0, 0], atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(got["mean"][k, i], h[0].mean(0), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(
-        got["mean_activation"], torch.cat([s[-1][0] for s in alone]).mean(0), atol=1e-5, rtol=1e-4
-    )
+            same(got["cls"][k, i], h[0, 0])
+            same(got["mean"][k, i], h[0].mean(0))
+    same(got["mean_activation"], torch.cat([s[-1][0] for s in alone]).mean(0))
 
 
 def test_first_token_is_found_behind_padding_on_the_left():
-    torch.manual_seed(0)
-    model = BertModel(
-        BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-    )
+    model = bert()
     ids, lengths = torch.randint(1, 50, (4, 9)), torch.tensor([9, 4, 1, 6])
     right, position = (torch.arange(9) < lengths[:, None]).long(), torch.arange(9).expand(4, 9)
     turn = (position - (9 - lengths[:, None])) % 9  # the same tokens at the end of the row
-    got = [
-        sentence_vectors(model, [batch])
-        for batch in (
-            {"input_ids": ids, "attention_mask": right, "position_ids": position},
-            {"input_ids": ids.gather(1, turn), "attention_mask": right.gather(1, turn), "position_ids": turn},
-        )
-    ]
+    first = {"input_ids": ids, "attention_mask": right, "position_ids": position}
+    last = {"input_ids": ids.gather(1, turn), "attention_mask": right.gather(1, turn), "position_ids": turn}
+    got = [sentence_vectors(model, [batch]) for batch in (first, last)]
     for what in ("cls", "mean", "mean_activation"):
-        torch.testing.assert_close(got[1][what], got[0][what], atol=1e-5, rtol=1e-4)
+        same(got[1][what], got[0][what])
 
 
 def test_dimension_of_each_hidden_state_is_kept(done):
@@ -249,18 +232,11 @@ def test_schemas_admit_what_measurements_write_and_refuse_the_rest(tmp_path):
         "fisher": measure(FisherConfig(limit=60, shares="50", draws=1, level="tensor"), tmp_path / "f"),
     }
     for kind, record in made.items():
-        check, record = (
-            Draft202012Validator(schema_of(kind)),
-            json.loads((tmp_path / kind[0] / "record.json").read_text()),
-        )
+        check = Draft202012Validator(schema_of(kind))
+        record = json.loads((tmp_path / kind[0] / "record.json").read_text())
         check.validate(record)
-        for wrong in (
-            {"status": "maybe"},
-            {"kind": "other"},
-            {"samples": "many"},
-            {"more": 1},
-            {"config": record["config"] | {"colour": "red"}},
-        ):
-            assert list(check.iter_errors(record | wrong)), (kind, wrong)
+        wrong = {"status": "maybe"}, {"kind": "other"}, {"samples": "many"}, {"more": 1}
+        for change in (*wrong, {"config": record["config"] | {"colour": "red"}}):
+            assert list(check.iter_errors(record | change)), (kind, change)
         for name in ("key", "config", "samples", "fingerprint"):
             assert list(check.iter_errors({k: v for k, v in record.items() if k != name})), (kind, name)

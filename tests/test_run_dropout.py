@@ -5,59 +5,69 @@ import json
 
 import numpy as np
 import pytest
+from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from transformers import BertConfig, BertForMaskedLM
-
-from isoreg.schedules import SCHEMES, save_schedule
-from isoreg.experiments.config import RunConfig, scores_source
 from isoreg.corpus import TextBatches
-from isoreg.fisher import empirical_fisher
+from isoreg.dropout import site_scores
+from isoreg.experiments.config import RunConfig, scores_source
 from isoreg.experiments.finetune import run
+from isoreg.experiments.models import load_tokenizer
 from isoreg.experiments.record import RunRecord
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
+from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
+from isoreg.schedules import SCHEMES, guided_schedule, save_schedule
 
 SMALL = dict(task="toy-cola", max_train=64, max_eval=32, epochs=1)
+PLAIN = SMALL | dict(regularizer="none")
 
 
-@pytest.mark.parametrize("how", ["standard", "guided", "shuffled", "gaussian", "gaussian-released", "mixout"])
-def test_every_kind_runs_and_is_recorded(how, tmp_path):
-    record = run(RunConfig(**SMALL, regularizer="none", dropout=how))
-    record.save(tmp_path)
-    again = RunRecord.load(tmp_path)
-    assert again.dropout["how"] == how and again.dropout["notes"] and again.config["dropout"] == how
-    rates = {n: p for n, p in again.dropout["rates"].items() if not n.startswith("classifier")}
-    assert len(rates) == 13  # embeddings and three places in each of four layers
-    if how in ("guided", "shuffled"):
-        assert sorted(rates.values()) == pytest.approx([0.1 * i / 12 for i in range(13)])
-        assert any("Fisher of the checkpoint" in n for n in again.dropout["notes"])
+def of_body(record):
+    "The rates of the encoder's sites."
+    return {n: p for n, p in record.dropout["rates"].items() if not n.startswith("classifier")}
 
 
-def test_kinds_differ_and_standard_is_the_baseline():
-    losses = lambda **kw: [e["loss"] for e in run(RunConfig(**SMALL, regularizer="none", **kw)).loss]
-    standard, guided = losses(), losses(dropout="guided")
-    assert losses(dropout="constant", dropout_p=0.1) == standard != guided
-    assert losses(dropout="guided") == guided != losses(dropout="reversed")
+def losses(record):
+    return [e["loss"] for e in record.loss]
+
+
+@pytest.fixture(scope="module")
+def records():
+    return {
+        how: run(RunConfig(**PLAIN, dropout=how)) for how in ("standard", "guided", "shuffled", "gaussian", "mixout")
+    }
+
+
+def test_every_kind_runs_and_is_recorded(records, tmp_path):
+    for how, record in records.items():
+        record.save(tmp_path / how)
+        again = RunRecord.load(tmp_path / how)
+        assert again.dropout["how"] == how == again.config["dropout"] and again.dropout["notes"]
+        rates = of_body(again)
+        assert len(rates) == 13  # embeddings and three places in each of four layers
+        if how in ("guided", "shuffled"):
+            assert sorted(rates.values()) == pytest.approx([0.1 * i / 12 for i in range(13)])
+            assert any("Fisher of the checkpoint on 64 training texts of toy-cola" in n for n in again.dropout["notes"])
+
+
+def test_kinds_differ_and_standard_is_the_baseline(records):
+    standard, guided = losses(records["standard"]), losses(records["guided"])
+    assert losses(run(RunConfig(**PLAIN, dropout="constant", dropout_p=0.1))) == standard != guided
+    assert losses(run(RunConfig(**PLAIN, dropout="guided"))) == guided
+    assert losses(run(RunConfig(**PLAIN, dropout="reversed"))) != guided
 
 
 def test_with_istar_from_files(tmp_path):
-    from isoreg.fisher import load_scores
-
-    first = run(RunConfig(**SMALL, regularizer="istar", lam=-0.1, dropout="guided"))
-    assert "isoscore" in first.loss[0] and first.dropout["how"] == "guided" and "istar-0.1-guided" in first.key
-    schedule = save_schedule(
-        tmp_path / "plan.json", {n: p for n, p in first.dropout["rates"].items() if not n.startswith("classifier")}
-    )
-    second = run(RunConfig(**SMALL, regularizer="istar", lam=-0.1, dropout=str(schedule)))
+    istar = SMALL | dict(regularizer="istar", lam=-0.1)
+    first = run(RunConfig(**istar, dropout="guided"))
+    assert "isoscore" in first.loss[0] and "istar-0.1-guided" in first.key
+    schedule = save_schedule(tmp_path / "plan.json", of_body(first))
+    second = run(RunConfig(**istar, dropout=str(schedule)))
     digest = hashlib.sha256(schedule.read_bytes()).hexdigest()
     assert second.dropout["schedule_sha256"] == digest[:16] and "schedule_sha256" not in first.dropout
-    assert second.dropout["rates"] == first.dropout["rates"] and [e["loss"] for e in second.loss] == [
-        e["loss"] for e in first.loss
-    ]
-    scores = tmp_path / "scores.json"
-    scores.write_text(json.dumps({"bert." + "x": 1.0}))
-    assert load_scores(scores) == {"bert.x": 1.0}
+    assert second.dropout["rates"] == first.dropout["rates"] and losses(second) == losses(first)
+    (tmp_path / "scores.json").write_text(json.dumps({"bert.x": 1.0}))
     with pytest.raises(ValueError, match="scores: .* tensors have none"):
-        run(RunConfig(**SMALL, dropout="guided", scores=str(scores)))
+        run(RunConfig(**SMALL, dropout="guided", scores=str(tmp_path / "scores.json")))
 
 
 @pytest.mark.parametrize("kind", ["estimate", "record"])
@@ -111,88 +121,48 @@ def test_the_content_of_files_is_in_the_key(tmp_path):
 
 
 def test_scores_source_and_the_record(tmp_path):
-    from transformers import AutoModelForMaskedLM
-
-    from isoreg.fisher import FisherEstimate, load_scores
-
     model = AutoModelForMaskedLM.from_pretrained(toy_model_path())
     numel = {n: p.numel() for n, p in model.named_parameters()}
-    estimate = FisherEstimate(
-        {n: p.detach().square().sum() for n, p in model.named_parameters()},
-        3,
-        "tensor",
-        "mlm",
-        numel=numel,
-        model="toy-bert",
-        fingerprint="f" * 64,
-    )
-    file = estimate.save(tmp_path / "fisher")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert scores_source(tmp_path / "fisher") == {
-        "sha256": digest,
-        "path": "fisher.json",
-        "model": "toy-bert",
-        "fingerprint": "f" * 64,
-    }
+    sums = {n: p.detach().square().sum() for n, p in model.named_parameters()}
+    named = {"model": "toy-bert", "fingerprint": "f" * 64}
+    estimate = FisherEstimate(sums, 3, "tensor", "mlm", numel=numel, **named)
+    digest = hashlib.sha256(estimate.save(tmp_path / "fisher").read_bytes()).hexdigest()
+    assert scores_source(tmp_path / "fisher") == {"sha256": digest, "path": "fisher.json"} | named
     (tmp_path / "measure").mkdir()
-    record = tmp_path / "measure" / "record.json"
-    record.write_text(
-        json.dumps({"config": {"model": "a/b"}, "fingerprint": "0ab", "tensor_scores": estimate.scores()})
-    )
+    record, named = tmp_path / "measure" / "record.json", {"model": "a/b", "fingerprint": "0ab"}
+    content = {"config": {"model": "a/b"}, "fingerprint": "0ab", "tensor_scores": estimate.scores()}
+    record.write_text(json.dumps(content))
     for path in (record, record.parent):
-        assert scores_source(path) | {"sha256": ""} == {
-            "sha256": "",
-            "path": "record.json",
-            "model": "a/b",
-            "fingerprint": "0ab",
-        }
+        assert scores_source(path) | {"sha256": ""} == {"sha256": "", "path": "record.json"} | named
     (tmp_path / "plain.json").write_text(json.dumps(load_scores(record)))
     assert set(scores_source(tmp_path / "plain.json")) == {"sha256", "path"}
     with pytest.raises(ValueError, match="scores: .*nowhere"):
         scores_source(tmp_path / "nowhere")
-    done = run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=str(tmp_path / "fisher")))
-    assert done.dropout["scores_source"] == scores_source(tmp_path / "fisher") and any(
-        "Fisher of toy-bert" in n for n in done.dropout["notes"]
-    )
-    assert done.to_dict()["dropout"]["scores_source"]["model"] == "toy-bert"
+    done = run(RunConfig(**PLAIN, dropout="guided", scores=str(tmp_path / "fisher"))).to_dict()["dropout"]
+    assert done["scores_source"] == scores_source(tmp_path / "fisher")
+    assert any("Fisher of toy-bert" in n for n in done["notes"])
 
 
 def test_a_text_gives_one_schedule_to_all_tasks_and_seeds(tmp_path, monkeypatch):
-    from isoreg.dropout import site_scores
-    from isoreg.schedules import guided_schedule
-    from isoreg.experiments.models import load_tokenizer
-    from transformers import AutoModelForMaskedLM
-
     monkeypatch.setattr("isoreg.experiments.finetune.CORPUS_TEXTS", 40)
     file, texts = tmp_path / "wiki.txt", toy_corpus(50, seed=9)
     file.write_text("\n".join(texts))
-    run_of = lambda **kw: run(
-        RunConfig(**SMALL | dict(regularizer="none", dropout="guided", scores=f"corpus:{file}") | kw)
-    )
-    done = [
-        run_of(task=t, seed=s, max_length=n)
-        for t, s, n in (("toy-cola", 0, 64), ("toy-cola", 1, 32), ("toy-rte", 0, 48), ("toy-rte", 1, 64))
-    ]
-    for r in done[1:]:
-        assert (r.dropout["rates"], r.dropout["scores_source"]) == (
-            done[0].dropout["rates"],
-            done[0].dropout["scores_source"],
-        )
-    source = done[0].dropout["scores_source"]
+    guided = dict(regularizer="none", dropout="guided")
+    run_of = lambda **kw: run(RunConfig(**SMALL | guided | dict(scores=f"corpus:{file}") | kw)).dropout
+    settings = [("toy-cola", 0, 64), ("toy-cola", 1, 32), ("toy-rte", 1, 48)]
+    first, *others = [run_of(task=t, seed=s, max_length=n) for t, s, n in settings]
+    for other in others:
+        assert (other["rates"], other["scores_source"]) == (first["rates"], first["scores_source"])
     drawn = [texts[i] for i in sorted(np.random.default_rng(0).permutation(50)[:40])]
-    assert source == {
-        "corpus": "wiki.txt",
-        "texts": 40,
-        "sha256": hashlib.sha256(json.dumps(drawn).encode()).hexdigest(),
-    }
-    assert any("40 texts of wiki.txt" in n for n in done[0].dropout["notes"])
+    digest = hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
+    assert first["scores_source"] == {"corpus": "wiki.txt", "texts": 40, "sha256": digest}
+    assert any("40 texts of wiki.txt" in n for n in first["notes"])
     model = AutoModelForMaskedLM.from_pretrained(toy_model_path())
-    rates = guided_schedule(
-        site_scores(model, empirical_fisher(model, TextBatches(drawn, load_tokenizer("toy-bert"), max_length=512)))
-    )
-    assert rates.items() <= done[0].dropout["rates"].items() and len(rates) == 13
-    other = {t: run_of(task=t, scores=None).dropout["rates"] for t in ("toy-cola", "toy-rte")}
-    assert other["toy-cola"] != other["toy-rte"]  # of the task's own texts each task has a schedule
+    estimate = empirical_fisher(model, TextBatches(drawn, load_tokenizer("toy-bert"), max_length=512))
+    rates = guided_schedule(site_scores(model, estimate))
+    assert rates.items() <= first["rates"].items() and len(rates) == 13
+    one, two = (run_of(task=t, scores=None)["rates"] for t in ("toy-cola", "toy-rte"))
+    assert one != two  # of the task's own texts each task has a schedule
 
 
 def test_the_content_of_a_text_is_in_the_key(tmp_path):
@@ -223,13 +193,13 @@ def test_what_is_neither_scores_nor_a_text_is_refused_at_once(scores, message, t
 
 
 def test_scores_of_a_model_without_a_masked_head_are_asked_for(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from isoreg.experiments.finetune import _own_fisher
-
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ValueError, match="scores: .*without a masked-language-model head; give --scores"):
-        _own_fisher(str(tmp_path / "gpt2"), None, ["text"], 16, "corpus")
+    AutoModelForMaskedLM.from_pretrained(toy_model_path()).bert.save_pretrained(tmp_path / "body")
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=400)).save_pretrained(tmp_path / "gpt2")
+    advice = {"body": "isoreg sweep head --set model=", "gpt2": "Unrecognized configuration class"}
+    for name, words in advice.items():
+        toy_tokenizer().save_pretrained(tmp_path / name)
+        with pytest.raises(ValueError, match=f"scores: model: .*{words}.* or give a file of scores"):
+            run(RunConfig(**PLAIN, dropout="guided", model=str(tmp_path / name)))
 
 
 @pytest.mark.parametrize("scores", ["corpus:{}/empty.txt", "corpus:nobody/nothing"])

@@ -5,6 +5,7 @@ import os
 import warnings
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -14,11 +15,9 @@ from scipy import stats
 
 from isoreg.experiments.config import RunConfig
 from isoreg.experiments.data import (
-    _SCORES,
+    SCORES,
     MissingSplit,
     encode,
-    encode_squad_eval,
-    encode_squad_train,
     find_tasks,
     load_metric,
     load_task,
@@ -44,12 +43,10 @@ def compute(task, predictions, references):
         return load_metric(task).compute(predictions=predictions, references=references)
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
-
-
-def test_papers_tasks():
+def test_papers_tasks_and_metrics():
     of = lambda paper: {t.name for t in TASKS.values() if paper in t.papers}
     assert of("istar") == set("sst2 qnli rte mrpc qqp cola stsb sst5 squad".split())
+    assert {*METRICS["classification"], *METRICS["regression"]} == set(SCORES)  # what is computed
     assert of("guided-dropout") == set("cola stsb mnli mnli-mm mrpc qnli qqp rte sst2 wnli".split())
 
 
@@ -61,21 +58,21 @@ def test_a_right_answer_has_the_best_score(task):
     assert compute(task, p, r) == pytest.approx(dict.fromkeys(task.metrics, 1.0)) and task.metric in task.metrics
 
 
-OWN = {"name": "polarity", "label_names": ("negative", "positive"), "metrics": ("accuracy", "f1"), "folder": "polarity"}
+OWN = {"name": "polarity", "labels": ("negative", "positive"), "metrics": ("accuracy", "f1"), "folder": "polarity"}
 TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(kind="classify"), "kind: 'classify' .*'classification', 'regression' or 'qa'"),
+        (dict(kind="classify"), "Input should be 'classification', 'regression' or 'qa'"),
         (dict(metric="acc"), "metric: 'acc' is unknown; .*use 'accuracy' or 'f1'"),
         (dict(metrics=("f1", "pearson")), "metric: 'accuracy' is unknown; use 'f1' or 'pearson'"),
-        (dict(text_columns=()), r"text: \(\); name one column"),
-        (dict(text_columns=("a", "b", "c")), "text: .*name one column"),
-        (dict(label_names=("a",)), "labels: .*two different"),
-        (dict(label_names=("a", "a", "b")), "labels: .*two different"),
-        (dict(label_names=("a", "b", "c")), "metric: f1 is of two labels"),
+        (dict(text=()), r"text: \(\); name one column"),
+        (dict(text=("a", "b", "c")), "text: .*name one column"),
+        (dict(labels=("a",)), "labels: .*two different"),
+        (dict(labels=("a", "a", "b")), "labels: .*two different"),
+        (dict(labels=("a", "b", "c")), "metric: f1 is of two labels"),
         (dict(kind="regression", metric="pearson", metrics=("pearson",)), "labels: .*else none"),
         (dict(folder=None), "files: none; name the file of each split"),
         (dict(files={"train": "a.csv"}), "files: validation is missing"),
@@ -86,18 +83,22 @@ def test_a_record_that_cannot_work_is_refused(change, message):
         Task(**OWN | change)
 
 
+WRONG = [dict(text=3), dict(labels=3), dict(labels=None), dict(metrics=3), dict(eval_splits=[]), dict(sha256=3)]
+WRONG += [dict(also=3), dict(hub=["a", "b", "c"]), dict(official_rows=3), dict(text=["text", "text"]), dict(papers=3)]
+WRONG += [dict(text="label"), dict(files=["train.csv"]), dict(name=None), dict(labl="x")]
+
+
+@pytest.mark.parametrize("change", WRONG, ids=lambda change: f"{change}")
+def test_a_field_of_another_kind_is_refused_by_name(change):
+    usual = {"name": "mine", "files": {"train": "train.csv", "validation": "dev.csv"}}
+    assert from_definition(usual).text == ("text",)
+    with pytest.raises(ValueError, match=f"^{next(iter(change))}: "):
+        from_definition(usual | change)
+
+
 def test_a_record_of_lists_and_single_names_is_one_of_tuples():
-    given = dict(text_columns="text", metrics=["accuracy", "f1"], hub="a/b", official_rows={"train": 5})
-    task = Task(**OWN | given)
-    assert (task.text_columns, task.metrics, task.hub) == (("text",), ("accuracy", "f1"), ("a/b", None))
-    assert task.official_rows == (("train", 5),)
-
-
-def test_the_metrics_that_a_record_may_name_are_those_that_are_computed():
-    assert set(METRICS["classification"]) | set(METRICS["regression"]) == set(_SCORES)
-
-
-# ---- metrics ---------------------------------------------------------------------------------------------------------
+    task = Task(**OWN | dict(text="text", metrics=["accuracy", "f1"], hub="a/b", official_rows={"train": 5}))
+    assert (task.text, task.metrics, task.hub) == (("text",), ("accuracy", "f1"), ("a/b", None))
 
 
 @given(bits)
@@ -172,9 +173,6 @@ def test_squad_metric_matches_by_id():
     assert compute("squad", said, refs) == {"f1": 0.5, "exact_match": 0.5}
 
 
-# ---- split protocols -------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_split_rows_partition(n, m, seed):
@@ -187,11 +185,9 @@ def test_split_rows_partition(n, m, seed):
         split_rows(n, m, "jointed", seed)
 
 
-@pytest.mark.parametrize("sizes, held", [((2490, 277), 554), ((635, 71), 142)])
-def test_joined_sizes_of_the_published_scores(sizes, held):
-    assert (
-        len(split_rows(*sizes, "joined")[1]) == held
-    )  # published RTE and WNLI scores are multiples of 1/554 and 1/142
+def test_joined_sizes_of_the_published_scores():
+    "Published RTE and WNLI scores are multiples of 1/554 and 1/142."
+    assert [len(split_rows(*sizes, "joined")[1]) for sizes in ((2490, 277), (635, 71))] == [554, 142]
 
 
 @pytest.mark.parametrize("protocol", ["official", "joined"])
@@ -227,9 +223,6 @@ def test_bad_arguments_are_named(arguments, word):
         load_task("toy-rte", **arguments)
 
 
-# ---- sources ---------------------------------------------------------------------------------------------------------
-
-
 def write(folder, name, rows):
     path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -260,49 +253,33 @@ def test_folder_gives_columns_in_order_and_notes(tmp_path):
 
 def test_fingerprint_sees_rows_and_order_and_nothing_else(tmp_path):
     rows = rte_rows(6)
-    write(tmp_path, "a/glue/rte/train.parquet", rows)
-    write(
-        tmp_path,
-        "b/glue/rte/train.parquet",
-        [{k: r[k] for k in ("sentence1", "sentence2", "label")} | {"idx": 99} for r in rows],
-    )
-    write(tmp_path, "c/glue/rte/train.parquet", rows[::-1])
-    for f in "abc":
-        write(tmp_path, f"{f}/glue/rte/validation.parquet", rows[:2])
+    other = [{k: r[k] for k in ("sentence1", "sentence2", "label")} | {"idx": 99} for r in rows]
+    for name, train in (("a", rows), ("b", other), ("c", rows[::-1])):
+        write(tmp_path, f"{name}/glue/rte/train.parquet", train)
+        write(tmp_path, f"{name}/glue/rte/validation.parquet", rows[:2])
     a, b, c = (load_task("rte", tmp_path / f).fingerprint for f in "abc")
     assert a == b != c and len(a) == 64
-    data = Dataset.from_list(rows)
-    columns = ("sentence1", "label")
-    assert rows_fingerprint(data, columns=columns) != rows_fingerprint(
-        data.select(range(3)), data.select(range(3, 6)), columns=columns
-    )
+    data, columns = Dataset.from_list(rows), ("sentence1", "label")
+    parts = data.select(range(3)), data.select(range(3, 6))
+    assert rows_fingerprint(data, columns=columns) != rows_fingerprint(*parts, columns=columns)
 
 
 def test_hub_and_folder_give_the_same_columns_and_fingerprint(tmp_path, monkeypatch):
-    import datasets
-
-    rows = {"train": rte_rows(8), "validation": rte_rows(4, 50)}
-    features = datasets.Features(
-        {
-            "sentence1": datasets.Value("string"),
-            "sentence2": datasets.Value("string"),
-            "label": datasets.ClassLabel(names=["entailment", "not_entailment"]),
-            "idx": datasets.Value("int32"),
-        }
-    )
-    asked = []
+    rows, asked, text = {"train": rte_rows(8), "validation": rte_rows(4, 50)}, [], datasets.Value("string")
+    label = datasets.ClassLabel(names=["entailment", "not_entailment"])
+    features = dict(sentence1=text, sentence2=text, label=label, idx=datasets.Value("int32"))
 
     def hub(path, config, split):
         asked.append((path, config, split))
-        return Dataset.from_list(rows[split], features=features)
+        return Dataset.from_list(rows[split], features=datasets.Features(features))
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
     for split in rows:
         write(tmp_path, f"glue/rte/{split}.parquet", rows[split])
     a, b = load_task("rte"), load_task("rte", tmp_path)
-    assert asked == [("nyu-mll/glue", "rte", "train"), ("nyu-mll/glue", "rte", "validation")]
+    assert asked == [("nyu-mll/glue", "rte", split) for split in rows]
     assert a.fingerprint == b.fingerprint and a.train.features == b.train.features
-    assert a.sources == {"train": "hub:nyu-mll/glue/rte", "validation": "hub:nyu-mll/glue/rte"}
+    assert a.sources == dict.fromkeys(rows, "hub:nyu-mll/glue/rte")
 
 
 def own(tmp_path, **columns):
@@ -319,9 +296,9 @@ def test_labels_are_integers_or_names(tmp_path, labels):
 @pytest.mark.parametrize(
     "columns, message",
     [
-        (dict(text=TEXTS, label=["positive", "neg"] * 3), "the label 'neg' is none of .*'negative', 'positive'"),
-        (dict(text=TEXTS, label=[0.5, 1] * 3), "the label 0.5 is none of"),
-        (dict(text=TEXTS, label=[None, 1] * 3), "3 of 6 rows have no valid label, such as nan"),
+        (dict(text=TEXTS, label=["positive", "neg"] * 3), "such as 'neg'; a label is one of .*'negative', 'positive'"),
+        (dict(text=TEXTS, label=[0.5, 1] * 3), "3 of 6 rows have no valid label, such as 0.5"),
+        (dict(text=TEXTS, label=[None, 1] * 3), "3 of 6 rows have no valid label, such as None"),
         (dict(text=TEXTS, label=[None, "positive"] * 3), "3 of 6 rows have no valid label"),
         (dict(text=TEXTS, label=[0, 2] * 3), "3 of 6 rows have no valid label, such as 2"),
         (dict(text=TEXTS, label=[0, -1] * 3), "3 of 6 rows have no valid label, such as -1"),  # as GLUE's test
@@ -341,8 +318,8 @@ def of_csv(tmp_path, train, evaluation, names=()):
     for split, cells in (("train", train), ("validation", evaluation)):
         files[split] = str(tmp_path / f"{split}.csv")
         Path(files[split]).write_text("text,label\n" + "".join(f"a,{c}\n" for c in cells.split()))
-    data = load_task(Task("own", files=files, label_names=names))
-    return data.task.label_names, data.train["label"][:], data.evaluation["label"][:]
+    data = load_task(Task("own", files=files, labels=names))
+    return data.task.labels, data.train["label"][:], data.evaluation["label"][:]
 
 
 @pytest.mark.parametrize(
@@ -370,7 +347,7 @@ def test_numbers_and_booleans_go_by_their_names_however_they_are_written(tmp_pat
     [(("1", "2"), "1.0 3.0"), (("1", "0"), "true false"), (("true", "maybe"), "true false"), (("1", "2"), "1.5 2")],
 )
 def test_a_number_or_boolean_without_a_name_is_no_position(tmp_path, names, train):
-    with pytest.raises(ValueError, match="train of own: .*the label .* is none of"):
+    with pytest.raises(ValueError, match="train of own: .*no valid label, such as"):
         of_csv(tmp_path, train, "1 1", names)
 
 
@@ -379,7 +356,7 @@ def test_an_empty_label_is_missing_and_an_empty_text_is_a_text(tmp_path):
     split = dict.fromkeys(("train", "validation"), str(tmp_path / "t.csv"))
     for names in ((), ("neg", "pos")):
         with pytest.raises(ValueError, match="of own: column label: 1 of 3 rows have no valid label"):
-            load_task(Task("own", files=split, label_names=names))
+            load_task(Task("own", files=split, labels=names))
     assert load_task(Task("own", files=split, label="kind")).train["text"][:] == ["a", "", "c"]
     write(tmp_path, "nan.parquet", [{"text": "a", "label": x} for x in (0.0, 1.0, math.nan)])
     with pytest.raises(ValueError, match="1 of 3 rows have no valid label"):
@@ -400,27 +377,17 @@ def test_a_task_is_added_in_one_place(tmp_path, monkeypatch):
     data = load_task("polarity", tmp_path)
     assert data.majority == 0.5 and encode(data.train, "polarity", toy_tokenizer())["labels"][:] == [0, 1] * 3
     assert compute("polarity", [0, 1], [0, 1]) == {"accuracy": 1.0, "f1": 1.0}
-    config = RunConfig(task="polarity", data_dir=str(tmp_path), regularizer="none", epochs=1)
-    record = run(config)
-    assert (
-        record.metric == "accuracy" and record.key.startswith("polarity-") and set(record.metrics) == {"accuracy", "f1"}
-    )
+    record = run(RunConfig(task="polarity", data_dir=str(tmp_path), regularizer="none", epochs=1))
+    assert record.key.startswith("polarity-") and (record.metric, {*record.metrics}) == ("accuracy", {"accuracy", "f1"})
 
 
-def test_part_files_are_never_asked_of_the_hub():
+def test_part_files_are_never_asked_of_the_hub_and_what_is_missing_is_named(tmp_path):
     with pytest.raises(ValueError, match="train_part of qnli is in no place on the hub"):
         load_task("qnli", train_split="train_part")
-
-
-def test_find_tasks_names_what_is_missing(tmp_path):
     write(tmp_path, "glue/qnli/train_rebuilt.parquet", [{"a": 1}])
     write(tmp_path, "glue/qnli/validation.parquet", [{"a": 1}])
-    row = next(r for r in find_tasks(tmp_path) if r["task"] == "qnli")
-    assert row["where"] == "train_rebuilt, validation; missing: train"
-    assert next(r for r in find_tasks() if r["task"] == "toy-rte")["where"] == "toy"
-
-
-# ---- tokens ----------------------------------------------------------------------------------------------------------
+    where = lambda task, *folder: next(r["where"] for r in find_tasks(*folder) if r["task"] == task)
+    assert where("qnli", tmp_path) == "train_rebuilt, validation; missing: train" and where("toy-rte") == "toy"
 
 
 def test_encode_keeps_segments_labels_and_lengths():
@@ -430,8 +397,6 @@ def test_encode_keeps_segments_labels_and_lengths():
     for f, r in zip(features, rows):
         assert len(f["input_ids"]) == len(f["token_type_ids"]) == f["length"] and set(f["token_type_ids"]) == {0, 1}
         assert f["input_ids"][1] == tokenizer(r["sentence1"])["input_ids"][1]
-    with pytest.raises(ValueError, match="encode_squad_train"):
-        encode(rows, "squad", tokenizer)
 
 
 def test_rows_without_labels_are_encoded_for_prediction():
@@ -441,57 +406,44 @@ def test_rows_without_labels_are_encoded_for_prediction():
     assert labelled.remove_columns("labels").to_dict() == encode(rows, Task(**OWN), toy_tokenizer()).to_dict()
 
 
-@given(st.integers(0, 10**6), st.integers(12, 40), st.integers(0, 12))
+def questions(*rows):
+    answers = [{"text": said, "answer_start": list(map(context.index, said))} for context, said in rows]
+    columns = {"context": [context for context, _ in rows], "answers": answers, "question": ["the dog"] * len(rows)}
+    return Dataset.from_dict({"id": [f"q{i}" for i in range(len(rows))]} | columns)
+
+
+@given(st.integers(0, 10**6), st.integers(12, 40))
 @settings(max_examples=25, deadline=None)
-def test_squad_round_trip(seed, max_length, stride):
+def test_squad_round_trip(seed, max_length):
     """Gold logits give the answers back, whatever the windows."""
-    rng, vocabulary = np.random.default_rng(seed), ["dog", "cat", "the", "every", "park", "sees", "red"]
-    rows = []
-    for i in range(3):
+    rng, vocabulary, rows = np.random.default_rng(seed), ["dog", "cat", "the", "every", "park", "sees", "red"], []
+    for _ in range(3):
         words = [str(w) for w in rng.choice(vocabulary, 30)]
-        first = int(rng.integers(0, 30))
-        answer = " ".join(words[first : first + 1 + int(rng.integers(0, 3))])
-        start = len(" ".join(words[:first])) + (first > 0)
-        rows.append(
-            {
-                "id": f"q{i}",
-                "question": "the dog",
-                "context": " ".join(words),
-                "answers": {"text": [answer], "answer_start": [start]},
-            }
-        )
-    examples, tokenizer = Dataset.from_list(rows), toy_tokenizer()
-    stride = min(stride, max_length // 3)
-    gold, windows = (f(examples, tokenizer, max_length, stride) for f in (encode_squad_train, encode_squad_eval))
-    assert gold["input_ids"][:] == windows["input_ids"][:]
-    logits = [np.eye(max_length + 3)[gold[f"{end}_positions"]] for end in ("start", "end")]
-    held = {windows[i]["example_id"] for i in range(len(gold)) if gold[i]["start_positions"] > 0}
+        first = int(rng.integers(0, 28))
+        rows.append((" ".join(words), [" ".join(words[first : first + 1 + int(rng.integers(0, 3))])]))
+    examples, tokenizer = questions(*rows), toy_tokenizer()
+    windows = encode(examples, "squad", tokenizer, max_length)
+    logits = [np.eye(max_length + 3)[windows[f"{end}_positions"]] for end in ("start", "end")]
+    assert max(windows["length"]) <= max_length and len(windows) >= 3
     said = squad_predictions(*logits, windows, examples)
-    assert [s["id"] for s in said] == ["q0", "q1", "q2"]
-    for s, row in zip(said, rows):
-        if row["id"] in held:
-            assert s["prediction_text"] == row["answers"]["text"][0]
-    if stride >= 3:
-        assert held == {"q0", "q1", "q2"}  # an overlap of an answer's length always holds it whole
+    held = {w["example_id"] for w in windows if w["start_positions"] > 0}
+    assert held == {"q0", "q1", "q2"}  # an overlap of an answer's length always holds it whole
+    assert [s["prediction_text"] for s in said] == [answers[0] for _, answers in rows]
 
 
 def test_squad_predictions_obey_limits_and_sizes():
-    context = "dog cat park dog cat park"
-    examples = Dataset.from_list(
-        [{"id": "q", "question": "the dog", "context": context, "answers": {"text": ["dog"], "answer_start": [0]}}]
-    )
-    windows = encode_squad_eval(examples, toy_tokenizer(), 30, 4)
+    examples = questions(("dog cat park dog cat park", ["dog"]))
+    windows = encode(examples, "squad", toy_tokenizer(), 30)
     n = len(windows[0]["input_ids"])
     start, end = np.zeros((1, n)), np.zeros((1, n))
     start[0, 0] = end[0, 0] = 99  # [CLS] is no answer
     start[0, 4], end[0, 9], end[0, 5] = 5, 5, 3  # six tokens, or two
-    assert squad_predictions(start, end, windows, examples)[0]["prediction_text"] == context
+    assert squad_predictions(start, end, windows, examples)[0]["prediction_text"] == examples[0]["context"]
     assert squad_predictions(start, end, windows, examples, max_answer=3)[0]["prediction_text"] == "dog cat"
     with pytest.raises(ValueError, match=r"zip\(\)"):
         squad_predictions(np.zeros((2, n)), end, windows, examples)
-
-
-# ---- the real folder -------------------------------------------------------------------------------------------------
+    with pytest.raises(ValueError, match="examples: the question 'the dog' has no answer; leave such rows out"):
+        encode(questions(("the dog sleeps.", [])), "squad", toy_tokenizer())
 
 
 @real
@@ -524,23 +476,8 @@ def test_missing_and_rebuilt_splits():
         load_task("qqp", DATA)
     data = load_task("qnli", DATA, train_split="train_rebuilt", max_train=100)
     assert "train_rebuilt is not the official split" in data.notes and len(data.evaluation) == 5463
-    assert (
-        load_task(
-            "mnli", DATA, train_split="train_part", eval_split="validation_matched_part", split_protocol="joined"
-        ).evaluation.num_rows
-        == 7469
-    )
-
-
-def test_a_question_without_an_answer_is_named():
-    row = {
-        "id": "a",
-        "question": "who sleeps?",
-        "context": "the dog sleeps.",
-        "answers": {"text": [], "answer_start": []},
-    }
-    with pytest.raises(ValueError, match="examples: the question 'who sleeps.' has no answer; leave such rows out"):
-        encode_squad_train(Dataset.from_list([row]), toy_tokenizer())
+    parts = dict(train_split="train_part", eval_split="validation_matched_part")
+    assert len(load_task("mnli", DATA, split_protocol="joined", **parts).evaluation) == 7469
 
 
 @real
@@ -552,29 +489,7 @@ def test_squad_answers_come_back():
         pytest.skip("ISOREG_MODELS is not set: no subword tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(str(Path(folder) / "minilm-l6-h384"))
     rows = load_task("squad", DATA, max_train=1, max_eval=300).evaluation
-    gold, windows = encode_squad_train(rows, tokenizer), encode_squad_eval(rows, tokenizer)
-    logits = [np.eye(384)[gold[f"{end}_positions"]] for end in ("start", "end")]
+    windows = encode(rows, "squad", tokenizer, 384)
+    logits = [np.eye(384)[windows[f"{end}_positions"]] for end in ("start", "end")]
     said = squad_predictions(*logits, windows, rows, max_answer=100)
     assert compute("squad", said, rows.select_columns(["id", "answers"]).to_list())["exact_match"] > 0.98
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(text=3),
-        dict(labels=3),
-        dict(labels=None),
-        dict(metrics=3),
-        dict(eval_splits=[]),
-        dict(sha256=3),
-        dict(name=3),
-    ]
-    + [dict(also=3), dict(hub=["a", "b", "c"]), dict(official_rows=3), dict(text=["text", "text"]), dict(text="label")]
-    + [dict(folder=3), dict(papers=3), dict(files=["train.csv"])],
-    ids=lambda change: f"{change}",
-)
-def test_a_field_of_another_kind_is_refused_by_name(change):
-    usual = {"name": "mine", "files": {"train": "train.csv", "validation": "dev.csv"}}
-    assert from_definition(usual).text_columns == ("text",)
-    with pytest.raises(ValueError, match=f"^{next(iter(change))}: "):
-        from_definition(usual | change)

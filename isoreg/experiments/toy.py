@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -51,42 +52,32 @@ def _rows(name, split, seed) -> Iterator[dict]:
     while True:
         row = cola_row(rng) if name == "toy-cola" else _pair_row(name, rng)
         sentences = tuple(v for k, v in row.items() if k != "label")
-        if sentences in seen or any(side(s) != split for s in sentences): continue
-        if len(sentences) == 2 and sentences[0] == sentences[1]: continue
-        seen.add(sentences)
-        yield row
-
-def _pair_row(name, rng) -> dict:
-    first, second, label = rte_pair(rng) if name == "toy-rte" else sts_pair(rng)
-    return {"sentence1": text(first.words()), "sentence2": text(second.words()), "label": label}
+        differ = len(set(sentences)) == len(sentences)
+        if differ and sentences not in seen and {side(s) for s in sentences} == {split}:
+            seen.add(sentences)
+            yield row
 
 @lru_cache(maxsize=8)
 def _first_rows(name, split, seed, n):
     return [row | {"idx": i} for i, row in zip(range(n), _rows(name, split, seed))]
 
-# %% ../../nbs/experiments/16_toy.ipynb #78246d95
-def toy_corpus(
-    n: int,  # number of sentences
-    seed: int = 0,  # seed of the sentences
-) -> list[str]:
-    "Return `n` acceptable train sentences; the first k do not depend on `n`."
-    rng, out = random.Random(f"corpus/{seed}"), []
-    while len(out) < n:
-        sentence = text(draw(rng).words())
-        if side(sentence) == "train": out.append(sentence)
-    return out
+def _pair_row(name, rng) -> dict:
+    first, second, label = rte_pair(rng) if name == "toy-rte" else sts_pair(rng)
+    return {"sentence1": text(first.words()), "sentence2": text(second.words()), "label": label}
 
-def toy_pairs(
-    n: int,  # number of pairs
-    seed: int = 0,  # seed of the pairs
-) -> list[tuple[str, str]]:
+# %% ../../nbs/experiments/16_toy.ipynb #78246d95
+def toy_corpus(n: int, seed: int = 0) -> list[str]:
+    "Return `n` acceptable train sentences; the first k do not depend on `n`."
+    rng = random.Random(f"corpus/{seed}")
+    sentences = (text(draw(rng).words()) for _ in count())
+    return list(islice((s for s in sentences if side(s) == "train"), n))
+
+def toy_pairs(n: int, seed: int = 0) -> list[tuple[str, str]]:
     "Return `n` unlabelled pairs of related train sentences; the first k do not depend on `n`."
-    rng, out = random.Random(f"pairs/{seed}"), []
-    while len(out) < n:
-        pair = _pair_row("toy-stsb" if rng.random() < 0.5 else "toy-rte", rng)
-        first, second = pair["sentence1"], pair["sentence2"]
-        if side(first) == side(second) == "train": out.append((first, second))
-    return out
+    rng = random.Random(f"pairs/{seed}")
+    rows = (_pair_row("toy-stsb" if rng.random() < 0.5 else "toy-rte", rng) for _ in count())
+    pairs = ((row["sentence1"], row["sentence2"]) for row in rows)
+    return list(islice((p for p in pairs if side(p[0]) == side(p[1]) == "train"), n))
 
 # %% ../../nbs/experiments/16_toy.ipynb #5e8ea2c3
 def _hierarchy(text: str) -> dict[str, str]:
@@ -111,8 +102,7 @@ ADJECTIVES = ("big large small little happy glad quick fast clever smart old you
               "strange quiet nice dirty").split()
 ADVERBS = "quickly rapidly quietly silently slowly today now alone".split()
 PREPOSITIONS = "in near beside behind outside".split()
-WORD_SETS = [list(ANIMATE), list(INANIMATE), list(PLACES), TRANSITIVE, INTRANSITIVE, ADJECTIVES,
-             ADVERBS, PREPOSITIONS]
+WORD_SETS = [*map(list, (ANIMATE, INANIMATE, PLACES)), TRANSITIVE, INTRANSITIVE, ADJECTIVES, ADVERBS, PREPOSITIONS]
 _PAIRS = ("rabbit bunny doctor physician boy lad girl lass gift present stone rock picture image car auto "
           "garden yard forest wood road street chase pursue see spot help assist sleep rest shout yell "
           "big large small little happy glad quick fast clever smart quickly rapidly quietly silently "
@@ -143,8 +133,6 @@ Words = list[tuple[str, str]]
 
 def text(words: Words) -> str: return " ".join(word for word, _ in words) + "."
 
-def _written(part, *more) -> Words: return part.words(*more) if part else []
-
 @dataclass(frozen=True)
 class NP:
     "A noun phrase, with `prep` a place; at most one of `place` and `rel` is given."
@@ -160,7 +148,8 @@ class NP:
         noun = with_s(self.noun) if self.plural else self.noun
         det = "an" if self.det == "a" and (self.adj or noun)[0] in "aeiou" else self.det
         pairs = [(self.prep, "prep"), (det, "det"), (self.adj, "adj"), (noun, "noun")]
-        return [p for p in pairs if p[0]] + _written(self.place) + _written(self.rel, self)
+        place = self.place.words() if self.place else []
+        return [p for p in pairs if p[0]] + place + (self.rel.words(self) if self.rel else [])
 
 @dataclass(frozen=True)
 class Rel:
@@ -171,7 +160,8 @@ class Rel:
 
     def words(self, subject: NP) -> Words:
         verb = self.verb if (self.doer or subject).plural else with_s(self.verb)
-        return [("that", "that")] + _written(self.doer) + [(verb, "relverb")] + _written(self.object)
+        doer, thing = (np.words() if np else [] for np in (self.doer, self.object))
+        return [("that", "that"), *doer, (verb, "relverb"), *thing]
 
 # %% ../../nbs/experiments/16_toy.ipynb #5773b11c
 @dataclass(frozen=True)
@@ -189,9 +179,10 @@ class Clause:
         plural = self.subject.plural
         verb = [(self.verb if plural else with_s(self.verb), "verb")]
         if self.negated: verb = [("do" if plural else "does", "verb"), ("not", "not"), (self.verb, "plain")]
-        words = self.subject.words() + verb + _written(self.object)
-        words += [(self.adverb, "adverb")] if self.adverb else []
-        return _written(self.place) + words if self.fronted else words + _written(self.place)
+        thing, place = (np.words() if np else [] for np in (self.object, self.place))
+        adverb = [(self.adverb, "adverb")] if self.adverb else []
+        words = [*self.subject.words(), *verb, *thing, *adverb]
+        return place + words if self.fronted else words + place
 
 # %% ../../nbs/experiments/16_toy.ipynb #9fa19122
 def draw(rng: random.Random) -> Clause:
@@ -236,7 +227,6 @@ def cola_row(rng: random.Random, kind: str | None = None) -> dict:
     label = int(rng.random() < 0.5)
     return {"sentence": text(clause.words() if label else spoilt), "label": label}
 
-# %% ../../nbs/experiments/16_toy.ipynb #a2fdaff5
 def _agreement(clause, rng):
     "Make the verb disagree with the subject next to it: `two dogs sleeps`."
     return None if clause.subject.place or clause.subject.rel else _flip_first(clause, "verb")
@@ -251,15 +241,6 @@ def _relative(clause, rng):
     "Make the verb of a relative clause disagree: `the dogs that sees a cat sleep`."
     return _flip_first(clause, "relverb")
 
-def _number(clause, rng):
-    "Put a determiner of the wrong number: `every cats`."
-    words, marked = clause.words(), set(SINGULAR) ^ set(PLURAL)
-    at = [i for i, (w, t) in enumerate(words) if t == "det" and w in marked | {"an"}]
-    if not at: return None
-    i = _pick(rng, at)
-    wrong = [d for d in (SINGULAR if words[i][0] in PLURAL else PLURAL) if d in marked]
-    return words[:i] + [(_pick(rng, wrong), "det")] + words[i + 1:]
-
 _FORMS = {v: with_s(v) for v in TRANSITIVE + INTRANSITIVE} | {"do": "does"}
 _OTHER_FORM = _FORMS | {v: k for k, v in _FORMS.items()}
 
@@ -270,6 +251,15 @@ def _flip_first(clause, tag):
     return None if at is None else words[:at] + [(_OTHER_FORM[words[at][0]], tag)] + words[at + 1:]
 
 # %% ../../nbs/experiments/16_toy.ipynb #f83d7596
+def _number(clause, rng):
+    "Put a determiner of the wrong number: `every cats`."
+    words, marked = clause.words(), set(SINGULAR) ^ set(PLURAL)
+    at = [i for i, (w, t) in enumerate(words) if t == "det" and w in marked | {"an"}]
+    if not at: return None
+    i = _pick(rng, at)
+    wrong = [d for d in (SINGULAR if words[i][0] in PLURAL else PLURAL) if d in marked]
+    return words[:i] + [(_pick(rng, wrong), "det")] + words[i + 1:]
+
 def _determiner(clause, rng):
     "Drop the determiner of a singular noun, or double it: `dog sleeps`, `the every dog sleeps`."
     words = clause.words()
@@ -349,9 +339,9 @@ def rte_pair(rng, family=None, label=None) -> tuple[Clause, Clause, int]:
     "Return premise, hypothesis and label (0 entailment, 1 not) of one pair of `toy-rte`."
     family = family or _pick(rng, _SHARES)
     label = int(rng.random() < 0.5) if label is None else label
-    pair = {"monotone": _monotone_pair, "quantifier": _quantifier_pair, "word": _word_pair,
-            "moved": _moved_pair}[family]
-    return *pair(rng, label), label
+    pairs = {"monotone": _monotone_pair, "quantifier": _quantifier_pair,
+             "word": _word_pair, "moved": _moved_pair}
+    return *pairs[family](rng, label), label
 
 # %% ../../nbs/experiments/16_toy.ipynb #a67715b1
 def draw_premise(rng: random.Random) -> Clause:
@@ -404,7 +394,7 @@ def _moved_pair(rng, label):
         if label == 0: return c, replace(c, fronted=not c.fronted)
         return c, replace(c, subject=c.object, object=c.subject, fronted=rng.random() < 0.5)
 
-# %% ../../nbs/experiments/16_toy.ipynb #5977cd5a
+# %% ../../nbs/experiments/16_toy.ipynb #c66c3aab
 ROLES = {"subject": ("subject", "noun"), "verb": ("verb",), "object": ("object", "noun"),
          "place": ("place", "noun"), "subject adjective": ("subject", "adj"), "object adjective": ("object", "adj"),
          "adverb": ("adverb",), "preposition": ("place", "prep")}
@@ -421,7 +411,6 @@ def set_role(clause: Clause, role: str, word: str) -> Clause:
     part: Any = replace(getattr(clause, first), **{inner[0]: word}) if inner else word
     return replace(clause, **{first: part})
 
-# %% ../../nbs/experiments/16_toy.ipynb #c66c3aab
 def _word_pair(rng, label):
     "Return a pair with a synonym (entailment), or with another word or another `not` (not)."
     while True:
@@ -499,14 +488,14 @@ def _new_word(word, rng):
 # %% ../../nbs/experiments/16_toy.ipynb #d5f69a6c
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
-def toy_vocabulary() -> list[str]:  # the words, special tokens first
+def toy_vocabulary() -> list[str]:
     "Return every word form of the language, in the order of the token ids."
     words = {"an", "that", "do", "does", "not", "."}
     words |= {*SINGULAR, *PLURAL, *ADJECTIVES, *ADVERBS, *PREPOSITIONS}
     for word in [*KIND_OF, *TRANSITIVE, *INTRANSITIVE]: words |= {word, with_s(word)}
     return _SPECIAL + sorted(words)
 
-def toy_tokenizer() -> PreTrainedTokenizerFast:  # of 64 tokens at most
+def toy_tokenizer() -> PreTrainedTokenizerFast:
     "Return the word-level tokenizer, with BERT's special tokens and segment ids."
     vocabulary = {w: i for i, w in enumerate(toy_vocabulary())}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -514,13 +503,13 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:  # of 64 tokens at most
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", _SPECIAL.index("[CLS]")), ("[SEP]", _SPECIAL.index("[SEP]"))])
+        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")])
+    special = {f"{token[1:-1].lower()}_token": token for token in _SPECIAL}
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, model_max_length=64, pad_token="[PAD]", unk_token="[UNK]",
-        cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]",
+        tokenizer_object=core, model_max_length=64, **special,
         model_input_names=["input_ids", "token_type_ids", "attention_mask"])
 
 # %% ../../nbs/experiments/16_toy.ipynb #5736913a
-def toy_model_path() -> Path:  # with config.json, model.safetensors and the tokenizer
+def toy_model_path() -> Path:
     "Return the folder of the shipped toy model, to be given to `from_pretrained`."
     return Path(str(files("isoreg"))) / "assets" / "toy-bert"

@@ -1,0 +1,706 @@
+"""Penalties in the transformers Trainer against its traps; references, schedules and isotropy; groups by length."""
+
+import contextlib
+import copy
+import inspect
+import itertools
+import random
+import re
+import tempfile
+import types
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from ranks import on_ranks
+from small_transformers import CONFIG, as_released, model_and_batches, of_two_stacks
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from isoreg.dropout import apply_dropout
+from isoreg.isoscore import isoscore_star
+from isoreg.istar import CosReg, IStar, measure_isotropy
+from isoreg.sites import dropout_sites
+from isoreg.states import same_draws
+from isoreg.trainer import (
+    IsotropyLog,
+    PenaltyMixin,
+    PenaltyTrainer,
+    ReferenceRefresh,
+    own_batches,
+    split_by_length,
+)
+
+
+def examples(n, seed):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 60, (n, 8), generator=g)
+    return [{"input_ids": i, "attention_mask": torch.ones(8, dtype=torch.long), "labels": int(i[0] > 30)} for i in ids]
+
+
+class InOrder(PenaltyTrainer):
+    "Takes the examples as they come, so that runs can be compared."
+
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+OFF = dict(report_to="none", use_cpu=True, save_strategy="no", logging_steps=1, disable_tqdm=True, eval_strategy="no")
+SGD = dict(optim="sgd", learning_rate=1.0, max_grad_norm=0, weight_decay=0, lr_scheduler_type="constant")
+
+
+def small_bert(dropout=0.0):
+    torch.manual_seed(0)
+    rates = dict(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    return BertForSequenceClassification(BertConfig(**CONFIG, **rates))
+
+
+def make_trainer(
+    penalty, data, batch_size=8, accumulation=1, steps=1, dropout=0.0, kind=InOrder, model=None, **arguments
+):
+    sizes = dict(per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation, max_steps=steps)
+    args = TrainingArguments(**dict(output_dir=tempfile.mkdtemp()) | sizes | OFF | SGD | arguments)
+    model = model or small_bert(dropout)
+    return kind(model, args, train_dataset=data, eval_dataset=examples(16, 9), penalty=penalty)
+
+
+def gradients(trainer):
+    "What one SGD step at rate 1 took off the weights."
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    trainer.train()
+    return {n: before[n] - p.detach() for n, p in trainer.model.named_parameters()}
+
+
+def assert_same(a, b):
+    "Each gradient agrees to 1e-3 of its length (and 1e-5 of all: what SGD takes off float32 weights is rounded)."
+    whole = torch.cat([g.flatten() for g in b.values()]).norm()
+    assert whole > 0
+    for n in b:
+        assert (a[n] - b[n]).norm() <= 1e-3 * b[n].norm() + 1e-5 * whole, n
+
+
+class TokenMean(torch.nn.Module):
+    "A penalty that is a mean over examples, so that its batch value is the mean of micro-batch values."
+
+    parts: dict = {}
+
+    def forward(self, hidden_states, attention_mask=None):
+        return hidden_states[-1].tanh().mean()
+
+
+@pytest.mark.parametrize(
+    "penalty, data", [(None, examples(8, 0)), (TokenMean(), examples(8, 0)), (IStar(-2, zeta=0), examples(2, 0) * 4)]
+)
+def test_accumulation_does_not_change_the_gradient(penalty, data):
+    assert_same(
+        gradients(make_trainer(penalty, data)), gradients(make_trainer(penalty, data, batch_size=2, accumulation=4))
+    )
+
+
+class PlainInOrder(Trainer):
+    "The Trainer of transformers, for comparison."
+
+    def __init__(self, *args, penalty=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def test_the_log_of_a_second_training_begins_anew():
+    penalty = IStar(-1, zeta=0)
+    trainer = make_trainer(penalty, examples(40, 0), steps=5, logging_steps=4)  # the last step is not logged
+    for lam in (-1, -5):
+        penalty.lam = lam
+        trainer.train()
+        entry = next(e for e in trainer.state.log_history if "loss" in e)
+        assert entry["istar"] == pytest.approx(lam * (1 - entry["isoscore"]), rel=1e-4)
+
+
+def test_label_smoothing_is_left_to_the_trainer():
+    """The label smoother normalises by itself; its gradient under accumulation must be the plain Trainer's, the
+    penalty's added."""
+    arguments, data = dict(batch_size=2, accumulation=4, label_smoothing_factor=0.1), examples(2, 0) * 4
+    plain = gradients(make_trainer(None, data, kind=PlainInOrder, **arguments))
+    assert_same(gradients(make_trainer(None, data, **arguments)), plain)
+    smoothed = gradients(make_trainer(IStar(-2, zeta=0), data, **arguments))
+    both, task = (gradients(make_trainer(p, data)) for p in (IStar(-2, zeta=0), None))
+    assert_same({n: g - plain[n] for n, g in smoothed.items()}, {n: g - task[n] for n, g in both.items()})
+
+
+def normalised(outputs, labels, num_items_in_batch=None):
+    "A loss of one's own, normalised over the accumulated batch."
+    losses = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
+    return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+@pytest.mark.parametrize("penalty", [None, IStar(-2, zeta=0)])
+def test_a_loss_function_that_normalises_counts_once_under_accumulation(penalty):
+    found = []
+    for size, steps in ((8, 1), (2, 4)):
+        trainer = make_trainer(penalty, examples(2, 0) * 4, batch_size=size, accumulation=steps)
+        trainer.compute_loss_func = normalised
+        found.append(gradients(trainer))
+    assert_same(*found)
+
+
+def test_gradient_of_one_step_is_that_of_the_formula():
+    data, reference = examples(8, 0), torch.eye(16)
+    trainer = make_trainer(IStar(-1.5, 0.2, reference), data)
+    model = copy.deepcopy(trainer.model)
+    ours = gradients(trainer)
+    out = model(**default_data_collator(data), output_hidden_states=True)
+    (out.loss - 1.5 * (1 - isoscore_star(torch.cat(out.hidden_states[1:]).flatten(0, 1), reference, 0.2))).backward()
+    zero = torch.zeros(())
+    assert_same(ours, {n: zero.expand_as(p) if p.grad is None else p.grad for n, p in model.named_parameters()})
+
+
+def test_evaluation_has_no_penalty_and_no_hidden_states():
+    trainer = make_trainer(IStar(-5), examples(8, 0))
+    plain = make_trainer(None, examples(8, 0))
+    seen = []
+    trainer.model.register_forward_hook(lambda m, a, out: seen.append(out.hidden_states))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+    assert seen and all(s is None for s in seen)
+    prediction = trainer.predict(examples(16, 9)).predictions
+    assert prediction.shape == (16, 2)
+    assert trainer.model.config.output_hidden_states is False
+
+
+def test_lambda_zero_is_the_baseline_bit_for_bit():
+    runs, epochs = [], dict(steps=-1, num_train_epochs=3, optim="adamw_torch", learning_rate=1e-3)
+    for penalty in (None, IStar(0.0), IStar(0.0, correction="ustat")):
+        trainer = make_trainer(penalty, examples(64, 0), dropout=0.1, kind=PenaltyTrainer, **epochs)
+        trainer.train()
+        runs.append(trainer.model.state_dict())
+    for other in runs[1:]:
+        for n in runs[0]:
+            assert torch.equal(runs[0][n], other[n]), n
+
+
+def test_two_penalties_of_one_kind_are_logged_apart():
+    penalties = [IStar(-1, zeta=0, layers=1), IStar(1, zeta=0, layers=2)]
+    trainer = make_trainer(penalties, examples(8, 0), batch_size=4, accumulation=2)
+    trainer.train()
+    entry = next(e for e in trainer.state.log_history if "loss" in e)
+    assert entry["istar"] == pytest.approx(-(1 - entry["isoscore"]), abs=1e-3) and entry["istar_2"] == pytest.approx(
+        1 - entry["isoscore_2"], abs=1e-3
+    )
+    assert entry["loss"] == pytest.approx(entry["task_loss"] + entry["istar"] + entry["istar_2"], abs=1e-3)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_penalty_that_trains_nothing_warns_once(frozen):
+    penalties = [IStar(-1, zeta=0), CosReg(1), TokenMean(), IStar(0, zeta=0)]  # the last has no effect by intention
+    trainer = make_trainer(penalties, examples(32, 0), batch_size=4, steps=4)
+    trainer.model.bert.requires_grad_(not frozen)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+        trainer.evaluate()
+    names = [re.findall(r"penalty: the term of this (\w+) has no gradient", str(w.message)) for w in caught]
+    assert [name for found in names for name in found] == (["IStar", "CosReg", "TokenMean"] if frozen else [])
+
+
+class InTwoStacks(PenaltyMixin, Seq2SeqTrainer):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_of_encoder_and_decoder_the_encoder_is_trained(kind):
+    model, rows = of_two_stacks(kind), [r | {"labels": r["input_ids"]} for r in ragged(4, 0)]
+    batch, penalties = default_data_collator(rows), [IStar(-1), IStar(1, zeta=0), CosReg(1)]
+    args = Seq2SeqTrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=1, **OFF)
+    with torch.no_grad():
+        states = model(**batch, output_hidden_states=True).encoder_hidden_states
+    InTwoStacks(model, args, train_dataset=rows, penalty=penalties).train()
+    for p in penalties[1:]:
+        found = p.parts
+        with torch.no_grad():
+            p(states, batch["attention_mask"])
+        for name in found:
+            torch.testing.assert_close(found[name], p.parts[name], rtol=1e-4, atol=1e-5)
+    assert penalties[0].reference_cov.shape == (16, 16)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(bf16=True),
+        dict(gradient_checkpointing=True),
+        dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}),
+    ],
+)
+def test_mixed_precision_and_checkpointing(arguments, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 leaves its own there, for all that follows
+    exact = gradients(make_trainer(IStar(-1, zeta=0), examples(8, 0)))
+    ours = gradients(make_trainer(IStar(-1, zeta=0), examples(8, 0), **arguments))
+    if "bf16" not in arguments:
+        return assert_same(ours, exact)
+    flat = [torch.cat([g[n].flatten() for n in exact]) for g in (ours, exact)]
+    assert torch.nn.functional.cosine_similarity(*flat, dim=0) > 0.99
+
+
+def ragged(n, seed):
+    "Examples with padding, more of it in the second half."
+    rows = examples(n, seed)
+    for i, row in enumerate(rows):
+        row["attention_mask"] = (torch.arange(8) < 8 - i % 4 - (i >= n // 2)).long()
+    return rows
+
+
+def _train_on_rank(rank, world, name):
+    penalty = {
+        "istar": lambda: IStar(-1),
+        "cosreg": lambda: CosReg(1),
+        "ustat": lambda: IStar(1, correction="ustat", layers="mean"),
+        "none": lambda: None,
+    }[name]()
+    trainer = make_trainer(penalty, ragged(8, 0), batch_size=8 // world, kind=PenaltyTrainer, data_seed=1)
+    trainer._get_train_sampler = lambda *a: torch.utils.data.SequentialSampler(trainer.train_dataset)
+    out = gradients(trainer)
+    log = next(e for e in trainer.state.log_history if "loss" in e)
+    return out, {k: log[k] for k in ("loss", "task_loss", "isoscore", "cosine") if k in log}
+
+
+@pytest.mark.parametrize("name", ["istar", "cosreg", "ustat", "none"])
+def test_two_ranks_give_the_gradient_and_loss_of_one(name):
+    exact, log = _train_on_rank(0, 1, name)
+    for ours, theirs in on_ranks(_train_on_rank, name):
+        assert_same(ours, exact)
+        for k, v in log.items():
+            assert theirs[k] == pytest.approx(v, rel=1e-3), k
+
+
+# ---- the reference
+
+
+def test_reference_is_refreshed_at_each_epoch_and_detached():
+    penalty, seen = IStar(-1), []
+    original = penalty.set_reference
+    penalty.set_reference = lambda cov: (seen.append(cov.clone()), original(cov))
+    make_trainer(penalty, examples(32, 0), steps=-1, num_train_epochs=3).train()
+    assert len(seen) == 3 and not any(torch.equal(a, b) for a, b in itertools.pairwise(seen))
+    assert not penalty.reference_cov.requires_grad
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_released_reference_is_in_float32_under_half_precision(released):
+    model, batches = model_and_batches()
+    loader = torch.utils.data.DataLoader([{k: v[i] for k, v in b.items()} for b in batches for i in range(4)], 4)
+    refresh = ReferenceRefresh(IStar(-1, padding=True), max_points=100, progress=False, released=released)
+    args = TrainingArguments(tempfile.mkdtemp(), **OFF, bf16=True, per_device_train_batch_size=4)
+    refresh.on_epoch_begin(args, types.SimpleNamespace(epoch=0), None, model=model, train_dataloader=loader)
+    rows = as_released(model, own_batches(loader, 4, args.seed * 1009), 100)
+    assert len(rows) == 160
+    theirs = torch.allclose(refresh.penalty.reference_cov, torch.cov(rows.T).float(), rtol=1e-5, atol=1e-6)
+    assert theirs == released
+
+
+SAVING = dict(steps=-1, num_train_epochs=2, save_strategy="steps", save_steps=2, learning_rate=0.1)  # of 4 an epoch
+
+
+@pytest.mark.parametrize("how", ["made with it", "set later", "resumed"])
+def test_a_reference_that_came_with_the_penalty_stays(how):
+    mine, out, checkpoint = torch.eye(16) * 3, tempfile.mkdtemp(), None
+    penalty = IStar(-0.1) if how == "set later" else IStar(-0.1, reference_cov=mine)
+    if how == "set later":
+        penalty.set_reference(mine)
+    if how == "resumed":
+        make_trainer(IStar(-0.1), examples(32, 0), output_dir=out, **SAVING).train()
+        checkpoint = f"{out}/checkpoint-2"
+    make_trainer(penalty, examples(32, 0), output_dir=out, **SAVING).train(resume_from_checkpoint=checkpoint)
+    assert torch.equal(penalty.reference_cov, mine)
+
+
+def test_a_reference_that_a_trainer_drew_is_drawn_anew_by_the_next():
+    penalty, drawn = IStar(-0.1), []
+    for seed in range(2):
+        make_trainer(penalty, examples(16, seed)).train()
+        drawn.append(penalty.reference_cov)
+    assert not torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("every_epoch, step", [(True, 2), (True, 4), (False, 4)])
+def test_training_that_resumes_has_the_reference_that_it_had(every_epoch, step):
+    out, ends = tempfile.mkdtemp(), []
+    for checkpoint in (None, f"{out}/checkpoint-{step}"):
+        penalty = IStar(-1, zeta=0.5)
+        trainer = make_trainer(penalty, examples(32, 0), output_dir=out, **SAVING)
+        if not every_epoch:
+            trainer.pop_callback(ReferenceRefresh)
+            trainer.add_callback(ReferenceRefresh(penalty, every_epoch=False))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends.append([penalty.reference_cov, *trainer.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends))
+
+
+def test_two_penalties_resume_each_with_its_own_reference():
+    out, ends = tempfile.mkdtemp(), []
+    for checkpoint in (None, f"{out}/checkpoint-2"):
+        penalties = [CosReg(0.1), IStar(-1, zeta=0.5, layers=1), IStar(1, zeta=0.5, layers=2)]
+        trainer = make_trainer(penalties, examples(32, 0), output_dir=out, **SAVING)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends.append(list(trainer.model.parameters()))
+    files = Path(f"{out}/checkpoint-2").glob("reference_cov*")
+    kept = {f.name: safetensors.torch.load_file(f)["reference_cov"] for f in files}
+    # the first has the name that a lone one has
+    assert set(kept) == {"reference_cov.safetensors", "reference_cov_2.safetensors"}
+    assert not torch.equal(*kept.values()) and all(torch.equal(a, b) for a, b in zip(*ends))
+
+
+def _resume_on_rank(rank, world, have):
+    "The reference after a resume inside an epoch, where the first `have` ranks find one in their checkpoint."
+    trainer = make_trainer(IStar(-1), examples(16, 0), batch_size=4, kind=PenaltyTrainer)
+    (penalty,), folder = trainer.penalties, Path(tempfile.mkdtemp())
+    torch.save(trainer.model.state_dict(), folder / "pytorch_model.bin")
+    if rank < have:
+        safetensors.torch.save_file({"reference_cov": torch.eye(16)}, folder / "reference_cov.safetensors")
+    trainer._load_from_checkpoint(str(folder))
+    loader = torch.utils.data.DataLoader(examples(16, 0), 4)
+    (refresh,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ReferenceRefresh))
+    state = types.SimpleNamespace(epoch=0.5, global_step=2)
+    refresh.on_epoch_begin(trainer.args, state, None, model=trainer.model, train_dataloader=loader)
+    return penalty.reference_cov
+
+
+def test_ranks_take_a_kept_reference_together_or_not_at_all():
+    for kept in on_ranks(_resume_on_rank, 2):
+        assert torch.equal(kept, torch.eye(16))
+    one, two = on_ranks(_resume_on_rank, 1)
+    assert torch.equal(one, two) and not torch.equal(one, torch.eye(16))
+
+
+def test_a_data_set_of_batches_is_not_collated_again():
+    loader = torch.utils.data.DataLoader([{"input_ids": torch.full((4, 3), i)} for i in range(5)], batch_size=None)
+    ids = [b["input_ids"] for b in own_batches(loader, 2, 0)]
+    assert {x.shape for x in ids} == {(4, 3)} and sorted(int(x[0, 0]) for x in ids) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "device, forked", [("cpu", ([], "cuda")), ("cuda:1", ([1], "cuda")), ("xpu:1", ([1], "xpu")), ("mps", ([0], "mps"))]
+)
+def test_random_states_of_the_device_are_kept(device, forked, monkeypatch):
+    asked = []
+
+    @contextlib.contextmanager
+    def fork_rng(devices, device_type="cuda"):
+        asked.append((devices, device_type))
+        yield
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    with same_draws(torch.device(device)):
+        pass
+    assert asked == [forked]
+
+
+def test_measuring_leaves_all_random_states_as_they_were():
+    drawn = []
+
+    def collate(rows):
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        return default_data_collator(rows)
+
+    runs = []
+    for penalty in (None, IStar(0.0)):
+        random.seed(0)
+        np.random.seed(0)
+        trainer = make_trainer(penalty, examples(16, 0), steps=2)
+        trainer.data_collator = collate
+        if penalty is not None:
+            trainer.add_callback(IsotropyLog(InTurn(collate)))
+        drawn.clear()
+        trainer.train()
+        runs.append(list(drawn))
+    assert len(runs[1]) > 2 == len(runs[0]) and runs[1][-1] == runs[0][-1] and runs[0][0] in runs[1]
+
+
+class InTurn(list):
+    "Batches that are collated when they are read."
+
+    def __init__(self, collate):
+        super().__init__([None])
+        self.collate = collate
+
+    def __iter__(self):
+        yield {k: v for k, v in self.collate(examples(4, 3)).items() if k != "labels"}
+
+
+# ---- schedules of dropout, which a checkpoint names
+
+
+def scheduled(rate=0.3):
+    "A model with a rate of its own at each site."
+    model = small_bert(0.1)
+    sites = [s.name for s in dropout_sites(model) if s.kind != "classifier"]
+    apply_dropout(model, {name: rate * k / len(sites) for k, name in enumerate(sites)})
+    return model
+
+
+def rates(model):
+    return {s.name: s.p for s in dropout_sites(model)}
+
+
+def test_a_reloaded_model_trains_with_its_schedule(tmp_path):
+    model = scheduled()
+    model.save_pretrained(tmp_path)
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
+    assert set(rates(loaded).values()) == {0.1} != set(rates(model).values())
+    make_trainer(None, examples(8, 0), model=loaded).train()
+    assert rates(loaded) == rates(model)
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
+    apply_dropout(loaded, "standard")  # by intention
+    make_trainer(None, examples(8, 0), model=loaded).train()
+    assert set(rates(loaded).values()) == {0.1}
+
+
+def test_a_resumed_training_has_the_schedule_of_its_checkpoint():
+    out, ends = tempfile.mkdtemp(), []
+    for model, checkpoint in (scheduled(), None), (small_bert(0.1), f"{out}/checkpoint-2"), (scheduled(0.2), None):
+        trainer = make_trainer(None, examples(32, 0), model=model, output_dir=out, **SAVING)
+        if len(ends) == 2:
+            with pytest.raises(ValueError, match="dropout_schedule: .*checkpoint-2/config.json has another"):
+                trainer.train(resume_from_checkpoint=f"{out}/checkpoint-2")
+            break
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*ends))
+
+
+def test_noise_is_put_on_again_and_mixout_refused_without_its_weights(tmp_path):
+    for how in ("gaussian", "mixout"):
+        model = small_bert(0.1)
+        apply_dropout(model, how, p=0.2)
+        before = copy.deepcopy(model.config.dropout_schedule)
+        make_trainer(None, examples(8, 0), model=model).train()  # is in force
+        assert model.config.dropout_schedule == before
+        model.save_pretrained(tmp_path / how)
+    loaded, mixed = (BertForSequenceClassification.from_pretrained(tmp_path / how) for how in ("gaussian", "mixout"))
+    make_trainer(None, examples(8, 0), model=loaded).train()
+    assert any("Noise" in type(vars(m).get("forward")).__name__ for m in loaded.modules())
+    with pytest.raises(ValueError, match="dropout_schedule: .*cannot be put on .*pretrained"):
+        make_trainer(None, examples(8, 0), model=mixed).train()
+
+
+# ---- held-out isotropy
+
+
+HELD_OUT = [{k: v for k, v in default_data_collator(examples(20, 4)).items() if k != "labels"}]
+OFTEN = dict(steps=4, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+
+
+@pytest.mark.parametrize("kind", [InOrder, PlainInOrder])
+def test_held_out_isotropy_is_a_metric_that_names_the_best_model(kind):
+    best = dict(load_best_model_at_end=True, metric_for_best_model="eval_isoscore", greater_is_better=True)
+    trainer, log = make_trainer(None, examples(32, 0), dropout=0.1, kind=kind, **OFTEN, **best), IsotropyLog(HELD_OUT)
+    trainer.add_callback(log)
+    trainer.train()
+    assert [h["step"] for h in log.history] == [0, 2, 4] and len(log.history[0]["layers"]) == 2
+    start = measure_isotropy(small_bert(), HELD_OUT)["union"]
+    assert log.history[0]["union"] == pytest.approx(start, rel=1e-5)
+    assert trainer.state.best_metric == max(h["union"] for h in log.history[1:])
+    logged = [e["eval_isoscore"] for e in trainer.state.log_history if "eval_isoscore" in e]
+    assert logged == ([h["union"] for h in log.history[1:]] if kind is InOrder else [])
+    assert trainer.evaluate()["eval_isoscore"] == log.history[-1]["union"]
+    assert "test_isoscore" not in trainer.predict(examples(4, 9)).metrics
+
+
+def test_isotropy_of_the_best_model_is_measured_after_training():
+    best = dict(load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False)
+    trainer = make_trainer(IStar(1, zeta=0), examples(32, 0), **OFTEN, **best, learning_rate=0.1)
+    log = IsotropyLog(HELD_OUT)
+    trainer.add_callback(log)
+    trainer.train()
+    trainer.evaluate()
+    assert [h["step"] for h in log.history] == [0, 2, 4, 4]
+    at_two, at_four, now = (h["union"] for h in log.history[1:])
+    assert trainer.state.best_model_checkpoint.endswith("-2") and now == pytest.approx(at_two, rel=1e-5) != at_four
+
+
+def _isotropy_on_rank(rank, world):
+    batches = [{k: v for k, v in default_data_collator(ragged(4, s)).items() if k != "labels"} for s in range(4)]
+    found = []
+    for sample, limit in ((batches, None), (batches, 40), (torch.utils.data.DataLoader(batches, None), None)):
+        log, trainer = IsotropyLog(sample, limit), make_trainer(None, examples(8, 0))
+        log.on_train_begin(trainer.args, trainer.state, None, trainer.model)
+        found.append([log.history[0]["points"], log.history[0]["union"]])
+    return found
+
+
+def test_isotropy_log_counts_a_sample_once_on_all_ranks():
+    one = _isotropy_on_rank(0, 1)
+    for found in on_ranks(_isotropy_on_rank):
+        for ours, theirs in zip(found, one):
+            assert ours[0] == theirs[0] and ours[1] == pytest.approx(theirs[1], rel=1e-4)
+
+
+# ---- groups by length
+
+
+LENGTHS = ["Bert", "DistilBert", "Albert", "Roberta", "Electra", "ModernBert"]
+WIDE = dict(
+    vocab_size=60,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=24,
+    pad_token_id=0,
+)
+OTHER_SIZES = {
+    "DistilBert": dict(dim=32, n_layers=2, n_heads=2, hidden_dim=48),
+    "Albert": dict(embedding_size=16),
+    "ModernBert": dict(bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2),
+}
+
+
+def texts(n, length, seed=1):
+    "Ids and mask of random texts of 1 to `length` tokens."
+    g = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(length) < torch.randint(1, length + 1, (n, 1), generator=g)).long()
+    return {"input_ids": torch.randint(3, 60, (n, length), generator=g) * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("kind, groups", [*((kind, 3) for kind in LENGTHS), ("Bert", 40)])
+def test_groups_by_length_are_the_same_function(kind, groups):
+    sizes = WIDE | OTHER_SIZES.get(kind, {})
+    if kind == "DistilBert":
+        sizes = {k: v for k, v in sizes.items() if k not in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
+    batch = texts(7, 16) | {"labels": torch.arange(7) % 2}
+    mask = batch["attention_mask"]
+
+    def measured():
+        out = model(**batch, output_hidden_states=True)
+        (out.loss + IStar(-1, zeta=0)(out.hidden_states, mask)).backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+        states = torch.stack([h[mask.bool()] for h in out.hidden_states])
+        return [x.detach() for x in (out.loss, out.logits, gradient, states)]
+
+    plain, names = measured(), list(model.state_dict())
+    assert split_by_length(model, groups) is model and list(model.state_dict()) == names
+    for a, b in zip(plain, measured()):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
+
+
+def reading(encoder):
+    "The shapes of the ids that the encoder will read."
+    read, plain = [], encoder.embeddings.forward
+
+    def forward(input_ids=None, **kwargs):
+        read.append(tuple(input_ids.shape))
+        return plain(input_ids=input_ids, **kwargs)
+
+    encoder.embeddings.forward = forward
+    return read
+
+
+def grouped_bert():
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**CONFIG, num_labels=2)).eval()
+    return model, texts(7, 12)
+
+
+def test_groups_by_length_read_fewer_tokens_and_name_what_they_refuse():
+    model = BertModel(BertConfig(**CONFIG, attn_implementation="eager")).eval()
+    ids, mask, read = torch.ones(8, 12, dtype=torch.long), torch.ones(8, 12, dtype=torch.long), reading(model)
+    mask[:6, 3:] = 0
+    split_by_length(model, 4)
+    read.clear()
+    with torch.no_grad():
+        states = model(ids, attention_mask=mask).last_hidden_state
+        # padding on the left is right as well, though nothing is saved
+        assert model(ids, attention_mask=mask.flip(1)).last_hidden_state.shape == (8, 12, 16)
+    assert read[:4] == [(2, 3)] * 3 + [(2, 12)] and states.shape == (8, 12, 16) and states[:6, 3:].abs().max() == 0
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(ids, attention_mask=mask, output_attentions=True)
+    with pytest.raises(ValueError, match="groups: 0"):
+        split_by_length(model, 0)
+
+
+def test_a_copy_of_a_model_in_groups_computes_with_its_own_weights():
+    model, batch = grouped_bert()
+    names, want = list(inspect.signature(model.bert.forward).parameters), model(**batch).logits
+    split_by_length(model, 3)
+    assert list(inspect.signature(model.bert.forward).parameters) == names
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    zero = twin(**batch, output_hidden_states=True)
+    assert zero.logits.abs().max() == zero.hidden_states[-1].abs().max() == 0
+    torch.testing.assert_close(model(**batch).logits, want, rtol=1e-4, atol=1e-5)
+    read = reading(model.bert)
+    split_by_length(model, 2)  # in place of the three groups, not around them
+    read.clear()
+    torch.testing.assert_close(model(**batch).logits, want, rtol=1e-4, atol=1e-5)
+    assert [rows for rows, _ in read] == [4, 3]
+
+
+def test_groups_by_length_cut_what_else_belongs_to_the_batch():
+    model, batch = grouped_bert()
+    near = dict(rtol=1e-4, atol=1e-5)
+    for ids in (torch.arange(12)[None].flip(1), torch.stack([torch.randperm(12) for _ in range(7)])):
+        split = split_by_length(copy.deepcopy(model), 3)
+        want, got = (m(**batch, position_ids=ids).logits for m in (model, split))
+        torch.testing.assert_close(got, want, **near)
+    keep = batch["attention_mask"].bool()
+    for width in (5, 12):  # as long as the batch, or not
+        torch.manual_seed(0)
+        decoder = BertModel(BertConfig(**CONFIG, is_decoder=True, add_cross_attention=True)).eval()
+        given = dict(encoder_hidden_states=torch.randn(7, width, 16), use_cache=False)
+        given["encoder_attention_mask"] = texts(7, width)["attention_mask"]
+        want = decoder(**batch, **given).last_hidden_state
+        got = split_by_length(decoder, 3)(**batch, **given).last_hidden_state
+        torch.testing.assert_close(got[keep], want[keep], **near)
+
+
+def test_one_group_gives_the_forward_back():
+    model, batch = grouped_bert()
+    split_by_length(split_by_length(model, 3), 1)
+    assert "forward" not in vars(model.bert)
+    calls, plain = [], model.bert.forward
+
+    def noted(*args, **kwargs):
+        calls.append(1)
+        return plain(*args, **kwargs)
+
+    model.bert.forward = noted  # another wrapper, such as that of Gaussian dropout
+    split_by_length(split_by_length(model, 2), 3)
+    calls.clear()
+    model(**batch)
+    assert len(calls) == 3 and vars(split_by_length(model, 1).bert)["forward"] is noted
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_of_two_stacks_the_encoder_reads_in_groups(kind):
+    model, (_, batch) = of_two_stacks(kind).eval(), grouped_bert()
+    batch = batch | {"labels": batch["input_ids"]}
+    want = model(**batch).loss
+    split_by_length(model, 3)
+    torch.testing.assert_close(model(**batch).loss, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ConvBert", "MobileBert", "FNet"])
+def test_groups_by_length_refuse_an_encoder_that_reads_padding(kind):
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**WIDE))
+    with pytest.raises(ValueError, match="model: .*leave its batches whole"):
+        split_by_length(model, 4)
+    assert model.training and "forward" not in vars(model)
+    assert split_by_length(model, 1) is model
