@@ -447,8 +447,8 @@ def _score_models(models: Sequence[str], texts: Sequence[str], pooling: str | No
 
 def _refuse_idle(ctx: typer.Context, model: bool):
     "Raise `ValueError` for an option that would have no effect."
-    of_files, of_models = ("array", "measure", "each"), ("pooling", "layer", "column", "max_lines", "max_length", "seed")
-    for name in of_files if model else of_models:
+    of_files, of_models = "array measure each", "pooling layer column max_lines max_length seed"
+    for name in (of_files if model else of_models).split():
         if ctx.get_parameter_source(name).name == "COMMANDLINE":
             raise ValueError(f"{name.replace('_', '-')}: is for {'files' if model else 'models'} only; leave it out")
 
