@@ -389,8 +389,7 @@ def score_command(
 ):
     """IsoScore of vectors with its interval, dimensions in use and outlier dimensions.
 
-    A higher score is not a better model: whitening took all-MiniLM-L6-v2 from 0.27 to 0.73 and cost it 0.027 ± 0.011 of
-    its rank correlation on STS-B.
+    Higher is not better: whitened from 0.27 to 0.73, all-MiniLM-L6-v2 lost 0.027 ± 0.011 of its correlation on STS-B.
     """
     from isoreg.embeddings import as_table, compare, draw_texts, in_words, write_page
     _refuse_idle(ctx, bool(model))
