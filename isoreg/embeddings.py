@@ -43,7 +43,7 @@ def measure_points(
     measures: Sequence[str] = (),  # more of them, by their names in `isoreg.geometry.MEASURES`
     progress: Callable[[int], None] = lambda rows: None,  # called with each number of rows read
     unit: str = "row",  # what a point stands for: "row", "text"
-) -> "Measured":
+):  # `Measured`
     """Return the score of a cloud, plain and corrected with its 95 % interval, and what
     belongs to it: dimensions in use, outlier dimensions, spectrum, repeated rows.
 
