@@ -5,13 +5,22 @@ import json
 import sys
 from pathlib import Path
 
-from isoreg.experiments.config import CONFIGS, parameter_cell
+from isoreg.experiments.config import CONFIGS, choices, kinds
 from isoreg.experiments.record import record_schema
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "nbs"
 sys.path.insert(0, str(ROOT / "site"))
 from reference import commands_page, index_page
+
+
+def parameter_line(name: str, field) -> str:
+    "A line of a notebook's parameter cell: a setting with its type, default, help and the words to choose from."
+    kind = next(k for k in kinds(field) if k is not type(None)).__name__
+    value = json.dumps(field.default) if isinstance(field.default, str) else field.default
+    line = f"{name}: {kind} = {value}".ljust(32) + f"  # {field.description}"
+    words = f" ({', '.join(choices(field))})" if choices(field) else ""
+    return line + words if len(line + words) <= 120 else line
 
 
 def write_parameters(name: str) -> None:
@@ -21,7 +30,8 @@ def write_parameters(name: str) -> None:
     (cell,) = [c for c in notebook["cells"] if "parameters" in c["metadata"].get("tags", [])]
     settings = CONFIGS[name].model_fields
     further = [line for line in "".join(cell["source"]).splitlines() if line.partition(":")[0] not in settings]
-    cell["source"] = parameter_cell(CONFIGS[name], "\n".join(further)).splitlines(keepends=True)
+    lines = [parameter_line(n, field) for n, field in settings.items()]
+    cell["source"] = "\n".join(lines + further).splitlines(keepends=True)
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -261,9 +261,7 @@ def _show_plan(plan, out: Path, stored: dict[str, float], keys: bool) -> set[str
     found = {run.key: record for run in plan.runs if (record := Folder(out).record(run))}
     done = stored | {key: record.get("total_seconds", 0.0) for key, record in found.items()}
     more = f"; {plan.duplicates} combinations are equal to others" if plan.duplicates else ""
-    if plan.excluded: more += f"; {plan.excluded} excluded"
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
-    for note in plan.notes: _console.print(f"note: {note}")
     if not keys: return set(done)
     if left := time_left(list(done.values()), len(plan.runs) - len(done), 1):
         _console.print(f"one after another they take about {_time(left)}, by the median time of those that are done")
@@ -471,7 +469,7 @@ def report_command(
         files, summary = write_report(runs, out, baseline if compared else None, by), summarise(runs, by)
     if not compared:
         _errors.print(f"no comparisons: no run of {baseline!r} beside others; methods are {', '.join(methods)}")
-    left_out = ["median", "worst", "one class only", "IsoScore before", "its layers, mean"]  # no room on a screen
+    left_out = ["median", "worst", "predicts a single class", "IsoScore before"]  # no room on a screen
     shown = readable(summary).drop(columns=left_out, errors="ignore")
     _show("", shown.itertuples(index=False), list(shown))
     for file in files: _console.print(str(file))

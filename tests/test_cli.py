@@ -218,7 +218,7 @@ def test_report_of_stored_records(tmp_path):
     assert "I-STAR λ=-1" in (tmp_path / "report" / "summary.md").read_text()
     assert {"task", "method", "metric", "λ=-1"} <= set(done.stdout.replace(",", " ").split())  # the summary
     for wrong, words in (
-        (["report", str(tmp_path / "nothing")], "no file or folder"),
+        (["report", str(tmp_path / "nothing")], "is no file"),
         (["report", str(tmp_path)], "no record"),
         (["report", str(results / "istar_first.jsonl"), "--baseline", "Base"], "did you mean 'base'"),
     ):

@@ -195,7 +195,7 @@ def _parameters(given, odd):
     "What a run is given is refused, or comes out of the cell that papermill makes of it, which holds values alone."
     given |= odd
     try:
-        config = RunConfig.from_dict(given)
+        config = RunConfig(**given)
     except (ValueError, OSError):  # a path that cannot be
         return
     parameters = Run(config.key, "finetune", config.to_dict()).parameters
@@ -203,7 +203,7 @@ def _parameters(given, odd):
     assigned = ast.parse(cell).body
     assert all(isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Name) for s in assigned), cell
     found = {s.targets[0].id: ast.literal_eval(s.value) for s in assigned}
-    assert RunConfig.from_dict(found).key == config.key, cell
+    assert RunConfig(**found).key == config.key, cell
 
 
 shapes = st.lists(st.integers(0, 7), max_size=3)

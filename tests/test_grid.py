@@ -1,5 +1,7 @@
 """Grids: what a file says, which runs it means, and which settings a search chooses."""
 
+import contextlib
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -9,30 +11,37 @@ import pytest
 from typer.testing import CliRunner
 
 from isoreg.cli import app
-from isoreg.experiments.config import LandscapeConfig
-from isoreg.experiments.finetune import RunConfig
+from isoreg.experiments.config import LandscapeConfig, RunConfig
 from isoreg.experiments.grid import choose, expand, final_grid, grid_path, load_grid
 
 ROOT = Path(__file__).parents[1]
-invoke = lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
 TINY = "{max_train: 32, max_eval: 20, epochs: 1, lam: -0.1}"
 
 
-def grid(path, text):
-    path.write_text(text)
-    return path
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def test_axes_tables_include_exclude_and_blocks(tmp_path):
-    path = grid(
-        tmp_path / "g.yaml",
-        """
+@pytest.fixture
+def plan_of(tmp_path):
+    "The plan of a text, with other values."
+
+    def plan(text, only=(), **overrides):
+        (tmp_path / "g.yaml").write_text(text)
+        return expand(load_grid(tmp_path / "g.yaml"), only, overrides)
+
+    return plan
+
+
+def settings(plan, *names):
+    return [tuple(run.config[n] for n in names) for run in plan.runs]
+
+
+EVERYTHING = """
 description: all that a file can say
 fixed: {epochs: 1, lr: 1e-3}
 axes:
   seed: 0..2
-exclude:
-  - {seed: 2, method: base}
 blocks:
   - name: first
     axes:
@@ -46,198 +55,176 @@ blocks:
     axes: {max_train: [10, 20]}
   - name: third
     fixed: {regularizer: none}
-    exclude: [{seed: [1, 2]}]
-""",
-    )
-    plan = expand(load_grid(path))
-    got = [
-        (
-            r.block,
-            r.config["task"],
-            r.config["regularizer"],
-            r.config["lam"],
-            r.config["zeta"],
-            r.config["seed"],
-            r.config["epochs"],
-            r.config["max_train"],
-        )
-        for r in plan.runs
+    axes: {seed: [0]}
+"""
+
+
+def test_axes_tables_include_and_blocks(plan_of):
+    plan = plan_of(EVERYTHING)
+    assert settings(plan, "task", "regularizer", "lam", "seed", "epochs", "max_train") == [
+        ("toy-cola", "none", 0.0, 0, 1, None),
+        ("toy-cola", "istar", -1.0, 0, 1, None),  # the last axis runs fastest
+        ("toy-cola", "istar", 1.0, 0, 1, None),
+        ("toy-cola", "none", 0.0, 1, 1, None),
+        ("toy-cola", "istar", -1.0, 1, 1, None),
+        ("toy-cola", "istar", 1.0, 1, 1, None),
+        ("toy-cola", "none", 0.0, 2, 1, None),
+        ("toy-cola", "istar", -1.0, 2, 1, None),
+        ("toy-cola", "istar", 1.0, 2, 1, None),
+        ("toy-rte", "none", 0.0, 7, 1, None),
+        ("toy-rte", "none", 0.0, 8, 1, None),
+        ("toy-cola", "none", 0.0, 5, 2, 10),
+        ("toy-cola", "none", 0.0, 5, 2, 20),
     ]
-    istar = [("first", "toy-cola", "istar", lam, 0.4, seed, 1, None) for seed in (0, 1, 2) for lam in (-1.0, 1.0)]
-    base = [("first", "toy-cola", "none", 0.0, 0.0, seed, 1, None) for seed in (0, 1)]
-    assert sorted(map(str, got)) == sorted(
-        map(
-            str,
-            istar
-            + base
-            + [("first", "toy-rte", "none", 0.0, 0.0, seed, 1, None) for seed in (7, 8)]
-            + [("second", "toy-cola", "none", 0.0, 0.0, 5, 2, n) for n in (10, 20)],
-        )
-    )
-    assert got[0][:6] == ("first", "toy-cola", "none", 0.0, 0.0, 0) and got[1][3] == -1.0  # the last axis runs fastest
-    assert all(r.config["lr"] == 1e-3 for r in plan.runs)
-    assert plan.combinations == 8 + 2 + 2 + 1 and plan.duplicates == 1  # third has seed 0 alone, which first has
-    assert plan.excluded == 1 + 2 and dict((b[0], b[3]) for b in plan.blocks) == {"first": 10, "second": 2, "third": 0}
-    assert any("second" in note and "takes nothing away" in note for note in plan.notes)
+    assert all(run.config["lr"] == 1e-3 for run in plan.runs)
+    assert plan.combinations == 9 + 2 + 2 + 1 and plan.duplicates == 1  # the run of third is one of first
+    assert [b[::3] for b in plan.blocks] == [("first", 11), ("second", 2), ("third", 0)]
+    assert {run.block for run in plan_of(EVERYTHING, ("second",)).runs} == {"second"}
 
 
-def test_keys_are_those_of_isoreg_run_and_order_is_the_grids():
-    plan = expand(load_grid("toy"))
-    assert [r.key for r in plan.runs] == [
-        RunConfig(
-            task=t, regularizer=m, lam=None if m == "none" else -0.1, seed=s, epochs=1, max_train=600, max_eval=200
-        ).key
-        for t in ("toy-cola", "toy-rte")
-        for m in ("none", "istar")
-        for s in (0, 1)
+def test_keys_are_those_of_isoreg_run(plan_of):
+    runs = [RunConfig(regularizer=m, zeta=z, seed=s).key for s in (0, 1) for m, z in (("none", 0), ("istar", 0.4))]
+    text = "axes: {seed: 0..1, method: [{regularizer: none}, {regularizer: istar, zeta: 0.4}]}"
+    assert [run.key for run in plan_of(text).runs] == runs
+
+
+def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
+    text = "axes: {seed: 0..2, m: [{dropout: standard}, {dropout: constant, dropout_p: 0.05}]}\nfixed: {lam: 1}\n"
+    plan = plan_of(text, seed=[4, 5], dropout_p=1e-2, max_train=9, lam=[2, 3])
+    assert plan.duplicates == 0 and sorted(settings(plan, "seed", "dropout", "dropout_p", "lam", "max_train")) == [
+        (seed, how, p, lam, 9)
+        for seed in (4, 5)
+        for how, p in (("constant", 0.01), ("standard", None))
+        for lam in (2.0, 3.0)
     ]
-
-
-def test_overrides_take_the_place_of_what_the_grid_gives(tmp_path):
-    path = grid(
-        tmp_path / "g.yaml",
-        "axes:\n  seed: [0, 1, 2]\n  m: [{dropout: standard}, {dropout: constant, dropout_p: 0.05}]\nfixed: {regularizer: none}\n",  # noqa: E501
-    )
-    plan = expand(load_grid(path), overrides={"seed": [4, 5], "dropout_p": 1e-2, "max_train": 9})
-    assert sorted(
-        (r.config["seed"], r.config["dropout"], r.config["dropout_p"], r.config["max_train"]) for r in plan.runs
-    ) == [(4, "constant", 0.01, 9), (4, "standard", None, 9), (5, "constant", 0.01, 9), (5, "standard", None, 9)]
 
 
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("axes: {seed: [0]}\nfix: {}", ["fix", "fixed"]),
-        ("axes: {sed: [0, 1]}", ["sed", "did you mean seed", "2 of 2"]),
-        ("axes: {lam: [1, 2]}\nfixed: {lam: 1}", ["lam", "fixed and under axes"]),
-        ("axes: {seed: 3}", ["seed", "no list"]),
-        ("axes: {seed: []}", ["seed", "empty"]),
-        ("axes: {seed: [4..0, 7]}", ["seed", "4..0", "write 0..4"]),
-        ("axes: {m: [{name: a, seed: []}]}", ["seed", "empty"]),
-        ("axes: {seed: [0]}\ninclude: [{seed: []}]", ["include: seed", "empty"]),
-        ("axes: {seed: [0]}\ninclude: [null]", ["include", "entry 1 is empty"]),
-        ("axes: {seed: [0]}\nexclude: [{}]", ["exclude", "entry 1 is empty"]),
-        ("# nothing", ["g.yaml is empty"]),
-        ("notebook: [finetune]", ["notebook", "unknown"]),
-        ("fixed: {seed: [1, 2]}", ["seed", "axes"]),
-        ("axes: {m: [{lam: 1}, {lam: 2}], lam: [1]}", ["lam", "two axes"]),
-        ("axes: {m: [{lam: 1}, 2]}", ["mixes"]),
-        ("axes: {seed: [0]}\nexclude: [{see: 0}]", ["see", "seed"]),
-        ("axes: {seed: [0]}\nexclude: [{seed: 0}]", ["no run"]),
-        ("blocks: [{name: a}, {name: a}]", ["same name"]),
-        ("blocks: [{names: a}]", ["names", "name"]),
-        ("blocks: []", ["no block"]),
-        ("notebook: finetun", ["finetun", "finetune"]),
-        ("axes: {lam: [.inf, 1]}", ["lam", "1 of 2"]),
-        ("axes: !!python/object/apply:os.system [ls]", ["YAML"]),
-        ("a: [", ["YAML"]),
-        ("- 1", ["no table"]),
+        ("axes: {seed: [0]}\nfix: {}", "g.yaml: fix: unknown setting; did you mean 'fixed'"),
+        ("axes: {sed: [0, 1]}", "2 of 2 .*sed: unknown setting; did you mean 'seed'"),
+        ("axes: {seed: []}", r"seed: \[\] has no value"),
+        ("axes: {seed: [4..0, 7]}\nfixed: {lr: 9}", "1 of 1 .*lr: .* less than 1"),  # an empty range has no value
+        ("axes: {m: [{name: a, seed: []}]}", r"seed: \[\] has no value"),
+        ("include: [{seed: []}]", r"seed: \[\] has no value"),
+        ("axes: {seed: [0]}\ninclude: [null]", "include: Input should be a valid dictionary"),
+        ("# nothing", "g.yaml: is no table"),
+        ("- 1", "g.yaml: is no table"),
+        ("notebook: [finetune]", "notebook: Input should be a valid string"),
+        ("notebook: finetun", "notebook: 'finetun' is unknown; did you mean 'finetune'"),
+        ("fixed: {seed: [1, 2]}", "seed: Input should be a valid integer"),
+        ("axes: {m: [{lam: 1}, {lam: 2}], lam: [1]}", "axes: two of them set one of lam"),
+        ("axes: {m: [{lam: 1}, 2]}", "1 of 2 .*m: unknown setting"),
+        ("exclude: [{seed: 0}]", "exclude: unknown setting; did you mean 'include'"),
+        ("blocks: [{names: a}]", "names: unknown setting; did you mean 'name'"),
+        ("axes: {lam: [.inf, 1]}", "1 of 2 .*lam: Input should be a finite number"),
+        ("axes: {seed: 0..999999999999}", "more than 100000 combinations"),
+        ("axes: {1: [2]}", "1: unknown setting"),
+        ("axes: !!python/object/apply:os.system [ls]", "YAML"),
+        ("a: [", "YAML"),
     ],
 )
-def test_bad_grids_are_refused_with_their_reason(tmp_path, text, words):
-    path = grid(tmp_path / "g.yaml", text)
-    with pytest.raises(ValueError) as caught:
-        expand(load_grid(path))
-    for word in words:
-        assert word in str(caught.value)
-    result = invoke("sweep", path, "--out", tmp_path / "out")
+def test_bad_grids_are_refused_with_their_reason(tmp_path, plan_of, text, words):
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        plan_of(text)
+    result = invoke("sweep", tmp_path / "g.yaml", "--out", tmp_path / "out")
     assert result.exit_code == 2 and not (tmp_path / "out").exists()
 
 
-def test_ranges_may_be_negative_and_overrides_not_empty(tmp_path):
-    path = grid(tmp_path / "g.yaml", "axes: {lam: -2..1}\n")
-    assert [r.config["lam"] for r in expand(load_grid(path)).runs] == [-2.0, -1.0, 0.0, 1.0]
-    with pytest.raises(ValueError, match="set: seed: the list is empty"):
-        expand(load_grid(path), overrides={"seed": []})
+def test_ranges_may_be_negative_and_overrides_not_empty(plan_of):
+    assert settings(plan_of("axes: {lam: -2..1}"), "lam") == [(-2.0,), (-1.0,), (0.0,), (1.0,)]
+    with pytest.raises(ValueError, match=r"set: max_eval: \[\] has no value"):
+        plan_of("axes: {lam: -2..1}", max_eval=[])
 
 
 def test_dry_run_counts_and_writes_nothing(tmp_path):
-    path = grid(tmp_path / "g.yaml", f"fixed: {TINY}\naxes: {{regularizer: [none, istar], zeta: [0.2, 0.4]}}")
+    path = tmp_path / "g.yaml"
+    path.write_text(f"fixed: {TINY}\naxes: {{regularizer: [none, istar], zeta: [0.2, 0.4]}}")
     result = invoke("sweep", path, "--dry-run", "--out", tmp_path / "out", "--set", "seed=[0,1]")
-    assert (
-        result.exit_code == 0
-        and "6 runs: 0 done, 6 to do" in result.output
-        and "2 combinations are equal to others" in result.output
-    )
+    assert result.exit_code == 0 and "6 runs: 0 done, 6 to do" in result.output
+    assert "2 combinations are equal to others" in result.output
     assert result.output.count("missing toy-cola") == 6 and not (tmp_path / "out").exists()
     assert invoke("sweep", path, "--dry-run", "--set", "seed").exit_code == 2
     assert invoke("sweep", path, "--dry-run", "--only", "h").exit_code == 2
     assert "there are" in invoke("sweep", "nothing").output
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "nbs" / "grids").glob("*.yaml")), ids=lambda p: p.stem)
-def test_shipped_grids_are_valid_and_count_what_they_say(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    text = path.read_text()
-    plan = expand(load_grid(path.stem), overrides={"data_dir": str(tmp_path)} if "data_dir" in text else {})
-    said = re.search(r"(\d[\d ]*) runs?\b", "".join(line for line in text.splitlines() if line.startswith("#")))
-    assert int(said[1].replace(" ", "")) == len(plan.runs) == plan.combinations and not plan.notes
-    assert grid_path(path.stem).samefile(path)
+# ---- the grids of this project
 
 
-def test_grids_share_their_cells_and_only_padding_is_without_groups(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    plans = {
-        name: expand(load_grid(f"small-{name}"), overrides={"data_dir": str(tmp_path)}).runs
-        for name in ("ablations", "search", "istar", "guided", "paucity")
-    }
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    "The plans of all shipped grids, expanded where their files are found."
+    place = tmp_path_factory.mktemp("project")
+    (place / "nbs").symlink_to(ROOT / "nbs")
+    for name in ("data", "base-data"):
+        (place / name).mkdir()
+    with contextlib.chdir(place):
+        return {path: expand(load_grid(path)) for path in sorted((ROOT / "nbs/grids").glob("*.yaml"))}
+
+
+def test_shipped_grids_are_valid_and_count_what_they_say(shipped):
+    for path, plan in shipped.items():
+        comments = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+        count = int(re.search(r"(\d[\d ]*) runs?\b", comments)[1].replace(" ", ""))
+        assert count == len(plan.runs) == plan.combinations, path
+        assert grid_path(path.stem).samefile(path)
+
+
+def test_runs_of_the_shipped_grids_keep_their_keys(shipped):
+    keys = [run.key for plan in shipped.values() for run in plan.runs]
+    assert len(keys) == 26354 and hashlib.sha256("\n".join(keys).encode()).hexdigest()[:16] == "b856c0c028553416"
+
+
+def test_grids_share_their_cells_and_only_padding_is_without_groups(shipped):
+    names = ("ablations", "search", "istar", "guided", "paucity")
+    plans = {path.stem.removeprefix("small-"): plan.runs for path, plan in shipped.items() if "small" in path.stem}
     shared = {r.key for r in plans["ablations"]} & {r.key for r in plans["istar"]}
-    assert sorted((r.config["task"], r.config["seed"]) for r in plans["istar"] if r.key in shared) == [
-        (t, s) for t in ("cola", "mrpc") for s in range(3)
-    ]
-    for name, runs in plans.items():
-        whole = [r for r in runs if r.config["length_groups"] == 1 and r.config["task"] != "cola"]
-        assert {r.block for r in whole} == ({"padding", "ungrouped"} if name == "ablations" else set()) and all(
-            r.config["length_groups"] == 1 for r in runs if r.config["task"] == "cola"
-        )
-    of = lambda block: [r.config for r in plans["ablations"] if r.block == block and r.config["task"] == "mrpc"]
-    padded = of("padding")
-    for regularizer in (
-        "none",
-        "istar",
-    ):  # each has its partners of the same seed, apart from the padding and the segment ids
-        partners = [c for c in of("ungrouped") if c["regularizer"] == regularizer]
-        assert sorted(c["seed"] for c in partners) == [0, 1, 2] and len(padded) == 6
-        but = {"padding", "segment_ids", "seed"} | ({"regularizer", "lam", "zeta"} if regularizer == "none" else set())
-        for c in padded:
-            assert all(c[k] == partners[0][k] for k in c if k not in but)
+    both = sorted((r.config["task"], r.config["seed"]) for r in plans["istar"] if r.key in shared)
+    assert both == [(task, seed) for task in ("cola", "mrpc") for seed in range(3)]
+    for name in names:
+        whole = {r.block for r in plans[name] if r.config["length_groups"] == 1 and r.config["task"] != "cola"}
+        assert whole == ({"padding", "ungrouped"} if name == "ablations" else set())
+    mrpc = [r for r in plans["ablations"] if r.config["task"] == "mrpc"]
+    partners = [r.config for r in mrpc if r.block == "ungrouped" and r.config["regularizer"] == "istar"]
+    padded = [r.config for r in mrpc if r.block == "padding"]
+    assert sorted(c["seed"] for c in partners) == [0, 1, 2] and len(padded) == 6
+    but = {"padding", "segment_ids", "seed"}  # each run has its partner of the same seed, apart from these
+    assert all(c[n] == partners[0][n] for c in padded for n in c.keys() - but)
 
 
-def _search(tmp_path, seed="[100, 101]"):
-    (tmp_path / "search.yaml").write_text(
-        f"fixed: {{task: toy-cola}}\naxes:\n  seed: {seed}\n  task: [toy-cola, toy-rte]\n  lr: [1e-4, 5e-4]\n".replace(
-            "fixed: {task: toy-cola}\n", ""
-        )
-        + "  method: [{regularizer: none}, {regularizer: istar, lam: [-0.1, 0.1]}, {regularizer: none, dropout: constant, dropout_p: 0.05}]\n"  # noqa: E501
-    )
-    return expand(load_grid(tmp_path / "search.yaml"))
+# ---- choosing settings
+
+METHODS = "[{regularizer: none}, {regularizer: istar, lam: [-0.1, 0.1]}, {regularizer: none, dropout: constant, dropout_p: 0.05}]"  # noqa: E501
+SEARCH = f"axes: {{seed: [100, 101], task: [toy-cola, toy-rte], lr: [1e-4, 5e-4], method: {METHODS}}}"
 
 
-def test_settings_are_chosen_on_the_same_seeds(tmp_path):
+def scored(plan, score):
+    return [{"key": r.key, "value": score(r)} for r in plan.runs]
+
+
+def test_settings_are_chosen_on_the_same_seeds(plan_of):
     "An easy seed of one setting is no merit."
     blocks = "blocks:\n- axes: {seed: [100, 101], lr: [1e-4]}\n- axes: {seed: [101, 102], lr: [5e-4]}\n"
-    (tmp_path / "search.yaml").write_text(f"fixed: {{task: toy-cola, regularizer: none}}\n{blocks}")
-    plan = expand(load_grid(tmp_path / "search.yaml"))
+    plan = plan_of(f"fixed: {{regularizer: none}}\n{blocks}")
     with pytest.raises(ValueError, match=r"seed: settings of none .* have seeds \[100, 101\] and \[101, 102\]"):
-        choose(plan, [{"key": r.key, "value": 0.5} for r in plan.runs])
+        choose(plan, scored(plan, lambda r: 0.5))
 
 
-def test_selection_takes_the_best_mean_of_each_task_and_method(tmp_path):
-    plan = _search(tmp_path)
+def test_selection_takes_the_best_mean_of_each_task_and_method(tmp_path, plan_of):
+    plan = plan_of(SEARCH)
     score = {r.key: float(v) for r, v in zip(plan.runs, np.random.default_rng(0).random(len(plan.runs)))}
-    choices = choose(plan, [{"key": k, "value": v} for k, v in score.items()])
+    choices = choose(plan, scored(plan, lambda r: score[r.key]))
     assert len(choices) == 6 and sorted(c.candidates for c in choices) == [2, 2, 2, 2, 4, 4]
     for c in choices:
-        same = [
-            r
-            for r in plan.runs
-            if (r.config["task"], r.config["regularizer"], r.config["dropout"]) == (c.place["task"], *c.method)
-        ]
         means = {}
-        for r in same:
-            means.setdefault((r.config["lr"], r.config["lam"]), []).append(score[r.key])
-        assert c.score == pytest.approx(max(np.mean(v) for v in means.values()))
-        assert np.mean(means[c.config["lr"], c.config["lam"]]) == pytest.approx(c.score) and c.seeds == (100, 101)
+        for r in plan.runs:
+            if (r.config["task"], r.config["regularizer"], r.config["dropout"]) == (c.place["task"], *c.method):
+                means.setdefault((r.config["lr"], r.config["lam"]), []).append(score[r.key])
+        means = {setting: np.mean(values) for setting, values in means.items()}
+        assert c.score == pytest.approx(max(means.values())) == means[c.config["lr"], c.config["lam"]]
+        assert c.runner_up == pytest.approx(sorted(means.values())[-2]) and c.seeds == (100, 101)
     (tmp_path / "final.yaml").write_text(final_grid(choices, "0..2"))
     final = expand(load_grid(tmp_path / "final.yaml"))
     assert len(final.runs) == 18 and {r.config["seed"] for r in final.runs} == {0, 1, 2}
@@ -245,84 +232,41 @@ def test_selection_takes_the_best_mean_of_each_task_and_method(tmp_path):
         assert sum({k: v for k, v in r.config.items() if k != "seed"} == c.config for r in final.runs) == 3
 
 
-def test_selection_refuses_what_would_flatter(tmp_path):
+def test_selection_refuses_what_would_flatter(plan_of):
     with pytest.raises(ValueError, match="seed: 3 is for final runs"):
-        choose(_search(tmp_path, "[3, 100]"), [])
-    plan = _search(tmp_path)
+        choose(plan_of(SEARCH, seed=[3, 100]), [])
+    plan = plan_of(SEARCH)
     with pytest.raises(ValueError, match="records: 1 of .* finish the search"):
-        choose(plan, [{"key": r.key, "value": 0.5} for r in plan.runs[1:]])
+        choose(plan, scored(plan, lambda r: 0.5)[1:])
     with pytest.raises(ValueError, match="records: no setting of toy-cola none standard has a score"):
-        choose(plan, [{"key": r.key, "value": None} for r in plan.runs])
-    choices = choose(plan, [{"key": r.key, "value": 0.5} for r in plan.runs])
+        choose(plan, scored(plan, lambda r: None))
+    choices = choose(plan, scored(plan, lambda r: 0.5))
     assert all(c.settings["lr"] == 1e-4 for c in choices)  # of equal ones the first of the grid
-    (tmp_path / "final.yaml").write_text(final_grid(choices, "3..3"))
-    assert {r.config["seed"] for r in expand(load_grid(tmp_path / "final.yaml")).runs} == {3}
-    with pytest.raises(ValueError, match="seeds: '0,1'"):
-        final_grid(choices, "0,1")
+    assert {seed for (seed,) in settings(plan_of(final_grid(choices, "3")), "seed")} == {3}
     with pytest.raises(ValueError, match="seeds: 100 was searched on"):
         final_grid(choices, "99..100")
 
 
-def test_select_writes_the_grid_of_the_final_runs(tmp_path):
-    plan = _search(tmp_path)
+def test_select_writes_the_grid_of_the_final_runs_of_what_was_swept(tmp_path, plan_of):
+    swept, search, all_ = plan_of(SEARCH, seed=[102]), tmp_path / "g.yaml", tmp_path / "all.jsonl"
     done = {"status": "done", "metric": "accuracy"}
-    records = [done | {"key": r.key, "config": r.config, "value": r.config["lr"]} for r in plan.runs]
-    (tmp_path / "all.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    command = [
-        str(tmp_path / "search.yaml"),
-        str(tmp_path / "all.jsonl"),
-        "--out",
-        str(tmp_path / "final.yaml"),
-        "--seeds",
-        "0..1",
-    ]
-    result = CliRunner().invoke(app, ["select", *command])
+    records = [done | {"key": r.key, "config": r.config, "value": r.config["lr"]} for r in swept.runs]
+    all_.write_text("".join(json.dumps(r) + "\n" for r in records))
+    missing = invoke("select", search, all_)
+    assert missing.exit_code == 2 and "--set" in missing.output
+    final = tmp_path / "final.yaml"
+    result = invoke("select", search, all_, "--set", "seed=102", "--out", final, "--seeds", "0..1")
     assert result.exit_code == 0 and "different numbers of settings" in result.output, result.output
-    assert {r.config["lr"] for r in expand(load_grid(tmp_path / "final.yaml")).runs} == {5e-4}
-    assert (
-        CliRunner().invoke(app, ["select", str(tmp_path / "search.yaml"), str(tmp_path / "none.jsonl")]).exit_code == 2
-    )
+    assert set(settings(expand(load_grid(final)), "lr")) == {(5e-4,)}
+    assert invoke("select", search, tmp_path / "none.jsonl").exit_code == 2
 
 
-def test_what_is_excluded_and_included_is_said_of_the_runs_as_they_are(tmp_path):
-    path = grid(
-        tmp_path / "g.yaml",
-        "axes: {task: [toy-cola, toy-rte], regularizer: [none, istar]}\n"
-        "exclude: [{task: toy-rte, regularizer: istar}]\n",
-    )
-    got = lambda **o: {(r.config["task"], r.config["regularizer"]) for r in expand(load_grid(path), overrides=o).runs}
-    assert len(got()) == 3 and got(task="toy-rte") == {("toy-rte", "none")}
-    assert got(task="toy-cola") == {("toy-cola", "none"), ("toy-cola", "istar")}
-    assert not expand(load_grid(path), overrides={"task": "toy-cola"}).notes
-    named = grid(
-        tmp_path / "n.yaml",
-        "axes:\n  seed: [0, 1]\n  dropout: [{name: five, dropout: constant, dropout_p: 0.05}, {dropout: standard}]\n"
-        "exclude: [{dropout: five, seed: 1}]\n",
-    )
-    assert len(expand(load_grid(named)).runs) == 3
-    plan = expand(load_grid(named), overrides={"seed": [1, 2]})
-    assert len(plan.runs) == 3 and not plan.notes
-    only = grid(tmp_path / "i.yaml", "fixed: {regularizer: none}\ninclude: [{task: toy-rte, seed: [0, 1]}]\n")
-    assert [(r.config["task"], r.config["seed"]) for r in expand(load_grid(only)).runs] == [
-        ("toy-rte", 0),
-        ("toy-rte", 1),
-    ]
+def test_runs_may_be_included_alone_and_get_other_values_too(plan_of):
+    text = "fixed: {regularizer: none}\ninclude: [{task: toy-rte, seed: [0, 1]}, {lam: 2}]"
+    assert settings(plan_of(text), "task", "seed") == [("toy-rte", 0), ("toy-rte", 1), ("toy-cola", 0)]
+    assert settings(plan_of(text, seed=7), "task", "seed") == [("toy-rte", 7), ("toy-cola", 0)]
 
 
-def test_null_reaches_a_notebook_whose_own_value_is_another(tmp_path):
-    path = grid(tmp_path / "g.yaml", "notebook: landscape\nfixed: {limit: null, points: 3}\n")
-    (run,) = expand(load_grid(path)).runs
-    assert LandscapeConfig.from_dict(run.parameters).key == run.key
-
-
-def test_a_search_that_was_swept_with_other_values_is_chosen_from_with_them(tmp_path):
-    _search(tmp_path)
-    swept = expand(load_grid(tmp_path / "search.yaml"), overrides={"seed": [102]})
-    records = [{"key": r.key, "config": r.config, "value": r.config["lr"], "metric": "accuracy"} for r in swept.runs]
-    (tmp_path / "all.jsonl").write_text("".join(json.dumps(r | {"status": "done"}) + "\n" for r in records))
-    command = ["select", tmp_path / "search.yaml", tmp_path / "all.jsonl"]
-    assert invoke(*command).exit_code == 2 and "--set" in invoke(*command).output
-    assert invoke(*command, "--set", "seed=102").exit_code == 0
-    other = expand(load_grid(grid(tmp_path / "g.yaml", "notebook: geometry\nfixed: {points: 60}\n")))
-    with pytest.raises(ValueError, match="grid: .* has runs of geometry"):
-        choose(other, [{"key": r.key, "value": 0.5} for r in other.runs])
+def test_null_reaches_a_notebook_whose_own_value_is_another(plan_of):
+    (run,) = plan_of("notebook: landscape\nfixed: {limit: null, points: 3}\n").runs
+    assert LandscapeConfig(**run.parameters).key == run.key

@@ -180,7 +180,7 @@ def test_the_encoder_of_an_encoder_decoder_model_alone_is_measured(tmp_path, say
     save_file(
         {k: v.clone() for k, v in load_file(file).items() if ".block.1." not in k}, file, metadata={"format": "pt"}
     )
-    with pytest.raises(ValueError, match=r"lacks weights \(encoder\.block\.1\."):
+    with pytest.raises(ValueError, match=r"lacks .* weights .*\(encoder\.block\.1\."):
         load_body(GeometryConfig(model=str(tmp_path)))
 
 
@@ -209,8 +209,8 @@ def test_collecting_goes_on_after_broken_records(tmp_path, fisher_run):
 
 
 def test_unknown_setting_and_headless_model(tmp_path):
-    with pytest.raises(ValueError, match="share: unknown .*; did you mean shares"):
-        FisherConfig.from_dict({"share": 0.1})
+    with pytest.raises(ValueError, match="share: unknown .*; did you mean .shares"):
+        FisherConfig(share=0.1)
     AutoModelForMaskedLM.from_pretrained(toy_model_path()).bert.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(toy_model_path()).save_pretrained(tmp_path)
     with pytest.raises(

@@ -42,13 +42,18 @@ def shown(cells):
     return [text for text in texts if text]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*TABLES, NBS / "index.ipynb", *GUIDES],
-    ids=lambda p: p.stem,
-)
+@pytest.mark.parametrize("path", [*TABLES, NBS / "index.ipynb", *GUIDES], ids=lambda p: p.stem)
 def test_stored_page_is_what_the_records_give(path):
     assert shown(run(path)) == shown(nbformat.read(path, 4).cells)
+
+
+LINK = re.compile(r"(?<!\\)\[((?:\\.|[^\[\]\\])*)\]\(([^)\s]*)[^)]*\)")
+
+
+def rows_of(text):
+    "The cells of a table in Markdown, a list a line."
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -56,43 +61,27 @@ def test_stored_page_is_what_the_records_give(path):
 )
 def test_no_cell_without_its_seeds_and_interval(path):
     for text in shown(nbformat.read(path, 4).cells):
-        text = re.sub(
-            r"(?<!\\)\[((?:\\.|[^\[\]\\])*)\]\([^)]*\)", r"\1", text
-        )  # a link is its text, and its bracket is no interval
-        rows = [
-            [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
-            for line in text.splitlines()
-            if line.startswith("|")
-        ]
+        rows = rows_of(LINK.sub(r"\1", text))  # a link is its text, and its bracket is no interval
         if not rows:
             continue
         head = rows[0]
-        count, reach = (
-            next((h for h in head if h in ("seeds", "pairs")), None),
-            next((h for h in head if h.startswith("95")), None),
-        )
+        count = next((h for h in head if h in ("seeds", "pairs")), None)
+        reach = next((h for h in head if h.startswith("95")), None)
         if any("±" in h or h in ("difference", "score") for h in head):
             assert count and reach, f"{head}: means without seeds or interval"
         for row in rows[2:]:
             cells = dict(zip(head, row))
-            if count:
-                assert re.match(r"\d+", cells[count]), cells
-            if reach:
-                assert cells[reach] and "nan" not in cells[reach], cells
+            assert not count or re.match(r"\d+", cells[count]), cells
+            assert not reach or (cells[reach] and "nan" not in cells[reach]), cells
             assert all("[" in cell for name, cell in cells.items() if "(n = " in name and cell), cells
-            for (
-                name,
-                cell,
-            ) in cells.items():  # a mean with its seeds in one cell; published numbers have what their papers give
-                if (
-                    re.search(r"±|\(n ?=", cell)
-                    and not (count and reach)
-                    and not name.startswith(("published", "verdict"))
-                ):
-                    over_samples = re.search(r"± \S+ \((?:\d+|six) (?:samples|directions)\)", cell)  # no runs
-                    assert ("[" in cell and re.search(r"n ?=", cell)) or "no interval" in cell or over_samples, (
-                        f"{name}: {cell}"
-                    )
+            if count and reach:
+                continue
+            for name, cell in cells.items():  # a mean with its seeds in one cell; papers give what they give
+                if name.startswith(("published", "verdict")) or not re.search(r"±|\(n ?=", cell):
+                    continue
+                over_samples = re.search(r"± \S+ \((?:\d+|six) (?:samples|directions)\)", cell)  # no runs
+                whole = "[" in cell and re.search(r"n ?=", cell)
+                assert whole or "no interval" in cell or over_samples, f"{name}: {cell}"
 
 
 OPENINGS = {  # page: what its numbers have to say, for its first paragraph to be true
@@ -291,14 +280,7 @@ def prose(notebook):
     return "\n".join(["".join(c.source) for c in notebook.cells if c.cell_type == "markdown"] + shown(notebook.cells))
 
 
-FIRST_ROUND = [
-    NBS / "tables" / f"{name}.ipynb"
-    for name in (
-        "istar_main",
-        "guided_main",
-        "overview",
-    )
-]
+FIRST_ROUND = [NBS / "tables" / f"{name}.ipynb" for name in ("istar_main", "guided_main", "overview")]
 
 
 @pytest.mark.parametrize("path", [*FIRST_ROUND, NBS / "index.ipynb"], ids=lambda p: p.stem)
@@ -314,9 +296,6 @@ def test_comparisons_are_told_by_score_and_p(path):
     assert not re.findall(words, prose(nbformat.read(path, 4)))
 
 
-LINK = re.compile(r"(?<!\\)\[((?:\\.|[^\[\]\\])*)\]\(([^)\s]*)[^)]*\)")
-
-
 @pytest.fixture(scope="module")
 def overview():
     "The rows of the overview's tables, each a claim, with the place that it leads to and the text that opens there."
@@ -325,8 +304,7 @@ def overview():
     opens = {place: (name, word, text) for name, word, place, text in re.findall(pattern, "".join(texts), re.DOTALL)}
     rows = []
     for text in texts:
-        table = [line for line in text.splitlines() if line.startswith("|")]
-        lines = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
+        lines = rows_of(text)
         if lines and lines[0][0] == "claim":
             rows += [dict(zip(lines[0], line)) for line in lines[2:]]
     for row in rows:

@@ -93,10 +93,10 @@ def test_a_file_has_one_name(tmp_path, monkeypatch, setting):
 
 def test_keys_keep_and_tell_apart():
     plain = RunConfig(**SMALL)
-    assert plain.key == RunConfig(**SMALL, dropout="standard", p_max=0.3).key
+    assert plain.key == RunConfig(**SMALL, dropout="standard").key
     keys = {RunConfig(**SMALL, dropout=h, dropout_p=0.2 if h == "constant" else None).key for h in SCHEMES}
     assert len(keys) == len(SCHEMES) and plain.key in keys
-    assert RunConfig(**SMALL, dropout="guided", p_max=0.2).key != RunConfig(**SMALL, dropout="guided").key
+    assert RunConfig(**SMALL, dropout="guided", dropout_p=0.2).key != RunConfig(**SMALL, dropout="guided").key
 
 
 def test_the_content_of_files_is_in_the_key(tmp_path):
@@ -111,7 +111,7 @@ def test_the_content_of_files_is_in_the_key(tmp_path):
     save_schedule(plan, {"embeddings": 0.1})
     assert of_plan.key == keys[0]
     plan.unlink()
-    with pytest.raises(ValueError, match="plan.json.* cannot be read"):
+    with pytest.raises(FileNotFoundError, match="plan.json"):
         of_plan.key
     # no file, no change: the digest as it was before contents entered it
     assert (
@@ -136,8 +136,6 @@ def test_scores_source_and_the_record(tmp_path):
         assert scores_source(path) | {"sha256": ""} == {"sha256": "", "path": "record.json"} | named
     (tmp_path / "plain.json").write_text(json.dumps(load_scores(record)))
     assert set(scores_source(tmp_path / "plain.json")) == {"sha256", "path"}
-    with pytest.raises(ValueError, match="scores: .*nowhere"):
-        scores_source(tmp_path / "nowhere")
     done = run(RunConfig(**PLAIN, dropout="guided", scores=str(tmp_path / "fisher"))).to_dict()["dropout"]
     assert done["scores_source"] == scores_source(tmp_path / "fisher")
     assert any("Fisher of toy-bert" in n for n in done["notes"])
@@ -180,7 +178,6 @@ def test_the_content_of_a_text_is_in_the_key(tmp_path):
 @pytest.mark.parametrize(
     "scores, message",
     [
-        ("corpus:", "names no text"),
         ("corpus:nowhere.txt", "no file 'nowhere.txt'"),
         ("corpus:{}/table.xls", "the file .*table.xls' is of unknown kind"),
         ("wikitext", "scores: 'wikitext' cannot be read as JSON"),

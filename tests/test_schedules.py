@@ -222,8 +222,8 @@ half = lambda sites, schedule, p, seed: {n: q / 2 for n, q in schedule.items()}
 SCHEMES["half"] = Scheme("half of guided", half, scores=True)
 from isoreg.dropout import apply_dropout
 from isoreg.experiments.config import GUIDED, RunConfig, choices, method_label
-config = RunConfig(task="toy-cola", regularizer="none", dropout="half", p_max=0.2)
-assert "half" in GUIDED and "half" in choices(RunConfig.model_fields["dropout"]) and config.p_max == 0.2
+config = RunConfig(task="toy-cola", regularizer="none", dropout="half", dropout_p=0.2)
+assert "half" in GUIDED and "half" in choices(RunConfig.model_fields["dropout"]) and config.dropout_p == 0.2
 assert method_label(config.to_dict()).startswith("half of guided")
 sizes = dict(vocab_size=60, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
 bert = transformers.BertConfig(**sizes)

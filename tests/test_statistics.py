@@ -10,12 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from isoreg.report import statistics
 from isoreg.report.statistics import (
     equivalence,
     holm,
-    mean_rank_correlation,
-    missing_bounds,
     ratio_interval,
     score_error,
     seeds_needed,
@@ -39,9 +36,6 @@ def test_t_interval_is_that_of_scipy(values, level):
 
 def test_no_interval_from_nothing():
     assert all(math.isnan(x) for v in ([], [1.0], [0.7] * 5) for x in t_interval(v))
-    for level in (0, 1, 1.5, 95):
-        with pytest.raises(ValueError, match="level: "):
-            t_interval([1, 2], level)
 
 
 def test_the_t_interval_covers_and_the_bootstrap_does_not():
@@ -81,8 +75,6 @@ def test_many_pairs_are_sampled_and_it_is_said():
         and p == pytest.approx(stats.ttest_1samp(d, 0).pvalue, rel=0.15)
         and sign_flip(d) == (p, how)
     )
-    with pytest.raises(ValueError, match="differences: "):
-        sign_flip([0.1, float("nan")])
     assert sign_flip([1e-17] * 5)[0] == 1  # equal but for rounding, as compare says too
     assert sign_flip([])[1] == "no pair" and sign_flip([0.3])[0] == 1
 
@@ -100,17 +92,6 @@ def test_the_label_and_the_smallest_p_are_true_where_sampling_begins(n, how):
     "With random patterns the observed one is always counted and the tail is doubled: no p below 2 / (RESAMPLES + 1)."
     p, said = sign_flip(np.ones(n))
     assert said == how and (p == smallest_p(n) == 2.0 ** (1 - n) if n <= 16 else p >= smallest_p(n))
-
-
-@pytest.mark.parametrize("n", [17, 20, 40])
-def test_no_sampled_p_is_below_the_smallest(n):
-    assert sign_flip(np.arange(1, n + 1) / 7)[0] >= smallest_p(n) >= 2 / (statistics.RESAMPLES + 1)
-
-
-@pytest.mark.parametrize("p", [0.5, [[0.1, 0.2]], [2, 0.1], [-0.1]])
-def test_holm_wants_a_list_of_probabilities(p):
-    with pytest.raises(ValueError, match="p: "):
-        holm(p)
 
 
 def test_holm_on_a_known_example():
@@ -183,14 +164,6 @@ def test_row_error_widens_and_is_asked_for():
         and wide["low"] < plain["low"]
         and wide["p"] > plain["p"]
     )
-    for bad in (
-        dict(differences=[d], row_errors=[float("nan")]),
-        dict(differences=[d], row_errors=[]),
-        dict(differences=[[0.1]], row_errors=[0.1]),
-        dict(differences=[d], row_errors=[0.0], level=95),
-    ):
-        with pytest.raises(ValueError, match="row_errors|differences|level"):
-            two_errors(**bad)
 
 
 def test_the_part_that_seed_and_row_share_counts_once_where_pair_errors_say_how_large_it_is():
@@ -200,8 +173,6 @@ def test_the_part_that_seed_and_row_share_counts_once_where_pair_errors_say_how_
     assert once["error"] ** 2 == pytest.approx(np.var(d, ddof=1) / 4 + r**2 - shared / 4)
     assert two_errors([d], [r], pair_errors=[[0.009] * 4]) == two_errors([d], [r]), "none shared"
     assert two_errors([d], [r], pair_errors=[[1.0] * 4]) == two_errors([d], [0.0]), "no more than all of it"
-    with pytest.raises(ValueError, match="pair_errors"):
-        two_errors([d], [r], pair_errors=[single[:3]])
 
 
 def test_counting_the_shared_part_once_covers_nearer_to_what_is_said():
@@ -268,12 +239,6 @@ def test_fieller_counts_the_rows_with_the_covariance_that_they_give():
     assert bounds[1] - bounds[0] > np.ptp(ratio_interval([pair])[1:])
 
 
-def test_fieller_has_the_level_that_is_asked_for():
-    pair = made_up_pairs(np.random.default_rng(0), 8, 0.5, [(0.05, 0.01)])
-    narrow, wide = ratio_interval(pair, 0.8), ratio_interval(pair, 0.99)
-    assert wide[1] < narrow[1] < narrow[0] < narrow[2] < wide[2]
-
-
 @given(st.integers(0, 10_000), st.floats(0.001, 0.05))
 @settings(max_examples=60, deadline=None)
 def test_equivalence_is_the_90_percent_interval_within_the_margin(seed, margin):
@@ -283,11 +248,9 @@ def test_equivalence_is_the_90_percent_interval_within_the_margin(seed, margin):
     assert within == (equivalence(found, margin) <= 0.05)
     assert math.isnan(equivalence(two_errors([[0.01, 0.01]]), margin)), "nothing is known without a spread"
     assert equivalence(found | {"difference": -found["difference"]}, margin) == equivalence(found, margin)
-    with pytest.raises(ValueError, match="margin: "):
-        equivalence(found, 0)
 
 
-# ---- what a score and a missing run leave open
+# ---- what a score leaves open
 
 
 def test_the_error_of_a_score_is_that_of_rows_and_seeds():
@@ -298,57 +261,9 @@ def test_the_error_of_a_score_is_that_of_rows_and_seeds():
     assert score_error(x, float("nan")) == pytest.approx(stats.sem(x)) and math.isnan(score_error([0.6], float("nan")))
 
 
-@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans(), st.booleans()), min_size=1, max_size=5))
-def test_bounds_hold_whatever_a_failed_run_would_have_scored(rows):
-    a, b, lost_a, lost_b = (np.array(c) for c in zip(*rows))
-    least, most = missing_bounds(np.where(lost_a, np.nan, a), np.where(lost_b, np.nan, b), [0.0, 1.0])
-    assert least - 1e-12 <= (a - b).mean() <= most + 1e-12
-    if not (lost_a | lost_b).any():
-        assert least == most == pytest.approx((a - b).mean())
-
-
-def test_nothing_is_known_of_nothing():
-    assert all(map(math.isnan, missing_bounds([float("nan")], [float("nan")])))
-
-
-@pytest.mark.parametrize("kind, theirs", [("spearman", stats.spearmanr), ("kendall", stats.kendalltau)])
-def test_mean_rank_correlation_is_that_of_scipy(kind, theirs):
-    pairs = [np.random.default_rng(s).integers(0, 6, size=(2, 7)) for s in range(4)]
-    found = mean_rank_correlation(pairs, kind, resamples=99)
-    each = [theirs(x, y).statistic for x, y in pairs]
-    np.testing.assert_allclose(found["each"], each)
-    np.testing.assert_allclose([found["low"], found["high"]], np.clip(t_interval(each), -1, 1))
-    with pytest.raises(ValueError, match="pairs: no seed"):
-        mean_rank_correlation([([1, 2], [1, 2])])
-    with pytest.raises(ValueError, match="pairs: not all are finite"):
-        mean_rank_correlation([*pairs, ([1, 2, np.nan, 4], [1, 2, 3, 4])])
-    with pytest.raises(ValueError, match="kind: 'pearson'"):
-        mean_rank_correlation(pairs, "pearson")
-
-
-def test_a_table_of_one_comparison_needs_six_seeds_at_five_per_cent():
-    assert seeds_needed() == seeds_needed(1) == seeds_needed(1, 0.05) == 6 and seeds_needed(2) == 7
-
-
 def test_the_sign_flip_test_has_no_unit():
     d = np.random.default_rng(0).normal(0.5, size=8)
     assert sign_flip(d * 1e-8)[0] == sign_flip(d)[0] == sign_flip(d * 1e12)[0] < 1
-
-
-def test_the_interval_of_a_rank_correlation_ends_at_one():
-    pairs = [([1, 2, 3, 4], [1, 2, 3, 4]), ([1, 2, 3, 4], [1, 2, 4, 3]), ([1, 2, 3, 4], [1, 2, 3, 4])]
-    found = mean_rank_correlation(pairs, "spearman", resamples=99)
-    assert found["high"] == 1 and found["low"] > -1
-
-
-def test_the_p_of_a_mean_rank_correlation_is_that_of_all_shuffles():
-    one, two = ([1, 2, 3, 4, 5], [1, 2, 3, 5, 4]), ([1, 2, 3], [2, 4, 9])
-    found = mean_rank_correlation([one, two])
-    ranks = lambda n: [stats.spearmanr(range(n), order).statistic for order in itertools.permutations(range(n))]
-    every = np.add.outer(ranks(5), ranks(3)).ravel()
-    exact = np.mean(abs(every) >= sum(found["each"]) - 1e-9)
-    assert len(found["each"]) == 2  # three settings are enough
-    assert found["p"] == pytest.approx(exact, abs=4 * (exact / 9_999) ** 0.5)
 
 
 def test_a_ratio_that_all_pairs_have_is_exact():
@@ -377,16 +292,19 @@ def test_fieller_holds_the_ratio_where_pairs_are_nearly_proportional(seed, n):
 @pytest.mark.parametrize(
     "call, name",
     [
+        (lambda: t_interval([1, 2], 95), "level"),
         (lambda: sign_flip(np.ones((3, 2))), "differences"),
-        (lambda: sign_flip(1.0), "differences"),
+        (lambda: sign_flip([0.1, math.nan]), "differences"),
+        (lambda: holm([[0.1, 0.2]]), "p"),
+        (lambda: holm([2, 0.1]), "p"),
+        (lambda: two_errors([[0.1, 0.2]], [math.nan]), "row_errors"),
+        (lambda: two_errors([[0.1, 0.2]], []), "row_errors"),
+        (lambda: two_errors([[0.1]], [0.1]), "differences"),
+        (lambda: two_errors([[0.1, 0.2]], [0.1], pair_errors=[[0.1]]), "pair_errors"),
+        (lambda: equivalence({"error": 0.1, "difference": 0, "freedom": 3}, 0), "margin"),
         (lambda: ratio_interval([]), "pairs"),
         (lambda: ratio_interval([np.ones((1, 2))]), "pairs"),
         (lambda: ratio_interval([np.ones((4, 2))], level=2), "level"),
-        (lambda: mean_rank_correlation([([1, 2, 3], [1, 2])]), "pairs"),
-        (lambda: mean_rank_correlation([([1, 2, 3], [1, 3, 2])], resamples=0), "resamples"),
-        (lambda: mean_rank_correlation([([1, 2, 3], [1, 3, 2])], level=1), "level"),
-        (lambda: missing_bounds([0.1, 0.2], [0.1]), "b"),
-        (lambda: missing_bounds([0.1, 0.2], 0.1), "b"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(call, name):

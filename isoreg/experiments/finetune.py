@@ -30,7 +30,7 @@ from ..dropout import apply_dropout
 from .config import (
     GUIDED, RATED, PenaltySettings, RunConfig, make_penalty, scores_source, scores_texts)
 from .data import (
-    MissingSplit, TaskData, encode, load_evaluation, load_metric, load_task, resample, squad_predictions)
+    MissingSplit, TaskData, encode, load_metric, load_task, resample, squad_predictions)
 from isoreg.experiments.models import (
     check_vocabulary, load_language_head, load_model, model_source, process_kept, resolve_precision, save_model,
     trainer_arguments)
@@ -105,13 +105,14 @@ def _import_path(of: Callable) -> str: return f"{of.__module__}:{of.__qualname__
 
 # %% ../../nbs/experiments/23_finetune.ipynb #0f762bd4
 def _read_data(config: RunConfig) -> tuple[TaskData, dict[str, TaskData]]:
-    "Return the rows of the run's task, and the evaluation rows of the tasks that it names beside its own."
-    task = get_task(config.task, config.definition)
-    data = load_task(task, config.data_dir, config.train_split, config.eval_split, config.fixed()["split_protocol"],
-                     config.seed, config.train_fraction, config.max_train, config.max_eval)
-    others = {}
+    "Return the rows of the run's task, and those of the further tasks that its model is scored on."
+    def rows(task):
+        return load_task(
+            task, config.data_dir, config.train_split, config.eval_split, config.fixed()["split_protocol"],
+            config.seed, config.train_fraction, config.max_train, config.max_eval)
+    data, others = rows(get_task(config.task, config.definition)), {}
     for name in data.task.also if config.eval_split is None else ():
-        try: others[name] = load_evaluation(name, data, config.data_dir, config.max_eval)
+        try: others[name] = rows(name)
         except MissingSplit:
             split = get_task(name).eval_splits[0]
             data.notes.append(f"not evaluated on {name}: the data folder has no {split}")
@@ -147,7 +148,8 @@ def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenize
     if config.dropout in RATED: options["p"] = config.dropout_p
     if config.dropout in GUIDED:
         scores, source, note = _fisher_scores(config, data, tokenizer)
-        options = {"scores": scores, "p_max": config.p_max, "p_min": config.p_min, "seed": config.seed}
+        rate = 0.1 if config.dropout_p is None else config.dropout_p
+        options = {"scores": scores, "p_max": rate, "seed": config.seed}
         notes, more = [f"scores: Fisher of {note}"], {"scores_source": source} if source else {}
     if digest := config.identity().get("dropout_sha256"): more["schedule_sha256"] = digest
     done = dict(apply_dropout(model, config.dropout, **options))

@@ -5,7 +5,6 @@ __all__ = ['execute', 'KernelDied', 'read_progress', 'is_refusal', 'error_words'
            'run_notebook_path']
 
 # %% ../../nbs/experiments/28_notebook.ipynb #e37111e3
-import ast
 import builtins
 import contextlib
 import logging
@@ -17,14 +16,14 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import create_model
 
 import isoreg
-from .config import Settings, near
+from ..checks import did_you_mean
+from .config import Settings
 from ..files import from_json, read_text
 
 # %% ../../nbs/experiments/28_notebook.ipynb #4a4c28c3
@@ -33,47 +32,42 @@ def execute(
     output: str | Path,  # executed notebook
     parameters: dict,  # passed on by papermill
     progress_file: str | Path | None = None,  # file that the notebook keeps up to date
-    on_progress: Callable[[dict], None] | None = None,  # called about twice a second with its content
+    on_progress: Callable[[dict], None] | None = None,  # called twice a second with it
     env: dict | None = None,  # more of the kernel's environment
     on_start: Callable = lambda kernel: None,  # called with the kernel's process
 ) -> None:
     """Run a notebook with papermill in a fresh kernel of this Python environment.
 
-    Raises `papermill.PapermillExecutionError` if a cell fails, and the output notebook then shows where; `KernelDied`
-    if the kernel is gone; `ValueError` for an unknown name."""
+    Raises `papermill.PapermillExecutionError` if a cell fails, and the output notebook
+    then shows where; `KernelDied` if the kernel is gone."""
     import papermill
-    from nbclient.exceptions import DeadKernelError
     path = notebook if isinstance(notebook, Path) else run_notebook_path(notebook)
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    for name in ("papermill", "asyncio"): logging.getLogger(name).setLevel(logging.CRITICAL)
-    names = [str(p).replace("{", "{{").replace("}", "}}") for p in (path, output)]  # no places for parameters
-    with tempfile.TemporaryDirectory(prefix="isoreg-") as folder, tempfile.TemporaryFile() as log:
-        kernels: list = []
-
-        def started(kernel):
-            kernels.append(kernel)
-            on_start(kernel)
-        manager = _kernel_manager(folder, log, env or {}, started)
-        try:
-            with _following(progress_file, on_progress):
-                papermill.execute_notebook(*names, parameters=parameters, progress_bar=False, start_timeout=300,
-                                           kernel_name="python3", kernel_manager_class=manager)
-        except (DeadKernelError, RuntimeError) as error:
-            if "Kernel died" not in str(error): raise
-            log.seek(max(0, log.seek(0, 2) - 2000))
-            raise KernelDied(kernels[-1].poll(), log.read().decode(errors="replace").strip()) from None
+    for name in ("papermill", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # papermill would fill in what stands in braces
+    places = [str(p).replace("{", "{{").replace("}", "}}") for p in (path, output)]
+    with (tempfile.TemporaryDirectory(prefix="isoreg-") as folder,
+          _following(progress_file, on_progress),
+          _kernel_manager(folder, env or {}, on_start) as manager):
+        papermill.execute_notebook(
+            *places, parameters=parameters, progress_bar=False, start_timeout=300,
+            kernel_name="python3", kernel_manager_class=manager)
 
 # %% ../../nbs/experiments/28_notebook.ipynb #5d2d40ff
 class KernelDied(RuntimeError):
     "The process that computed a run is gone; `log` holds its last output."
 
     def __init__(self, code: int | None, log: str = ""):
-        how = f"exit code {code}" if code is None or code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
-        super().__init__(f"the kernel died with {how}{': out of memory, or killed by somebody' * (code == -9)}")
+        how = f"exit code {code}"
+        if code is not None and code < 0: how = f"signal {-code} ({signal.Signals(-code).name})"
+        if code == -9: how += ": out of memory, or killed by somebody"
+        super().__init__(f"the kernel died with {how}")
         self.log = log
 
 # %% ../../nbs/experiments/28_notebook.ipynb #7301fb1b
-_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**28)}
+_KEEPS_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**28)}
 _ENDS_WITH_ITS_PARENT = """import os, runpy, shutil, threading, time
 def watch(parent=int(os.environ.pop("JPY_PARENT_PID"))):
     while os.getppid() == parent: time.sleep(1)
@@ -84,31 +78,40 @@ runpy.run_module("ipykernel_launcher", run_name="__main__")
 """
 
 
-def _kernel_manager(folder: str, log, env: dict, on_start: Callable) -> type:
-    "Return a class of kernel managers whose kernels get an environment and write to a log."
+@contextlib.contextmanager
+def _kernel_manager(folder: str, env: dict, on_start: Callable) -> Iterator[type]:
+    "Give a class of kernel managers; a kernel that dies raises `KernelDied` with its last words."
     from jupyter_client.manager import AsyncKernelManager
+    from nbclient.exceptions import DeadKernelError
+    kernels: list = []
 
     class Manager(AsyncKernelManager):
         def __init__(self, **options):
-            wire = {"transport": "ipc"} if os.name == "posix" else {}
-            super().__init__(connection_file=f"{folder}/kernel.json", **wire, **options)
+            if os.name == "posix": options["transport"] = "ipc"
+            super().__init__(connection_file=f"{folder}/kernel.json", **options)
 
         async def start_kernel(self, **options):
-            if os.name == "posix":
-                self.kernel_spec.argv = [sys.executable, "-c", _ENDS_WITH_ITS_PARENT, "-f", "{connection_file}"]
-            env_ = _KEEPS_MEMORY | os.environ | {"TMPDIR": folder} | env
-            await super().start_kernel(env=env_, stdout=log, stderr=log, **options)
-            on_start(self.provisioner.process)
-    return Manager
+            command = [sys.executable, "-c", _ENDS_WITH_ITS_PARENT, "-f", "{connection_file}"]
+            if os.name == "posix": self.kernel_spec.argv = command
+            options["env"] = _KEEPS_MEMORY | os.environ | {"TMPDIR": folder} | env
+            await super().start_kernel(stdout=log, stderr=log, **options)
+            kernels.append(self.provisioner.process)
+            on_start(kernels[-1])
+
+    with tempfile.TemporaryFile() as log:
+        try: yield Manager
+        except (DeadKernelError, RuntimeError) as error:
+            if "Kernel died" not in str(error): raise
+            log.seek(max(0, log.seek(0, 2) - 2000))
+            last_words = log.read().decode(errors="replace").strip()
+            raise KernelDied(kernels[-1].poll(), last_words) from None
 
 # %% ../../nbs/experiments/28_notebook.ipynb #59ea1627
 def read_progress(path: str | Path) -> dict:
     "Return stage, step, total and loss from a progress file; empty where nothing can be read."
-    kinds: dict[str, Any] = {"stage": str, "step": int, "total": int, "loss": (int, float)}
     try: content = from_json(read_text(path))
     except (OSError, ValueError): return {}
-    if not isinstance(content, dict): return {}
-    return {k: v for k, v in content.items() if isinstance(v, kinds.get(k, object))}
+    return content if isinstance(content, dict) else {}
 
 
 @contextlib.contextmanager
@@ -128,18 +131,18 @@ def _following(path: str | Path | None, on_progress: Callable[[dict], None] | No
 
 # %% ../../nbs/experiments/28_notebook.ipynb #58abae00
 def is_refusal(error: BaseException, kinds: tuple = (ValueError, OSError)) -> bool:
-    "Return whether an error, or the one that a kernel names, is of these kinds, which say what a user can mend."
+    "Return whether an error, or the one that a kernel names, is one that a user can mend."
     name = getattr(error, "ename", type(error).__name__)
-    known = getattr(builtins, name, type(error))
-    return name == "MissingSplit" or issubclass(known, kinds)
+    return name == "MissingSplit" or issubclass(getattr(builtins, name, type(error)), kinds)
 
 
 def error_words(error: BaseException) -> tuple[str, str]:
     "Return the error in a line, and the traceback, or the last words of a kernel that died."
     if hasattr(error, "ename"):
-        return f"{error.ename}: {str(error.evalue).strip()}", re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback))
-    if isinstance(error, KernelDied): return f"KernelDied: {error}", error.log
-    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        trace = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback))
+        return f"{error.ename}: {str(error.evalue).strip()}", trace
+    trace = getattr(error, "log", None) or "".join(traceback.format_exception(error))
+    return f"{type(error).__name__}: {error}", trace
 
 # %% ../../nbs/experiments/28_notebook.ipynb #e11c7afa
 def check_parameters(
@@ -147,43 +150,35 @@ def check_parameters(
     kind: type[Settings] | None = None,  # configuration whose settings are allowed
     extra: Sequence[str] = (),  # further parameters that the notebook reads itself
 ) -> dict:
-    """Return the notebook's parameters for the configuration, unknown ones among them: it refuses them.
+    """Return the notebook's parameters for the configuration, unknown ones among them.
 
-    An extra parameter gets the type of its annotation. `ValueError` where that fails, and for an unknown name where
-    there is no configuration."""
-    known = list(kind.model_fields) if kind else []
-    cells = (cell for cell in namespace.get("In", []) if cell.lstrip().startswith("# Parameters"))
-    given = [t.id for cell in cells for s in ast.parse(cell).body if isinstance(s, ast.Assign) for t in s.targets]
+    An extra parameter gets the type of its annotation. `ValueError` where that fails,
+    and for an unknown name where there is no configuration."""
+    cells = [c for c in namespace.get("In", []) if c.startswith("# Parameters")]
+    given = re.findall(r"^(\w+) = ", "\n".join(cells), re.MULTILINE)
+    known = kind.model_fields if kind else ()
     unknown = [name for name in given if name not in known and name not in extra]
-    if unknown and not kind: raise ValueError(f"{unknown[0]}: unknown parameter; {near(unknown[0], extra)}")
-    for name in extra:
-        if name in namespace.get("__annotations__", {}): namespace[name] = _typed(name, namespace)
-    return {name: namespace[name] for name in [n for n in known if n in namespace] + unknown}
-
-
-def _typed(name: str, namespace: dict):
-    "Return a value of a notebook in the type of its annotation. `ValueError` where it has another."
-    kind, value = namespace["__annotations__"][name], namespace[name]
-    if kind is str and isinstance(value, (int, float)): return str(value)
-    if value is None: return None
-    try: return TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        raise ValueError(f"{name}: {value!r} is not {getattr(kind, '__name__', kind)}") from None
+    if unknown and not kind:
+        hint = did_you_mean(unknown[0], extra) + f"known are {', '.join(extra)}"
+        raise ValueError(f"{unknown[0]}: unknown parameter; {hint}")
+    types = namespace.get("__annotations__", {})
+    fields = {name: (types[name], ...) for name in extra if name in types}
+    own = create_model("Own", __base__=Settings, **fields)  # type: ignore[call-overload]
+    namespace.update(own(**{name: namespace[name] for name in fields}).to_dict())
+    return {name: namespace[name] for name in [*known, *unknown] if name in namespace}
 
 # %% ../../nbs/experiments/28_notebook.ipynb #59db93d9
 def quiet() -> None:
     "Silence the kernel's message on being interrupted, and tqdm's on missing widgets."
     warnings.filterwarnings("ignore", message="IProgress not found")
-    kernel = getattr(sys.modules.get("IPython") and sys.modules["IPython"].get_ipython(), "kernel", None)
-    if kernel is not None: kernel.log.setLevel(logging.CRITICAL)
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if hasattr(shell, "kernel"): shell.kernel.log.setLevel(logging.CRITICAL)
 
 
-def run_notebook_path(
-    name: str,  # "finetune", "pretrain_toy", ...
-) -> Path:
-    "Return the papermill notebook of that name, in a checkout or in the package; `ValueError` if there is none."
+def run_notebook_path(name: str) -> Path:
+    "Return the papermill notebook of that name, in a checkout or in the package."
     package = Path(isoreg.__file__).parent
     folders = package.parent / "nbs" / "runs", package / "runs"
     known = {file.stem: file for folder in folders for file in folder.glob("*.ipynb")}
     if name in known: return known[name]
-    raise ValueError(f"name: no notebook {name!r}; there are {', '.join(sorted(known))}")
+    raise ValueError(f"name: no notebook {name!r}; there are {sorted(known)}")

@@ -29,10 +29,10 @@ from ..corpus import TextBatches, load_texts, predicted_logits
 from .config import PretrainConfig
 from .finetune import SMALL, ProgressFile
 from isoreg.experiments.models import (
-    load_tokenizer, missing_weights, pretrained, process_kept, read_config, resolve_precision, save_model,
+    check_whole, load_tokenizer, pretrained, process_kept, read_config, resolve_precision, save_model,
     trainer_arguments)
 from .record import (
-    changed_inputs, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
+    changed_inputs, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions)
 from .toy import toy_corpus, toy_tokenizer
 from ..files import write_atomically
 from ..states import eval_mode
@@ -47,7 +47,7 @@ def pretrain(
     """Train as the configuration says and return the record: of a finished run as it is, an interrupted one goes on.
 
     Leaves the model with its tokenizer and `record.json`. `ValueError` before training for a model or a text that is
-    not there, a tokenizer without a mask token, and a folder that holds another run."""
+    not there, a tokenizer without a mask token, and files that changed since the run."""
     in_range("evaluations", evaluations, 1, whole=True)
     in_range("checkpoint_steps", checkpoint_steps, 1, whole=True)
     folder = Path(out) / config.key
@@ -73,8 +73,6 @@ def _train(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_st
     if not config.train_encoder:
         freeze_encoder(model)
         notes.append("only the head was trained; an output matrix that is the encoder's embedding stayed as it was")
-    text = {"corpus": corpus.describe(), "heldout": heldout.describe()}
-    _claim(folder, {"config": config.to_dict(), "text": text, "fingerprint": weights_sha256(model)})
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
     steps = config.steps or config.epochs * len(corpus)
     checkpoint = last_checkpoint(folder, steps)
@@ -86,7 +84,8 @@ def _train(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_st
     trainer = LikelihoodTrainer(model, arguments, corpus, heldout, [ProgressFile(folder / "progress.json")])
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     record = {"key": config.key, "config": config.to_dict(), "inputs": inputs, "status": "done", **_results(trainer),
-              "text": text, "peak_memory_mib": peak_memory_mib(),
+              "text": {"corpus": corpus.describe(), "heldout": heldout.describe()},
+              "peak_memory_mib": peak_memory_mib(),
               "hardware": hardware() | {"precision": resolve_precision(config.precision)}, "versions": versions(),
               "git_commit": git_commit(), "notes": notes, "started": started, "seconds": time.perf_counter() - begun}
     name = record["model"]["folder"] = Path(config.model).name
@@ -122,16 +121,6 @@ def last_checkpoint(
         try: whole[json.loads((path / "trainer_state.json").read_text())["global_step"]] = path
         except (OSError, ValueError): shutil.rmtree(path)
     return whole.get(max((step for step in whole if step < steps), default=None))
-
-
-def _claim(folder: Path, settings: dict) -> None:
-    "Write the settings of the run, or compare them with those that are there."
-    path = folder / "settings.json"
-    earlier = json.loads(path.read_text()) if path.is_file() else settings
-    if other := [k for k in settings if earlier[k] != settings[k]]:
-        raise ValueError(f"out: {folder} holds a run with another {', '.join(other)}; give another folder, "
-                         "or remove this one")
-    write_atomically(path, json.dumps(settings, indent=1) + "\n")
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #dc1b4e44
 def unigram_loss(
@@ -195,9 +184,7 @@ def with_mlm_head(
     set_seed(seed)
     m, info = pretrained(AutoModelForMaskedLM, model, dtype=torch.float32, output_loading_info=True)
     missing, prefix = info["missing_keys"], f"{m.base_model_prefix}."
-    if lost := missing_weights(m, m.base_model, [k for k in missing if k.startswith(prefix)]):
-        raise ValueError(f"model: {model!r} lacks {len(lost)} weights of its encoder, such as {lost[0]}; "
-                         "is its config.json of another model?")
+    check_whole(model, m, m.base_model, [k for k in missing if k.startswith(prefix)])
     encoder, named = set(m.base_model.parameters()), dict(m.named_parameters(remove_duplicate=False))
     head = {n: p for n, p in m.named_parameters() if p not in encoder}
     if new:

@@ -48,7 +48,7 @@ def sweep(
 
     `KeyboardInterrupt` (also from SIGTERM) kills what runs and is passed on. `OSError`
     or `ValueError` for a folder that cannot be written."""
-    s = Sweep(plan, Folder(out), executor or Local(), log)
+    s = Sweep(plan, out, executor or Local(), log)
     if waiting := s.look(retry_failed):
         with stop_signals(): s.work(waiting, on_progress)
     s.seconds = time.time() - s.begun
@@ -58,8 +58,8 @@ def sweep(
 class Sweep:
     "The state of a sweep, and how it ended."
 
-    def __init__(self, plan: Plan, folder: "Folder", executor, log: Callable[[str], None]):
-        self.plan, self.folder, self.executor, self.log = plan, folder, executor, log
+    def __init__(self, plan: Plan, out: str | Path, executor, log: Callable[[str], None]):
+        self.plan, self.folder, self.executor, self.log = plan, Folder(out), executor, log
         self.begun, self.seconds, self.planned = time.time(), 0.0, len(plan.runs)
         self.found = 0  # runs that were done before, or by another sweep meanwhile
         self.done: list[str] = []  # keys of the runs that this sweep did

@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['t_interval', 'sign_flip', 'holm', 'smallest_p', 'seeds_needed', 'score_error', 'two_errors', 'equivalence',
-           'ratio_interval', 'mean_rank_correlation', 'missing_bounds']
+           'ratio_interval']
 
 # %% ../../nbs/report/26_statistics.ipynb #87e288ae
 import math
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-from ..checks import in_range, one_of
+from ..checks import in_range
 
 # %% ../../nbs/report/26_statistics.ipynb #b5a25975
 def t_interval(
@@ -176,63 +176,3 @@ def ratio_interval(
     if not A > 0: return float(a / b), -math.inf, math.inf
     root = math.sqrt(B * B + A * t2 * V[0, 0])
     return float(a / b), float(a / b + (B - root) / A), float(a / b + (B + root) / A)
-
-# %% ../../nbs/report/26_statistics.ipynb #1b88e62c
-def mean_rank_correlation(
-    pairs: Sequence[tuple],  # of each seed: x and y, one number a setting
-    kind: str = "spearman",  # or "kendall" (tau-b)
-    level: float = 0.95,  # of the t interval over seeds
-    resamples: int = 9_999,  # shuffles within seeds
-    seed: int = 0,  # of the shuffles
-) -> dict:  # kind, mean, low, high, p, each (one a seed), seeds, resamples
-    """Return the mean over seeds of the rank correlation over settings, its t interval, and p by shuffles within seeds.
-
-    A seed with fewer than three settings, or all equal, has none. `ValueError` if no seed has one, or a number is not
-    finite."""
-    one_of("kind", kind, ("spearman", "kendall"))
-    in_range("level", level, 0, 1, ends="()")
-    in_range("resamples", resamples, 1, whole=True)
-    if any(len(x) != len(y) for x, y in pairs): raise ValueError("pairs: x and y of a seed differ in length")
-    if not all(np.isfinite(np.asarray(v, dtype=float)).all() for pair in pairs for v in pair):
-        raise ValueError("pairs: not all are finite; leave those settings out")
-    rng, each, null = np.random.default_rng(seed), [], np.zeros(resamples)
-    for x, y in pairs:
-        a, b = _rank_pairs(x, kind), _rank_pairs(y, kind)
-        if len(a) < 3 or not a.any() or not b.any(): continue
-        order = rng.permuted(np.tile(np.arange(len(a)), (resamples, 1)), axis=1)
-        each.append(float(_gamma(a, b)))
-        null += _gamma(a, b[order[:, :, None], order[:, None, :]])
-    if not each: raise ValueError("pairs: no seed has three settings that differ; a rank correlation needs them")
-    low, high = np.clip(t_interval(each, level), -1, 1).tolist()
-    p = float((1 + np.sum(abs(null) >= abs(sum(each)) - 1e-9)) / (resamples + 1))
-    return {"kind": kind, "mean": float(np.mean(each)), "low": low, "high": high, "p": p, "each": each,
-            "seeds": len(each), "resamples": resamples}
-
-# %% ../../nbs/report/26_statistics.ipynb #8d2ad3bc
-def _rank_pairs(values, kind: str) -> np.ndarray:
-    "Return the differences of all pairs of ranks, (k, k), or their signs."
-    r = stats.rankdata(values)
-    a = r[:, None] - r[None, :]
-    return np.sign(a) if kind == "kendall" else a
-
-# %% ../../nbs/report/26_statistics.ipynb #63f73596
-def _gamma(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    "Return the coefficient of two pair matrices; leading dimensions of b are kept."
-    return (a * b).sum((-2, -1)) / np.sqrt((a * a).sum() * (b * b).sum((-2, -1)))
-
-# %% ../../nbs/report/26_statistics.ipynb #cb55f2a7
-def missing_bounds(
-    a,  # scores of one method, one a seed; NaN: that run failed
-    b,  # of the other, the same seeds
-    seen: Sequence[float] = (),  # further scores that a run could have had, such as the majority rate
-) -> tuple[float, float]:  # NaN where nothing is known
-    """Return the least and the most mean difference, with each failed run at the lowest or the highest score seen.
-
-    `ValueError` unless both have the same number of scores."""
-    a, b = np.asarray(a, float), np.asarray(b, float)
-    if a.shape != b.shape: raise ValueError(f"b: shape {b.shape} beside {a.shape} of a; give both one score a seed")
-    known = np.concatenate([a, b, np.asarray(seen, float)])
-    known = known[~np.isnan(known)]
-    if not len(known): return math.nan, math.nan
-    put, low, high = lambda x, score: np.where(np.isnan(x), score, x), known.min(), known.max()
-    return float((put(a, low) - put(b, high)).mean()), float((put(a, high) - put(b, low)).mean())
