@@ -171,7 +171,7 @@ def rooms(folder: str | Path) -> Iterator[tuple[str, str, str]]:
 
 
 TASKS = {  # what a reader wants to do, and the rooms for it; a room that is not named here is an internal one
-    "Measure vectors": "isoscore embeddings metric tokens geometry moments states",
+    "Measure vectors": "isoscore embeddings vectors metric tokens geometry moments states",
     "Add a penalty": "istar trainer sentence_transformers",
     "Set dropout": "fisher sites schedules dropout corpus",
     "Look at the loss": "landscape",

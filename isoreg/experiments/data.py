@@ -278,7 +278,8 @@ def _metric_class() -> type:
 
         def _compute(self, predictions, references):
             if self.task.kind != "qa":
-                return {name: SCORES[name](np.asarray(predictions), np.asarray(references)) for name in self.task.metrics}
+                p, r = np.asarray(predictions), np.asarray(references)
+                return {name: SCORES[name](p, r) for name in self.task.metrics}
             answer = {p["id"]: p["prediction_text"] for p in predictions}
             scores = [squad_scores(answer[r["id"]], r["answers"]["text"]) for r in references]
             exact, f1 = np.mean(scores, axis=0)
