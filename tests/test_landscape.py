@@ -593,6 +593,8 @@ def test_hessian_vector_products_against_finite_differences():
     )
     np.testing.assert_array_equal(H, H.T)
     assert plane_hessian(model, batches, d1)[0, 0] == pytest.approx(H[0, 0], rel=1e-9)
+    half = plane_hessian(model.bfloat16(), batches, d1)[0, 0]
+    assert half == pytest.approx(H[0, 0], rel=0.1)
 
 
 def test_a_linear_loss_has_no_curvature():
