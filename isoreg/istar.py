@@ -192,8 +192,9 @@ def warn_without_gradient(penalty: nn.Module, term: Tensor) -> None:
 
 def as_penalties(penalty) -> list[nn.Module]:
     "Return one penalty, several or None as a list. Raises `ValueError` for what is no torch module."
-    several = isinstance(penalty, nn.ModuleList) or (isinstance(penalty, Iterable) and not isinstance(penalty, nn.Module))
-    found = [] if penalty is None else list(penalty) if several else [penalty]
+    one = isinstance(penalty, nn.Module) and not isinstance(penalty, nn.ModuleList)
+    several = [] if penalty is None else penalty
+    found = list(several) if isinstance(several, Iterable) and not one else [penalty]
     for p in found:
         if isinstance(p, nn.Module): continue
         raise ValueError(f"penalty: {p!r} is no torch module; pass one, such as IStar(lam=-0.1), or a list of them")
