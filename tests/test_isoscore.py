@@ -22,7 +22,6 @@ from isoreg.isoscore import CONVENTIONS, isoscore, isoscore_from_cov, isoscore_s
 from isoreg.isoscore import _gaussian_terms, _unbiased_traces, gaussian_stderr, isoscore_with_error
 from isoreg.metric import IsoScore
 from isoreg.tokens import SequenceStream, draw_groups, isoscore_by_sequence, isoscore_by_sequence_with_error
-from isoreg.tokens import _each, _estimates, _products, _Sums
 
 pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 
@@ -42,13 +41,11 @@ def eigenvalue_form(points):
 
 def spectra(d):
     g = torch.Generator().manual_seed(d)
-    one_outlier = torch.ones(d)
-    one_outlier[d // 2] = 1e4
     return {
         "random": torch.rand(d, generator=g) + 0.05,
         "power law": 1 / torch.arange(1, d + 1),
         "repeated": torch.cat([torch.full((d // 2,), 2.0), torch.ones(d - d // 2)]),
-        "one outlier dimension": one_outlier,
+        "one outlier dimension": torch.where(torch.arange(d) == d // 2, 1e4, 1.0),
         "near isotropic": torch.ones(d) + 1e-3 * torch.rand(d, generator=g),
     }
 
@@ -316,7 +313,7 @@ def _metric_on_rank(rank, world):
 
 
 def test_metric_over_ranks():
-    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)).double() + 20
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)).add(20).double()
     stderr = isoscore_with_error(x, correction="gaussian").stderr
     for scores, spread, left in on_ranks(_metric_on_rank):
         assert_close(torch.stack(scores), isoscore(x, correction="ustat").expand(2), rtol=1e-5, atol=0)
@@ -339,31 +336,11 @@ def test_the_callable_module_is_copied_and_pickled_as_itself():
     assert copy.deepcopy([isoreg.isoscore])[0] is isoreg.isoscore is pickle.loads(pickle.dumps(isoreg.isoscore))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("m, groups", [(24, 6), (9, 20)])
-def test_error_by_sequence_is_that_of_leaving_out_each_group(m, groups, masked):
-    g = torch.Generator().manual_seed(m)
-    x = torch.randn(m, 1, 5, generator=g).double() + torch.randn(m, 6, 5, generator=g) + 4
-    mask = torch.rand(m, 6, generator=g) < 0.8 if masked else torch.ones(m, 6, dtype=torch.bool)
-    mask[:, 2] = True
+@pytest.mark.parametrize("m, groups", [(24, 7), (9, 20)])
+def test_groups_of_sequences_are_drawn_and_of_like_size(m, groups):
     group, k = draw_groups(m, groups), min(groups, m)
     assert group.unique().tolist() == list(range(k)) and max(group.bincount()) - min(group.bincount()) <= 1
-    left = torch.stack([isoscore_by_sequence(x[group != i], mask[group != i]) for i in range(k)])
-    found = isoscore_by_sequence_with_error(x, mask if masked else None, groups=groups)
-    exact = float(((k - 1) / k * (left - left.mean()).square().sum()).sqrt())
-    assert found.stderr == pytest.approx(exact, rel=0.05 if masked else 1e-9)  # what is left is not centred again
-    assert found.score == pytest.approx(float(isoscore_by_sequence(x, mask)), rel=1e-12) and found.count == m
-
-
-def test_sums_over_distinct_sequences_about_any_centre():
-    "Of equally long sequences neither estimate depends on the centre, which a wrong term of the long sum would show."
-    x = torch.randn(7, 3, 5, dtype=torch.float64)
-    mask, about = torch.ones(7, 3, dtype=torch.bool), []
-    for shift in (0.0, 2.0):
-        lengths, vectors, single, s = _each(x + shift, mask)
-        rows = (x + shift).flatten(0, 1)
-        about.append(_estimates(_Sums(lengths, vectors, single, _products(rows.T @ rows, s.T @ s, s.sum(0)))))
-    assert_close(about[0], about[1], rtol=1e-9, atol=1e-9)
+    assert group.tolist() != sorted(group)
 
 
 def test_sequences_can_stream_by_in_pieces_of_any_size():
@@ -372,6 +349,7 @@ def test_sequences_can_stream_by_in_pieces_of_any_size():
     mask[:, 0] = True
     x[~mask] = float("nan")
     whole, group = isoscore_by_sequence_with_error(x, mask, groups=4), draw_groups(39, 4)
+    assert whole.count == 39 and whole.score == pytest.approx(float(isoscore_by_sequence(x, mask)), rel=1e-12)
     for size in (1, 3):
         stream = SequenceStream(4, 6, x.device)
         pieces = [(g, x[rows], mask[rows]) for g in range(4) for rows in (group == g).nonzero()[:, 0].split(size)]
@@ -494,7 +472,7 @@ REFUSED = [
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
-@pytest.mark.parametrize("call, message", REFUSED, ids=itertools.count())
+@pytest.mark.parametrize("call, message", REFUSED)
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
