@@ -12,7 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 from isoreg.cli import app
-from isoreg.experiments.config import RunConfig
 from isoreg.experiments.grid import expand, load_grid
 from isoreg.experiments.models import load_tokenizer, read_body, read_config
 from isoreg.experiments.toy import toy_model_path
@@ -172,14 +171,3 @@ def test_markdown_in_records_stays_text(key):
     text = to_markdown(summarise(load("a.jsonl")))
     assert len(text.split("\n\n")[0].splitlines()) == 3
     assert not re.search(r"(?<!\\)<script", text) and not re.search(r"(?<!\\)\]\(javascript", text)
-
-
-def test_a_setting_that_would_be_code_stays_a_value():
-    from papermill.translators import translate_parameters
-
-    odd = "'); import os; os.mkdir('ran') #"
-    for text in (odd, '"""\nimport os\nos.mkdir("ran")\n"""', "%run x", "\\'", "\u2028"):
-        config, found = RunConfig(train_split=text), {}
-        exec(translate_parameters("python3", "python", config.to_dict(), "Parameters"), found)
-        assert RunConfig(**{n: found[n] for n in RunConfig.model_fields}).key == config.key
-    assert not Path("ran").exists()
