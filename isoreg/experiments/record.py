@@ -254,7 +254,7 @@ def better(kept: dict, new: dict) -> dict:
     begun, before = (str(record.get("started") or "") for record in (new, kept))
     return new if begun > before or (begun == before and other) else kept
 
-
+# %% ../../nbs/experiments/20_record.ipynb #5b1d0c2s
 def _below(folder: str | Path) -> Iterator[dict]:
     "Yield the records of the runs below a folder; warn of a file that holds none."
     for file in record_files(folder, "record.json", "failed.json"):

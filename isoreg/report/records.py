@@ -435,7 +435,7 @@ def to_latex(
     for letter, name in {"λ": "lambda", "ζ": "zeta", "±": "pm"}.items(): text = text.replace(letter, rf"$\{name}$")
     return re.sub(r"(?<!\w)-(?=\d)", "$-$", text)
 
-
+# %% ../../nbs/report/27_records.ipynb #88788es1
 def readable(
     table: pd.DataFrame,  # as for to_markdown
     digits: int = 3,  # of the metric
