@@ -444,7 +444,7 @@ def model_fingerprint(
     digest = hashlib.sha256()
     for name, p in named_weights(model).items():
         digest.update(f"{name}{tuple(p.shape)}{p.dtype}".encode())
-        digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
+        digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 # %% ../nbs/11_fisher.ipynb #f15e0001
@@ -554,8 +554,7 @@ def agreement(
     for name, e in (("part", part), ("full", full)):
         if e.level != "diagonal": raise ValueError(f"{name}: level is {e.level!r}; agreement needs level='diagonal'")
     for key in ("fingerprint", "loss", "reduction", "sample", "numel"):
-        a, b = getattr(part, key), getattr(full, key)
-        if a == b: continue
+        if getattr(part, key) == getattr(full, key): continue
         raise ValueError(f"part: has another {key} than full, so their entries cannot be compared")
     a, b = part.mean(), full.mean()
     tensors = [_agreement(a[n].flatten(), b[n].flatten(), top) for n in b]
