@@ -12,6 +12,7 @@ import transformers
 import transformers.modeling_utils
 from small_models import EVERY, SMALL, make, output, rates, scores_of
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from isoreg.dropout import gaussian_dropout, set_dropout
 from isoreg.dropout import site_scores
@@ -212,6 +213,28 @@ def test_attention_kernels_are_seen_at_the_table_and_in_the_output(name):
     with pytest.raises(ValueError, match="inside a kernel"):
         gaussian_dropout(model)
     assert dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS) == table
+
+
+def test_a_model_over_several_gpus_draws_alike_on_each(monkeypatch):
+    class Two(nn.Module):
+        "Draws on the second GPU, at a rate that no known function gets."
+
+        def __init__(self):
+            super().__init__()
+            self.here, self.drop = nn.Linear(3, 3), nn.Dropout(0.1)
+            with FakeTensorMode():
+                self.parts = nn.ParameterList(torch.ones(1, device=f"cuda:{i}") for i in range(2))
+
+        def forward(self, x):
+            return x * (torch.rand(x.shape, generator=gpus[1]) >= self.drop.p) + torch.rand(3, generator=gpus[1])
+
+    gpus = [torch.Generator(), torch.Generator()]
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda i: gpus[i].get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, i: gpus[i].set_state(state))
+    before = gpus[1].get_state()
+    (site,) = dropout_sites(Two(), batch=torch.ones(2, 3))
+    assert site.handles == ("drop",) and torch.equal(gpus[1].get_state(), before)
 
 
 def test_a_kernel_that_ignores_its_rate_is_an_error():
