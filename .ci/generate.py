@@ -1,9 +1,12 @@
-"""Write what is made from the code: the parameter cells of the run notebooks, the schema of a record, and the
-pages Reference and Commands."""
+"""Write what is made from the code: the parameter cells of the run notebooks, the schema of a record, the pages
+Reference and Commands, and the site's addresses from settings.ini."""
 
+import configparser
 import json
 import sys
 from pathlib import Path
+
+import yaml
 
 from isoreg.experiments.config import CONFIGS, choices, kinds
 from isoreg.experiments.record import record_schema
@@ -50,7 +53,21 @@ def write_page(name: str, text: str) -> None:
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 
+def write_addresses() -> None:
+    "Write the addresses of site and repository for Quarto; a fork without either leaves them empty in settings.ini."
+    settings = configparser.ConfigParser(interpolation=None)
+    settings.read(ROOT / "settings.ini")
+    s, website = settings["DEFAULT"], {}
+    if s["doc_host"]:
+        website["site-url"] = s["doc_host"] + s["doc_baseurl"].removesuffix("/nbs")
+    if s["git_url"]:
+        website |= {"repo-url": s["git_url"], "repo-branch": s["branch"], "repo-actions": ["source", "issue"]}
+    text = yaml.safe_dump({"website": website}, sort_keys=False, default_flow_style=None)
+    (ROOT / "site" / "_addresses.yml").write_text(text)
+
+
 if __name__ == "__main__":
+    write_addresses()
     for name in CONFIGS:
         write_parameters(name)
     write_schema("record", record_schema())

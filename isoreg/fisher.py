@@ -9,11 +9,13 @@ import json
 import math
 import re
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,43 +37,37 @@ from .states import eval_mode, inside_wrapper, named_weights
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
 def empirical_fisher(
     model: nn.Module,  # evaluated in eval mode; parameters that require no gradient are left out
-    batches: Iterable[dict],  # TextBatches, or any iterable of dicts of tensors, samples first
+    batches: Iterable[Mapping],  # TextBatches, or any iterable of dicts of tensors, samples first
     level: str = "tensor",  # "tensor": squared norms; "diagonal": every scalar
-    loss: str | Callable | None = None,  # "mlm", "clm", "seq2seq"; (model, part of a batch) -> (n,); None: the model's
+    loss: str | Callable | None = None,  # "mlm", "clm", "seq2seq"; (model, one sample) -> (1,); None: the model's
     reduction: str = "mean",  # over the predicted tokens of a sample, as released; "sum" is its log-likelihood
     sample: str = "sequence",  # "position": every predicted token is a sample of its own
     precision: str = "fp32",  # "bf16" for autocast; sums stay in float32 or wider
-    corpus: dict | None = None,  # description of other batches than TextBatches, for the record
     progress: Callable[[int], None] | None = None,  # called with the number of batches done
 ):  # a FisherEstimate
     """Return sums over samples of the squared gradient of each sample's loss (Sharma et al. 2024, equation 3).
 
     Exact for tied weights too. Without `loss` it is that of `TextBatches` or of the model's class. Warns of a head that
     was drawn at random. Raises `ValueError` for unknown settings, a loss that the batches or the class were not made
-    for or that depends on the rest of the batch, and batches without a sample.
+    for, batches without a sample, and squares that are not finite.
     """
     model = inside_wrapper(getattr(model, "_orig_mod", model))  # of torch.compile
-    loss = _loss_for(model, batches, loss)
+    loss = _loss_of(model, batches, loss)
     _check(model, batches, level, reduction, sample, precision, loss)
-    name = getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
-    corpora = [batches.describe() if isinstance(batches, TextBatches) else corpus or {}]
-    estimate = FisherEstimate({}, 0, level, name, "own" if callable(loss) else reduction, sample, corpora=corpora,
-                              fingerprint=model_fingerprint(model), precision=precision)
     squares = _Squares(model, loss, level, reduction, precision)
-    estimate.numel = {n: p.numel() for n, p in squares.parameters.items()}
-    estimate.model = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
-    with eval_mode(model), squares.watching():
+    with eval_mode(model):
         for number, batch in enumerate(batches, 1):
-            if not isinstance(batch, Mapping): raise ValueError(f"batches: batch {number} is no dict of tensors")
-            batch = {k: v.to(squares.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            for part in _samples(model, batch, loss, sample, number): estimate.add(squares(part), _size(part))
-            if number == 1: estimate.check_finite()
+            for part, positions in _samples(model, batch, loss, sample, number): squares.add(part, positions)
             if progress is not None: progress(number)
-    if not estimate.n_samples: raise ValueError("batches: hold no sample with a token to predict; give at least one")
-    estimate.check_finite()
-    squares.check_loss()
-    estimate.sums, estimate.by_function = {n: s.cpu() for n, s in estimate.sums.items()}, sorted(squares.used)
-    return estimate
+    squares.check()
+    name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+    title = getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
+    return FisherEstimate(
+        {n: s.cpu() for n, s in squares.sums.items()}, squares.samples, level, loss=title,
+        reduction="own" if callable(loss) else reduction, sample=sample,
+        numel={n: p.numel() for n, p in squares.parameters.items()}, model=Path(name).name, precision=precision,
+        corpora=[batches.describe() if isinstance(batches, TextBatches) else {}], by_function=sorted(squares.alone),
+        weights=(model, _version(model)))
 
 # %% ../nbs/11_fisher.ipynb #3051806b
 def squared_norms(
@@ -79,348 +75,320 @@ def squared_norms(
     x: Tensor,  # (batch, tokens, in) inputs
 ) -> Tensor:
     "Return the squared Frobenius norm of each sample's weight gradient, (batch,)."
-    (_, t, o), i = g.shape, x.shape[-1]
-    if t * (o + i) >= o * i: return torch.stack([torch.mm(a.T, b).square().sum(dtype=_wide(g)) for a, b in zip(g, x)])
-    products = lambda a: a @ a.transpose(-1, -2)
-    return (products(g) * products(x)).sum((1, 2), dtype=_wide(g)).clamp(min=0)  # gradients that cancel leave rounding
+    tokens, out, inputs = g.shape[1], g.shape[2], x.shape[2]
+    if tokens * (out + inputs) > out * inputs:
+        return (g.mT @ x).square_().sum((1, 2), dtype=_wide(g))
+    products = (g @ g.mT) * (x @ x.mT)
+    # gradients that cancel leave rounding
+    return products.sum((1, 2), dtype=_wide(g)).clamp(min=0)
 
 def _wide(x: Tensor) -> torch.dtype:
     "Return the dtype in which sums are kept."
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 # %% ../nbs/11_fisher.ipynb #d056f27e
-BLOCK = 2**19  # scalars of a block: two of them fit a cache of a few MiB
+BLOCK = {"cpu": 2**19, "cuda": 2**26}  # scalars
 
 def add_squares(
     total: Tensor,  # (out, in), added to
-    pieces: Sequence[Sequence[tuple[Tensor, Tensor]]],  # for each sample its uses (g (tokens, out), x (tokens, in))
+    g: Tensor,  # (batch, tokens, out) gradients of the outputs
+    x: Tensor,  # (batch, tokens, in) inputs
+    lengths: Iterable[int | None],  # tokens of each sample, the others are zeros; None: all
 ) -> None:
-    "Add the square of each sample's weight gradient; the gradients of several uses are summed first."
-    rows = len(total) if total.is_cuda else max(1, BLOCK // total.shape[1])
-    buffer = torch.empty(min(rows, len(total)), total.shape[1], dtype=pieces[0][0][0].dtype, device=total.device)
-    for o in range(0, len(total), rows):
-        block = total[o : o + rows]
-        G = buffer[: len(block)]
-        for uses in pieces:
-            for k, (g, x) in enumerate(uses):
-                if k == 0: torch.mm(g[:, o : o + rows].T, x, out=G)
-                else: G.addmm_(g[:, o : o + rows].T, x)
-            wide = G.to(total.dtype)
-            block.addcmul_(wide, wide)
+    "Add the square of each sample's weight gradient."
+    block = BLOCK.get(g.device.type, 2**26)
+    whole = total.numel() <= block
+    rows = max(1, block // (total.shape[1] * (len(g) if whole else 1)))
+    for start in range(0, len(total), rows):
+        part, some = total[start : start + rows], g[..., start : start + rows]
+        if whole: part += (some.mT @ x).to(total.dtype).square_().sum(0)
+        else:
+            for g_i, x_i, n in zip(some, x, lengths):
+                G = (g_i[:n].T @ x_i[:n]).to(total.dtype)
+                part.addcmul_(G, G)
 
 # %% ../nbs/11_fisher.ipynb #8ca7e3dd
-def _rows_that_occur(uses: list[tuple], padding: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    "Return sample and row of each (sample, row) that occurs, and the summed gradient E there."
-    sample, row, g = (torch.cat(parts) for parts in zip(*uses))
-    if padding is not None: sample, row, g = (a[row != padding] for a in (sample, row, g))
-    width = int(row.max()) + 1 if len(row) else 1
-    pair, where = torch.unique(sample * width + row, return_inverse=True)
-    E = torch.zeros(len(pair), g.shape[-1], dtype=_wide(g), device=g.device).index_add_(0, where, g.to(_wide(g)))
-    return pair // width, pair % width, E
-
-def _dense_rows(pieces, sample: Tensor, row: Tensor, like: Tensor) -> Tensor:
-    "Return D at the given rows: the dense gradient of each sample, only where the embedding has one."
-    D = torch.zeros_like(like)
-    for b, uses in enumerate(pieces):
-        at = sample == b
-        for g, x in uses: D[at] += (g[:, row[at]].T @ x).to(D.dtype)
-    return D
+def squares_on_rows(
+    ids: Tensor,  # (batch, tokens)
+    g: Tensor,  # (batch, tokens, width) gradients of their vectors
+    dense: tuple[Tensor, ...] = (),  # gradients and inputs of the output matrix, if it is the same
+) -> tuple[Tensor, Tensor]:
+    "Return rows (n,) and the second term of the squared gradient there, (n, width); some rows may be 0 with a term 0."
+    ids, order = ids.sort(dim=1, stable=True)
+    g = g.take_along_dim(order[..., None], 1).flatten(0, 1).to(_wide(g))
+    first = torch.ones_like(ids)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    run = first.flatten().cumsum(0) - 1
+    row = torch.zeros_like(run).index_copy_(0, run, ids.flatten())
+    E = torch.zeros_like(g).index_add_(0, run, g)
+    if not dense: return row, E * E
+    g_out, x = dense
+    at_tokens = g_out.take_along_dim(ids[:, None], 2).mT @ x
+    D = torch.zeros_like(E).index_copy_(0, run, at_tokens.flatten(0, 1).to(E.dtype))
+    return row, E * (E + 2 * D)
 
 # %% ../nbs/11_fisher.ipynb #f5614c02
 class Tape:
-    "Adds up the squared gradients of each sample during one forward and backward pass, by hooks on the modules."
+    "Adds up the squared gradients of each sample during a forward and backward pass, by hooks on the modules."
 
-    def __init__(self, model: nn.Module, names: dict[int, str], level: str, head: set[nn.Module]):
-        self.names, self.diagonal, self.head, self.on = names, level == "diagonal", head, False
-        self.called, self.refused, self.handles, self.relative = set(), set(), [], {}
+    def __init__(self, model: nn.Module, names: dict[int, str], sums: dict[str, Tensor], head: Set[nn.Module]):
+        self.sums, self.head, self.modules, self.relative, self.refused = sums, head, {}, {}, set()
         for module in model.modules():
-            if not any(id(p) in names for p in module.parameters(recurse=False)): continue
-            if _kind(module) == "embedding":
-                self.handles.append(module.register_forward_pre_hook(self._per_sample_ids))
-            if _kind(module): self.handles.append(module.register_forward_hook(self._saw))
-        for module in model.modules(): self._copy_relative(module)
+            own = {k: names[id(p)] for k, p in module.named_parameters(recurse=False) if id(p) in names}
+            if own and _kind(module): self.modules[module] = own
+            table = getattr(module, "relative_attention_bias", None)
+            if isinstance(table, nn.Embedding) and id(table.weight) in names: self.relative[table] = module
 
-    def start(self, samples: int, counts: Sequence[int]):
-        "Begin a batch; counts are the predicted positions of each sample, which the head sees as one row."
-        self.samples, self.counts, self.on, self.called = samples, list(counts), True, set()
-        self.uses, self.waiting, self.vectors, self.done = defaultdict(list), defaultdict(int), {}, {}
-
-    def close(self):
-        for handle in self.handles: handle.remove()
-        for module, method in self.relative.values(): delattr(module, method)
-
-    def _per_sample_ids(self, module, args):
-        "Give each sample its own positions, which come as one row for all, so that gradients stay apart."
-        if not self.on or not args or module in self.head: return None
-        ids, *rest = args
-        if ids.ndim == 2 and ids.shape[0] == 1 < self.samples: return (ids.expand(self.samples, -1), *rest)
-
-# %% ../nbs/11_fisher.ipynb #be58e78a
-@patch
-def _saw(self: Tape, module: nn.Module, args: tuple, output):
-    "Wait for the gradient of an output; refuse parameters whose samples cannot be told apart."
-    if not self.on or not torch.is_grad_enabled(): return None
-    own = [(id(p), p) for p in module.parameters(recurse=False) if id(p) in self.names]
-    names, x = {self.names[k] for k, _ in own}, args[0].detach()
-    self.called |= names
-    if module in self.relative:
-        self.buckets = x  # of relative positions, which _copy_relative waits for
-        return None
-    rows = x.shape if _kind(module) == "embedding" else x.shape[:-1]
-    if module in self.head and rows == (1, sum(self.counts)): sizes = self.counts
-    elif rows and rows[0] == self.samples: sizes = [math.prod(rows[1:])] * self.samples
-    else:
-        self.refused |= names
-        return None
-    leaf = output if output.requires_grad else output.detach().requires_grad_()
-    self._wait(leaf, module, x, sizes, own)
-    return output if leaf is output else leaf.clone()
-
-@patch
-def _wait(self: Tape, leaf: Tensor, module, x: Tensor, sizes: list[int], own, to_rows: Callable = lambda g: g):
-    "Take the gradient of this use when it arrives; a matrix waits for all its uses."
-    for k, p in own: self.waiting[k] += p.ndim == 2
-    leaf.register_hook(lambda g: self._add(module, x, to_rows(g.detach()), sizes, own))
+    @contextmanager
+    def watching(self, row: Tensor, place: Tensor, counts: list[int]) -> Iterator[None]:
+        """Watch one batch. The head sees its predicted positions in one row: `row` names the sample of each, `place`
+        its place among those of the sample, and `counts` says how many each sample has."""
+        self.samples, self.row, self.place, self.counts = len(counts), row, place, counts
+        self.uses, self.waiting, self.padded = defaultdict(list), Counter(), set()
+        with ExitStack() as hooks:
+            for module in self.modules:
+                hooks.enter_context(module.register_forward_hook(self._saw))
+                if isinstance(module, nn.Embedding):
+                    hooks.enter_context(module.register_forward_pre_hook(self._each_sample))
+            for table, owner in self.relative.items(): self._copy_relative(table, owner, hooks)
+            yield
+        for name in list(self.uses): self._add(name)
 
 # %% ../nbs/11_fisher.ipynb #d77105a3
 def _kind(module: nn.Module) -> str | None:
     "Return what the tape knows about a module: linear, transposed, embedding, norm or None."
     if isinstance(module, nn.Linear): return "linear"
     if isinstance(module, Conv1D): return "transposed"
-    if isinstance(module, nn.Embedding):
-        plain = type(module).forward is nn.Embedding.forward and module.max_norm is None
-        return "embedding" if plain and not (module.scale_grad_by_freq or module.sparse) else None
-    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1: return "norm"
-    rms, weight = type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")), getattr(module, "weight", None)
-    return "norm" if rms and weight is not None and weight.ndim == 1 else None
+    if isinstance(module, nn.Embedding): return "embedding"
+    norm = isinstance(module, nn.LayerNorm) or type(module).__name__.endswith(("RMSNorm", "T5LayerNorm"))
+    return "norm" if norm else None
 
 def _normalised(module: nn.Module, x: Tensor) -> Tensor:
     "Return the input of a norm's scale."
     if isinstance(module, nn.LayerNorm): return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
     known = (getattr(module, n, None) for n in ("eps", "variance_epsilon"))
     eps = next((e for e in known if e is not None), torch.finfo(x.dtype).eps)
-    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    return x * torch.rsqrt(x.to(_wide(x)).pow(2).mean(-1, keepdim=True) + eps)
+    x = x.to(_wide(x))
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+# %% ../nbs/11_fisher.ipynb #be58e78a
+@patch
+def _saw(self: Tape, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+    "Wait for the gradient of an output; refuse parameters whose samples cannot be told apart."
+    x = args[0].detach()
+    if module in self.relative:
+        self.buckets = x  # of relative positions, see _copy_relative
+        return None
+    rows = x.shape if isinstance(module, nn.Embedding) else x.shape[:-1]
+    if rows[:1] != (self.samples,) and not (module in self.head and rows == (1, len(self.row))):
+        self.refused.update(self.modules[module].values())
+        return None
+    leaf = output if output.requires_grad else output.detach().requires_grad_()
+    self._wait(leaf, module, x)
+    return output if leaf is output else leaf.clone()
+
+@patch
+def _wait(self: Tape, leaf: Tensor, module: nn.Module, x: Tensor, turn: Callable = lambda g: g):
+    "Take the gradient of this use when it arrives."
+    self.waiting.update(self.modules[module].values())
+    leaf.register_hook(lambda g: self._arrived(module, x, turn(g.detach())))
 
 # %% ../nbs/11_fisher.ipynb #6deb201d
 @patch
-def _add(self: Tape, module, x: Tensor, g: Tensor, sizes: list[int], own: Sequence[tuple[int, Tensor]]):
-    "Take the gradient of one use: a matrix waits for its other uses, the gradients of a vector add up."
-    kind = _kind(module)
-    if kind != "embedding": x = x.reshape(-1, x.shape[-1])
-    g = g.reshape(-1, g.shape[-1])
-    for k, p in own:
-        if p.ndim == 2:
-            a, b = (x, g) if kind == "transposed" else (g, x)
-            self.uses[k].append((kind, a, b, sizes, getattr(module, "padding_idx", None)))
-            self.waiting[k] -= 1
-            if not self.waiting[k]: self.done[self.names[k]] = _matrix(self.uses.pop(k), p, self.diagonal)
-        else:
-            v = g if kind != "norm" or p is getattr(module, "bias", None) else g * _normalised(module, x)
-            v = _sum_rows(v, sizes)
-            self.vectors[k] = self.vectors[k] + v if k in self.vectors else v
+def _arrived(self: Tape, module: Any, x: Tensor, g: Tensor) -> None:
+    "Keep what each parameter of a module needs of one use; g is the gradient of the output, x the input."
+    own, kind = self.modules[module], _kind(module)
+    if len(g) != self.samples: self.padded.update(own.values())
+    g = self._by_sample(g)
+    if kind == "embedding":
+        ids = x.reshape(self.samples, -1)
+        if module.padding_idx is not None: g = g.masked_fill(ids.eq(module.padding_idx)[..., None], 0)
+        # Gemma scales its embeddings
+        return self._use(own["weight"], g * getattr(module, "embed_scale", 1), ids)
+    if "bias" in own: self._use(own["bias"], g.sum(1, dtype=_wide(g)))
+    if "weight" not in own: return
+    x = self._by_sample(x)
+    if kind == "norm": self._use(own["weight"], (g * _normalised(module, x)).sum(1, dtype=_wide(g)))
+    elif kind == "linear": self._use(own["weight"], g, x.to(g.dtype))
+    else: self._use(own["weight"], x.to(g.dtype), g)
 
 @patch
-def result(self: Tape, parameters: dict[int, Tensor]) -> dict[str, Tensor]:
-    "Return the sums over the samples of this batch, by name; parameters that were not used are left out."
-    for k, uses in self.uses.items(): self.done[self.names[k]] = _matrix(uses, parameters[k], self.diagonal)
-    for k, v in self.vectors.items():
-        self.done[self.names[k]] = v.square().sum(0) if self.diagonal else v.square().sum()
-    done, self.on = self.done, False
-    self.uses, self.vectors, self.done = {}, {}, {}
-    return done
+def _by_sample(self: Tape, a: Tensor) -> Tensor:
+    "Return the rows of each sample, (samples, tokens, width); a row of predicted positions is padded with zeros."
+    if len(a) == self.samples: return a.reshape(self.samples, -1, a.shape[-1])
+    padded = a.new_zeros(self.samples, max(self.counts), a.shape[-1])
+    padded[self.row, self.place] = a[0]
+    return padded
 
 # %% ../nbs/11_fisher.ipynb #fb33bc5f
-def _matrix(uses: list[tuple], p: Tensor, diagonal: bool) -> Tensor:
-    "Return the sum over samples of the squares of a matrix, whose uses all have their gradients."
-    total = torch.zeros(p.shape if diagonal else (), dtype=_wide(p), device=p.device)
-    dense = [u for u in uses if u[0] != "embedding"]
-    pieces = list(zip(*(zip(g.split(sizes), x.to(g.dtype).split(sizes)) for _, g, x, sizes, _ in dense)))
-    if dense and diagonal: add_squares(total, pieces)
-    elif dense: total += _norms(dense, pieces)
-    looked_up = [u for u in uses if u[0] == "embedding"]
-    if not looked_up: return total
-    places = [(torch.repeat_interleave(torch.tensor(sizes, device=x.device)), x.reshape(-1), g)
-              for _, g, x, sizes, _ in looked_up]
-    sample, row, E = _rows_that_occur(places, looked_up[0][4])
-    extra = E * (E + 2 * _dense_rows(pieces, sample, row, E) if dense else E)
-    return total.index_add_(0, row, extra.to(total.dtype)) if diagonal else total.add_(extra.sum())
+@patch
+def _use(self: Tape, name: str, *factors: Tensor) -> None:
+    "Keep one use of a parameter, and add its squares if it was the last."
+    self.uses[name].append(factors)
+    self.waiting[name] -= 1
+    if not self.waiting[name]: self._add(name)
 
-def _norms(dense, pieces) -> Tensor:
-    "Return the sum over samples of the squared norm of the weight gradient."
-    if len(dense) == 1 and len(set(dense[0][3])) == 1:
-        _, g, x, sizes, _ = dense[0]
-        return squared_norms(g.view(len(sizes), -1, g.shape[-1]), x.to(g.dtype).view(len(sizes), -1, x.shape[-1])).sum()
-    together = [tuple(torch.cat(side) for side in zip(*uses)) for uses in pieces]
-    return torch.stack([squared_norms(g[None], x[None])[0] for g, x in together]).sum()
+@patch
+def _add(self: Tape, name: str) -> None:
+    "Add the sum over samples of the squares of a parameter; the gradients of several uses add up."
+    uses, total = self.uses.pop(name), self.sums[name]
+    if name in self.refused: return
+    if len(uses[0]) == 1:
+        squares = uses[0][0].square() if len(uses) == 1 else torch.stack([v for v, in uses]).sum(0).square()
+        total += squares.sum(0) if total.ndim else squares.sum()
+        return
+    lookups = [(ids, g) for g, ids in uses if not ids.is_floating_point()]
+    dense = _joined([use for use in uses if use[1].is_floating_point()])
+    padded = name in self.padded and len(uses) - len(lookups) == 1
+    if dense and total.ndim: add_squares(total, *dense, lengths=self.counts if padded else repeat(None))
+    elif dense: total += squared_norms(*dense).sum()
+    if not lookups: return
+    row, extra = squares_on_rows(*_joined(lookups), dense=dense)
+    if total.ndim: total.index_add_(0, row, extra.to(total.dtype))
+    else: total += extra.sum()
 
-def _sum_rows(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    "Return the sum over the rows of each sample, (batch, n)."
-    if len(set(sizes)) == 1: return x.view(len(sizes), -1, x.shape[-1]).sum(1, dtype=_wide(x))
-    return torch.stack([part.sum(0, dtype=_wide(x)) for part in x.split(list(sizes))])
+def _joined(uses: list[tuple[Tensor, Tensor]]) -> Any:
+    "Return the factors of several uses as those of one with all their tokens."
+    return uses[0] if len(uses) == 1 else tuple(torch.cat(side, 1) for side in zip(*uses))
 
 # %% ../nbs/11_fisher.ipynb #6737b543
 @patch
-def _copy_relative(self: Tape, module: nn.Module) -> None:
-    "Give each sample its own copy of the relative positions, which T5 and MPNet add as one table to all samples."
-    table, names = getattr(module, "relative_attention_bias", None), ("compute_bias", "compute_position_bias")
-    method = next((n for n in names if hasattr(module, n)), None)
-    if not isinstance(table, nn.Embedding) or method is None or id(table.weight) not in self.names: return
-    original, self.relative[table] = getattr(module, method), (module, method)
+def _each_sample(self: Tape, module: nn.Module, args: tuple) -> tuple | None:
+    "Give each sample its own positions, so that gradients stay apart."
+    ids, *rest = args
+    if module in self.head or ids.ndim != 2 or len(ids) > 1: return None
+    return (ids.expand(self.samples, -1), *rest)
+
+@patch
+def _copy_relative(self: Tape, table: nn.Embedding, owner: nn.Module, hooks: ExitStack) -> None:
+    "Give each sample its own copy of the relative positions."
+    method = next(n for n in ("compute_bias", "compute_position_bias") if hasattr(owner, n))
+    original = getattr(owner, method)
 
     def compute(*args, **kwargs):
-        bias = original(*args, **kwargs)
-        if not self.on or not torch.is_grad_enabled(): return bias
-        leaf, n = bias.detach().expand(self.samples, *bias.shape[1:]).clone().requires_grad_(), self.samples
-        rows = self.buckets.reshape(-1)
-        self._wait(leaf, table, rows.repeat(n), [len(rows)] * n, [(id(table.weight), table.weight)],
-                   lambda g: g.permute(0, 2, 3, 1))
+        bias = original(*args, **kwargs).detach()  # (1 or samples, heads, queries, keys)
+        leaf = bias.expand(self.samples, *bias.shape[1:]).clone().requires_grad_()
+        ids = self.buckets.expand(self.samples, *self.buckets.shape)
+        self._wait(leaf, table, ids, lambda g: g.permute(0, 2, 3, 1))
         return leaf
-    setattr(module, method, compute)
+
+    setattr(owner, method, compute)
+    hooks.callback(delattr, owner, method)
 
 # %% ../nbs/11_fisher.ipynb #7e9916c6
 TAPED = set(  # model types that the tests compare with autograd, parameter by parameter
     "bert roberta distilbert albert electra deberta-v2 mpnet modernbert gpt2 llama gemma gemma2 gemma3_text t5".split())
 _WITHOUT_SAMPLES = re.compile(r"rel_embeddings\.|encoder\.LayerNorm\.")  # a table of DeBERTa, and its norm
 
-
 class _Squares:
-    "Squared gradients of one batch after another: by the tape, and by autograd for the parameters in `by_function`."
+    "Sums of squared gradients over samples: by the tape, and by autograd for the parameters in `alone`."
 
     def __init__(self, model, loss, level, reduction, precision):
-        self.model, self.loss, self.level, self.reduction, self.precision = model, loss, level, reduction, precision
+        self.model, self.loss, self.reduction, self.precision = model, loss, reduction, precision
         self.parameters = {n: p for n, p in named_weights(model).items() if p.requires_grad}
         if not self.parameters:
             raise ValueError("model: no parameter requires a gradient; call model.requires_grad_(True)")
-        self.device, self.first, self.used = next(iter(self.parameters.values())).device, True, set()
-        self.total, self.count = 0.0, 0  # of the losses, for their mean
-        known = {id(p) for m in model.modules() if _kind(m) for p in m.parameters(recurse=False)}
-        known -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and not _kind(m)}
+        self.device = next(iter(self.parameters.values())).device
+        widest = torch.float32 if self.device.type == "mps" else torch.float64
+        self.total, self.predicted, self.samples = torch.zeros((), dtype=widest, device=self.device), 0, 0
+        self.sums = {n: torch.zeros_like(p, dtype=_wide(p)) if level == "diagonal" else torch.zeros_like(self.total)
+                     for n, p in self.parameters.items()}
         taped = not callable(loss) and getattr(getattr(model, "config", None), "model_type", "") in TAPED
-        self.by_function = {n for n, p in self.parameters.items()
-                            if not taped or id(p) not in known or _WITHOUT_SAMPLES.search(n)}
+        names = {id(p): n for n, p in self.parameters.items() if taped and not _WITHOUT_SAMPLES.search(n)}
+        self.tape = Tape(model, names, self.sums, _head(model, loss) if taped else set())
+        self.alone = self.parameters.keys() - {n for own in self.tape.modules.values() for n in own.values()}
 
-    @contextmanager
-    def watching(self):
-        "Put the hooks of the tape on the model within the context."
-        self.tape = Tape(self.model, {id(p): n for n, p in self.parameters.items()}, self.level, self._head())
-        try: yield
-        finally: self.tape.close()
-
-    def _head(self) -> set[nn.Module]:
-        "Return the modules that see the predicted positions only: all outside the body and, for seq2seq, the encoder."
-        body = None if callable(self.loss) else head_input(self.model, self.loss)
-        if body is None: return set()
-        encoder = self.model.get_encoder().modules() if self.loss == "seq2seq" else ()
-        return set(self.model.modules()) - set(body.modules()) - set(encoder)
+def _head(model: nn.Module, loss: str) -> Set[nn.Module]:
+    "Return the modules that see the predicted positions only: all outside the body and, for seq2seq, the encoder."
+    body = head_input(model, loss)
+    if body is None: return set()
+    encoder = model.get_encoder().modules() if loss == "seq2seq" else ()
+    return set(model.modules()) - set(body.modules()) - set(encoder)
 
 # %% ../nbs/11_fisher.ipynb #passes01
 @patch
-def __call__(self: _Squares, batch: dict) -> dict[str, Tensor]:
-    "Return the sums over the samples of a batch, by parameter name; warn in the first one if autograd computes some."
-    with torch.autocast(self.device.type, enabled=False):  # whatever the caller has
-        if self.first:
-            self.check_alone(batch)
-            self.total, self.count = 0.0, 0  # without the passes of the check
-        sums, idle = self.taped(batch) if len(self.by_function) < len(self.parameters) else ({}, set())
-        late = self.by_function - idle
-        if late and self.first:
-            warnings.warn(f"{len(late)} parameters are left to autograd, sample by sample, which is slow: "
-                          f"{', '.join(sorted(late)[:3])}{' ...' if len(late) > 3 else ''}")
-        self.used, self.first = self.used | late, False
-        some = {n: p for n, p in self.parameters.items() if n in late}
-        sums = {n: s for n, s in sums.items() if n not in late}
-        with _asking(self.parameters, late): sums |= squares_by_function(self.losses, some, batch, self.level)
-    return {n: sums[n] if n in sums else _zeros(p, self.level) for n, p in self.parameters.items()}
+def add(self: _Squares, batch: Mapping, positions: tuple[Tensor, ...] | None) -> None:
+    "Add the squares of a batch, whose predicted positions are known unless the loss is a function."
+    n = _size(batch)
+    batch = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    # whatever the caller has
+    with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
+        if self.tape.modules:
+            row, counts = positions[0], positions[0].bincount(minlength=n)
+            place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+            positions = [p.to(self.device) for p in positions]
+            watching = self.tape.watching(positions[0], place.to(self.device), counts.tolist())
+            with _asking(self.parameters, set()), watching: self.losses(batch, positions).sum().backward()
+            self.alone |= self.tape.refused
+        if self.alone and not self.samples:
+            warnings.warn(f"{len(self.alone)} parameters are left to autograd, sample by sample, which is slow: "
+                          f"{', '.join(sorted(self.alone)[:3])}{' ...' if len(self.alone) > 3 else ''}")
+        self.one_by_one(batch)
+    self.samples += n
 
 # %% ../nbs/11_fisher.ipynb #passess1
 @patch
-def losses(self: _Squares, batch: dict) -> Tensor:
+def losses(self: _Squares, batch: dict, positions: Sequence[Tensor] | None = None) -> Tensor:
     "Return the loss of each sample, (batch,)."
-    half = self.precision == "bf16"
+    half, named = self.precision == "bf16", not callable(self.loss)
+    if positions is None and named: positions = predicted_positions(batch, self.loss)
     with torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False):  # no copy stays
-        values = sample_losses(self.model, batch, self.loss, self.reduction)
+        values = sample_losses(self.model, batch, self.loss, self.reduction, positions)
     if values.shape != (n := _size(batch),):
         raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
     self.total += values.detach().sum()
-    self.count += len(predicted_positions(batch, self.loss)[0]) if self.reduction == "sum" else n
+    self.predicted += len(positions[0]) if named and self.reduction == "sum" else n
     return values
 
-@patch
-def taped(self: _Squares, batch: dict) -> tuple[dict[str, Tensor], set[str]]:
-    "Return the sums by one forward and backward pass, and what in `by_function` the loss does not depend on."
-    n, tape, asked = _size(batch), self.tape, set(self.by_function)
-    with _asking(self.parameters, asked):  # to see whether the loss depends on them
-        tape.start(n, predicted_positions(batch, self.loss)[0].bincount(minlength=n).tolist())
-        try:
-            with torch.enable_grad(): self.losses(batch).sum().backward()
-        finally: tape.on = False
-        idle = {n for n in asked if self.parameters[n].grad is None}
-    self.by_function |= self.parameters.keys() - (tape.called - tape.refused)
-    return tape.result({id(p): p for p in self.parameters.values()}), idle
-
 # %% ../nbs/11_fisher.ipynb #c804ea47
-def squares_by_function(
-    losses: Callable[[dict], Tensor],  # maps a batch to per-sample losses
-    parameters: dict[str, Tensor],  # by name; each requires a gradient
-    batch: dict,  # samples first
-    level: str,  # "tensor" or "diagonal"
-) -> dict[str, Tensor]:
-    "Return sums of squared gradients by autograd, one sample at a time: right for any model."
-    total = {n: _zeros(p, level) for n, p in parameters.items()}
-    for i in range(_size(batch)) if parameters else ():
-        with torch.enable_grad(): loss = losses(_pick(batch, [i]))[0]
-        if not loss.requires_grad: continue  # this sample's loss depends on none of them
-        for n, g in zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)):
-            if g is None: continue
-            square = g.to(_wide(g)).square()
-            total[n] += square if level == "diagonal" else square.sum()
-    return total
+@patch
+def one_by_one(self: _Squares, batch: dict) -> None:
+    "Add the squares of the parameters in `alone`, one sample at a time."
+    some = {n: p for n, p in self.parameters.items() if n in self.alone}
+    with _asking(self.parameters, self.alone):
+        for i in range(_size(batch) if some else 0):
+            loss = self.losses(_pick(batch, slice(i, i + 1))).sum()
+            if not loss.requires_grad: continue  # this sample's loss depends on none of them
+            for n, g in zip(some, torch.autograd.grad(loss, list(some.values()), allow_unused=True)):
+                if g is None: continue
+                square = g.to(_wide(g)).square()
+                self.sums[n] += square if self.sums[n].ndim else square.sum()
 
-def _zeros(p: Tensor, level: str) -> Tensor:
-    return torch.zeros(p.shape if level == "diagonal" else (), dtype=_wide(p), device=p.device)
-
-def _size(batch: dict) -> int:
+def _size(batch: Mapping) -> int:
     "Return the number of samples."
     names = [n for n in ("labels", "input_ids", *batch) if isinstance(batch.get(n), Tensor) and batch[n].ndim]
     if not names: raise ValueError("batches: a batch holds no tensor; give dicts of tensors with the samples first")
     return len(batch[names[0]])
 
-def _pick(batch: dict, rows: Sequence[int]) -> dict:
+def _pick(batch: Mapping, rows: Tensor | slice) -> dict:
+    "Return some samples of a batch."
     n = _size(batch)
-    return {k: v[list(rows)] if isinstance(v, Tensor) and v.ndim and len(v) == n else v for k, v in batch.items()}
+    return {k: v[rows] if isinstance(v, Tensor) and v.ndim and len(v) == n else v for k, v in batch.items()}
 
 @contextmanager
 def _asking(parameters: dict[str, Tensor], names: Set[str]) -> Iterator[None]:
-    "Let the named parameters alone ask for a gradient within the context; none has one at its begin."
-    kept = {n: p.grad for n, p in parameters.items()}
-    for n, p in parameters.items(): p.grad, p.requires_grad = None, n in names
+    "Let the named parameters alone ask for a gradient within the context."
+    for n, p in parameters.items(): p.requires_grad_(n in names)
     try: yield
     finally:
-        for n, p in parameters.items(): p.grad, p.requires_grad = kept[n], True
+        for p in parameters.values(): p.requires_grad_(True)
 
 # %% ../nbs/11_fisher.ipynb #78ae49ab
 @patch
-def check_alone(self: _Squares, batch: dict) -> None:
-    "Raise a `ValueError` for a loss without a graph, and for one of a sample that changes with its batch."
-    two = _pick(batch, [0, _size(batch) - 1])
-    with torch.enable_grad(): together = self.losses(two)
-    if not together.requires_grad:
-        raise ValueError("loss: depends on no parameter that requires a gradient; compute it without torch.no_grad(), "
-                         "detach() and torch.inference_mode(), or call model.requires_grad_(True)")
-    with torch.no_grad(): alone = torch.cat([self.losses(_pick(two, [i])) for i in range(2)])
-    coarse = self.precision == "bf16" or any(p.itemsize < 4 for p in (together, *self.parameters.values()))
-    rtol = 0.05 if coarse else 1e-3
-    if torch.allclose(together.double(), alone.double(), rtol=rtol, atol=1e-4, equal_nan=True): return
-    raise ValueError("loss: the loss of a sample depends on the other samples of its batch, or differs from call to "
-                     "call; give a loss that treats each sample alone, and take off noise that eval() leaves on")
-
-@patch
-def check_loss(self: _Squares) -> None:
-    "Warn if a uniform guess over the vocabulary has no higher loss: the head was probably drawn at random."
+def check(self: _Squares) -> None:
+    "Raise `ValueError` without a sample, a gradient or finite sums; warn of a head drawn at random."
+    if not self.samples: raise ValueError("batches: hold no sample with a token to predict; give at least one")
+    found = [self.total, *(s.sum().to(self.total) for s in self.sums.values())]
+    total, *sums = torch.stack(found).tolist()
+    for name, value in zip(self.sums, sums):
+        if math.isfinite(value): continue
+        raise ValueError(f"model: the squared gradient of {name} is not finite; weights or losses hold NaN or "
+                         "infinity, or precision is too low")
+    if not any(sums):
+        raise ValueError("loss: no sample alone has a gradient; compute it without torch.no_grad() and detach(), and "
+                         "do not compare samples: a function is given one at a time")
     head = None if callable(self.loss) else getattr(self.model, "get_output_embeddings", lambda: None)()
-    if head is None: return
-    mean, uniform = float(self.total) / self.count, math.log(len(head.weight))
+    mean, uniform = total / self.predicted, math.inf if head is None else math.log(len(head.weight))
     if mean >= uniform:
         warnings.warn(f"model: the mean loss of the sample is {mean:.2f} nats, and a uniform guess has ln V = "
                       f"{uniform:.2f}; the head is probably drawn at random, so load a checkpoint that holds it")
@@ -437,10 +405,11 @@ class FisherEstimate:
     sample: str = "sequence"  # or "position"
     numel: dict[str, int] = field(default_factory=dict)  # scalars of each parameter
     model: str = ""  # its name
-    fingerprint: str = ""  # of its weights
+    fingerprint: str = ""  # of its weights; empty until the estimate is saved
     corpora: list = field(default_factory=list)  # the description of the batches
     precision: str = "fp32"
     by_function: list = field(default_factory=list)  # parameters that autograd computed, one sample at a time
+    weights: tuple | None = field(default=None, repr=False)  # model and version of its weights, until it is saved
 
     @property
     def unit(self) -> str:
@@ -456,20 +425,7 @@ class FisherEstimate:
     def scores(self) -> dict[str, float]:
         "Return the mean over samples and over the scalars of each tensor: the tensor score of the released code."
         totals = {n: float(s.sum(dtype=torch.float64)) for n, s in self.sums.items()}
-        return {n: total / self.numel[n] / max(self.n_samples, 1) for n, total in totals.items()}
-
-# %% ../nbs/11_fisher.ipynb #f15e0001
-@patch(cls_method=True)
-def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
-    "Return the estimate in a folder, or in the fisher.json of one. Raises `ValueError` if there is none."
-    path = Path(folder) if Path(folder).is_file() else Path(folder) / "fisher.json"
-    try:
-        about = from_json(read_text(path))
-        sums = tensor_files.load_file(path.parent / about["tensors"])
-        known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
-        return FisherEstimate(sums={n: sums[n] for n in about["numel"] if n in sums}, **known)
-    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
-        raise ValueError(f"folder: {str(folder)!r} holds no complete estimate ({error}); compute it again") from None
+        return {n: total / self.numel[n] / self.n_samples for n, total in totals.items()}
 
 # %% ../nbs/11_fisher.ipynb #c15217da
 def model_fingerprint(
@@ -482,82 +438,88 @@ def model_fingerprint(
         digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
-# %% ../nbs/11_fisher.ipynb #2485f47f
-@patch
-def add(self: FisherEstimate, squares: dict[str, Tensor], samples: int):
-    "Add the sums over some samples; those by tensor are kept in float64, where the device has it."
-    for n, s in squares.items():
-        if n in self.sums: self.sums[n] = self.sums[n].add_(s)
-        elif self.level == "diagonal": self.sums[n] = s
-        else: self.sums[n] = s.to(torch.float32 if s.device.type == "mps" else torch.float64)
-    self.n_samples += samples
-
-@patch
-def check_finite(self: FisherEstimate) -> None:
-    bad = next((n for n, s in self.sums.items() if not bool(torch.isfinite(s).all())), None)
-    if bad is None: return
-    raise ValueError(f"model: the squared gradient of {bad} is not finite; weights or losses hold NaN or infinity, "
-                     "or precision is too low")
-
+# %% ../nbs/11_fisher.ipynb #f15e0001
 @patch
 def save(self: FisherEstimate, folder: str | Path) -> Path:
     "Write the tensors, under a name from their content, then fisher.json that names them, and return its path."
+    if self.weights is not None:
+        model, version = self.weights
+        if version == _version(model): self.fingerprint = model_fingerprint(model)
+        else: warnings.warn("model: its weights have changed since the estimate, so the file cannot name them; save an "
+                            "estimate before the model is trained")
+        self.weights = None
     file, content = Path(folder) / "fisher.json", tensor_files.save({k: v.contiguous() for k, v in self.sums.items()})
     name = f"fisher-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     write_atomically(file.parent / name, content)
-    about = {k: v for k, v in vars(self).items() if k != "sums"}
+    about = {k: v for k, v in vars(self).items() if k not in ("sums", "weights")}
     write_atomically(file, json.dumps(about | {"unit": self.unit, "tensors": name, "schema": 1}, indent=1) + "\n")
     return file
 
+def _version(model: nn.Module) -> int: return sum(p._version for p in model.parameters())  # grows with each change
+
+@patch(cls_method=True)
+def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
+    "Return the estimate in a folder, or in the fisher.json of one. Raises `ValueError` if there is none."
+    path = Path(folder) if Path(folder).is_file() else Path(folder) / "fisher.json"
+    try:
+        about = from_json(read_text(path))
+        sums = tensor_files.load_file(path.parent / about["tensors"])
+        known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
+        return FisherEstimate(sums={n: sums[n] for n in about["numel"] if n in sums}, **known)
+    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+        raise ValueError(f"folder: {str(folder)!r} holds no complete estimate ({error}); compute it again") from None
+
 # %% ../nbs/11_fisher.ipynb #d7e7eafc
-def _samples(model: nn.Module, batch: dict, loss, sample: str, number: int) -> Iterator[dict]:
-    "Yield the samples of a batch: its sequences that have a label, or its positions."
+def _samples(model, batch, loss, sample: str, number: int) -> Iterator[tuple[Mapping, tuple[Tensor, ...] | None]]:
+    "Yield the samples of a batch, its sequences that have a label or its positions, and where these predict."
+    if not isinstance(batch, Mapping): raise ValueError(f"batches: batch {number} is no dict of tensors")
     if callable(loss):
-        yield batch
+        yield batch, None
         return
     _check_labels(batch, loss, number)
     row, column, _ = predicted_positions(batch, loss)
     labels, rows = batch["labels"], row.unique()
-    if sample == "sequence" and len(rows): yield _pick(batch, rows.tolist()) if len(rows) < len(labels) else batch
-    if sample == "sequence": return
-    if loss == "seq2seq": batch = {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)} | batch
-    for r, c in zip(row.split(len(rows)), column.split(len(rows))):
-        one, at = torch.full_like(labels[r], -100), torch.arange(len(r), device=r.device)
-        one[at, c] = labels[r, c]
-        yield _pick(batch, r.tolist()) | {"labels": one}
+    if not len(rows): return
+    parts = [_pick(batch, rows)]
+    if sample == "position":
+        if loss == "seq2seq": batch = {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)} | batch
+        parts = []
+        for r, c in zip(row.split(len(rows)), column.split(len(rows))):
+            asked = torch.full_like(labels[r], -100).scatter_(1, c[:, None], labels[r, c][:, None])
+            parts.append(_pick(batch, r) | {"labels": asked})
+    for part in parts: yield part, predicted_positions(part, loss)
 
 # %% ../nbs/11_fisher.ipynb #f4b72e90
-def _check_labels(batch: dict, loss: str, number: int):
+def _check_labels(batch: Mapping, loss: str, number: int) -> None:
     "Raise a `ValueError` for labels that were made for the other of the two losses, mlm and clm."
     ids, labels = batch.get("input_ids"), batch.get("labels")
     if loss == "seq2seq" or labels is None or getattr(ids, "shape", None) != labels.shape: return
     real = batch.get("attention_mask", torch.ones_like(ids)) != 0
-    same, asked = (labels == ids)[real], (labels != -100)[real]
+    same, asked = (a.numpy(force=True) for a in ((labels == ids)[real], (labels != -100)[real]))
     wrong = (asked & ~same).any() if loss == "clm" else len(same) > 1 and same.all()
     if wrong: raise ValueError(f"batches: the labels of batch {number} are not those of {loss!r}; give "
                                f"TextBatches(..., loss={loss!r}), or DataCollatorForLanguageModeling(tokenizer, "
                                f"mlm={loss == 'mlm'})")
 
-def _loss_for(model, batches, loss: str | Callable | None) -> str | Callable:
+def _loss_of(model: nn.Module, batches, loss: str | Callable | None) -> str | Callable:
     "Return the loss, by default that of the batches or the model's class. `ValueError` if unknown or unfit for either."
-    made, known = batches.loss if isinstance(batches, TextBatches) else None, model_losses(model)
-    if loss is None: loss = made or (known[0] if len(known) == 1 or "seq2seq" in known else None)
+    made = batches.loss if isinstance(batches, TextBatches) else None
+    loss = loss or made or next(iter(model_losses(model)), None)
+    if callable(loss): return loss
     if loss is None:
         raise ValueError(f"loss: the class {type(model).__name__} does not tell it; give loss='mlm' or another of "
-                         f"{', '.join(LOSSES)}, or a function (model, batch) -> losses of shape (batch,)")
-    if callable(loss): return loss
-    one_of("loss", loss, LOSSES, also="a function of model and batch")
-    if made and loss != made:
+                         f"{', '.join(LOSSES)}, or a function (model, one sample) -> its loss, of shape (1,)")
+    if one_of("loss", loss, LOSSES, also="a function of model and sample") != (made or loss):
         raise ValueError(f"loss: {loss!r}, but the batches were made for {made!r}; leave it out or rebuild the batches")
     check_head(model, loss)
-    if loss == "clm" and "clm" in known and looks_ahead(model):
+    if loss == "clm" and looks_ahead(model):
         raise ValueError(f"loss: 'clm', but this {type(model).__name__} sees the tokens on the right, so its causal "
-                         "loss is no likelihood; load it with is_decoder=True if its config has that, or take another")
+                         "loss is no likelihood; load it with is_decoder=True, or take another")
     return loss
 
 # %% ../nbs/11_fisher.ipynb #2e9c2a12
-def _check(model, batches, level, reduction, sample, precision, loss):
-    "Raise a `ValueError` for a setting that is unknown, or not for a function as loss, and for a single batch."
+def _check(model: nn.Module, batches, level, reduction, sample, precision, loss) -> None:
+    "Raise a `ValueError` for a setting that is unknown or does not fit, and for a model whose forward is not its own."
     one_of("level", level, ("tensor", "diagonal"))
     one_of("reduction", reduction, ("mean", "sum"))
     one_of("sample", sample, ("sequence", "position"))
@@ -569,8 +531,11 @@ def _check(model, batches, level, reduction, sample, precision, loss):
     if isinstance(batches, (Mapping, str, Tensor)) or not isinstance(batches, Iterable):
         raise ValueError(f"batches: is a {type(batches).__name__}; give TextBatches or an iterable of dicts of "
                          "tensors, for a single batch [batch]")
-    if any(hasattr(vars(m).get("forward"), "groups") for m in model.modules()):
-        raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
+    for forward in (vars(m).get("forward") for m in model.modules()):
+        if hasattr(forward, "groups"):
+            raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
+        if getattr(forward, "settings", {}).get("kind") == "gaussian-released":
+            raise ValueError("model: has noise that stays on in evaluation; undo it first")
 
 # %% ../nbs/11_fisher.ipynb #8cab9906
 def agreement(
@@ -581,40 +546,42 @@ def agreement(
     """Return how well a subsample finds the largest entries of each tensor: one dict for each share of `top`.
 
     Mean and standard deviation over tensors of Pearson and Spearman correlation, of the mean absolute difference of the
-    entries scaled to each estimate's largest, and of the overlap of the two top sets. Sharma et al. 2024, Table 1, as
-    far as its columns could be identified. Raises `ValueError` for estimates of different models or without a diagonal.
+    entries scaled to each estimate's largest, and of the overlap of the two top sets (Sharma et al. 2024, Table 1, by
+    our reading of its columns). Raises `ValueError` for estimates of different models or without a diagonal.
     """
     if not top or not all(0 < t <= 100 for t in top): raise ValueError(f"top: {top}; need per cent in (0, 100]")
     for name, e in (("part", part), ("full", full)):
         if e.level != "diagonal": raise ValueError(f"{name}: level is {e.level!r}; agreement needs level='diagonal'")
     for key in ("fingerprint", "loss", "reduction", "sample", "numel"):
-        if getattr(part, key) == getattr(full, key): continue
+        a, b = getattr(part, key), getattr(full, key)
+        # an estimate has no fingerprint before it is saved
+        if a == b or (key == "fingerprint" and not (a and b)): continue
         raise ValueError(f"part: has another {key} than full, so their entries cannot be compared")
     a, b = part.mean(), full.mean()
-    tensors = [_agreement(a[n].flatten(), b[n].flatten(), sorted(top, reverse=True)) for n in b]
-    return [_summary(t, [r[t] for r in tensors if t in r]) for t in top]
+    tensors = [_agreement(a[n].flatten(), b[n].flatten(), top) for n in b]
+    return [_summary(share, [r[share] for r in tensors if share in r]) for share in top]
 
 # %% ../nbs/11_fisher.ipynb #177f968e
-def _agreement(a: Tensor, b: Tensor, top: Sequence[float]) -> dict:
-    "Return the measures of one tensor, for each share with at least two entries."
-    limit = min(round(top[0] / 100 * len(b)), int((b > 0).sum()))  # entries that are 0 have no order
-    if limit < 2 or not float(b.max()) > 0 or not float(a.max()) > 0: return {}
-    (values, at), chosen = b.topk(limit), a.topk(limit).indices
-    at, chosen, rows, some = at.numpy(), chosen.numpy(), {}, (a > 0).numpy()
-    x, y = (a[at] / a.max()).double().numpy(), (values / values[0]).double().numpy()
-    for t in top:
-        k = min(round(t / 100 * len(b)), limit)
+def _agreement(a: Tensor, b: Tensor, top: Sequence[float]) -> dict[float, dict]:
+    "Return the measures of one tensor, for each share with at least two entries above 0."
+    limit, rows = min(round(max(top) / 100 * len(b)), int((b > 0).sum())), {}
+    if limit < 2 or not float(a.max()) > 0: return {}
+    at, chosen = b.topk(limit).indices, a.topk(limit).indices
+    x, y = ((v[at] / v.max()).double().numpy() for v in (a, b))
+    for share in top:
+        k = min(round(share / 100 * len(b)), limit)
         if k < 2: continue
-        varies = np.ptp(x[:k]) > 0 and np.ptp(y[:k]) > 0
-        rows[t] = {"entries": k, "pearson": stats.pearsonr(x[:k], y[:k]).statistic if varies else np.nan,
-                   "spearman": stats.spearmanr(x[:k], y[:k]).statistic if varies else np.nan,
-                   "difference": float(np.abs(x[:k] - y[:k]).mean()),
-                   "overlap": len(np.intersect1d(at[:k], chosen[:k][some[chosen[:k]]], assume_unique=True)) / k}
+        mine, varies = chosen[:k][a[chosen[:k]] > 0], np.ptp(x[:k]) > 0 and np.ptp(y[:k]) > 0
+        rows[share] = {
+            "pearson": stats.pearsonr(x[:k], y[:k]).statistic if varies else np.nan,
+            "spearman": stats.spearmanr(x[:k], y[:k]).statistic if varies else np.nan,
+            "difference": np.abs(x[:k] - y[:k]).mean(), "overlap": float(torch.isin(at[:k], mine).sum()) / k,
+            "entries": k}
     return rows
 
-def _summary(top: float, found: list[dict]) -> dict:
+def _summary(share: float, found: list[dict]) -> dict:
     "Return mean and standard deviation of each measure over the tensors."
-    row = {"top": top, "tensors": len(found), "pairs": sum(r["entries"] == 2 for r in found)}
+    row = {"top": share, "tensors": len(found), "pairs": sum(r["entries"] == 2 for r in found)}
     for m in ("pearson", "spearman", "difference", "overlap"):
         values = [r[m] for r in found if np.isfinite(r[m])]
         row |= {m: float(np.mean(values)) if values else None,

@@ -7,6 +7,7 @@ __all__ = ['MEASURES', 'geometry', 'average_cosine', 'partition_score', 'varianc
 # %% ../nbs/05_geometry.ipynb #931dac7f
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -203,7 +204,7 @@ def two_nn(
     """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(rho)) on log(rho) (Facco et al. 2017).
 
     rho is the second over the first neighbour's distance; equal points count once.
-    Leave out equal texts first: rounding can set their vectors apart, which then count as nearest neighbours.
+    Warns of rows that are nearly equal, as rounding sets the vectors of equal texts apart: leave those out first.
     `ValueError` for fewer than 3 points or too few different ones.
     """
     in_range("discard", discard, 0, 1, ends="[)")
@@ -212,6 +213,10 @@ def two_nn(
     if not near[:, 0].all():  # some are equal
         x = x.unique(dim=0)
         near = nearest_two(x) if len(x) > 2 else near[:0]
+    size = (x - x.mean(0)).square().sum(1).mean().sqrt()
+    if close := int((near[:, 0] < 1e-4 * size).sum()):
+        warnings.warn(f"points: {close} of {len(x)} rows nearly repeat another one, as vectors of equal texts do; "
+                      "leave them out, or the dimension is far too small")
     ρ = (near[:, 1] / near[:, 0])[near[:, 0] > 0].sort().values
     kept = int(len(ρ) * (1 - discard))
     F = torch.arange(1, kept + 1, dtype=torch.float64, device=ρ.device) / len(ρ)

@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['isoscore', 'isoscore_from_cov', 'participation_ratio', 'invariants', 'estimate_traces', 'IsoScoreEstimate',
-           'isoscore_with_error', 'gaussian_stderr', 'isoscore_star', 'mix']
+           'isoscore_with_error', 'gaussian_stderr', 'scores_without', 'jackknife_error', 'isoscore_star', 'mix']
 
 # %% ../nbs/02_isoscore.ipynb #665f0666
 import importlib
@@ -336,13 +336,13 @@ def gaussian_stderr(
     return float((t2 / f / (len(S) - 1)) * (first + second).sqrt())
 
 # %% ../nbs/02_isoscore.ipynb #904a5b0f
-def _jackknife_variance(n: int, d: int, r: Tensor, w: Tensor, z: Tensor) -> Tensor:
-    "Return the jackknife variance of the U-statistic score, from r, w and z (n,) of the n centred rows."
+def scores_without(d: int, r: Tensor, w: Tensor, z: Tensor) -> Tensor:
+    "Return the U-statistic score without each row, (n,), from r, w and z (n,) of the n centred rows."
+    n = len(r)
     h, t, a, c = n / (n - 1), r.sum(), w.sum(), r / (n - 1) ** 2
     quartic = (r * r).sum() + 4 * z / (n - 1) + 4 * w / (n - 1) ** 2 + 2 * c * t + n * c * c - h**4 * r * r
     left = Invariants(torch.full_like(r, n - 1), t - h * r, a - 2 * h * w + (h * r) ** 2, quartic)
-    scores = closed_form(*estimate_traces(left, "ustat"), d)
-    return (n - 1) / n * (scores - scores.mean()).square().sum()
+    return closed_form(*estimate_traces(left, "ustat"), d)
 
 # %% ../nbs/02_isoscore.ipynb #714f97f1
 def _row_error(X: Tensor, score: float, correction: str) -> float:
@@ -351,10 +351,17 @@ def _row_error(X: Tensor, score: float, correction: str) -> float:
     X = X * 2.0 ** -math.frexp(float(X.abs().max()))[1]  # fourth powers fit; the score does not depend on the scale
     r, wide = X.square().sum(-1), wide_dtype(X)
     A = X @ X.mT if n < d else moments(X).m2  # K or M2, whichever is smaller
+    if correction == "gaussian":
+        t2, f, first, second = _gaussian_terms(A.to(wide) / (n - 1), n)
+        return float(t2 / f / (d - 1) * (first + second).sqrt())
     w, z = (A.square().sum(-1), A @ r) if n < d else (((X @ A) * X).sum(-1), X @ (X.mT @ r))
-    t2, f, first, second = _gaussian_terms(A.to(wide) / (n - 1), n)
-    if correction == "gaussian": return float(t2 / f / (d - 1) * (first + second).sqrt())
-    variance = _jackknife_variance(n, d, r.to(wide), w.to(wide), z.to(wide))
+    return jackknife_error(scores_without(d, r.to(wide), w.to(wide), z.to(wide)), score, A.to(wide) / (n - 1), d)
+
+
+def jackknife_error(without: Tensor, score: float, S: Tensor, d: int) -> float:
+    "Return the standard error of a score from those without each row, (n,), and the covariance or Gram matrix S."
+    n, second = len(without), _gaussian_terms(S, len(without))[3]
+    variance = (n - 1) / n * (without - without.mean()).square().sum()
     return float(torch.maximum(variance - (score + 1 / (d - 1)) ** 2 * second, variance / 2).sqrt())
 
 # %% ../nbs/02_isoscore.ipynb #b8f0de0e

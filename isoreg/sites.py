@@ -22,7 +22,6 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
-from torch.random import fork_rng
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import one_of
@@ -43,7 +42,6 @@ def dropout_sites(
     found = find_sites(unwrapped(model), batch, one_of("grouping", grouping, ("released", "preceding")))
     if found.stray: warnings.warn(found.stray)
     return found.sites
-
 
 @dataclass(frozen=True)
 class Site:
@@ -109,7 +107,6 @@ class _Call:
     opaque: bool = False  # the rate went into an attention kernel that PyTorch does not see
     noise: bool = False  # Gaussian noise took its place
     handle: str | None = None  # where its rate is kept; None for a rate that no candidate has
-
 
 _READ_NO_VALUE = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__len__"}
 
@@ -184,7 +181,6 @@ def _watched_kernels(model: nn.Module, recorder: _Recorder) -> dict[str, Callabl
     names = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules()}
     return {n: watched(k) for n, k in ALL_ATTENTION_FUNCTIONS.items() if n in names - {"eager", "sdpa"}}
 
-
 recorders: list[_Recorder] = []  # the running ones; Gaussian noise reports to the last
 
 def record_calls(model: nn.Module, batch) -> _Recorder:
@@ -206,45 +202,34 @@ _NO_RATE = re.compile("layer_?drop|drop_?path", re.I)  # these skip whole layers
 @contextlib.contextmanager
 def trial(model: nn.Module):
     "Enter train mode without gradient, checkpointing, layer drop or adapters; all is put back as it was."
-    modules = list(model.modules())
-    found = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
-    configs = [c for c in found.values() if isinstance(getattr(c, "__dict__", None), dict)]
-    plain = [(m, {k: v for k, v in vars(m).items() if isinstance(v, (bool, int, float, str))})
-             for m in [*modules, *configs]]
-    parts = [(m, dict(m._modules), dict(m._buffers)) for m in modules]
-    modes, values = [(m, m.training) for m in modules], [(b, b.clone()) for b in model.buffers()]
-    cpu, stance = torch.device("cpu"), torch.compiler.set_stance
-    with same_draws(cpu), fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
+    configs = [c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")]
+    plain = [(o, {k: v for k, v in vars(o).items() if isinstance(v, (bool, int, float, str))})
+             for o in [*model.modules(), *configs]]
+    buffers, stance = [(b, b.clone()) for b in model.buffers()], torch.compiler.set_stance
+    with same_draws(_device(model)), torch.no_grad(), stance("force_eager"):
         try:
-            for m, kept in plain: vars(m).update(_switched_off(m, kept))
+            for owner, kept in plain: vars(owner).update(_switched_off(owner, kept))
             yield model.train()
         finally:
-            for m, kept in plain: vars(m).update(kept)
-            for m, training in modes: m.training = training
-            for m, children, buffers in parts:
-                m._modules.update(children)
-                m._buffers.update(buffers)
-            for b, value in values:
+            for owner, kept in plain: vars(owner).update(kept)
+            for b, value in buffers:
                 if not torch.equal(b, value): b.copy_(value)
 
-# %% ../nbs/13_sites.ipynb #6c2a7e13
 def _switched_off(owner, values: Mapping) -> dict:
     "Return the attributes that skip layers, store no activations or add adapters, at values that do neither."
-    disabled = not getattr(owner, "merged", False)  # adapters; what is merged into the weights stays there
     depth = ("p", "drop_prob") if _NO_RATE.search(type(owner).__name__) else ()
-    found = {}
-    for name, value in values.items():
-        if name == "_disable_adapters": found[name] = disabled
-        elif isinstance(value, str): continue
-        elif name == "gradient_checkpointing" or name in depth or _NO_RATE.search(name): found[name] = type(value)(0)
-    return found
+    off = {k: type(v)(0) for k, v in values.items() if not isinstance(v, str)
+           and (k == "gradient_checkpointing" or k in depth or _NO_RATE.search(k))}
+    # adapters that are merged into the weights stay there
+    return off | ({"_disable_adapters": not getattr(owner, "merged", False)} if "_disable_adapters" in values else {})
 
-def _gpus(model: nn.Module) -> list[int]: return sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
+def _device(model: nn.Module) -> torch.device:
+    return next((t.device for t in model.parameters()), torch.device("cpu"))
 
 # %% ../nbs/13_sites.ipynb #6e58ec95
 def _forward(model: nn.Module, batch):
     "Return the output of one forward pass; the batch is a mapping by name, a tuple or tensor by position, or None."
-    device = next((t.device for t in model.parameters()), torch.device("cpu"))
+    device = _device(model)
     if device.type == "meta": raise ValueError("model: lies on the meta device and cannot run; load its weights")
     move = lambda v: v.to(device) if isinstance(v, Tensor) else v
     if batch is not None and not isinstance(batch, Mapping):
@@ -342,11 +327,12 @@ def seen_in_output(model: nn.Module, batch, handles: Sequence[str]) -> list[str]
     "Return the handles that change the output though no known function gets their rate; all rates are 0 on entry."
     def run():
         torch.default_generator.manual_seed(0)  # torch.manual_seed reaches devices that are not even started
-        for i in _gpus(model): torch.cuda.default_generators[i].manual_seed(0)
+        if device.type == "cuda": torch.cuda.manual_seed(0)
         output = _forward(model, batch)
         return _tensors(output.values() if isinstance(output, Mapping) else [output])
     changed = lambda: not all(map(torch.equal, rest, run()))
-    rest, found = run() if handles else [], []
+    device, found = _device(model), []
+    rest = run() if handles else []
     if not handles or changed(): return []
     for h in handles:
         with rates_at(model, [h]):
@@ -410,7 +396,6 @@ def _tensors_of_site(
         names = _submodule_tensors(handle, kinds, events, own)
     return {t: q.numel() for t, q in weights.items() if t in names}
 
-
 def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, own: set[str]) -> set[str]:
     """Return the tensors that stand for a site, of the `own` ones of the submodule that holds its dropout.
 
@@ -434,7 +419,6 @@ def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, 
     if last: found[last[-1]] |= waiting
     return found[handle]
 
-
 def _within(path: str, parent: str) -> bool: return path == parent or parent == "" or path.startswith(parent + ".")
 
 # %% ../nbs/13_sites.ipynb #5956ed52
@@ -453,7 +437,6 @@ class Found:
     def site_of(self, call: _Call) -> Site | None:
         "Return the site of a call of this look; None for a rate that belongs to nobody."
         return next((s for s in self.sites if s.handles[0] == call.handle), None)
-
 
 _WRAPPED = re.compile(r"\.(base_layer|original_module)\.")  # around what PEFT adapts
 

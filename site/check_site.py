@@ -17,7 +17,7 @@ import yaml
 
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the filter of this environment
 KNOWN_KEYS = {
-    "": "project lang execute ipynb-filters filters format website number-sections bibliography",
+    "": "project lang metadata-files execute ipynb-filters filters format website number-sections bibliography",
     "project": "type output-dir pre-render render resources",
     "execute": "enabled echo warning",
     "format": "html",
@@ -30,18 +30,10 @@ KNOWN_KEYS = {
     "website.sidebar": "style collapse-level search title contents",
     "website.navbar": "title left right search",
 }
-CELL_OPTIONS = {  # what each may be: a type, or one of these words
-    **{key: [str] for key in "label tbl-cap fig-cap fig-alt code-summary column".split()},
-    **{key: [bool] for key in "eval include warning error".split()},
-    **{key: [int, float] for key in "fig-width fig-height layout-ncol".split()},
-    **{key: [str, list] for key in "fig-subcap layout".split()},
-    "echo": [bool, "fenced"],
-    "output": [bool, "asis"],
-    "code-fold": [bool, "show"],
-    "code-overflow": ["scroll", "wrap"],
-    "fig-align": ["default", "left", "right", "center"],
-    "tbl-colwidths": [bool, "auto", list],
-}
+CELL_OPTIONS = set(
+    "label tbl-cap fig-cap fig-alt fig-subcap code-summary column eval include warning error fig-width fig-height "
+    "layout layout-ncol echo output code-fold code-overflow fig-align tbl-colwidths".split()
+)
 OUTPUTS = {"text/plain", "text/markdown", "image/png"}
 HOST = r"""\s*["']?\s*((?:https?:)?//[^"'\s>)]+)"""
 LOADED = re.compile(
@@ -72,32 +64,10 @@ def prose(text: str) -> str:
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^(```+|~~~+).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
-class Strict(yaml.SafeLoader):
-    "YAML as Quarto reads it: a key given twice is an error, and of all words only true and false are truth values."
-
-    yaml_implicit_resolvers = {}
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for n, key in enumerate(keys):
-            if key in keys[:n]:
-                raise yaml.MarkedYAMLError(problem=f"{key} is given twice", problem_mark=node.value[n][0].start_mark)
-        return super().construct_mapping(node, deep)
-
-
-for kind, pattern in {
-    "null": "~|null|Null|NULL|",
-    "bool": "true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9]\d*)",
-    "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?",
-}.items():
-    Strict.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{pattern})$"), None)
-
-
 def read_yaml(text: str, place: str = "") -> dict:
     "What a YAML mapping holds. ValueError, in one line that begins with the place, for what Quarto refuses too."
     try:
-        found = yaml.load(text, Strict)
+        found = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(place + " ".join(str(error).replace('in "<unicode string>", ', "").split())) from None
     if not isinstance(found or {}, dict):
@@ -119,13 +89,8 @@ def cell_options(source: str) -> dict:
     "The Quarto options of a filtered code cell: its leading lines #| as one YAML mapping. ValueError for a wrong one."
     leading = re.match(r"(?:#[ \t]*\|.*\n?)*", source)[0]
     given = read_yaml(re.sub(r"^#[ \t]*\| ?", "", leading, flags=re.MULTILINE))
-    for key, value in given.items():
-        if key not in CELL_OPTIONS:
-            raise ValueError(f"{key}: {value} is no option; mend it, or add it to CELL_OPTIONS of site/check_site.py")
-        allowed = CELL_OPTIONS[key]
-        if type(value) not in allowed and not (isinstance(value, str) and value in allowed):
-            names = [a if isinstance(a, str) else a.__name__ for a in allowed]
-            raise ValueError(f"{key} is {value!r}, but has to be {' or '.join(names)}")
+    for key in given.keys() - CELL_OPTIONS:
+        raise ValueError(f"{key}: {given[key]} is no option; mend it, or add it to CELL_OPTIONS of site/check_site.py")
     return given
 
 
@@ -223,6 +188,7 @@ def check_config(root: Path, config: dict) -> list[str]:
     for name in ("css", "include-before-body", "include-after-body", "filters"):
         given = options.get(name) or []
         for file in [given] if isinstance(given, str) else given:
+            file = file["path"] if isinstance(file, dict) else file
             if not (root / file).exists():
                 wrong.append(f"_quarto.yml: the file {file} of {name} does not exist")
     theme = config.get("format", {}).get("html", {}).get("theme", {})
@@ -328,7 +294,7 @@ def check_filtered_cells(cells: list[dict]) -> list[str]:
 
 
 def check_filtered(
-    name: Path, cells: list[dict], done: subprocess.CompletedProcess, api: str, anchors: dict[str, set[str]]
+    name: Path, cells: list[dict], done: subprocess.CompletedProcess, anchors: dict[str, set[str]]
 ) -> list[str]:
     if done.returncode:
         return [f"{name}: the filter fails: {' | '.join(done.stderr.strip().splitlines()[-3:])}"]
@@ -344,7 +310,8 @@ def check_filtered(
             if called := re.search(r"^show_doc\((?:\w+\.)?(\w+)\)", source, re.MULTILINE):
                 shown[called[1]] = "".join(outputs)
         text = "".join([source if cell["cell_type"] == "markdown" else "", *outputs])
-        for page, anchor in re.findall(re.escape(api) + r"([\w/.-]+)#([\w.]+)", text):
+        for page, anchor in re.findall(r"`\]\(([\w/.-]+\.html)#([\w.]+)\)", text):
+            page = os.path.normpath(name.parent / page)
             if anchor not in anchors.get(page, set()):
                 wrong.append(f"{name}: filtered cell {n}: the API link {page}#{anchor} leads nowhere")
     for n, node in exported_defs(cells):
@@ -355,11 +322,11 @@ def check_filtered(
     return wrong
 
 
-def api_anchors(nbs: Path, notebooks: dict[Path, list[dict]]) -> dict[str, set[str]]:
+def api_anchors(root: Path, notebooks: dict[Path, list[dict]]) -> dict[str, set[str]]:
     "For each page of the library, the anchors that nbdev gives to what it exports."
     anchors = {}
     for path, cells in notebooks.items():
-        page = (path.parent / front_matter(cells).get("output-file", "")).relative_to(nbs).as_posix()
+        page = (path.parent / front_matter(cells).get("output-file", "")).relative_to(root).as_posix()
         for _, node in exported_defs(cells):
             methods = [
                 part for part in node.body if isinstance(node, ast.ClassDef) and isinstance(part, ast.FunctionDef)
@@ -519,8 +486,7 @@ def check(root: Path, with_filter: bool = True, only: list[str] = ()) -> list[st
             if not ast.get_docstring(node)
         ]
     if with_filter and not any("is not on PATH" in line for line in wrong):
-        anchors = api_anchors(root / settings["nbs_path"], notebooks)
-        api = settings.get("doc_host", "").rstrip("/") + "/" + settings.get("doc_baseurl", "").strip("/") + "/"
+        anchors = api_anchors(root, notebooks)
         paths = [path for path in notebooks if not only or str(path.relative_to(root)) in only]
         if not only:
             pre_render(root, config)
@@ -528,7 +494,7 @@ def check(root: Path, with_filter: bool = True, only: list[str] = ()) -> list[st
             for path, done in zip(
                 paths, pool.map(lambda path: run_filter(root, path, config["ipynb-filters"][0]), paths)
             ):
-                wrong += check_filtered(path.relative_to(root), notebooks[path], done, api, anchors)
+                wrong += check_filtered(path.relative_to(root), notebooks[path], done, anchors)
     return wrong
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from isoreg.experiments.config import help_text
+from pages import addresses
 
 
 def public_names(room: str) -> dict[str, object]:
@@ -117,8 +118,12 @@ def entry(
     title_level: int = 3,  # of the heading
 ):  # an object that a notebook shows as Markdown
     "Return the entry of a name on its page: nbdev's, marked for the index, the fields of a class in place of `*args`."
-    shown = importlib.import_module("nbdev.showdoc").BasicMarkdownRenderer(sym, name=name, title_level=title_level)
     room, held = _library(sym)
+    render = importlib.import_module("nbdev.showdoc").BasicMarkdownRenderer
+    try:
+        shown = render(sym, name=name, title_level=title_level)
+    except NameError:  # an annotation names a class of a later cell; the module has it
+        shown = render(held, name=name, title_level=title_level)
     call = _call(held, str(shown.dm)) if inspect.isclass(held) else _short(str(shown.dm))
     shown.dm = call.replace("`", "")  # else nbdev writes links, which code does not show as such
     return _Entry(shown, _mark(room, held) if room else "")
@@ -165,22 +170,53 @@ def rooms(folder: str | Path) -> Iterator[tuple[str, str, str]]:
         )
 
 
-_SMALL = '::: {style="font-size: .9rem"}'  # as tables are
+TASKS = {  # what a reader wants to do, and the rooms for it; a room that is not named here is an internal one
+    "Measure vectors": "isoscore embeddings vectors metric tokens geometry moments states",
+    "Add a penalty": "istar trainer sentence_transformers",
+    "Set dropout": "fisher sites schedules dropout corpus",
+    "Look at the loss": "landscape",
+    "Run experiments": "experiments.finetune experiments.sweep experiments.tasks experiments.data experiments.toy "
+    "experiments.pretrain experiments.measure",
+    "Read results": "report.records report.statistics report.figures",
+}
 
 
 def index_page(
     folder: str | Path = "..",  # nbs, as seen from where the page is made
 ) -> str:
-    "Return the index of public names in Markdown, each with its line and a link to its entry."
+    "Return the index of public names by task in Markdown: a link to the entry, or the entry itself, folded."
+    known = {room: (file, title) for room, file, title in rooms(folder)}
+    used = [room for named in TASKS.values() for room in named.split()]
+    groups = TASKS | {"Internals": " ".join(room for room in known if room not in used)}
     parts = []
-    for room, file, title in rooms(folder):
-        lines = [
-            f"- [{name}](../{file}#{anchor(room, name)}): {_plain(first_sentence(value))}"
-            for name, value in public_names(room).items()
-        ]
-        if lines:
-            parts += [f"## {room}: [{title}](../{file})", _SMALL, "\n".join(lines), ":::"]
+    for task, named in groups.items():
+        listed = [_room(room, *known[room], Path(folder)) for room in named.split() if room in known]
+        text = "\n\n".join(filter(None, listed))
+        folded = f"<details><summary>What the library itself calls</summary>\n\n{text}\n\n</details>"
+        parts.append(f"## {task}\n\n{folded if task == 'Internals' else text}")
     return "\n\n".join(parts) + "\n"
+
+
+def _room(room: str, file: str, title: str, folder: Path) -> str:
+    "Return the names of a room: each with its line, and its whole entry where the room has no page."
+    lines, page = [], f"nbs/{file}" in addresses(folder.resolve().parent).pages
+    for name, value in public_names(room).items():
+        line = _plain(first_sentence(value))
+        if page:
+            lines.append(f"- [{name}](../{file}#{anchor(room, name)}): {line}")
+        else:
+            lines.append(f"- {_folded(name, value, anchor(room, name))}")
+    head = f"**`isoreg.{room}`**: " + (f"[{title}](../{file})" if page else title)
+    return f"{head}\n\n" + "\n".join(lines) if lines else ""
+
+
+def _folded(name: str, value, mark: str) -> str:
+    "Return the entry of a name as a block that opens; its mark lies within, so a link to it opens it."
+    line = html.escape(first_sentence(value).replace("`", ""))
+    shown = entry(value)._repr_markdown_().split("```python", 1)[1]
+    opening = f'<section id="{mark}" class="level2"><h2 hidden>{name}</h2>'  # a section, for the search
+    body = textwrap.indent(f"{opening}\n\n```python{shown.rstrip()}\n\n</section>\n</details>", "  ")
+    return f"<details><summary><code>{name}</code>: {line}</summary>\n\n{body}"
 
 
 def _plain(text: str) -> str:

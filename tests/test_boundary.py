@@ -70,7 +70,7 @@ def written(name, **more):
 def test_a_damaged_checkpoint_is_refused_by_its_name(change):
     Path("t.txt").write_text("the cat\n" * 10)
     broken_model(change)
-    ends(2, "score", "t.txt", "--model", "model", words=["error: ", "model"])
+    ends(2, "score", "--texts", "t.txt", "--model", "model", words=["error: ", "model"])
 
 
 def refuse(*a, **k):
@@ -97,7 +97,7 @@ def test_a_checkpoint_in_pickle_is_not_unpickled():
     broken_model(lambda d: ((d / "model.safetensors").unlink(), torch.save(Evil(), d / "pytorch_model.bin")))
     Path("t.txt").write_text("the cat\n" * 10)
     np.save("x.npy", np.array([Evil()], dtype=object), allow_pickle=True)
-    ends(2, "score", "t.txt", "--model", "model")
+    ends(2, "score", "--texts", "t.txt", "--model", "model")
     ends(2, "score", "x.npy")
     assert not Path("ran").exists()
 

@@ -7,30 +7,20 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
 import papermill
 import pytest
-import torch
 import typer
-from safetensors.torch import save_file
-from transformers.utils import logging as transformers_log
 from typer.testing import CliRunner
 
 from isoreg.cli import app
 from isoreg.experiments.config import RunConfig
 from isoreg.experiments.grid import Run, load_grid
 from isoreg.experiments.record import RunRecord
-from isoreg.embeddings import draw_texts, measure_model, read_points, score_points
-from isoreg.isoscore import isoscore, participation_ratio
-from isoreg.tokens import isoscore_by_sequence_with_error
 from isoreg.experiments.notebook import execute
 from isoreg.experiments.notebook import KernelDied
 from isoreg.experiments.sweep import status
-from isoreg.experiments.toy import toy_model_path
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,18 +97,17 @@ def test_a_run_is_repeated_and_compared(done, tmp_path):
         (["run", "--layers=--1"], ["layers"]),
         (["run", "--lamm", 1], ["--lamm"]),
         (["run", "--set", "lam"], ["set", "lam"]),
-        (["run", "--set", "=3"], ["set", "'=3'"]),
+        (["run", "--set", "=3"], ["set: '=3' is no name=value"]),
         (["run", "--set", "lr={a"], ["set", "lr={a"]),
         (["run", "--set", "self=3"], ["self", "unknown setting"]),
         (["run", "--regularizer", ".a:b"], ["regularizer", ".a:b"]),
-        (["run", "--regularizer", "os:path"], ["regularizer", "os:path"]),
+        (["run", "--regularizer", "os:nothing"], ["regularizer", "os:nothing"]),
+        (["run", "--regularizer", "os:path"], ["regularizer", "cannot be called"]),
         (["rerun", __file__], ["no record", "test_cli.py"]),
         (["rerun", "nothing", "--records", "nowhere"], ["record", "nothing", "nowhere"]),
         (["select", "toy", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["run", "--seed", "x"], ["--seed"]),
         (["score", "nowhere.npy"], ["nowhere.npy"]),
-        (["score", __file__, "--model", "toy-bert", "--max-lines", 0], ["--max-lines"]),
-        (["score", __file__, "--model", "toy-bert", "--seed", -1], ["--seed"]),
     ],
 )
 def test_bad_input_exits_with_2(arguments, words):
@@ -205,252 +194,11 @@ def test_notebook_refuses_wrong_parameters_before_it_works(wrong, tmp_path):
     assert not (tmp_path / "runs").exists() and time.monotonic() - start < 120
 
 
-def test_score_of_files(tmp_path):
-    x = np.random.default_rng(0).normal(size=(80, 12)) * np.linspace(0.2, 2, 12)
-    np.save(tmp_path / "x.npy", x)
-    np.savez(tmp_path / "x.npz", first=x, second=x[:, :5])
-    save_file({"x": torch.tensor(x)}, tmp_path / "x.safetensors")
-    pd.DataFrame(x, columns=[f"c{i}" for i in range(12)]).assign(name="text").to_parquet(tmp_path / "wide.parquet")
-    pd.DataFrame({"embedding": list(x), "id": range(80)}).to_parquet(tmp_path / "list.parquet")
-    pd.DataFrame(x, columns=[f"c{i}" for i in range(12)]).assign(id=range(80)).to_parquet(tmp_path / "with_id.parquet")
-    exact = float(isoscore(x))
-    for arguments in (
-        ["x.npy"],
-        ["x.npz", "--array", "first"],
-        ["x.safetensors"],
-        ["wide.parquet"],
-        ["with_id.parquet"],
-        ["list.parquet", "--array", "embedding"],
-    ):
-        result = invoke("score", tmp_path / arguments[0], *arguments[1:], "--json")
-        assert result.exit_code == 0, result.stderr
-        values = json.loads(result.stdout)
-        assert (
-            values["isoscore"] == pytest.approx(exact, rel=1e-9)
-            and values["points"] == 80
-            and values["standard_error"] > 0
-        )
-        if arguments[0].startswith("w"):
-            assert "12 columns are read as dimensions, c0 to c11; 1 others are left out" in result.stderr
-    assert invoke("score", tmp_path / "x.npz").exit_code == 2  # two arrays: which?
-    np.save(tmp_path / "holes.npy", np.where(x > 4, np.nan, x))
-    result = invoke("score", tmp_path / "x.npy", tmp_path / "holes.npy")
-    assert result.exit_code == 2 and "points: hold NaN" in result.stderr and "holes.npy" in result.stderr
-    for name, content in {
-        "broken.npz": b"PK",
-        "broken.safetensors": b"xx",
-        "broken.parquet": b"PAR1",
-        "empty.npy": b"",
-        "list.txt": b"1 2",
-    }.items():
-        (tmp_path / name).write_bytes(content)
-        result = invoke("score", tmp_path / name)
-        assert result.exit_code == 2 and name.split(".")[-1] in result.stderr
-    np.save(tmp_path / "constant.npy", np.ones((8, 1)) * np.random.default_rng(0).normal(size=(1, 6)))
-    assert "zero variance" in invoke("score", tmp_path / "constant.npy").stderr
-    assert "IsoScore" in invoke("score", tmp_path / "x.npy").stdout
-
-
-def test_any_byte_order_and_width_is_read(tmp_path):
-    x = np.random.default_rng(0).integers(-100, 100, size=(40, 6))
-    exact = float(isoscore(x.astype(float)))
-    for kind in (">f8", ">f4", "<f2", ">i4", "i8", "u1", np.longdouble):
-        values = np.abs(x) if np.dtype(kind).kind == "u" else x
-        np.save(tmp_path / "x.npy", values.astype(kind))
-        np.savez(tmp_path / "x.npz", x=values.astype(kind))
-        want = float(isoscore(values.astype(float)))
-        for name in ("x.npy", "x.npz"):
-            assert score_points(read_points(tmp_path / name))["isoscore"] == pytest.approx(want, rel=1e-6)
-    save_file({"x": torch.tensor(x)}, tmp_path / "x.safetensors")
-    assert score_points(read_points(tmp_path / "x.safetensors"))["isoscore"] == pytest.approx(exact)
-
-
-def _refused(tmp_path, name, words, *arguments):
-    result = invoke("score", tmp_path / name, *arguments)
-    assert result.exit_code == 2
-    for word in words:
-        assert word in result.stderr
-
-
-def test_vectors_beside_lists_of_words(tmp_path):
-    x = np.random.default_rng(0).normal(size=(30, 6))
-    pd.DataFrame({"tags": [["a"]] * 30, "v": list(x), "text": ["b"] * 30}).to_parquet(tmp_path / "x.parquet")
-    assert torch.equal(read_points(tmp_path / "x.parquet"), torch.tensor(x))
-
-
-def test_lines_are_drawn_evenly(tmp_path):
-    (tmp_path / "t.txt").write_text("\n\n".join(map(str, range(10))))
-    drawn = [draw_texts(tmp_path / "t.txt", 4, seed) for seed in range(1000)]
-    assert drawn[7] == draw_texts(tmp_path / "t.txt", 4, 7) != drawn[8]
-    assert all(len(set(d)) == 4 and n == 10 for d, n in drawn)
-    times = np.bincount([int(line) for d, _ in drawn for line in d])
-    assert len(times) == 10 and abs(times - 400).max() < 5 * (1000 * 0.4 * 0.6) ** 0.5
-
-
-def test_dimensions_in_use_are_those_of_the_corrected_score():
-    x = np.random.default_rng(1).normal(size=(40, 60)) * np.linspace(0.1, 3, 60)
-    s = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
-    assert participation_ratio(np.cov(x.T)) == pytest.approx(s.sum() ** 2 / (s**2).sum())
-    found = score_points(torch.tensor(x))  # in even use: by the corrected score, not the plain one
-    assert found["dimensions_in_use"] == pytest.approx(1 + 59 * found["corrected"])
-    assert found["corrected"] > found["isoscore"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n", [60, 500])
-def test_spectrum_of_half_precision_is_that_of_its_values(tmp_path, n, dtype):
-    "Far from the origin, where a mean in half precision is off, and with differences beyond the largest float16."
-    x = torch.randn(n, 200, generator=torch.Generator().manual_seed(0)) + 200
-    far = torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.1, -6e4, 6e4)
-    for points in (x.to(dtype), far.to(dtype)):
-        save_file({"x": points}, tmp_path / "x.safetensors")
-        result = invoke("score", tmp_path / "x.safetensors", "--json")
-        assert result.exit_code == 0, result.output
-        assert json.loads(result.stdout)["spectrum"] == score_points(points.double())["spectrum"]
-
-
-def test_score_of_a_model_on_text(tmp_path):
-    from isoreg.experiments.toy import toy_corpus
-
-    (tmp_path / "text.txt").write_text("\n".join(toy_corpus(60)))
-    verbosity = transformers_log.get_verbosity()
-    result = invoke("score", tmp_path / "text.txt", "--model", "toy-bert", "--json")
-    rows = json.loads(result.stdout)
-    assert result.stderr == "" and transformers_log.get_verbosity() == verbosity
-    assert (
-        result.exit_code == 0
-        and len(rows) > 2
-        and all(0 < r["isoscore"] < 1 and r["standard_error"] > 0 and sum(r["spectrum"]["share"]) < 1 for r in rows)
-    )
-    (tmp_path / "empty.txt").write_text("\n")
-    assert invoke("score", tmp_path / "empty.txt", "--model", "toy-bert").exit_code == 2
-
-
-def test_score_of_an_encoder_decoder_model_is_its_encoders(tmp_path):
-    from transformers import T5Config, T5EncoderModel, T5Model
-    from isoreg.experiments.toy import toy_corpus, toy_tokenizer
-
-    torch.manual_seed(0)
-    tokenizer, lines = toy_tokenizer(), toy_corpus(12)
-    T5Model(
-        T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
-    ).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "t.txt").write_text("\n".join(lines))
-    result = invoke("score", tmp_path / "t.txt", "--model", tmp_path, "--json")
-    assert result.exit_code == 0, result.output
-    batch = tokenizer(lines, padding=True, return_tensors="pt", return_token_type_ids=False)
-    with torch.no_grad():
-        states = T5EncoderModel.from_pretrained(tmp_path).eval()(**batch, output_hidden_states=True).hidden_states
-    assert [r["isoscore"] for r in json.loads(result.stdout)] == pytest.approx(
-        [float(isoscore(h[batch["attention_mask"].bool()])) for h in states], abs=1e-6
-    )
-
-
-@pytest.mark.parametrize("says", [True, False])
-def test_score_of_an_encoder_without_its_decoder(tmp_path, texts, says):
-    "A saved encoder, as of sentence-T5; older ones say that they are encoder and decoder."
-    from transformers import T5Config, T5EncoderModel
-    from isoreg.experiments.toy import toy_tokenizer
-
-    torch.manual_seed(0)
-    tokenizer, lines = toy_tokenizer(), texts[:8]
-    encoder = T5EncoderModel(
-        T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
-    ).eval()
-    encoder.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"is_encoder_decoder": says}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    batch = tokenizer(lines, padding=True, return_tensors="pt", return_token_type_ids=False)
-    with torch.no_grad():
-        states = encoder(**batch, output_hidden_states=True).hidden_states
-    assert [r["isoscore"] for r in measure_model(str(tmp_path), lines).rows] == pytest.approx(
-        [float(isoscore(h[batch["attention_mask"].bool()])) for h in states], abs=1e-6
-    )
-
-
-@pytest.fixture(scope="module")
-def texts():
-    from isoreg.experiments.toy import toy_corpus
-
-    return toy_corpus(90)
-
-
-@pytest.mark.parametrize("count", [6, 25, 90])
-def test_streamed_scores_of_a_model_equal_those_of_all_states(texts, count):
-    from transformers import AutoModel
-    from isoreg.experiments.toy import toy_tokenizer
-
-    batch = toy_tokenizer()(texts[:count], padding=True, return_tensors="pt")
-    with torch.no_grad():
-        states = AutoModel.from_pretrained(toy_model_path()).eval()(**batch, output_hidden_states=True).hidden_states
-    mask, rows = batch["attention_mask"], measure_model("toy-bert", texts[:count]).rows
-    assert [r["layer"] for r in rows] == list(range(len(states)))
-    for row, h in zip(rows, states):
-        whole, exact = isoscore_by_sequence_with_error(h, mask), score_points(h[mask.bool()])["spectrum"]
-        assert row["isoscore"] == pytest.approx(float(isoscore(h.flatten(0, 1), mask.flatten())), abs=1e-6)
-        assert (row["corrected"], row["standard_error"]) == pytest.approx((whole.score, whole.stderr), abs=1e-6)
-        assert (row["tokens"], row["sequences"]) == (int(mask.sum()), count) and row["spectrum"]["axes_for"] == exact[
-            "axes_for"
-        ]
-        assert row["spectrum"]["share"] == pytest.approx(exact["share"], abs=1e-6)
-
-
-@pytest.mark.parametrize("key", [len, str])
-def test_score_of_a_sorted_file_is_that_of_a_draw_from_it(tmp_path, key):
-    "By length, and by the first words: the first lines are unlike the rest."
-    from isoreg.experiments.toy import toy_corpus
-
-    (tmp_path / "t.txt").write_text("\n".join(sorted(toy_corpus(1200, seed=3), key=key)))
-    draws = [draw_texts(tmp_path / "t.txt", *draw) for draw in ((1200, 0), (200, 0), (200, 1))]
-    assert [(len(texts), total) for texts, total in draws] == [(1200, 1200), (200, 1200), (200, 1200)]
-    for a, b, c in zip(*(measure_model("toy-bert", texts).rows for texts, _ in draws)):
-        assert abs(b["corrected"] - a["corrected"]) < 3 * b["standard_error"] and b["corrected"] != c["corrected"]
-        assert 1 < b["standard_error"] / a["standard_error"] < 5  # a sixth of the texts: about 2.4
-
-
-def test_the_texts_that_were_drawn_are_told(tmp_path):
-    (tmp_path / "t.txt").write_text("\n".join(f"the cat {i}" for i in range(60)))
-    score = lambda *options: invoke("score", tmp_path / "t.txt", "--model", "toy-bert", "--max-lines", *options)
-    rows = [json.loads(score(*options, "--json").stdout)[0] for options in ([60], [20], [20, "--seed", 1])]
-    told = [(r["texts"], r["sequences"], r["seed"]) for r in rows]
-    assert told == [(60, 60, None), (60, 20, 0), (60, 20, 1)]
-    assert "20 of 60 texts, drawn with seed 1" in score(20, "--seed", 1).stdout
-    assert "of 60 texts\n" in score(2000).stdout
-
-
-def test_error_of_a_model_does_not_depend_on_the_order_of_the_texts():
-    from isoreg.experiments.toy import toy_corpus
-
-    lines = toy_corpus(600, seed=3)
-    orders = [sorted(lines, key=key) for key in (len, str, lines.index)]
-    errors = [[r["standard_error"] for r in measure_model("toy-bert", order).rows] for order in orders]
-    assert (np.max(errors, 0) < 2 * np.min(errors, 0)).all()
-
-
-def test_states_of_one_batch_are_held_at_most(texts, monkeypatch):
-    from transformers import BertModel
-
-    forward, states, held = BertModel.forward, [], []
-
-    def spy(self, *args, **kwargs):
-        held.append(sum(r() is not None for r in states))
-        out = forward(self, *args, **kwargs)
-        states.extend(weakref.ref(h) for h in out.hidden_states)
-        return out
-
-    monkeypatch.setattr(BertModel, "forward", spy)
-    layers = len(measure_model("toy-bert", texts).rows)
-    assert len(held) == 40 and len(states) == 40 * layers and max(held) <= layers  # 20 groups, seen twice
-
-
 def test_tasks_and_version():
     import isoreg as package
 
-    result = invoke("tasks", "--json")
-    assert result.exit_code == 0 and {"cola", "squad", "toy-rte"} <= {r["task"] for r in json.loads(result.stdout)}
-    assert "toy-cola" in invoke("tasks").stdout
+    shown = invoke("tasks").stdout
+    assert all(name in shown for name in ("cola", "squad", "toy-rte"))
     assert invoke("--version").stdout.strip() == package.__version__
 
 

@@ -154,16 +154,8 @@ def test_the_losses_of_a_class():
         assert model_losses(model_of(name)) == [LOSS.get(name, "mlm")]
     assert model_losses(own(model_of("gpt2").config)) == ["clm"] and model_losses(torch.nn.Linear(2, 2)) == []
     assert model_losses(type("FarForCausalLM", (torch.nn.Module,), {})()) == ["clm"]  # one that came with its own code
-    bart = BartConfig(
-        vocab_size=9,
-        d_model=8,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=1,
-        decoder_attention_heads=1,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-    )
+    size = dict(d_model=8, encoder_attention_heads=1, decoder_attention_heads=1, encoder_ffn_dim=8, decoder_ffn_dim=8)
+    bart = BartConfig(vocab_size=9, encoder_layers=1, decoder_layers=1, **size)
     assert model_losses(BartForConditionalGeneration(bart)) == ["seq2seq", "mlm"]
     assert model_losses(BartForCausalLM(bart)) == ["clm"]
     for name, loss in (("gpt2", "mlm"), ("bert", "clm"), ("gpt2", "seq2seq"), ("t5", "clm")):

@@ -1,11 +1,16 @@
-"""Embeddings: files, models and texts against plain loops, comparisons against the jackknife by hand."""
+"""Vectors in files and of models against plain loops, comparisons against the jackknife by hand, and `isoreg score`."""
 
 import json
+import subprocess
 import sys
+import weakref
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,29 +18,29 @@ from scipy import stats
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModel, AutoTokenizer, GPT2Config, GPT2Model, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoTokenizer, GPT2Config, GPT2Model, PreTrainedTokenizerFast, T5Config
+from transformers import BertModel, T5EncoderModel, T5Model
 from typer.testing import CliRunner
 
 from isoreg import embeddings
 from isoreg.cli import app
-from isoreg.embeddings import (
-    compare,
-    dimensions_in_use,
-    draw_texts,
-    embed,
-    measure_model,
-    measure_points,
-    read_points,
-    score_points,
-)
-from isoreg.geometry import outlier_dimensions, stand_out
-from isoreg.isoscore import isoscore, isoscore_with_error
-from isoreg.tokens import draw_groups, isoscore_by_sequence
-from isoreg.experiments.toy import toy_corpus, toy_model_path
+from isoreg.embeddings import compare, dimensions_in_use, draw_texts, embed, measure_model, measure_points
+from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
+from isoreg.geometry import average_cosine, outlier_dimensions, stand_out, two_nn
+from isoreg.isoscore import isoscore, isoscore_with_error, participation_ratio
+from isoreg.tokens import draw_groups, isoscore_by_sequence, isoscore_by_sequence_with_error
+from isoreg.vectors import read_points
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+    return CliRunner().invoke(app, ["score", *map(str, arguments)])
+
+
+def scores(*arguments):
+    "The rows of each that was measured, by name."
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["scores"]
 
 
 def cloud(n=120, d=10, seed=0):
@@ -43,41 +48,102 @@ def cloud(n=120, d=10, seed=0):
     return g.normal(size=(n, d)) * np.linspace(0.2, 2, d) + 0.3
 
 
+def read(*sources, **options):
+    return torch.cat([*read_points(*sources, **options).pieces()])
+
+
 @pytest.fixture(scope="module")
 def texts():
-    return toy_corpus(60, seed=5)
+    return sorted(set(toy_corpus(80, seed=5)))[:60]
 
 
 # ---- files
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_every_kind_of_file_gives_the_same_vectors(tmp_path, dtype):
+def test_every_kind_of_file_gives_the_same_vectors(tmp_path, dtype, monkeypatch):
+    monkeypatch.setattr("isoreg.vectors._height", lambda d: 50)  # three pieces
     x = cloud().astype(dtype)
     np.save(tmp_path / "x.npy", x)
     (tmp_path / "x.npy").rename(tmp_path / "X.NPY")
+    np.save(tmp_path / "columns.npy", np.asfortranarray(x))
     np.savez(tmp_path / "x.npz", x=x)
+    np.savez_compressed(tmp_path / "small.npz", other=x[:, 0], x=x, word=np.array(["a"]))
     save_file({"x": torch.tensor(x)}, tmp_path / "x.safetensors")
-    pd.DataFrame({"v": list(x), "id": range(120), "word": "a"}).to_parquet(tmp_path / "lists.parquet")
+    pd.DataFrame({"v": list(x), "id": range(120), "tags": [["a"]] * 120}).to_parquet(tmp_path / "lists.parquet")
     fixed = pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 10)
-    pa.parquet.write_table(pa.table({"v": fixed}), tmp_path / "fixed.parquet")
-    for name in ("X.NPY", "x.npz", "x.safetensors", "lists.parquet", "fixed.parquet"):
-        assert torch.equal(read_points(tmp_path / name), torch.tensor(x)), name
-    wide = pd.DataFrame(x, columns=[f"c{i}" for i in range(10)]).assign(id=range(120), raw=b"12", day=pd.Timestamp(0))
-    wide.to_parquet(tmp_path / "wide.parquet")
-    with pytest.warns(UserWarning, match="10 columns are read as dimensions, c0 to c9; 3 others are left out"):
-        assert np.array_equal(read_points(tmp_path / "wide.parquet"), x)
+    pq.write_table(pa.table({"v": fixed}), tmp_path / "fixed.parquet", row_group_size=70)
+    for name in ("X.NPY", "columns.npy", "x.npz", "x.safetensors", "lists.parquet", "fixed.parquet"):
+        assert torch.equal(read(tmp_path / name), torch.tensor(x)), name
+    assert torch.equal(read(tmp_path / "small.npz", array="x"), torch.tensor(x))
 
 
-@pytest.mark.parametrize("name", ["x.csv", "x.pt", "x.arrow", "x.feather", "x.html", "x", "x.txt"])
-def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path, name):
-    (tmp_path / name).write_text("1,2\n3,4\n")
-    done = invoke("score", tmp_path / name)
-    assert done.exit_code == 2 and done.stderr.count("\n") == 1
-    assert "file: " in done.stderr and "give .npy, .npz, .parquet or .safetensors" in done.stderr
+def test_any_byte_order_and_width_is_read(tmp_path):
+    x = np.random.default_rng(0).integers(-100, 100, size=(40, 6))
+    for kind in (">f8", ">f4", "<f2", ">i4", "i8", "u1", np.longdouble):
+        values = (np.abs(x) if np.dtype(kind).kind == "u" else x).astype(kind)
+        np.save(tmp_path / "x.npy", values)
+        np.savez(tmp_path / "x.npz", x=values)
+        for name in ("x.npy", "x.npz"):
+            assert np.array_equal(read(tmp_path / name).double(), values.astype(float)), kind
+    save_file({"x": torch.tensor(x)}, tmp_path / "x.safetensors")
+    assert np.array_equal(read(tmp_path / "x.safetensors"), x)
 
 
-def test_several_arrays_and_none_are_told_by_name(tmp_path):
+def test_shards_folders_and_patterns_are_one_cloud_and_each_compares_them(tmp_path):
+    x = cloud(100, 6)
+    (tmp_path / "in/below").mkdir(parents=True)
+    np.save(tmp_path / "in/a.npy", x[:30])
+    save_file({"x": torch.tensor(x[30:])}, tmp_path / "in/below/b.safetensors")
+    (tmp_path / "in/notes.txt").write_text("no vectors")
+    np.save(tmp_path / "x.npy", x)
+    one = scores(tmp_path / "x.npy")[str(tmp_path / "x.npy")]
+    for sources in (["in"], ["in/a.npy", "in/below/b.safetensors"], ["in/*.npy", "in/*/*.safetensors"]):
+        result = invoke(*(tmp_path / s for s in sources), "--json")
+        ((row,),) = json.loads(result.stdout)["scores"].values()
+        assert row["points"] == 100 and row["corrected"] == pytest.approx(one[0]["corrected"], rel=1e-12)
+        assert "2 files, joined as one" in result.stdout
+    apart = scores(tmp_path / "in/a.npy", tmp_path / "x.npy", "--each")
+    assert [rows[0]["points"] for rows in apart.values()] == [30, 100]
+    np.save(tmp_path / "wide.npy", cloud(30, 7))
+    refused = invoke(tmp_path / "x.npy", tmp_path / "wide.npy")
+    assert refused.exit_code == 2 and "x.npy has 6 dimensions, wide.npy 7; join files of one" in refused.stderr
+
+
+BAD = {
+    "x.csv": (b"1,2", "give .npy, .npz, .parquet or .safetensors"),
+    "x.npz": (b"PK", "file: x.npz"),
+    "x.safetensors": (b"xx", "file: x.safetensors"),
+    "x.parquet": (b"PAR1", "file: x.parquet"),
+    "x.npy": (b"", "file: x.npy"),
+    "none.npy": (None, "none.npy"),
+    "folder": (None, "no file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_one_line(tmp_path, name):
+    content, words = BAD[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    done = invoke(tmp_path / name)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and words in done.stderr
+
+
+def test_a_file_that_is_cut_and_lists_of_several_lengths_are_refused(tmp_path):
+    np.save(tmp_path / "x.npy", cloud())
+    whole = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(whole[:-100])
+    pd.DataFrame({"v": [[1.0, 2.0], [3.0, 4.0, 5.0]]}).to_parquet(tmp_path / "x.parquet")
+    pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]}).to_parquet(tmp_path / "wide.parquet")
+    np.save(tmp_path / "row.npy", cloud()[0])
+    words = {"x.npy": "x.npy: ", "x.parquet": "x.parquet: ", "wide.parquet": "no vectors", "row.npy": "(10,)"}
+    for name, said in words.items():
+        done = invoke(tmp_path / name)
+        assert done.exit_code == 2 and said in done.stderr, name
+
+
+def test_several_arrays_and_none_are_listed_by_name(tmp_path):
     x = torch.tensor(cloud())
     save_file({"a": x, "b": 2 * x}, tmp_path / "two.safetensors")
     pd.DataFrame({"a": list(x.numpy()), "b": list(2 * x.numpy())}).to_parquet(tmp_path / "two.parquet")
@@ -85,8 +151,204 @@ def test_several_arrays_and_none_are_told_by_name(tmp_path):
         for name in (None, "c"):
             given = repr(name) if name else "none given"
             with pytest.raises(ValueError, match=f"array: {given}, and two.{kind} holds a, b; choose one"):
-                read_points(tmp_path / f"two.{kind}", name)
-        assert torch.equal(read_points(tmp_path / f"two.{kind}", "b"), 2 * x)
+                read_points(tmp_path / f"two.{kind}", array=name)
+        assert torch.equal(read(tmp_path / f"two.{kind}", array="b"), 2 * x)
+
+
+def test_a_row_with_nan_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("isoreg.vectors._height", lambda d: 50)
+    x = cloud()
+    x[77, 3] = np.nan
+    np.save(tmp_path / "a.npy", cloud())
+    np.save(tmp_path / "holes.npy", x)
+    done = invoke(tmp_path / "a.npy", tmp_path / "holes.npy")
+    assert done.exit_code == 2 and "holes.npy: row 77 (from 0) holds NaN" in done.stderr
+    with pytest.raises(ValueError, match=r"points: row 77 \(from 0\)"):
+        measure_points(x)
+
+
+PEAK = """
+import resource, sys
+from isoreg.embeddings import measure_points
+from isoreg.vectors import read_points
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+measure_points(read_points(sys.argv[1]))
+before = peak()
+found = measure_points(read_points(sys.argv[2])).row
+print(found["points"], peak() - before)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors", "parquet"])
+def test_a_large_file_needs_a_fraction_of_its_size_in_memory(tmp_path, kind):
+    "300 MB, most of them zeros that take no room on the disk."
+    n, d = 300_000, 256
+    x = np.random.default_rng(0).normal(size=(20_000, d)).astype(np.float32)
+
+    def write(path, rows):
+        raw = path.with_suffix(".npy")
+        if kind in ("npy", "npz"):
+            np.lib.format.open_memmap(raw, "w+", np.float32, (rows, d))[: len(x)] = x[:rows]
+        if kind == "npz":
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+                archive.write(raw, "x.npy")
+        if kind == "safetensors":
+            about = {"x": {"dtype": "F32", "shape": [rows, d], "data_offsets": [0, rows * d * 4]}}
+            text = json.dumps(about).encode()
+            with path.open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text + x[:rows].tobytes())
+                file.truncate(8 + len(text) + rows * d * 4)
+        if kind == "parquet":
+            with pq.ParquetWriter(path, pa.schema({"v": pa.list_(pa.float32(), d)})) as file:
+                for first in range(0, rows, len(x)):
+                    part = x if first == 0 else np.zeros_like(x)
+                    values = pa.array(part[: rows - first].ravel())
+                    file.write(pa.table({"v": pa.FixedSizeListArray.from_arrays(values, d)}))
+
+    write(tmp_path / f"small.{kind}", 10_000)
+    write(tmp_path / f"large.{kind}", n)
+    command = [sys.executable, "-W", "ignore", "-c", PEAK, tmp_path / f"small.{kind}", tmp_path / f"large.{kind}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    points, grown = map(int, done.stdout.split())
+    assert points == n and grown < 300 / 3
+
+
+def test_a_file_is_scored_without_the_libraries_of_models(tmp_path):
+    np.save(tmp_path / "x.npy", cloud())
+    heavy = "transformers datasets pandas matplotlib scipy.stats torchmetrics peft".split()
+    script = f"import sys; sys.argv[1:] = ['score', {str(tmp_path / 'x.npy')!r}]\nfrom isoreg.cli import app\n"
+    script += f"try: app()\nfinally: print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+# ---- scores of vectors
+
+
+@pytest.mark.parametrize("shape", [(300, 20), (30, 60)])
+@pytest.mark.parametrize("dtype, shift, scale", [("f4", 3, 1), ("f4", 0, 1e-12), ("f8", 1e4, 1), ("f8", 0, 1e30)])
+def test_the_score_in_pieces_is_that_of_the_whole(monkeypatch, shape, dtype, shift, scale):
+    monkeypatch.setattr("isoreg.vectors._height", lambda d: 17)
+    x = ((cloud(*shape) + shift) * scale).astype(dtype)
+    seen, best = [], isoscore_with_error(x.astype(float))
+    m = measure_points(x, progress=seen.append)
+    want = (best.score, best.stderr, float(isoscore(x.astype(float))))
+    assert (m.row["corrected"], m.row["standard_error"], m.row["isoscore"]) == pytest.approx(want, rel=2e-4)
+    half = stats.t.ppf(0.975, len(x) - 1) * m.row["standard_error"]
+    assert m.row["interval"] == pytest.approx([m.row["corrected"] - half, m.row["corrected"] + half], rel=1e-9)
+    assert m.row["dimensions_in_use"] == dimensions_in_use(m.row["corrected"], shape[1]) and sum(seen) == 2 * len(x)
+    assert m.without.shape == (len(x),) and m.row["repeated"] == 0
+    left = isoscore(np.delete(x.astype(float), 7, 0), correction="ustat")
+    assert m.without[7] == pytest.approx(float(left), rel=1e-4)
+
+
+def test_one_score_of_all_rows_with_their_number(tmp_path):
+    x = cloud(3000, 8)
+    np.save(tmp_path / "x.npy", x)
+    shown = invoke(tmp_path / "x.npy").stdout
+    assert f"{isoscore(x, correction='ustat'):.4f}" in shown and "3000 rows" in shown
+    assert "participation" in shown and f"{1 + 7 * isoscore(x, correction='ustat'):.1f} of 8" in shown
+
+
+def test_repeated_rows_are_counted(tmp_path):
+    x = cloud(600, 40).astype(np.float32)
+    near = (x[:120] * (1 + 1e-6 * np.random.default_rng(1).normal(size=(120, 40)))).astype(np.float32)
+    assert not np.array_equal(near, x[:120])
+    for again, least in ((x[:120], 120), (near, 117)):
+        np.save(tmp_path / "x.npy", np.concatenate([x, again]))
+        done = invoke(tmp_path / "x.npy", "--json")
+        ((row,),) = json.loads(done.stdout)["scores"].values()
+        assert least <= row["repeated"] <= 120 and f"{row['repeated']} of 720 rows repeat another one" in done.stderr
+    with pytest.warns(UserWarning, match="points: 240 of 720 rows nearly repeat another one"):
+        two_nn(np.concatenate([x, near]))
+    assert measure_points(x).row["repeated"] == 0
+    same = x.copy()
+    same[:, 1:] *= 1e-2  # few axes hold nearly all of the variance: not repeated for that
+    assert measure_points(same).row["repeated"] == 0
+
+
+def test_other_measures_come_by_name(tmp_path):
+    x = cloud()
+    np.save(tmp_path / "x.npy", x)
+    ((row,),) = scores(tmp_path / "x.npy", "--measure", "average_cosine", "--measure", "isoscore").values()
+    assert row["average_cosine"] == pytest.approx(average_cosine(x)) and row["isoscore"] == pytest.approx(isoscore(x))
+    shown = invoke(tmp_path / "x.npy", "--measure", "average_cosine").stdout
+    assert f"{average_cosine(x):.3f}" in shown and f"{average_cosine(x):.3f}" not in invoke(tmp_path / "x.npy").stdout
+    assert "measure: 'cosine' is unknown" in invoke(tmp_path / "x.npy", "--measure", "cosine").stderr
+
+
+def test_dimensions_in_use_are_those_of_the_corrected_score():
+    x = np.random.default_rng(1).normal(size=(40, 60)) * np.linspace(0.1, 3, 60)
+    s = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
+    assert participation_ratio(np.cov(x.T)) == pytest.approx(s.sum() ** 2 / (s**2).sum())
+    found = measure_points(x).row
+    assert found["dimensions_in_use"] == pytest.approx(1 + 59 * found["corrected"])
+    assert found["corrected"] > found["isoscore"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_spectrum_of_half_precision_is_that_of_its_values(tmp_path, dtype):
+    "Far from the origin, where a mean in half precision is off, and with differences beyond the largest float16."
+    x = torch.randn(500, 200, generator=torch.Generator().manual_seed(0)) + 200
+    far = torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.1, -6e4, 6e4)
+    for points in (x.to(dtype), far.to(dtype)):
+        save_file({"x": points}, tmp_path / "x.safetensors")
+        ((row,),) = scores(tmp_path / "x.safetensors").values()
+        want = measure_points(points.double()).row["spectrum"]
+        assert row["spectrum"]["axes_for"] == want["axes_for"]
+        assert row["spectrum"]["share"] == pytest.approx(want["share"], rel=1e-4)
+
+
+@pytest.mark.parametrize("shape, scale", [((40, 6), 1), ((6, 40), 1), ((40, 6), 1e30), ((6, 40), 1e-30)])
+def test_the_spectrum_is_that_of_singular_values_at_any_scale(shape, scale):
+    x = np.random.default_rng(0).normal(size=shape) + 3
+    share = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
+    found = measure_points(x * scale).row["spectrum"]
+    np.testing.assert_allclose(
+        found["share"], np.pad(share / share.sum(), (0, x.shape[1] - len(share)))[:10], atol=1e-12
+    )
+    assert found["axes_for"]["90%"] == 1 + (np.cumsum(share / share.sum()) < 0.9).sum()
+
+
+def test_a_basis_has_a_plain_score_and_no_corrected_one(tmp_path):
+    x = np.eye(8)
+    with pytest.warns(UserWarning, match="points: no corrected score: points: as even as so few rows can be"):
+        found = measure_points(x).row
+    assert found["isoscore"] == pytest.approx(float(isoscore(x))) and "corrected" not in found
+    assert found["dimensions_in_use"] == pytest.approx(7) and len(found["spectrum"]["share"]) == 8
+    np.save(tmp_path / "basis.npy", x)
+    np.save(tmp_path / "other.npy", np.random.default_rng(0).normal(size=(20, 8)))
+    done = invoke(tmp_path / "basis.npy", tmp_path / "other.npy", "--each")
+    assert done.exit_code == 0 and "0.8571" in done.stdout
+    assert "no corrected score" in done.output and " minus " not in done.output
+    np.save(tmp_path / "same.npy", np.ones((8, 6)) * 0.1)
+    assert "all rows are equal: zero variance" in invoke(tmp_path / "same.npy").stderr
+
+
+# ---- a model on texts
+
+
+def test_lines_are_drawn_evenly(tmp_path):
+    (tmp_path / "t.txt").write_text("\n\n".join(map(str, range(10))))
+    drawn = [draw_texts(tmp_path / "t.txt", 4, seed) for seed in range(1000)]
+    assert drawn[7] == draw_texts(tmp_path / "t.txt", 4, 7) != drawn[8]
+    assert all(len(set(d)) == 4 and n == 10 for d, n in drawn)
+    times = np.bincount([int(line) for d, _ in drawn for line in d])
+    assert len(times) == 10 and abs(times - 400).max() < 5 * (1000 * 0.4 * 0.6) ** 0.5
+
+
+def test_texts_of_a_table_are_drawn_too(tmp_path):
+    rows = [f"text {i}" for i in range(300)]
+    pd.DataFrame({"sentence": rows}).to_parquet(tmp_path / "t.parquet")
+    drawn, total = draw_texts(tmp_path / "t.parquet", 50, 1, "sentence")
+    assert total == 300 and len(set(drawn)) == 50 and set(drawn) < set(rows)
+    assert sum(int(t.split()[1]) < 50 for t in drawn) < 25  # not the first ones
+    pd.DataFrame({"id": range(300), "sentence": rows}).to_csv(tmp_path / "t.tsv", sep="\t", index=False)
+    assert draw_texts(tmp_path / "t.tsv", 50, 1, "sentence") == (drawn, total)
+    with pytest.raises(ValueError, match="column: .* has no column 'other'; choose one of id, sentence"):
+        draw_texts(tmp_path / "t.tsv", column="other")
 
 
 def test_texts_that_are_cut_are_told(tmp_path):
@@ -97,7 +359,7 @@ def test_texts_that_are_cut_are_told(tmp_path):
     whole = embed("toy-bert", texts, max_length=32)
     assert [torch.allclose(a, b, atol=1e-5) for a, b in zip(cut, whole)] == [True] * 4 + [False] * 4
     (tmp_path / "t.txt").write_text("\n".join(texts))
-    told = CliRunner().invoke(app, ["score", str(tmp_path / "t.txt"), "--model", "toy-bert", "--max-length", "8"])
+    told = invoke("--model", "toy-bert", "--texts", tmp_path / "t.txt", "--max-length", 8)
     assert told.exit_code == 0 and "5 of 8 texts fill 8 tokens" in told.stderr
 
 
@@ -116,29 +378,6 @@ def test_a_tokenizer_that_names_no_length_has_that_of_the_model(tmp_path, kind, 
     tokenizer.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=f"max_length: 1 of 1 texts fill {20 - first} tokens; what is longer is cut$"):
         assert embed(str(tmp_path), ["every dog " + "sleeps " * 50]).shape == (1, 16)
-
-
-def test_the_interval_is_students_about_the_corrected_score():
-    x = cloud(30, 5)
-    found, best = score_points(x), isoscore_with_error(x)
-    half = stats.t.ppf(0.975, 29) * best.stderr
-    assert found["interval"] == pytest.approx([best.score - half, best.score + half])
-    assert found["dimensions_in_use"] == dimensions_in_use(best.score, 5)
-
-
-def test_texts_of_a_table_are_drawn_too(tmp_path):
-    rows = [f"text {i}" for i in range(300)]
-    pd.DataFrame({"sentence": rows}).to_parquet(tmp_path / "t.parquet")
-    drawn, total = draw_texts(tmp_path / "t.parquet", 50, 1, "sentence")
-    assert total == 300 and len(set(drawn)) == 50 and set(drawn) < set(rows)
-    assert sum(int(t.split()[1]) < 50 for t in drawn) < 25  # not the first ones
-    pd.DataFrame({"id": range(300), "sentence": rows}).to_csv(tmp_path / "t.tsv", sep="\t", index=False)
-    assert draw_texts(tmp_path / "t.tsv", 50, 1, "sentence") == (drawn, total)
-    with pytest.raises(ValueError, match="column: .* has no column 'other'; choose one of id, sentence"):
-        draw_texts(tmp_path / "t.tsv", column="other")
-
-
-# ---- a model on texts
 
 
 @pytest.mark.parametrize("pooling", ["tokens", "mean", "cls", "last"])
@@ -216,7 +455,7 @@ def test_layers_of_a_model_are_scored_each(texts):
         assert row["corrected"] == pytest.approx(float(isoscore(x, correction="ustat")), rel=1e-5)
         assert row["dimensions_in_use"] == dimensions_in_use(row["corrected"], 96)
     first = measure_model("toy-bert", texts, pooling="cls")  # before the first layer it is the same in all texts
-    assert first.rows[0] == {"layer": 0} and "corrected" in first.rows[-1]
+    assert first.rows[0] == {"layer": 0, "unit": "text"} and "corrected" in first.rows[-1]
 
 
 def test_outlier_dimensions_of_tokens_are_those_of_all_their_vectors(texts, monkeypatch):
@@ -271,38 +510,142 @@ def test_a_sentence_transformer_without_its_library(tmp_path, texts, monkeypatch
         embed(str(tmp_path), texts)
 
 
+@pytest.mark.parametrize("kind, says", [(T5Model, True), (T5EncoderModel, True), (T5EncoderModel, False)])
+def test_score_of_an_encoder_decoder_model_is_its_encoders(tmp_path, texts, kind, says):
+    "Also of a saved encoder, as of sentence-T5; older ones say that they are encoder and decoder."
+    torch.manual_seed(0)
+    tokenizer, lines = toy_tokenizer(), texts[:8]
+    kind(T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)).save_pretrained(
+        tmp_path
+    )
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"is_encoder_decoder": says}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    batch = tokenizer(lines, padding=True, return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        states = T5EncoderModel.from_pretrained(tmp_path).eval()(**batch, output_hidden_states=True).hidden_states
+    right = [float(isoscore(h[batch["attention_mask"].bool()])) for h in states]
+    assert [r["isoscore"] for r in measure_model(str(tmp_path), lines).rows] == pytest.approx(right, abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [6, 25, 60])
+def test_streamed_scores_of_a_model_equal_those_of_all_states(texts, count):
+    batch = toy_tokenizer()(texts[:count], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(toy_model_path()).eval()(**batch, output_hidden_states=True).hidden_states
+    mask, rows = batch["attention_mask"], measure_model("toy-bert", texts[:count]).rows
+    assert [r["layer"] for r in rows] == list(range(len(states)))
+    for row, h in zip(rows, states):
+        whole, exact = isoscore_by_sequence_with_error(h, mask), measure_points(h[mask.bool()]).row["spectrum"]
+        assert row["isoscore"] == pytest.approx(float(isoscore(h.flatten(0, 1), mask.flatten())), abs=1e-6)
+        assert (row["corrected"], row["standard_error"]) == pytest.approx((whole.score, whole.stderr), abs=1e-6)
+        assert (row["points"], row["sequences"]) == (int(mask.sum()), count) and row["spectrum"]["axes_for"] == exact[
+            "axes_for"
+        ]
+        assert row["spectrum"]["share"] == pytest.approx(exact["share"], abs=1e-6)
+
+
+@pytest.mark.parametrize("key", [len, str])
+def test_score_of_a_sorted_file_is_that_of_a_draw_from_it(tmp_path, key):
+    "By length, and by the first words: the first lines are unlike the rest."
+    (tmp_path / "t.txt").write_text("\n".join(sorted(toy_corpus(1200, seed=3), key=key)))
+    draws = [draw_texts(tmp_path / "t.txt", *draw) for draw in ((1200, 0), (200, 0), (200, 1))]
+    assert [(len(texts), total) for texts, total in draws] == [(1200, 1200), (200, 1200), (200, 1200)]
+    for a, b, c in zip(*(measure_model("toy-bert", texts).rows for texts, _ in draws)):
+        assert abs(b["corrected"] - a["corrected"]) < 3 * b["standard_error"] and b["corrected"] != c["corrected"]
+        assert 1 < b["standard_error"] / a["standard_error"] < 5  # a sixth of the texts: about 2.4
+
+
+def test_error_of_a_model_does_not_depend_on_the_order_of_the_texts():
+    lines = toy_corpus(600, seed=3)
+    orders = [sorted(lines, key=key) for key in (len, str, lines.index)]
+    errors = [[r["standard_error"] for r in measure_model("toy-bert", order).rows] for order in orders]
+    assert (np.max(errors, 0) < 2 * np.min(errors, 0)).all()
+
+
+def test_states_of_one_batch_are_held_at_most(texts, monkeypatch):
+    forward, states, held = BertModel.forward, [], []
+
+    def spy(self, *args, **kwargs):
+        held.append(sum(r() is not None for r in states))
+        out = forward(self, *args, **kwargs)
+        states.extend(weakref.ref(h) for h in out.hidden_states)
+        return out
+
+    monkeypatch.setattr(BertModel, "forward", spy)
+    layers = len(measure_model("toy-bert", texts).rows)
+    assert len(held) == 40 and len(states) == 40 * layers and max(held) <= layers  # 20 groups, seen twice
+
+
+def test_the_texts_that_were_drawn_are_announced(tmp_path):
+    lines = toy_corpus(200, seed=6)
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    given = ["--model", "toy-bert", "--texts", tmp_path / "a.txt", "--max-lines", 50]
+    shown = invoke(*given).stdout
+    assert "50 of 200, drawn with seed 0" in shown and "each token is a point" in shown and "50 texts" in shown
+    (rows,), drawn = scores(*given, "--pooling", "mean").values(), draw_texts(tmp_path / "a.txt", 50, 0)[0]
+    assert drawn == [line for line in lines if line in drawn]  # in the order of the file
+    right = isoscore(embed("toy-bert", drawn, "mean"), correction="ustat")
+    assert rows[-1]["corrected"] == pytest.approx(float(right), rel=1e-5) and rows[-1]["unit"] == "text"
+    (tmp_path / "empty.txt").write_text("\n")
+    assert invoke("--model", "toy-bert", "--texts", tmp_path / "empty.txt").exit_code == 2
+
+
 # ---- comparisons
 
 
-def test_a_difference_is_the_jackknife_by_hand():
+def test_a_paired_difference_is_the_jackknife_by_hand():
     x, y = cloud(40, 5), cloud(40, 5) * 0.9 + 0.2 * cloud(40, 5, 1)
     one, other = measure_points(x), measure_points(y)
-    found, group = compare(one, other), draw_groups(40, 20).numpy()
-    without = lambda a: np.array([float(isoscore(a[group != g], correction="ustat")) for g in range(20)])
+    without = lambda a: np.array([float(isoscore(np.delete(a, i, 0), correction="ustat")) for i in range(40)])
     d = without(x) - without(y)
-    stderr = np.sqrt(19 / 20 * ((d - d.mean()) ** 2).sum())
-    assert found.stderr == pytest.approx(stderr) and found.paired
+    stderr = np.sqrt(39 / 40 * ((d - d.mean()) ** 2).sum())
+    found = compare(one, other, paired=True)
+    assert found.stderr == pytest.approx(stderr) and found.paired and found.measure == "IsoScore"
     assert found.difference == pytest.approx(isoscore(x, correction="ustat") - isoscore(y, correction="ustat"))
-    assert found.high - found.difference == pytest.approx(stats.t.ppf(0.975, 19) * stderr)
-    wide = compare(one, other, level=0.99)
-    assert wide.high - wide.difference == pytest.approx(stats.t.ppf(0.995, 19) * stderr)
-    same = compare(one, one)
+    assert found.high - found.difference == pytest.approx(stats.t.ppf(0.975, 39) * stderr)
+    same = compare(one, one, paired=True)
     assert same.difference == same.stderr == 0
-    apart = compare(one, measure_points(y[:-1]))
-    errors = [isoscore_with_error(a).stderr for a in (x, y[:-1])]
+    apart, errors = compare(one, other), [isoscore_with_error(a).stderr for a in (x, y)]
     assert not apart.paired and apart.stderr == pytest.approx(np.hypot(*errors)) and apart.stderr > found.stderr
+    assert apart.high - apart.difference == pytest.approx(stats.norm.ppf(0.975) * apart.stderr)
 
 
-def test_a_cloud_without_a_corrected_score_is_not_compared():
-    with pytest.warns(UserWarning, match="no corrected score: points: 4 rows"):
+def test_of_different_dimensions_those_in_use_are_compared(tmp_path):
+    "The smaller score can belong to the cloud that uses more."
+    x, y = cloud(200, 6, 0), np.random.default_rng(1).normal(size=(200, 30)) * np.linspace(0, 2, 30) ** 2
+    one, other = measure_points(y, "wide"), measure_points(x, "narrow")
+    found = compare(one, other)
+    assert found.measure == "dimensions in use" and one.row["corrected"] < other.row["corrected"]
+    assert found.difference == pytest.approx(one.row["dimensions_in_use"] - other.row["dimensions_in_use"])
+    assert found.stderr == pytest.approx(np.hypot(29 * one.row["standard_error"], 5 * other.row["standard_error"]))
+    assert compare(one, other, paired=True).stderr > 0 and found.low > 0
+    for name, values in {"wide": y, "narrow": x}.items():
+        np.save(tmp_path / f"{name}.npy", values)
+    shown = invoke(tmp_path / "narrow.npy", tmp_path / "wide.npy", "--each").stdout
+    assert "dimensions in use of" in shown and "divides by d - 1" in shown and "IsoScore of" not in shown
+
+
+def test_unlike_things_are_not_compared(texts, tmp_path, monkeypatch):
+    tokens, vectors = (measure_model("toy-bert", texts, pooling=p) for p in ("tokens", "mean"))
+    with pytest.raises(ValueError, match="unit: a point of toy-bert is a token, of toy-bert a text"):
+        compare(tokens, vectors)
+    with pytest.warns(UserWarning, match="no corrected score: 4 rows"):
         few = measure_points(cloud(4, 3), "few")
     with pytest.raises(ValueError, match="few: has no corrected score to compare"):
-        compare(measure_points(cloud(4 * 5, 3)), few)
+        compare(measure_points(cloud(20, 3)), few)
+    with pytest.raises(ValueError, match="paired: 20 and 19 rows"):
+        compare(measure_points(cloud(20, 3)), measure_points(cloud(19, 3)), paired=True)
+    monkeypatch.setattr(embeddings, "is_sentence_transformer", lambda m: m == "sentences")
+    monkeypatch.setattr(embeddings, "measure_model", lambda *a: pytest.fail("measured before it was refused"))
+    (tmp_path / "t.txt").write_text("\n".join(texts))
+    done = invoke("--model", "toy-bert", "--model", "sentences", "--texts", tmp_path / "t.txt")
+    assert done.exit_code == 2 and "give --pooling mean" in done.stderr
 
 
 def test_models_are_compared_by_the_same_groups_of_texts(texts):
     one, other = (measure_model("toy-bert", texts, layer=k) for k in (4, 1))
-    found = compare(one, other)
+    found = compare(one, other, paired=True)
     tokenizer, model = AutoTokenizer.from_pretrained(toy_model_path()), AutoModel.from_pretrained(toy_model_path())
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
@@ -319,96 +662,83 @@ def test_models_are_compared_by_the_same_groups_of_texts(texts):
 # ---- the command
 
 
-def test_several_files_are_compared_by_row(tmp_path):
+def test_rows_are_paired_only_where_asked(tmp_path):
     x, y = cloud(), cloud() * 1.1 + 0.1 * cloud(seed=1)
     for name, values in {"x": x, "y": y, "few": x[:50]}.items():
         np.save(tmp_path / f"{name}.npy", values)
-    files = [tmp_path / f"{n}.npy" for n in ("x", "y", "few")]
-    result = invoke("score", *files, "--json")
-    assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found["scores"][str(files[1])]["corrected"] == pytest.approx(float(isoscore(y, correction="ustat")))
-    right, by = compare(measure_points(y), measure_points(x))._asdict(), found["differences"]
-    assert {k: by[0][k] for k in right} == pytest.approx(right) and [d["paired"] for d in by] == [True, False]
-    shown = invoke("score", *files).stdout
-    assert "paired by row" in shown and "not paired: different numbers of rows" in shown
-    unit = json.loads(invoke("score", files[0], "--normalize", "--json").stdout)
+    pair = [tmp_path / "x.npy", tmp_path / "y.npy", "--each"]
+    for more in ([], ["--paired"]):
+        (found,) = json.loads(invoke(*pair, *more, "--json").stdout)["differences"]
+        right = compare(measure_points(y), measure_points(x), paired=bool(more))._asdict()
+        assert found == pytest.approx(right | {"one": str(pair[1]), "minus": str(pair[0])})
+    assert "not paired" in invoke(*pair).stdout and "not paired" not in invoke(*pair, "--paired").stdout
+    refused = invoke(tmp_path / "x.npy", tmp_path / "few.npy", "--each", "--paired")
+    assert refused.exit_code == 2 and "paired: 50 and 120 rows" in refused.stderr
+    ((unit,),) = scores(tmp_path / "x.npy", "--normalize").values()
     assert unit["isoscore"] == pytest.approx(float(isoscore(x / np.linalg.norm(x, axis=1, keepdims=True))))
 
 
-@pytest.mark.parametrize("kind, first", [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
-def test_the_picture_is_of_the_kind_that_its_name_says(tmp_path, kind, first):
-    np.save(tmp_path / "x.npy", cloud())
-    done = invoke("score", tmp_path / "x.npy", "--picture", tmp_path / f"out/x.{kind}")
-    assert done.exit_code == 0 and (tmp_path / f"out/x.{kind}").read_bytes().startswith(first)
-    done = invoke("score", tmp_path / "x.npy", "--picture", tmp_path / "x.npy")
-    assert done.exit_code == 2 and "picture: '.npy' is unknown" in done.stderr
+def test_the_page_holds_the_scores_and_where_they_come_from(tmp_path):
+    import hashlib
+
+    import isoreg
+
+    names = [tmp_path / "a|b_c.npy", tmp_path / "y.npy"]
+    np.save(names[0], cloud())
+    np.save(names[1], cloud(90) * 2)
+    done = invoke(*names, "--each", "--out", tmp_path / "page")
+    assert done.exit_code == 0 and str(tmp_path / "page/score.md") in done.stdout
+    assert sorted(p.name for p in (tmp_path / "page").iterdir()) == ["score.md", "score.png"]
+    assert (tmp_path / "page/score.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "page/score.md").read_text()
+    for name, n in zip(names, (120, 90)):
+        row = measure_points(read(name)).row
+        (line,) = [line for line in page.splitlines() if line.startswith("| ") and f" {n} rows " in line]
+        assert f"{row['corrected']:.4f}" in line and "{:.4f} to {:.4f}".format(*row["interval"]) in line
+        assert hashlib.sha256(name.read_bytes()).hexdigest() in page
+    assert isoreg.__version__ in page and "date: 20" in page and "[Read a score](https://" in page
+    assert r"a\|b\_c.npy" in page and "IsoScore of" in page and "(score.png)" in page
+    (tmp_path / "t.txt").write_text("\n".join(toy_corpus(40)))
+    given = ["--model", "toy-bert", "--texts", tmp_path / "t.txt", "--max-lines", 20, "--seed", 3]
+    assert invoke(*given, "--out", tmp_path / "model").exit_code == 0
+    page = (tmp_path / "model/score.md").read_text()
+    assert (
+        "20 of 40, drawn with seed 3" in page and hashlib.sha256((tmp_path / "t.txt").read_bytes()).hexdigest() in page
+    )
 
 
 def test_the_picture_shows_the_scores_and_the_spectra(texts):
     measured = [measure_model("toy-bert", texts, pooling="mean"), measure_points(cloud(), "mine")]
     left, right = embeddings.draw_scores(measured).axes
     for m, line in zip(measured, left.lines):
-        assert line.get_ydata() == pytest.approx(100 * np.array(m.rows[m.shown]["spectrum"]["share"]))
+        assert line.get_ydata() == pytest.approx(100 * np.array(m.row["spectrum"]["share"]))
     heights = [list(container[0].get_ydata()) for container in right.containers]
     assert heights == [[r["corrected"] for r in m.rows] for m in measured]
     assert [t.get_text() for t in left.get_legend().get_texts()] == ["toy-bert", "mine"]
 
 
-def test_texts_that_were_drawn_are_announced(tmp_path):
-    lines = toy_corpus(200, seed=6)
-    (tmp_path / "a.txt").write_text("\n".join(lines))
-    given = ["score", "--model", "toy-bert", "--texts", tmp_path / "a.txt", "--pooling", "mean", "--max-lines", 50]
-    assert "50 of 200 texts, drawn with seed 0" in invoke(*given).stdout
-    rows = json.loads(invoke(*given, "--json").stdout)
-    drawn, _ = draw_texts(tmp_path / "a.txt", 50, 0)
-    assert drawn == [line for line in lines if line in drawn]  # in the order of the file
-    right = isoscore(embed("toy-bert", drawn, "mean"), correction="ustat")
-    assert rows[-1]["corrected"] == pytest.approx(float(right), rel=1e-5) and rows[-1]["texts"] == 200
-    result = invoke(*given, "--model", toy_model_path())
-    assert "+0.0000 [+0.0000, +0.0000], paired by row" in result.stdout  # the same model by two names
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ([], "file: 0 given"),
-        (["--texts", "few.txt"], "texts: belongs to a model"),
-        (["x.npy", "--pooling", "mean"], "pooling: belongs to a model"),
-        (["x.npy", "--layer", "2"], "layer: belongs to a model"),
-        (["x.npy", "--max-lines", "500"], "max-lines: belongs to a model"),
-        (["few.txt", "--model", "toy-bert", "--array", "a"], "array: belongs to vectors"),
-        (["--model", "toy-bert"], "file: 0 given"),
-        (["few.txt", "--model", "toy-bert", "--texts", "few.txt"], "file: 2 given"),
-        (["few.txt", "--model", "toy-bert", "--pooling", "avg"], "pooling: 'avg' is unknown"),
+        ("", "give files of vectors, or --model and --texts"),
+        ("x.npy --model toy-bert --texts few.txt", "give files of vectors, or --model and --texts"),
+        ("--model toy-bert", "give files of vectors, or --model and --texts"),
+        ("--texts few.txt", "give files of vectors, or --model and --texts"),
+        ("x.npy --pooling mean", "pooling: is for models only"),
+        ("x.npy --max-lines 500", "max-lines: is for models only"),
+        ("--texts few.txt --model toy-bert --array a", "array: is for files only"),
+        ("--texts few.txt --model toy-bert --pooling avg", "pooling: 'avg' is unknown"),
+        ("--texts few.txt --model toy-bert --max-lines 0", "--max-lines"),
     ],
 )
 def test_what_the_command_refuses(arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("x.npy", cloud())
-    (tmp_path / "few.txt").write_text("a\nb\n")
-    result = invoke("score", *arguments)
+    Path("few.txt").write_text("a\nb\n")
+    result = invoke(*arguments.split())
     assert result.exit_code == 2 and words in result.stderr
 
 
-def test_a_basis_has_a_plain_score_and_no_corrected_one(tmp_path):
-    x = np.eye(8)
-    with pytest.warns(UserWarning, match="no corrected score: points: as even as so few rows can be"):
-        found = embeddings.score_points(x)
-    assert found["isoscore"] == pytest.approx(float(isoscore(x))) and "corrected" not in found
-    assert found["dimensions_in_use"] == pytest.approx(7) and len(found["spectrum"]["share"]) == 8
-    np.save(tmp_path / "basis.npy", x)
-    done = CliRunner().invoke(app, ["score", str(tmp_path / "basis.npy")])
-    assert done.exit_code == 0 and "no corrected score" in done.output and "0.8571" in done.output
-    np.save(tmp_path / "other.npy", np.random.default_rng(0).normal(size=(20, 8)))
-    done = CliRunner().invoke(app, ["score", str(tmp_path / "basis.npy"), str(tmp_path / "other.npy")])
-    assert done.exit_code == 0 and "0.8571" in done.output and " minus " not in done.output
-
-
-@pytest.mark.parametrize("shape, scale", [((40, 6), 1), ((6, 40), 1), ((40, 6), 1e30), ((6, 40), 1e-30)])
-def test_the_spectrum_is_that_of_singular_values_at_any_scale(shape, scale):
-    x = np.random.default_rng(0).normal(size=shape) + 3
-    share = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
-    found = score_points(x * scale)["spectrum"]
-    np.testing.assert_allclose(found["share"], (share / share.sum())[:10], atol=1e-12)
-    assert found["axes_for"]["90%"] == 1 + (np.cumsum(share / share.sum()) < 0.9).sum()
+def test_help_names_the_effect_and_shows_flags_as_flags():
+    shown = " ".join(CliRunner().invoke(app, ["score", "--help"]).stdout.split())
+    assert "STS-B" in shown and "0.027" in shown and shown.count("<bool>") <= 1  # that of --help

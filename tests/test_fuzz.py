@@ -237,7 +237,7 @@ def _vectors(shape, kind, suffix, cut, junk, whole):
     result = ends("score", str(file), "--json")
     assert file.read_bytes() == before and os.listdir() == [file.name]
     if result.exit_code == 0:
-        said = json.loads(result.stdout)
+        ((said,),) = json.loads(result.stdout)["scores"].values()
         assert -1e-6 <= said["isoscore"] <= 1 + 1e-6
         if whole:
             assert said["isoscore"] == pytest.approx(float(isoscore(values.astype(float))), abs=1e-3)

@@ -1,6 +1,6 @@
 """What the base-size round needs beside its grids: its rows, its Fisher scores, and the grid of its final runs.
 
-The plan is nbs/tables/base_plan.ipynb. All draws are fixed, so every seed and every machine has the same rows.
+The plan is nbs/tables/plan.ipynb. All draws are fixed, so every seed and every machine has the same rows.
 """
 
 import json

@@ -327,9 +327,11 @@ def penalty_class(name: str) -> type:
     from isoreg.istar import PENALTY_CLASSES
     if name in PENALTY_CLASSES: return PENALTY_CLASSES[name]
     if ":" not in name: one_of("regularizer", name, BUILT_IN, also="your class as module:Class")
-    try: return pkgutil.resolve_name(name)
+    try: found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"regularizer: {name!r} cannot be imported ({error})") from None
+    if callable(found): return found
+    raise ValueError(f"regularizer: {name!r} cannot be called; name a class of penalties")
 
 # %% ../../nbs/experiments/19_config.ipynb #58a0a6ce
 def earlier(kind: type[Settings]) -> dict:
@@ -612,7 +614,7 @@ def parse_set(pairs: Iterable[str]) -> dict:
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not equals: raise ValueError(f"set: {pair!r} is no name=value, such as epochs=3")
+        if not equals or not name.strip(): raise ValueError(f"set: {pair!r} is no name=value, such as epochs=3")
         try: found[name.strip().replace("-", "_")] = from_yaml(value)
         except ValueError as error: raise ValueError(f"set: {pair!r} {error}") from None
     return found

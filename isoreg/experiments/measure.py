@@ -172,7 +172,7 @@ def _mask(config: LandscapeConfig, model: nn.Module, corpus: TextBatches, loss: 
     if config.subset != "random":
         if config.fisher is not None: estimate = FisherEstimate.load(config.fisher)
         else: estimate = empirical_fisher(model, corpus, "diagonal" if config.by == "scalar" else "tensor", loss)
-        if estimate.fingerprint != model_fingerprint(model):
+        if config.fisher is not None and estimate.fingerprint != model_fingerprint(model):
             raise ValueError(f"fisher: {config.fisher!r} was made with other weights than {config.model!r}")
     return subset(model, estimate, config.share, config.subset, config.by, config.direction_seed)
 

@@ -203,6 +203,8 @@ def in_percent(
     record: dict,  # of a run
 ) -> bool:
     "Return whether a score is in per cent, as earlier versions wrote that of question answering."
-    config, value = record.get("config") or {}, record.get("value")
-    own, task = config.get("definition") or {}, TASKS.get(str(config.get("task")))
-    return own.get("kind", getattr(task, "kind", "")) == "qa" and isinstance(value, (int, float)) and value > 1
+    config, value = record.get("config"), record.get("value")
+    if not isinstance(config, dict) or not isinstance(value, (int, float)): return False
+    own, task = config.get("definition"), TASKS.get(str(config.get("task")))
+    kind = own.get("kind") if isinstance(own, dict) else getattr(task, "kind", "")
+    return kind == "qa" and value > 1

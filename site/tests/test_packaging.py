@@ -65,35 +65,16 @@ def test_importing_the_package_is_light():
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-def test_modules_come_when_they_are_asked_for():
-    code = "import isoreg; print(isoreg.moments.moments.__name__, 'istar' in dir(isoreg)); isoreg.isostar"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (
-        done.stdout.split() == ["moments", "True"]
-        and "AttributeError: module 'isoreg' has no attribute 'isostar'" in done.stderr
-    )
-
-
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_every_import_is_declared(module):
     needed = {canonicalize_name(DISTRIBUTION.get(name, name)) for name in imported_packages(module)}
     assert needed <= RUNTIME.keys() | OPTIONAL.keys()
 
 
-def test_what_is_needed_only_to_develop_is_not_needed_to_use():
-    assert not RUNTIME.keys() & {"nbdev", "execnb", "pytest", "hypothesis", "isoscore", "nbconvert"}
-
-
 @pytest.mark.parametrize("name", sorted(EVERYTHING))
 def test_the_pin_satisfies_the_declaration(name):
     assert name in PINS, f"constraints.txt does not pin {name}"
     assert EVERYTHING[name].specifier.contains(PINS[name], prereleases=True)
-
-
-def test_pins_name_no_build():
-    "A local suffix such as +cpu would keep the pin from being found anywhere but on one kind of machine."
-    assert not [name for name, version in PINS.items() if "+" in version or "@" in version]
-    assert "isoreg" not in PINS
 
 
 def test_one_version_everywhere():
@@ -105,17 +86,6 @@ def test_one_version_everywhere():
     assert settings["DEFAULT"]["min_python"] in PROJECT["requires-python"]
     assert settings["DEFAULT"]["description"] == PROJECT["description"]
     assert set(settings["DEFAULT"]["keywords"].split()) == set(PROJECT["keywords"])
-
-
-@pytest.mark.parametrize("group, name", [("scripts", "isoreg"), ("entry-points", "nbdev")])
-def test_entry_points_lead_somewhere(group, name):
-    target = PROJECT["scripts"]["isoreg"] if group == "scripts" else PROJECT["entry-points"]["nbdev"]["isoreg"]
-    module, attribute = target.split(":")
-    place = ROOT / module.replace(".", "/")
-    tree = ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
-    named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    named |= {leaf.id for node in tree.body if isinstance(node, ast.Assign) for leaf in node.targets}
-    assert attribute in named
 
 
 def test_no_path_of_a_machine():
@@ -157,42 +127,15 @@ def test_the_source_distribution_holds_what_the_site_and_the_tests_need(tmp_path
         assert name in filelist.files
 
 
-def test_no_large_file_is_tracked():
-    large = [
-        f"{path.relative_to(ROOT)}: {path.stat().st_size / 2**20:.1f} MiB"
-        for path in tracked_files()
-        if path.stat().st_size > 5 * 2**20
-    ]
-    assert not large, "\n".join(large)
-
-
-def test_licence():
-    text = (ROOT / "LICENSE").read_text()
-    assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
-    assert "Apache License" in text and "Version 2.0, January 2004" in text and "9. Accepting Warranty" in text
-
-
 def test_citation_is_well_formed():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (
-        citation["cff-version"] == "1.2.0"
-        and citation["type"] == "software"
-        and citation["license"] == PROJECT["license"]
-    )
+    assert citation["cff-version"] == "1.2.0" and citation["license"] == PROJECT["license"] == "Apache-2.0"
     assert {"message", "title", "authors"} <= citation.keys()
-    allowed = {"type", "title", "authors", "year", "conference", "journal", "volume", "identifiers", "url", "notes"}
     for reference in citation["references"]:
-        assert {"type", "title", "authors", "year"} <= reference.keys() <= allowed, reference["title"]
-        assert reference["type"] in ("article", "conference-paper", "data")
-        assert ("conference" in reference) == (reference["type"] == "conference-paper"), reference["title"]
-        assert isinstance(reference["year"], int) and 2000 < reference["year"] < 2100
-        assert all({"given-names", "family-names"} == author.keys() for author in reference["authors"]), reference[
-            "title"
-        ]
+        assert reference["type"] in ("article", "conference-paper", "data") and 2000 < reference["year"] < 2100
+        assert all({"given-names", "family-names"} == author.keys() for author in reference["authors"])
         for identifier in reference.get("identifiers", []):
-            assert identifier["type"] == "other" and re.fullmatch(r"arXiv:\d{4}\.\d{5}", identifier["value"])
-    titles = [reference["title"] for reference in citation["references"]]
-    assert len(titles) == len(set(titles))
+            assert re.fullmatch(r"arXiv:\d{4}\.\d{5}", identifier["value"])
 
 
 def test_the_readme_gives_the_test_command():
