@@ -14,6 +14,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import MethodType
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,13 +46,14 @@ def apply_dropout(
     """Put a scheme of dropout on a model; `standard` leaves the model's own rates.
 
     Raises `ValueError` for an unknown name, and for an argument that is missing or has no meaning for the scheme."""
-    model, about, schedule = unwrapped(model), {}, None
+    model, schedule = unwrapped(model), None
+    about: dict[str, Any] = {}
     if isinstance(how, (str, Path)) and str(how).endswith(".json"): how = load_schedule(how)
-    if isinstance(how, Mapping): how, schedule = "schedule", how
-    else: one_of("how", how, SCHEMES, also="a schedule, or a JSON file")
+    if isinstance(how, Mapping): schedule, how = how, "schedule"
+    else: how = str(one_of("how", how, SCHEMES, also="a schedule, or a JSON file"))
     scheme = SCHEMES.get(how, Scheme("your own schedule"))
     if p is not None and not scheme.rate: raise ValueError(f"p: has no meaning for {how}; use constant")
-    if scheme.scores != (scores is not None): raise ValueError("scores: guided and its controls need them, and no other")
+    if scheme.scores != (scores is not None): raise ValueError("scores: guided and its controls need them, no other")
     if how == "standard": done = _own_rates(model, batch)
     elif how in _GAUSSIAN: done = gaussian_dropout(model, p, released=how != "gaussian", batch=batch)
     elif how == "mixout": done = mixout(model, 0.7 if p is None else p, batch=batch)
@@ -103,8 +105,8 @@ def _tensor_scores(sites: Sequence[Site], scores) -> dict[str, float]:
     stacks = {layer.rpartition(".")[0] for layer in known}
     deeper = [n for n, layer in layers.items() if layer not in known and layer.rpartition(".")[0] in stacks]
     if missing or deeper:
-        raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have none, {len(deeper)} are of further layers, "
-                         f"such as {(missing + deeper)[0]!r}; take those of the same model, none of it frozen")
+        raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have none, {len(deeper)} are of further "
+                         f"layers, such as {(missing + deeper)[0]!r}; take those of the same model, none of it frozen")
     grown = {t for s in sites if s.kind == "embedding" for t in s.tensors}
     for t, size in wanted.items():
         in_range(f"scores[{t!r}]", named[t][0], 0, hint="pass an estimate or its .scores()")
@@ -131,8 +133,8 @@ def set_dropout(
 ) -> "Applied":  # rates, mean and calls; undo(), or leaving a with block, puts everything back
     """Set the rate of each site by name, check that it is the one applied, and note it in the configuration.
 
-    Call it before training, outside of `torch.compile`d code, and `load_dropout` after loading. Raises `ValueError` for a
-    rate outside [0, 1) or a wrong or missing name, `RuntimeError` if a rate does not arrive; the model is then unchanged."""
+    Call it before training, outside of `torch.compile`d code, and `load_dropout` after loading. Raises `ValueError`
+    for a bad rate or name, and `RuntimeError` if a rate does not arrive; the model is then unchanged."""
     model = unwrapped(model)
     rates, found = check_schedule(schedule), find_sites(model, batch)
     check_names(rates, found.sites, complete=not partial)

@@ -56,9 +56,9 @@ def check_names(rates: Mapping[str, float], sites: Sequence, complete: bool = Fa
     missing = [s.name for s in sites if complete and s.kind != "classifier" and s.name not in rates]
     if unknown or missing:
         near = did_you_mean(unknown[0], names) if unknown else ""
-        raise ValueError(f"schedule: {len(unknown)} names are no sites of this model, {len(missing)} sites have no rate, "
-                         f"such as {(unknown + missing)[0]!r}; {near}was it made for another model? (partial=True "
-                         "leaves sites without a rate as they are)")
+        raise ValueError(f"schedule: {len(unknown)} names are no sites of this model, {len(missing)} sites have no "
+                         f"rate, such as {(unknown + missing)[0]!r}; {near}was it made for another model? "
+                         "(partial=True leaves sites without a rate as they are)")
 
 # %% ../nbs/14_schedules.ipynb #6c1849ca
 _RELEASED_ORDER = {  # layers of BERT-base from the highest rate to the lowest
