@@ -192,11 +192,13 @@ def warn_without_gradient(penalty: nn.Module, term: Tensor) -> None:
 
 def as_penalties(penalty) -> list[nn.Module]:
     "Return one penalty, several or None as a list. Raises `ValueError` for what is no torch module."
-    found = [penalty] if isinstance(penalty, nn.Module) and not isinstance(penalty, nn.ModuleList) else penalty
-    for p in found or ():
+    one = isinstance(penalty, nn.Module) and not isinstance(penalty, nn.ModuleList)
+    several = [] if penalty is None else penalty
+    found = list(several) if isinstance(several, Iterable) and not one else [penalty]
+    for p in found:
         if isinstance(p, nn.Module): continue
         raise ValueError(f"penalty: {p!r} is no torch module; pass one, such as IStar(lam=-0.1), or a list of them")
-    return list(found or ())
+    return found
 
 # %% ../nbs/07_istar.ipynb #540d1170
 def reference_covariance(

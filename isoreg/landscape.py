@@ -449,7 +449,7 @@ def plane_hessian(
         for number in range(len(mean_loss.batches)):
             H += hessian(lambda at: batch_loss.at(number, at, moved, parts), origin)
             samples += batch_loss.samples
-    return H.numpy() / samples
+    return ((H + H.T) / 2).numpy() / samples
 
 
 class _BatchLoss(nn.Module):
@@ -461,8 +461,9 @@ class _BatchLoss(nn.Module):
 
     def at(self, number: int, at: Tensor, moved: dict, parts: list[dict]) -> Tensor:
         "Return the loss at the weights plus the directions times `at` (k,)."
-        weights = {n: p.detach() + sum(a * d[n] for a, d in zip(at, parts) if n in d) for n, p in moved.items()}
-        return functional_call(self, {f"model.{n}": w for n, w in weights.items()}, number)
+        steps = {n: sum(a * d[n] for a, d in zip(at, parts) if n in d) for n in moved}
+        weights = {f"model.{n}": (p.detach() + steps[n]).to(p.dtype) for n, p in moved.items()}
+        return functional_call(self, weights, number)
 
     def forward(self, number: int) -> Tensor:
         losses = self.mean_loss.of_batch(number)

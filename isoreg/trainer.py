@@ -50,6 +50,7 @@ class PenaltyMixin:
         for p in self.penalties:
             p.to(self.args.device)
             if not getattr(p, "needs_reference", False) or p in known: continue
+            known.append(p)
             self.add_callback(ReferenceRefresh(p, every_epoch=not getattr(p, "given", False), mask_fn=mask_fn))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -219,6 +220,14 @@ def train(self: PenaltyMixin, *args, **kwargs):
     return super(PenaltyMixin, self).train(*args, **kwargs)
 
 
+@patch
+def call_model_init(self: PenaltyMixin, *args, **kwargs):
+    "Return a new model as the Trainer does, with the dropout schedule of its configuration."
+    model = super(PenaltyMixin, self).call_model_init(*args, **kwargs)
+    put_schedule(model)
+    return model
+
+
 def put_schedule(model: nn.Module, checkpoint: str | None = None) -> None:
     "Put on the dropout schedule that the configuration of the model, or of a checkpoint, names, unless it is in force."
     from isoreg.dropout import apply_dropout, load_dropout
@@ -249,9 +258,14 @@ class IsotropyLog(TrainerCallback):
         mask_fn: Callable | None = None,  # mask function of hidden_states
     ):
         self.batches, self.max_points, self.mask_fn = batches, max_points, mask_fn
-        self.history, self.step = [], None
+        self.history, self.step, self.training = [], None, False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.training = True
+        self.read(args, state, model)
+
+    def read(self, args, state, model):
+        "Measure the isotropy and add it to the history."
         limit = None if self.max_points is None else self.max_points * world_size()
         with same_draws(args.device): score = measure_isotropy(model, self.batches, limit, mask_fn=self.mask_fn)
         score["points"] //= world_size()
@@ -259,12 +273,12 @@ class IsotropyLog(TrainerCallback):
         self.step = state.global_step
 
     def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
-        if self.step != state.global_step: self.on_train_begin(args, state, control, model)
+        if "eval_isoscore" in (metrics or {}): return  # PenaltyTrainer has asked before
+        if not self.training or self.step != state.global_step: self.read(args, state, model)
         if metrics is not None: metrics["eval_isoscore"] = self.history[-1]["union"]
 
     def on_train_end(self, args, state, control, **kwargs):
-        # the best weights are other weights than the last
-        if args.load_best_model_at_end: self.step = None
+        self.training = False  # later the weights may change without a step
 
 # %% ../nbs/09_trainer.ipynb #sched004
 @patch

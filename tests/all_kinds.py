@@ -16,19 +16,7 @@ from isoreg.experiments.measure import measure
 from isoreg.experiments.pretrain import pretrain, toy_language_model
 from isoreg.experiments.record import plain, weights_sha256
 
-OTHER = (
-    "seconds",
-    "started",
-    "finished",
-    "memory",
-    "hardware",
-    "versions",
-    "commit",
-    "warnings",
-    "config",
-    "key",
-    "runtime",
-)
+OTHER = "seconds started finished memory hardware versions commit warnings config key runtime".split()
 
 
 def without_times(x):

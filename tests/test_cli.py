@@ -1,6 +1,5 @@
 """The command and the run notebook as a user meets them: processes, exit codes, files."""
 
-import dataclasses
 import json
 import re
 import signal
@@ -241,9 +240,9 @@ def test_report_of_two_models_whose_folders_have_one_name(tmp_path):
 
 def test_demo_compares_two_runs_and_draws_them(tmp_path, monkeypatch):
     "Of fewer rows than usual; the README's command does it whole."
-    small = lambda block: dataclasses.replace(block, fixed=block.fixed | {"max_train": 320, "max_eval": 50})
+    small = lambda block: block.model_copy(update={"fixed": block.fixed | {"max_train": 320, "max_eval": 50}})
     demo = load_grid("demo")
-    demo = dataclasses.replace(demo, blocks=tuple(map(small, demo.blocks)))
+    demo = demo.model_copy(update={"blocks": tuple(map(small, demo.blocks))})
     monkeypatch.setattr("isoreg.experiments.grid.load_grid", lambda name: demo)
     result = invoke("demo", "--out", tmp_path)
     assert result.exit_code == 0, result.output

@@ -183,10 +183,14 @@ def test_a_run_notebook_has_the_settings_of_its_configuration(name):
         (RunConfig, {"dropout_p": 0.1}, "dropout_p: has no meaning"),
         (RunConfig, {"p_max": 0.2}, "p_max: unknown setting"),
         (RunConfig, {"dropout": "guided", "scores": "x.json"}, "scores: 'x.json' cannot be read"),
+        (RunConfig, {"dropout": "guided", "scores": "corpus: ,"}, "scores: 'corpus: ,' names no text"),
         (FisherConfig, {"shares": "1,x"}, "shares: String should match pattern"),
+        (FisherConfig, {"shares": "0"}, "shares: '0'; give per cent between 0 and 100"),
+        (FisherConfig, {"shares": "33, 100"}, "shares: '33, 100'; give per cent"),
         (FisherConfig, {"model": "toy-gpt2", "loss": "mlm"}, "loss: toy-gpt2 was made for 'clm'"),
         (LandscapeConfig, {"points": 4}, "points: 4 do not hold the origin"),
         (LandscapeConfig, {"fisher": "nowhere"}, "scores: 'nowhere'"),
+        (LandscapeConfig, {"subset": "top", "fisher": f"corpus:{__file__}"}, "scores: 'corpus:"),
         (GeometryConfig, {"layers": "first"}, "layers: String should match pattern"),
         (PretrainConfig, {"corpus": ""}, "corpus: String should have at least 1 character"),
         (PretrainConfig, {"heldout_share": 0.0}, "heldout_share: 0 leaves no text"),
@@ -224,6 +228,9 @@ def test_any_values_make_a_configuration_or_an_error_in_words(values):
 def test_plain_values_are_taken_as_meant():
     assert RunConfig(lr=np.float64(1e-4)).lr == 1e-4 and type(RunConfig(seed=np.int64(3)).seed) is int
     assert type(RunConfig(lam=1).lam) is float and RunConfig(layers="3").layers == 3 == RunConfig(layers=3).layers
+    assert FisherConfig(shares="33, 10").percentages == [33, 10] and GeometryConfig(layers="0, -1").numbers(5) == [0, 4]
+    assert FisherConfig(shares="").percentages == [] and GeometryConfig(layers=" all ").numbers(2) == [0, 1]
+    assert module.scores_texts("corpus:a.txt, b.txt,") == ["a.txt", "b.txt"]
     assert RunConfig(lr="1e-5").lr == 1e-5 and RunConfig(model=7, task="cola").model == "7"
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().seed = 3

@@ -21,8 +21,6 @@ assert importable  # a fixture, used by every test
 LONG = pytest.mark.skipif("ISOREG_LONG" not in os.environ, reason="takes minutes; ISOREG_LONG=1 runs it")
 
 
-# A kernel that is killed
-
 KILLED_IN = """
 import importlib.machinery, os
 whole = importlib.machinery.SourceFileLoader.exec_module
@@ -39,21 +37,13 @@ def exec_module(self, module):
 
 importlib.machinery.SourceFileLoader.exec_module = exec_module
 """
+POINTS = ["isoreg.trainer.token_mask", "isoreg.experiments.record.write_atomically"]
+POINTS += [f"isoreg.experiments.finetune.{name}" for name in ("load_model", "_fill_record")]
 
 
 @LONG
-@pytest.mark.parametrize(
-    "point",
-    [
-        "isoreg.experiments.finetune.load_model",
-        "isoreg.trainer._penalised",
-        "isoreg.experiments.finetune._fill_record",
-        "isoreg.files.fsync",
-    ],
-)
+@pytest.mark.parametrize("point", POINTS)
 def test_a_real_run_killed_at_any_point_is_the_run_that_was_not(tmp_path, monkeypatch, point, whole_run):
-    if point == "isoreg.files.fsync":  # at saving: the file is there under another name
-        point = "isoreg.experiments.record.write_atomically"
     (tmp_path / "sitecustomize.py").write_text(KILLED_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("KILLED_IN", point)
@@ -67,8 +57,8 @@ def test_a_real_run_killed_at_any_point_is_the_run_that_was_not(tmp_path, monkey
 def whole_run(tmp_path_factory):
     "The plan of one small run, and its record without a fault."
     folder = tmp_path_factory.mktemp("whole")
-    fixed = "max_train: 64, max_eval: 64, epochs: 1, recipe: toy"
-    (folder / "g.yaml").write_text(f"notebook: finetune\nfixed: {{{fixed}}}\naxes: {{seed: [0]}}\n")
+    text = "notebook: finetune\nfixed: {max_train: 64, max_eval: 64, epochs: 1, recipe: toy}\naxes: {seed: [0]}\n"
+    (folder / "g.yaml").write_text(text)
     plan = expand(load_grid(folder / "g.yaml"))
     assert sweep(plan, folder / "out").code == 0
     return plan, records(folder / "out")
@@ -79,30 +69,21 @@ def of_the_model(found: dict) -> dict:
     names = ("value", "predictions", "isoscore", "epochs", "model", "data")
     drop = ("runtime", "per_second", "seconds")
     clean = lambda x: {k: v for k, v in x.items() if not k.endswith(drop)} if isinstance(x, dict) else x
-    return {
-        key: {n: [clean(e) for e in r[n]] if n == "epochs" else r[n] for n in names} for key, r in sorted(found.items())
-    }
-
-
-# A process in which another training was before
-
-SMALL = dict(task="toy-cola", max_train=64, max_eval=64, epochs=1)
+    of = lambda r: {n: [clean(e) for e in r[n]] if n == "epochs" else r[n] for n in names}
+    return {key: of(r) for key, r in found.items()}
 
 
 def test_the_precision_of_an_earlier_training_is_not_that_of_the_next(monkeypatch):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    config = RunConfig(**SMALL, regularizer="none", precision="fp32")
+    config = RunConfig(task="toy-cola", max_train=64, max_eval=64, epochs=1, regularizer="none", precision="fp32")
     wanted = run(config).to_dict()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as TrainingArguments(bf16=True) of transformers 4 does
     found = run(config).to_dict()
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"  # whoever set it may want it
     assert found["isoscore"] == wanted["isoscore"] and found["predictions"] == wanted["predictions"]
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-    half = run(RunConfig(**SMALL, regularizer="none", precision="bf16")).to_dict()
+    half = run(config.model_copy(update={"precision": "bf16"})).to_dict()
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ and half["isoscore"] != wanted["isoscore"]
-
-
-# A cluster that loses what it has
 
 
 def cluster_of(ray, monkeypatch, nodes):

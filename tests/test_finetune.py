@@ -69,7 +69,7 @@ ON_GLUE = dict(task="mrpc", model="bert-base-uncased")
 )
 def test_settings_that_play_no_part_do_not_enter_the_key(one, other):
     config = RunConfig(**one)
-    assert config.key == RunConfig(**other).key == RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))).key
+    assert config.key == RunConfig(**other).key == RunConfig(**json.loads(json.dumps(config.to_dict()))).key
 
 
 def test_settings_that_play_a_part_enter_the_key():

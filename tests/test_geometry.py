@@ -1,5 +1,5 @@
-"""Measures of geometry against independent references: NumPy's decompositions, loops over pairs, SciPy's
-neighbours, scikit-dimension."""
+"""Measures of geometry against independent references: NumPy's decompositions, loops over pairs, SciPy's distances,
+scikit-dimension."""
 
 import json
 import math
@@ -9,33 +9,19 @@ import numpy as np
 import pytest
 import skdim
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy.spatial import cKDTree
+from hypothesis import given, settings, strategies as st
 from scipy.spatial.distance import cdist
 from sklearn.decomposition import PCA
 from sklearn.preprocessing import normalize
+from small_models import make
 
 import isoreg.experiments.measure as measuring
 from isoreg.corpus import TextBatches
-from isoreg.geometry import (
-    MEASURES,
-    Dimensions,
-    Measure,
-    average_cosine,
-    effective_rank,
-    geometry,
-    nearest_two,
-    outlier_dimensions,
-    partition_score,
-    rankme,
-    transformed,
-    two_nn,
-    variance_explained,
-)
+from isoreg.geometry import MEASURES, Dimensions, Measure, geometry, nearest_two, outlier_dimensions, transformed
+from isoreg.geometry import average_cosine, effective_rank, partition_score, rankme, two_nn, variance_explained
 from isoreg.isoscore import isoscore
 from isoreg.experiments.config import FisherConfig, GeometryConfig, choices
-from isoreg.experiments.measure import collect_measurements, layer_points, load_body, measure
+from isoreg.experiments.measure import layer_points, load_body, measure
 from isoreg.experiments.notebook import execute
 from isoreg.experiments.toy import toy_corpus, toy_tokenizer
 
@@ -82,9 +68,8 @@ def test_definitions(n, d):
     assert effective_rank(x) == pytest.approx(entropy_rank(s), rel=1e-8)
     assert effective_rank(x, spectrum="eigen") == pytest.approx(entropy_rank(s**2), rel=1e-8)
     assert effective_rank(x, centred=False) == pytest.approx(entropy_rank(s0), rel=1e-8)
-    assert rankme(x) == pytest.approx(entropy_rank(s0, 1e-7), rel=1e-8) and rankme(x, eps=0) == effective_rank(
-        x, centred=False
-    )
+    assert rankme(x) == pytest.approx(entropy_rank(s0, 1e-7), rel=1e-8)
+    assert rankme(x, eps=0) == effective_rank(x, centred=False)
     k = max(1, math.floor(0.3 * d + 1e-9))
     assert variance_explained(x) == pytest.approx(k / d / ((s**2)[:k].sum() / (s**2).sum()), rel=1e-10)
     assert partition_score(x, log=True) == pytest.approx(log_partition(x), abs=1e-6)
@@ -94,54 +79,18 @@ def test_definitions(n, d):
     assert found.largest == list(np.argsort(-x.var(0))[:2])
 
 
-def test_partition_uses_columns_and_both_signs():
-    x = cloud(200, 6, 3)
-    assert partition_score(x) == pytest.approx(partition_score(-x), rel=1e-12)
-    wrong = np.linalg.eigh(x.T @ x)[1]  # rows for columns, as released
-    z = [np.exp(x @ row).sum() for row in wrong]
-    assert abs(partition_score(x) - min(z) / max(z)) > 0.01
-
-
-@pytest.mark.parametrize("n, d", [(500, 3), (400, 30), (60, 200)])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_nearest_two_by_scipy(n, d, dtype):
-    x = cloud(n, d, d, dtype=dtype)
-    right = cKDTree(x.astype(np.float64)).query(x.astype(np.float64), 3)[0][:, 1:]
-    for chunk in (7, 128, 1024):
-        np.testing.assert_allclose(nearest_two(torch.from_numpy(x), chunk), right, rtol=1e-12)
+def nearest_by_scipy(x):
+    return np.sort(cdist(x, x) + np.diag(np.full(len(x), np.inf)), 1)[:, :2]
 
 
 @pytest.mark.parametrize("n, d, discard", [(400, 3, 0.1), (500, 20, 0.0), (300, 60, 0.1), (120, 300, 0.25)])
-def test_two_nn_is_scikit_dimension(n, d, discard):
+def test_two_nn_is_scikit_dimension_and_counts_equal_points_once(n, d, discard):
     x = cloud(n, d, n)
-    if discard:
-        assert two_nn(x, discard=discard) == pytest.approx(reference_skdim(x, discard), rel=1e-6)
-    else:
-        assert two_nn(x, discard=1e-9) == pytest.approx(reference_skdim(x, 1e-9), rel=1e-6) and math.isfinite(
-            two_nn(x, discard=0)
-        )
+    found = two_nn(x, discard=discard or 1e-9)
+    assert found == pytest.approx(reference_skdim(x, discard or 1e-9), rel=1e-6)
+    assert math.isfinite(two_nn(x, discard=0))
+    assert two_nn(np.concatenate([x, x[:60], x[:9]]), discard=discard or 1e-9) == pytest.approx(found, rel=1e-12)
     assert two_nn(torch.from_numpy(x).float()) == pytest.approx(two_nn(x), rel=1e-3)
-
-
-@pytest.mark.parametrize("d", [4, 24])
-def test_equal_points_count_once(d):
-    x = cloud(300, d, 2)
-    alone = two_nn(x)
-    assert alone == pytest.approx(reference_skdim(x), rel=1e-6)
-    for copies in (x[:60], x, np.concatenate([x[:9], x[:9]])):
-        rows = np.concatenate([x, copies])
-        assert two_nn(rows) == pytest.approx(alone, rel=1e-12)
-        assert two_nn(torch.from_numpy(rows).float()) == pytest.approx(alone, rel=1e-4)
-
-
-def test_two_nn_finds_the_dimension_and_keeps_its_numbers():
-    g = np.random.default_rng(0)
-    x = np.zeros((3000, 50))
-    x[:, :4] = g.uniform(size=(3000, 4))
-    assert two_nn(x @ np.linalg.qr(g.normal(size=(50, 50)))[0]) == pytest.approx(4, abs=0.3)
-    plane = np.zeros((800, 60))
-    plane[:, :5] = np.random.default_rng(0).normal(size=(800, 5))
-    assert two_nn(plane) == pytest.approx(5.0044063681, rel=1e-9)  # the first version's
 
 
 @pytest.mark.parametrize("n, d", [(200, 10), (9, 30)])
@@ -178,17 +127,6 @@ def test_precisions(dtype, n, mean):
     assert geometry(grown)["two_nn"] == a["two_nn"] and grown.grad is None
 
 
-def test_one_outlier_dimension():
-    x = np.random.default_rng(0).normal(size=(400, 50))
-    x[:, 9] *= 1e4
-    x[:, 20] += 1e4
-    found = outlier_dimensions(x)
-    assert found.by_mean[0] == 20 and found.by_variance == [9] and found.largest[0] == 9
-    assert variance_explained(x) == pytest.approx(0.3, rel=1e-6) and geometry(x)["isoscore"] < 1e-6
-    assert average_cosine(x) > 0.3 and two_nn(x) == pytest.approx(reference_skdim(x), rel=1e-4)
-    assert two_nn(x[:, [9]]) == pytest.approx(1, abs=0.15)
-
-
 def test_outliers_by_the_rules():
     g = np.random.default_rng(1)
     x = g.normal(size=(500, 40)) * g.uniform(0.5, 4, size=40) + g.normal(size=40) ** 3
@@ -202,17 +140,14 @@ def test_outliers_by_the_rules():
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    n=st.integers(3, 60), d=st.integers(1, 8), chunk=st.integers(1, 70), seed=st.integers(0, 10**6),
-    copies=st.integers(0, 20), coarse=st.booleans(), offset=st.sampled_from([0, 1e6]),
-)  # fmt: skip
-def test_nearest_two_of_any_points(n, d, chunk, seed, copies, coarse, offset):
+@given(st.integers(3, 60), st.integers(1, 8), st.integers(1, 70), st.data(), st.booleans(), st.sampled_from([0, 1e6]))
+def test_nearest_two_of_any_points(n, d, chunk, data, coarse, offset):
+    seed, copies = data.draw(st.integers(0, 10**6)), data.draw(st.integers(0, 20))
     x = np.random.default_rng(seed).normal(size=(n, d)) + offset
     if coarse:
         x = np.round(x)  # ties and copies
     x = np.concatenate([x, x[:copies]])
-    right = np.sort(cdist(x, x) + np.diag(np.full(len(x), np.inf)), 1)[:, :2]
-    np.testing.assert_allclose(nearest_two(torch.from_numpy(x), chunk), right, rtol=1e-12)
+    np.testing.assert_allclose(nearest_two(torch.from_numpy(x), chunk), nearest_by_scipy(x), rtol=1e-12)
 
 
 def test_nearest_two_of_hard_clouds():
@@ -222,8 +157,7 @@ def test_nearest_two_of_hard_clouds():
     far[::2] += 1e5
     outlier[0] = 1e6
     for rows in (wide, far, outlier, 1e-30 * x, np.concatenate([x, np.full((260, 1), 3e8)], 1)):
-        right = np.sort(cdist(rows, rows) + np.diag(np.full(260, np.inf)), 1)[:, :2]
-        np.testing.assert_allclose(nearest_two(torch.from_numpy(rows)), right, rtol=1e-8)
+        np.testing.assert_allclose(nearest_two(torch.from_numpy(rows)), nearest_by_scipy(rows), rtol=1e-8)
 
 
 @settings(max_examples=25, deadline=None)
@@ -307,40 +241,20 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_bad_input_is_named(number):
-    call, message = REFUSED[number]
+@pytest.mark.parametrize("call, message", REFUSED)
+def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call(cloud())
 
 
-# The record of a model, layer by layer
-
 TINY = dict(limit=60, batch_size=7)
-
-
-def states_of(model, tokenizer, texts):
-    "Hidden states of each text alone, without padding: lists of (layers, tokens, d)."
-    with torch.no_grad():
-        return [
-            torch.stack(
-                model(input_ids=torch.tensor([tokenizer(t)["input_ids"]]), output_hidden_states=True).hidden_states
-            )[:, 0]
-            for t in texts
-        ]
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    from transformers import GPT2Config, GPT2Model
-
     folder = tmp_path_factory.mktemp("gpt2")
-    torch.manual_seed(0)
-    tokenizer = toy_tokenizer()
-    GPT2Model(GPT2Config(vocab_size=len(tokenizer), n_embd=24, n_layer=2, n_head=2, n_positions=64)).save_pretrained(
-        folder
-    )
-    tokenizer.save_pretrained(folder)
+    make("gpt2", head="Model", n_positions=64, vocab_size=len(toy_tokenizer())).save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
@@ -359,9 +273,14 @@ def test_record_by_single_texts(tmp_path, gpt2, kind, pooling):
     config = GeometryConfig(**TINY, pooling=pooling, **({"model": gpt2} if kind == "decoder" else {}))
     record = measure(config, tmp_path)
     model, tokenizer, _ = load_body(config)
-    places = {"tokens": slice(None), "cls": slice(1), "last": slice(-1, None)}
-    pool = lambda h: h.mean(1, keepdim=True) if pooling == "mean" else h[:, places[pooling]]
-    points = torch.cat([pool(h) for h in states_of(model, tokenizer, toy_corpus(60, seed=1))], 1)
+    places, points = {"tokens": slice(None), "cls": slice(1), "last": slice(-1, None)}, []
+    for text in toy_corpus(60, seed=1):  # each alone, without padding
+        with torch.no_grad():
+            ids = torch.tensor([tokenizer(text)["input_ids"]])
+            states = model(input_ids=ids, output_hidden_states=True).hidden_states
+        h = torch.cat(states)
+        points.append(h.mean(1, keepdim=True) if pooling == "mean" else h[:, places[pooling]])
+    points = torch.cat(points, 1)
     assert record["points"] == record["available"] == points.shape[1] and record["dims"] == points.shape[2]
     assert [row["layer"] for row in record["layers"]] == list(range(len(points)))
     for row, x in zip(record["layers"], points):
@@ -370,8 +289,8 @@ def test_record_by_single_texts(tmp_path, gpt2, kind, pooling):
             if not (math.isnan(right[name]) or (pooling == "cls" and row["layer"] == 0)):
                 assert row[name] == pytest.approx(right[name], rel=1e-3, abs=1e-3), (row["layer"], name)
         assert ("isoscore_corrected" in row) == (pooling != "tokens")
-    np.testing.assert_allclose(record["dimensions"]["mean"], points[-1].mean(0), rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(record["dimensions"]["std"], points[-1].std(0), rtol=1e-3, atol=1e-4)
+    for name in ("mean", "std"):
+        np.testing.assert_allclose(record["dimensions"][name], getattr(points[-1], name)(0), rtol=1e-3, atol=1e-4)
 
 
 def test_first_token_before_the_first_layer_has_no_geometry(tmp_path):
@@ -388,34 +307,24 @@ def test_points_are_drawn_alike_in_all_layers_and_layers_chosen(tmp_path):
     rows = [int((every[1][0] == x).all(1).nonzero()[0, 0]) for x in some[1][0]]
     assert some[1].shape[1] == 50 and some[2] == every[1].shape[1]
     assert all(any((e == x).all() for e in every[1][-1]) for x in some[1][-1]) and len(set(rows)) > 20
-    config = GeometryConfig(**TINY, layers="0, -1,0", points=100)
-    record = measure(config, tmp_path / "a")
-    assert (
-        [row["layer"] for row in record["layers"]] == [0, 4]
-        and record["points"] == 100
-        and record["dimensions"]["layer"] == 4
-    )
+    record = measure(GeometryConfig(**TINY, layers="0,-1,0", points=100), tmp_path / "a")
+    assert [row["layer"] for row in record["layers"]] == [0, 4]
+    assert record["points"] == 100 and record["dimensions"]["layer"] == 4
     with pytest.raises(ValueError, match="layers: .*0 to 4"):
         measure(GeometryConfig(**TINY, layers="7"), tmp_path / "b")
     assert not (tmp_path / "b" / "record.json").exists()
 
 
-def test_finished_record_is_returned_and_collected(tmp_path, monkeypatch):
-    config = GeometryConfig(**TINY, layers="-1")
-    told = []
-    record = measure(config, tmp_path / "runs" / "a", told.append)
-    assert record["kind"] == "geometry" and record["status"] == "done" and record["key"] == config.key and told
-    monkeypatch.setattr(measuring, "load_body", lambda config: pytest.fail("measured again"))
-    assert measure(config, tmp_path / "runs" / "a") == record
-    assert collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl") == [record]
-
-
-def test_a_record_of_a_text_that_has_changed_is_not_recloud(tmp_path):
+def test_a_finished_record_is_returned_until_its_text_changes(tmp_path, monkeypatch):
     text, sentences = tmp_path / "t.txt", toy_corpus(60)
     text.write_text("\n".join(sentences[:40]))
     config = GeometryConfig(**TINY | {"corpus": str(text)}, layers="-1")
     first = measure(config, tmp_path / "a")
-    assert measure(config, tmp_path / "a") == first and set(first["inputs"]) == {"corpus"}
+    assert (first["kind"], first["status"], first["key"]) == ("geometry", "done", config.key)
+    assert set(first["inputs"]) == {"corpus"}
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "load_body", lambda config: pytest.fail("measured again"))
+        assert measure(config, tmp_path / "a") == first
     text.write_text("\n".join(sentences[20:]))
     second = measure(config, tmp_path / "a")
     assert second["key"] == first["key"] and second["layers"] != first["layers"]
@@ -423,8 +332,8 @@ def test_a_record_of_a_text_that_has_changed_is_not_recloud(tmp_path):
 
 def test_a_fisher_run_begins_anew_when_its_text_has_changed(tmp_path):
     text, sentences, told = tmp_path / "t.txt", toy_corpus(60), []
-    text.write_text("\n".join(sentences[:40]))
     config = FisherConfig(corpus=str(text), shares="50", draws=1)
+    text.write_text("\n".join(sentences[:40]))
     first = measure(config, tmp_path / "a")
     text.write_text("\n".join(sentences[20:]))
     second = measure(config, tmp_path / "a", told.append)
@@ -436,9 +345,6 @@ def test_notebook_runs(tmp_path, gpt2):
     execute("geometry", tmp_path / "out.ipynb", {"model": gpt2, "limit": 40, "pooling": "mean", "out": str(tmp_path)})
     (record,) = [json.loads(p.read_text()) for p in tmp_path.rglob("record.json")]
     assert record["config"]["pooling"] == "mean" and len(record["layers"]) == 3
-
-
-# ---- linear steps
 
 
 def test_linear_steps_against_scikit_learn():

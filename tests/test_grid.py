@@ -118,6 +118,8 @@ def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
         ("axes: {m: [{lam: 1}, 2]}", "1 of 2 .*m: unknown setting"),
         ("exclude: [{seed: 0}]", "exclude: unknown setting; did you mean 'include'"),
         ("blocks: [{names: a}]", "names: unknown setting; did you mean 'name'"),
+        ("blocks: [{name: a}, {name: a}]", "g.yaml: blocks: two have the same name"),
+        ("blocks: [{name: 2}, {}]", "g.yaml: blocks: two have the same name"),  # the second block is 2
         ("axes: {lam: [.inf, 1]}", "1 of 2 .*lam: Input should be a finite number"),
         ("axes: {seed: 0..999999999999}", "more than 100000 combinations"),
         ("axes: {1: [2]}", "1: unknown setting"),
@@ -245,6 +247,11 @@ def test_selection_refuses_what_would_flatter(plan_of):
     assert {seed for (seed,) in settings(plan_of(final_grid(choices, "3")), "seed")} == {3}
     with pytest.raises(ValueError, match="seeds: 100 was searched on"):
         final_grid(choices, "99..100")
+    for seeds in ("abc", "0,1", "[0, 1.5]"):
+        with pytest.raises(ValueError, match="seeds: .* is no number and no range"):
+            final_grid(choices, seeds)
+    with pytest.raises(ValueError, match="grid: g has runs of fisher; only those of finetune have a score"):
+        choose(plan_of("notebook: fisher\naxes: {seed: [100, 101]}"), [])
 
 
 def test_select_writes_the_grid_of_the_final_runs_of_what_was_swept(tmp_path, plan_of):

@@ -189,6 +189,8 @@ def test_head_alone_is_learnt_back_below_the_baseline(tmp_path):
         hf.AutoModel.from_pretrained(p, add_pooling_layer=False).state_dict() for p in (model, toy_model_path())
     )
     assert all(torch.equal(encoder[n], shipped[n]) for n in shipped if "pooler" not in n)
+    # transformers 4 knows this name, and not the TokenizersBackend of transformers 5
+    assert json.loads((model / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
     said = [t("a dog sleeps.")["input_ids"] for t in (hf.AutoTokenizer.from_pretrained(model), toy_tokenizer())]
     assert said[0] == said[1]
     stamp = (folder / "record.json").stat().st_mtime_ns
@@ -258,10 +260,31 @@ def test_killed_and_resumed_is_the_run_left_alone(tmp_path):
     assert_equal_runs(tmp_path, PretrainConfig(**KILLED), 2, 5)
 
 
-def test_killed_after_the_last_step(tmp_path, monkeypatch):
-    def die(*args):
-        raise KeyboardInterrupt
+def die(*args):
+    raise KeyboardInterrupt
 
+
+def test_an_interrupted_run_goes_on_with_its_own_texts_only(tmp_path, monkeypatch):
+    file, out = tmp_path / "c.txt", tmp_path / "out"
+    sentences = toy_corpus(60)
+    file.write_text("\n".join(sentences))
+    config = PretrainConfig(corpus=str(file), steps=4, packed=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("isoreg.experiments.pretrain.save_model", die)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(config, out, 1, 2)
+    assert last_checkpoint(out / config.key, 4).name == "checkpoint-2"
+    for changed in (sentences[::-1], [*sentences[:-1], "a dog sleeps."]):  # all of it, and the held-out part alone
+        file.write_text("\n".join(changed))
+        with pytest.raises(ValueError, match="out: .*interrupted run with other .*text; remove it"):
+            pretrain(config, out, 1, 2)
+    assert not (out / config.key / "record.json").exists()
+    file.write_text("\n".join(sentences))
+    assert pretrain(config, out, 1, 2)["steps"] == 4
+    assert sorted(p.name for p in (out / config.key).iterdir()) == ["record.json", "toy-bert"]
+
+
+def test_killed_after_the_last_step(tmp_path, monkeypatch):
     config = PretrainConfig(limit=200, steps=4)
     with monkeypatch.context() as patch:
         patch.setattr("isoreg.experiments.pretrain.save_model", die)

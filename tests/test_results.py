@@ -12,6 +12,7 @@ import pytest
 from forked import run
 
 from isoreg.experiments.config import RunConfig
+from isoreg.experiments.grid import expand, load_grid
 from isoreg.files import unpack
 from isoreg.report.records import load
 from isoreg.experiments.data import load_metric, load_task, resample
@@ -20,15 +21,15 @@ ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"
 TABLES = sorted((NBS / "tables").glob("*.ipynb"))
 GUIDES = sorted((NBS / "guides").glob("*.ipynb"))
-RECORDS, FIRST, SECOND = (
-    [json.loads(line) for line in (NBS / "results" / f"{name}.jsonl").read_text().splitlines()]
-    for name in ("runs", "istar_first", "second")
-)
-for part in ("second_further", "second_gpu"):
-    SECOND += [json.loads(line) for line in (NBS / "results" / f"{part}.jsonl").read_text().splitlines()]
-BASE = [
-    json.loads(line) for path in sorted((NBS / "results").glob("base*.jsonl")) for line in path.read_text().splitlines()
-]
+
+
+def stored(pattern):
+    "The records of the files of results whose names fit."
+    paths = sorted((NBS / "results").glob(f"{pattern}.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+RECORDS, FIRST, SECOND, BASE = (stored(pattern) for pattern in ("runs", "istar_first", "second*", "base*"))
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 
 
@@ -143,130 +144,108 @@ def test_pages_repeat_the_numbers_of_the_registered_round(page, count):
 
 def test_every_record_is_whole_and_clean():
     for r in RECORDS + SECOND + BASE:
-        assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), (
-            f"{r['key']}: commit {r['git_commit']}: local changes, or none"
-        )
+        assert r["status"] == "done" and re.fullmatch(r"[0-9a-f]{40}", r["git_commit"]), r["key"]  # no local changes
         assert r["data"]["train_rows"] and r["data"]["evaluation_rows"] and r["hardware"]["precision"]
     assert len({r["key"] for r in RECORDS}) == len(RECORDS)
 
 
 @pytest.fixture
-def as_it_ran(tmp_path, monkeypatch):
-    "A folder in which the relative paths of the records lead to the data."
+def here(tmp_path, monkeypatch):
+    "A folder in which the relative paths of the records lead to the notebooks."
+    (tmp_path / "nbs").symlink_to(NBS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def as_it_ran(here):
+    "The same, with the data."
     if not (DATA and MODELS):
         pytest.skip("needs ISOREG_DATA and ISOREG_MODELS")
-    for name, there in (("data", DATA), ("models", MODELS), ("nbs", NBS)):
-        (tmp_path / name).symlink_to(there)
-    monkeypatch.chdir(tmp_path)
+    (here / "data").symlink_to(DATA)
+    (here / "models").symlink_to(MODELS)
+
+
+def planned(*grids, **overrides):
+    "The runs of grids, by their names' pattern."
+    paths = [path for pattern in grids for path in sorted((NBS / "grids").glob(f"{pattern}.yaml"))]
+    assert len(paths) >= len(grids)
+    return [run for path in paths for run in expand(load_grid(path), overrides=overrides).runs]
+
+
+def keys(runs):
+    return {run.key for run in runs}
 
 
 def test_every_record_is_of_a_shipped_grid(as_it_ran):
-    from isoreg.experiments.grid import expand, load_grid
-
-    also = [  # as the plan has it: in fp32 on processors without bf16, and each batch read as a whole on a GPU
-        run
-        for name in ("second-dropout", "second-istar", "second-search", "second-epochs", "second-larger")
-        for more in ({}, {"length_groups": 1})
-        for run in expand(load_grid(name), overrides={"precision": "fp32"} | more).runs
-    ]
-    for pattern, records, more in (("small-*.yaml", RECORDS, []), ("second-*.yaml", SECOND, also)):
-        planned = [run for path in (NBS / "grids").glob(pattern) for run in expand(load_grid(path)).runs]
-        keys = {run.key for run in [*planned, *more]}
-        assert not [r["key"] for r in records if r["key"] not in keys]
+    "As the plan has it, also in fp32 on processors without bf16, and each batch read as a whole on a GPU."
+    fp32 = [f"second-{name}" for name in ("dropout", "istar", "search", "epochs", "larger")]
+    ways = [planned(*fp32, precision="fp32", **more) for more in ({}, {"length_groups": 1})]
+    assert {r["key"] for r in RECORDS} <= keys(planned("small-*"))
+    assert {r["key"] for r in SECOND} <= keys(planned("second-*")).union(*map(keys, ways))
 
 
 def test_second_round_is_as_planned():
     "Random batches, one commit, and what an interval with both errors needs."
     assert len({r["git_commit"] for r in SECOND}) == 1
     for r in SECOND:
-        assert (
-            r["config"]["batches"] == "random"
-            and len(unpack(r["resampled"])) == 5000
-            and r["loss"]["step"]
-            and r["hardware"]["cpu_flags"]
-        )
+        assert r["config"]["batches"] == "random" and len(unpack(r["resampled"])) == 5000
+        assert r["loss"]["step"] and r["hardware"]["cpu_flags"]
 
 
-def test_base_size_round_is_as_planned(tmp_path, monkeypatch):
+def test_base_size_round_is_as_planned(here):
     "Each run is of a grid of the plan, read in groups or as a whole; the counted ones of a device are of one commit."
-    from isoreg.experiments.grid import expand, load_grid
-
-    (tmp_path / "base-data").mkdir()
-    (tmp_path / "nbs").symlink_to(NBS)
-    monkeypatch.chdir(tmp_path)
-    grids = (NBS / "grids").glob("base-*.yaml")
-    ways = [{}, {"length_groups": 1}]
-    keys = {run.key for path in grids for way in ways for run in expand(load_grid(path), overrides=way).runs}
-    assert not [r["key"] for r in BASE if r["key"] not in keys]
+    (here / "base-data").mkdir()
+    assert {r["key"] for r in BASE} <= keys(planned("base-*")) | keys(planned("base-*", length_groups=1))
     counted = [r for r in BASE if r["config"]["seed"] != 99]
     assert len({r["git_commit"] for r in counted}) <= 1 and all(len(unpack(r["resampled"])) == 5000 for r in counted)
 
 
 def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_ran):
     "MRPC was read without groups at first: a grid has the same runs with them."
-    from isoreg.experiments.grid import expand, load_grid
-
-    runs = expand(load_grid(NBS / "grids" / "small-istar.yaml")).runs
     bare = lambda config: {k: v for k, v in RunConfig.from_record(config).to_dict().items() if k != "length_groups"}
-    keys, planned = {run.key for run in runs}, [bare(run.config) for run in runs]
+    runs = planned("small-istar")
+    configs = [bare(run.config) for run in runs]
     for r in FIRST:
-        assert bare(r["config"]) in planned and (r["key"] in keys) == (r["config"]["task"] == "cola"), r["key"]
+        in_grid = r["key"] in keys(runs)
+        assert bare(r["config"]) in configs and in_grid == (r["config"]["task"] == "cola"), r["key"]
 
 
-@pytest.mark.parametrize("kind", ["fisher", "geometry"])
-def test_the_measurements_are_those_of_their_grid(kind):
-    from isoreg.experiments.grid import expand, load_grid
-
-    stored = [json.loads(line)["key"] for line in (NBS / "results" / f"{kind}.jsonl").read_text().splitlines()]
-    assert sorted(stored) == sorted(run.key for run in expand(load_grid(NBS / "grids" / f"small-{kind}.yaml")).runs)
-
-
-def test_the_surfaces_are_those_of_their_grid_with_one_estimate(tmp_path, monkeypatch):
-    "The stored runs took a Fisher estimate by --set; their keys are of its path."
-    from isoreg.experiments.grid import expand, load_grid
-
-    stored = [json.loads(line) for line in (NBS / "results" / "landscape.jsonl").read_text().splitlines()]
-    (place,) = {r["config"]["fisher"] for r in stored} - {None}
-    (tmp_path / place).mkdir(parents=True)
-    (tmp_path / place / "record.json").write_text(json.dumps({"tensor_scores": {"a": 1.0}}))
-    monkeypatch.chdir(tmp_path)
-    assert sorted(r["key"] for r in stored) == sorted(
-        run.key for run in expand(load_grid(NBS / "grids" / "small-landscape.yaml"), overrides={"fisher": place}).runs
-    )
+@pytest.mark.parametrize("kind", ["fisher", "geometry", "landscape"])
+def test_the_measurements_are_those_of_their_grid(kind, here):
+    "The stored surfaces took a Fisher estimate by --set; their keys are of its path."
+    records, options = stored(kind), {}
+    if kind == "landscape":
+        (place,) = {r["config"]["fisher"] for r in records} - {None}
+        (here / place).mkdir(parents=True)
+        (here / place / "record.json").write_text(json.dumps({"tensor_scores": {"a": 1.0}}))
+        options = {"fisher": place}
+    assert sorted(r["key"] for r in records) == sorted(run.key for run in planned(f"small-{kind}", **options))
 
 
-def test_keys_follow_from_the_configurations(tmp_path, monkeypatch):
+def test_keys_follow_from_the_configurations(here):
     for name in ("data", "base-data"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "nbs").symlink_to(NBS)
-    monkeypatch.chdir(tmp_path)
+        (here / name).mkdir()
     for r in RECORDS + FIRST + SECOND + BASE:
         config = RunConfig.from_record(r["config"])
         assert config.key == r["key"] and config.to_record().items() >= r["config"].items()
 
 
 def test_metrics_follow_from_the_kept_predictions(as_it_ran):
-    seen = {}
-    for r in RECORDS:
-        if r.get("predictions"):
-            seen.setdefault(
-                (r["config"]["task"], r["config"]["regularizer"], r["config"]["dropout"], r["config"]["lam"]), r
-            )
+    kind = lambda c: (c["task"], c["regularizer"], c["dropout"], c["lam"])
+    seen, truth = {kind(r["config"]): r for r in reversed(RECORDS) if r.get("predictions")}, {}
     assert seen
-    truth = {}
     for r in seen.values():
         c = r["config"]
         data = truth.setdefault(c["task"], load_task(c["task"], c["data_dir"], c["train_split"], c["eval_split"]))
-        metric = load_metric(data.task).compute(
-            predictions=unpack(r["predictions"]), references=np.array(data.evaluation["label"])
-        )
+        labels = np.array(data.evaluation["label"])
+        metric = load_metric(data.task).compute(predictions=unpack(r["predictions"]), references=labels)
         assert {m: metric[m] for m in r["metrics"]} == pytest.approx(r["metrics"], abs=1e-6), r["key"]
 
 
 def test_collapsed_means_one_class():
-    for r in RECORDS:
-        if r.get("predictions") and r["predictions"]["kind"] == "int16":
-            assert r["collapsed"] == (len(set(unpack(r["predictions"]).tolist())) == 1)
+    classes = [r for r in RECORDS if r.get("predictions") and r["predictions"]["kind"] == "int16"]
+    assert classes and all(r["collapsed"] == (len(set(unpack(r["predictions"]))) == 1) for r in classes)
 
 
 def test_table_of_runs_has_every_record():
@@ -312,15 +291,8 @@ def overview():
     return rows
 
 
-WORDS = (
-    "holds",
-    "holds at learning rate 5e-5, three epochs",
-    "holds in part",
-    "does not hold",
-    "inconclusive",
-    "too few seeds for this test",
-    "not tested",
-)
+HOLDS = "holds at learning rate 5e-5, three epochs"
+WORDS = {"holds", HOLDS, "holds in part", "does not hold", "inconclusive", "too few seeds for this test", "not tested"}
 
 
 def test_every_claim_has_a_known_verdict_and_opens_to_the_whole_of_it(overview):
@@ -331,13 +303,8 @@ def test_every_claim_has_a_known_verdict_and_opens_to_the_whole_of_it(overview):
         heads = re.findall(r"^- \*(.*?):\*", text, re.MULTILINE)
         assert heads == ["Published", "As released", "Corrected, here", "Verdict", "Table"], row
         assert f"- *Verdict:* {word}" in text, row
-
-
-def test_an_answer_is_short(overview):
-    "About two lines of each cell at the width of the site."
-    for row in overview:
-        for name in ("claim", "verdict", "size here", "in the paper", "table"):
-            assert len(LINK.sub(r"\1", row[name])) < 70, row[name]
+        cells = [row[name] for name in ("claim", "verdict", "size here", "in the paper", "table")]
+        assert all(len(LINK.sub(r"\1", cell)) < 70 for cell in cells), row  # two lines at the width of the site
 
 
 def test_the_size_of_a_claim_opens_its_runs(overview):
@@ -354,20 +321,10 @@ def test_the_size_of_a_claim_opens_its_runs(overview):
     assert kinds == {"runs", "geometry", "fisher", "landscape"}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "raised and lowered",
-        "average cosine",
-        "outlier dimensions",
-        "costs nothing",
-        "One schedule",
-        "best rate of standard",
-        "landscape is how",
-        "L2",
-        "tiny shares",
-    ],
-)
+CLAIMS = "raised and lowered; average cosine; outlier dimensions; costs nothing; One schedule; best rate of standard"
+
+
+@pytest.mark.parametrize("words", [*CLAIMS.split("; "), "landscape is how", "L2", "tiny shares"])
 def test_no_claim_of_the_papers_is_passed_over(words, overview):
     assert [row for row in overview if words in row["claim"]]
 
@@ -375,11 +332,8 @@ def test_no_claim_of_the_papers_is_passed_over(words, overview):
 def test_runs_of_one_class_are_no_test_of_isotropy(overview):
     (row,) = (row for row in overview if row["claim"] == "Lowering isotropy helps")
     tests, _, left = row["opens"][-1].partition("no test")
-    assert (
-        row["verdict"] == "too few seeds for this test"
-        and "λ=-5 on cola (6 of 6)" in left
-        and "λ=-5, cola" not in tests
-    )
+    assert row["verdict"] == "too few seeds for this test"
+    assert "λ=-5 on cola (6 of 6)" in left and "λ=-5, cola" not in tests
 
 
 def test_the_overview_answers_before_it_shows_code():
@@ -391,23 +345,16 @@ def test_the_overview_answers_before_it_shows_code():
     assert published[-1].outputs[0].data["text/markdown"].startswith("<details><summary>Code")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "no consistent signal(?! of worsening)",
-        "dimensions as there are texts",
-        "layer 12 whatever was asked",
-        "beats 10 %",
-        r"refuse anything below 4\.22",
-        "GPU 0 is taken for no GPU",
-        "or a multiple of 10,000",
-        "each panel has its own scale",
-    ],
+WRONG = (
+    r"no consistent signal(?! of worsening)|dimensions as there are texts|layer 12 whatever was asked|beats 10 %"
+    r"|refuse anything below 4\.22|GPU 0 is taken for no GPU|or a multiple of 10,000|each panel has its own scale"
 )
-def test_no_page_says_what_was_wrong_about_the_papers_or_their_code(wrong):
+
+
+def test_no_page_says_what_was_wrong_about_the_papers_or_their_code():
     pages = {p.name: prose(nbformat.read(p, 4)) for p in NBS.rglob("*.ipynb")}
     pages["README.md"] = (ROOT / "README.md").read_text()
-    assert not [name for name, text in pages.items() if re.search(wrong, text)]
+    assert not {name: found for name, text in pages.items() if (found := re.findall(WRONG, text))}
 
 
 PLANNED = {"batches": "random", "length_groups": 1, "lr": 5e-5, "epochs": 3, "dropout": "standard", "correction": None}
@@ -434,8 +381,7 @@ def test_the_front_page_answers_as_the_page_of_the_registered_round():
 def test_the_front_page_names_the_effect_of_cosreg_as_the_records_have_it():
     "Computed from the lines of the file, without the library."
     scores, readme = {}, " ".join((ROOT / "README.md").read_text().split())
-    for line in (NBS / "results" / "runs.jsonl").read_text().splitlines():
-        r = json.loads(line)
+    for r in RECORDS:
         c = r["config"]
         if c["seed"] < 100 and c["train_fraction"] == 1 and c["dropout"] == "standard":
             scores[c["regularizer"], c["task"], c["seed"]] = r["value"]
@@ -483,7 +429,7 @@ def test_verdicts_do_not_contradict_the_interval_beside_them(overview):
     assert verdicts["The Fisher information stands for the Hessian"] == "inconclusive"
     assert verdicts["Below 40 % of the parameters the surface stays the same"] == "inconclusive"
     assert verdicts["A few outlier dimensions dominate"] == "not tested"
-    assert verdicts["Guided dropout scores higher than standard and Gaussian dropout"] == WORDS[1]
+    assert verdicts["Guided dropout scores higher than standard and Gaussian dropout"] == HOLDS
 
 
 def test_the_overview_counts_fine_tuning_other_models_and_algebra_apart(overview):
@@ -502,11 +448,7 @@ def test_the_plan_has_the_right_counts_of_runs():
     order = sum(t < at("2026-11-24T00:08:45+00:00") for t in began)
     on_gpu = sum(t < at("2026-11-27T18:06:09+00:00") for t in ended)
     assert f"committed when {order} had started" in plan and f"committed at {on_gpu} runs, not 365" in plan
-    seed2 = [
-        r
-        for r in SECOND
-        if (r["config"]["task"], r["config"]["seed"], r["config"]["regularizer"]) == ("cola", 2, "istar")
-    ]
+    seed2 = [r for r in SECOND if r["config"] | {"task": "cola", "seed": 2, "regularizer": "istar"} == r["config"]]
     assert sum(r["hardware"]["precision"] == "bf16" for r in seed2) == 8  # seven strengths, and no shrinkage
     weak = {"task": "cola", "regularizer": "istar", "lam": -0.1, "zeta": 0.2}
     known = [r["started"] for r in RECORDS if r["config"] | weak == r["config"]]

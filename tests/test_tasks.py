@@ -99,6 +99,17 @@ def test_a_field_of_another_kind_is_refused_by_name(change):
 def test_a_record_of_lists_and_single_names_is_one_of_tuples():
     task = Task(**OWN | dict(text="text", metrics=["accuracy", "f1"], hub="a/b", official_rows={"train": 5}))
     assert (task.text, task.metrics, task.hub) == (("text",), ("accuracy", "f1"), ("a/b", None))
+    assert Task("mine", labels=[False, True], folder="mine").labels == ("False", "True")  # as YAML reads no and yes
+
+
+def test_rows_of_a_definition_are_a_table_or_pairs_and_keep_their_key():
+    values = {"name": "mine", "hub": "a/b", "labels": ["a", "b"]}
+    pairs = [["train", 5], ["validation", 3]]  # as stored runs have them
+    for rows in (dict(pairs), pairs):
+        config = RunConfig(task="mine", definition=values | {"official_rows": rows})
+        assert config.definition["official_rows"] == pairs and config.key.endswith("-cd14171604")
+        assert RunConfig.from_record(config.to_record()).key == config.key
+    assert from_definition(config.definition).official_rows == dict(pairs)
 
 
 @given(bits)
@@ -329,6 +340,7 @@ def of_csv(tmp_path, train, evaluation, names=()):
         ((), "1.0 2.0 3.0", "2 3", ([0, 1, 2], [1, 2])),
         ((), "0.5 1.0 1.5", "1.0 1.0", ([0, 1, 2], [1, 1])),
         ((), "1.0 other", "1 1.0", ([0, 1], [0, 0])),
+        ((), "none favor against", "favor none", ([2, 1, 0], [1, 2])),
         (("1.0", "2.0"), "1 2", "2.0 1.0", ([0, 1], [1, 0])),
         (("2", "1", "0"), "0.0 1.0 2.0", "2 0", ([2, 1, 0], [0, 2])),
         (("02", "01", "00"), "00 01 02", "01 01", ([2, 1, 0], [1, 1])),
@@ -358,9 +370,15 @@ def test_an_empty_label_is_missing_and_an_empty_text_is_a_text(tmp_path):
         with pytest.raises(ValueError, match="of own: column label: 1 of 3 rows have no valid label"):
             load_task(Task("own", files=split, labels=names))
     assert load_task(Task("own", files=split, label="kind")).train["text"][:] == ["a", "", "c"]
-    write(tmp_path, "nan.parquet", [{"text": "a", "label": x} for x in (0.0, 1.0, math.nan)])
-    with pytest.raises(ValueError, match="1 of 3 rows have no valid label"):
-        load_task(Task("own", files=dict.fromkeys(split, str(tmp_path / "nan.parquet"))))
+    for labels, metric in (
+        ((0.0, 1.0, math.nan), "accuracy"),
+        (("None", "some", None), "accuracy"),  # a word, and a gap
+        ((0.5, -1.0, math.inf), "pearson"),
+        ((0.5, -1.0, -math.inf), "pearson"),
+    ):
+        write(tmp_path, "gap.parquet", [{"text": "a", "label": x} for x in labels])
+        with pytest.raises(ValueError, match="1 of 3 rows have no valid label"):
+            load_task(Task("own", metric=metric, files=dict.fromkeys(split, str(tmp_path / "gap.parquet"))))
 
 
 def test_a_task_is_added_in_one_place(tmp_path, monkeypatch):

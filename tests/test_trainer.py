@@ -460,6 +460,26 @@ def test_a_reloaded_model_trains_with_its_schedule(tmp_path):
     assert set(rates(loaded).values()) == {0.1}
 
 
+def test_a_model_that_the_trainer_makes_has_its_schedule(tmp_path):
+    scheduled().save_pretrained(tmp_path)
+    args = TrainingArguments(output_dir=str(tmp_path / "out"), max_steps=1, **OFF | SGD)
+    make = lambda: BertForSequenceClassification.from_pretrained(tmp_path)
+    trainer = InOrder(None, args, train_dataset=examples(8, 0), model_init=make)
+    trainer.train()
+    assert rates(trainer.model) == pytest.approx(rates(scheduled()))
+
+
+def test_penalties_come_in_any_collection_and_have_one_reference_each():
+    p = IStar(-1)
+    for given in ([p, p], (q for q in [p, p]), torch.nn.ModuleList([p, p])):
+        trainer = make_trainer(given, examples(8, 0))
+        assert trainer.penalties == [p, p]
+        assert sum(getattr(c, "penalty", None) is p for c in trainer.callback_handler.callbacks) == 1
+    for wrong in (5, IStar, [IStar]):
+        with pytest.raises(ValueError, match="penalty: .* is no torch module"):
+            make_trainer(wrong, examples(8, 0))
+
+
 def test_a_resumed_training_has_the_schedule_of_its_checkpoint():
     out, ends = tempfile.mkdtemp(), []
     for model, checkpoint in (scheduled(), None), (small_bert(0.1), f"{out}/checkpoint-2"), (scheduled(0.2), None):
@@ -507,7 +527,10 @@ def test_held_out_isotropy_is_a_metric_that_names_the_best_model(kind):
     assert trainer.state.best_metric == max(h["union"] for h in log.history[1:])
     logged = [e["eval_isoscore"] for e in trainer.state.log_history if "eval_isoscore" in e]
     assert logged == ([h["union"] for h in log.history[1:]] if kind is InOrder else [])
-    assert trainer.evaluate()["eval_isoscore"] == log.history[-1]["union"]
+    score = trainer.evaluate()["eval_isoscore"]
+    assert score == log.history[-1]["union"]
+    trainer.model.bert.embeddings.word_embeddings.weight.data[:, 0] *= 5  # after training the weights may change
+    assert trainer.evaluate()["eval_isoscore"] != score
     assert "test_isoscore" not in trainer.predict(examples(4, 9)).metrics
 
 

@@ -157,7 +157,7 @@ class TaskSettings(Settings):
 class DropoutSettings(Settings):
     "Which units are left out, and how often."
     dropout: Dropout | str = setting(  # type: ignore[valid-type]
-        "standard", "scheme of dropout: one of these, or a schedule file (.json)")
+        "standard", "scheme of dropout (with regularizer=none alone): one of these, or a schedule file (.json)")
     scores: str | None = setting(None, "guided: file of scores, or corpus:TEXT; or the task's own")
     dropout_p: float | None = setting(
         None, "rate of all sites; guided: the highest, else 0.1; mixout: probability", ge=0, lt=1)
@@ -359,13 +359,14 @@ CORPUS = "corpus:"  # before the name of a text in `scores`
 def scores_texts(scores: str | None) -> list[str]:
     "Return the files, or names on the hub, of the text of `scores`; none for a file of scores."
     if scores is None or not scores.startswith(CORPUS): return []
-    return [s.strip() for s in scores.removeprefix(CORPUS).split(",")]
+    return [s.strip() for s in scores.removeprefix(CORPUS).split(",") if s.strip()]
 
 
 def check_scores(scores: str) -> None:
     "Raise `ValueError` for what is neither a file of scores nor a text; the hub is not asked yet."
     from isoreg.fisher import load_scores
     if not scores.startswith(CORPUS): load_scores(scores)
+    elif not scores_texts(scores): raise ValueError(f"scores: {scores!r} names no text; write {CORPUS}FILE")
     for source in scores_texts(scores): file_kind(source)
 
 
@@ -479,23 +480,28 @@ class FisherConfig(LossSettings):
     sample: Literal["sequence", "position"] = setting("sequence", "what one gradient is of")
     level: Literal["diagonal", "tensor"] = setting("diagonal", "a number a parameter, or a tensor")
     shares: str = setting("33,10,5,1,0.1", "subsamples in per cent of the corpus; none if empty",
-                          pattern=r"^(\d\d?(\.\d+)?(,\d\d?(\.\d+)?)*)?$")
+                          pattern=r"^ *(\d+(\.\d+)? *(, *\d+(\.\d+)? *)*)?$")
     draws: int = setting(5, "subsamples of each share", ge=1)
 
+    @model_validator(mode="after")
+    def _check_shares(self):
+        if all(0 < share < 100 for share in self.percentages): return self
+        raise ValueError(f"shares: {self.shares!r}; give per cent between 0 and 100")
+
     @property
-    def percentages(self) -> list[float]: return [float(s) for s in self.shares.split(",") if s]
+    def percentages(self) -> list[float]: return [float(s) for s in self.shares.split(",") if s.strip()]
 
 
 class GeometryConfig(TextSettings):
     "Hold the settings of isotropy and geometry of a model's hidden states."
     pooling: Literal["tokens", "cls", "mean", "last"] = setting("tokens", "all, or one a text")
     layers: str = setting("all", "or hidden states with commas: 0 the embeddings, -1 the last",
-                          pattern=r"^all$|^-?\d+(,-?\d+)*$")
+                          pattern=r"^ *(all|-?\d+( *, *-?\d+)*) *$")
     points: int = setting(5000, "of a layer at most, drawn at random, the same in all layers", ge=3)
 
     def numbers(self, states: int) -> list[int]:
         "Return which of so many hidden states to measure. `IndexError` for one that is not there."
-        if self.layers == "all": return list(range(states))
+        if self.layers.strip() == "all": return list(range(states))
         return list(dict.fromkeys(range(states)[int(k)] for k in self.layers.split(",")))
 
 # %% ../../nbs/experiments/19_config.ipynb #1e3e1b87
@@ -520,7 +526,9 @@ class LandscapeConfig(LossSettings):
     def _complete(self):
         if self.points % 2 == 0:
             raise ValueError(f"points: {self.points} do not hold the origin; use an odd number")
-        if self.fisher is not None: check_scores(self.fisher)
+        if self.fisher is not None:
+            from isoreg.fisher import load_scores
+            load_scores(self.fisher)
         if self.subset == "all": vars(self).update(share=1.0)
         if self.subset in ("all", "random"): vars(self).update(fisher=None)
         return self

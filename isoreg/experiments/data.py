@@ -225,11 +225,12 @@ def _label_numbers(task: Task, labels: list, where: str) -> list:
     place = {_canonical(name): i for i, name in enumerate(task.labels)} | {n: i for i, n in enumerate(task.labels)}
     if not any(map(_NUMBER.fullmatch, task.labels)):
         place = {str(i): i for i in range(len(task.labels))} | {"False": 0, "True": 1} | place
-    found = [place.get(str(label), place.get(_canonical(label))) for label in labels]
+    found = [None if label is None else place.get(str(label), place.get(_canonical(label)))
+             for label in labels]
     if task.kind == "regression":
         low = 0 if task.name in TASKS else -math.inf  # GLUE marks unlabelled rows by -1
         numbers = pd.to_numeric(pd.Series(labels, dtype=object), errors="coerce")
-        found = [x if low <= x < math.inf else None for x in numbers.tolist()]
+        found = [x if math.isfinite(x) and x >= low else None for x in numbers.tolist()]
     wrong = [label for label, number in zip(labels, found) if number is None]
     if not wrong: return found
     raise ValueError(f"{where}: column {task.label}: {len(wrong)} of {len(labels)} rows have no valid label, such as "
@@ -239,7 +240,8 @@ def _label_numbers(task: Task, labels: list, where: str) -> list:
 def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     "Return the task with its labels; if it names none, those of the training rows, sorted."
     if task.kind != "classification" or task.labels or task.label not in table.column_names: return task
-    labels = [v for v in set(table[task.label].to_pylist()) if str(v).strip().lower() not in ("", "nan", "none")]
+    values = set(table[task.label].to_pylist()) - {None}
+    labels = [v for v in values if str(v).strip().lower() not in ("", "nan")]
     found = {v if isinstance(v, str) else _canonical(v): v for v in labels}
     if len(found) < 2: raise ValueError(f"column {task.label}: the labels are {set(found)}; need two or more")
     order = sorted(found, key=None if any(isinstance(v, str) for v in labels) else found.__getitem__)

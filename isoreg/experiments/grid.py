@@ -60,11 +60,6 @@ class Run:
     block: str = ""
 
     @property
-    def group(self) -> tuple:
-        "Notebook, task and model, which decide the time of a run."
-        return self.notebook, self.config.get("task"), self.config.get("model")
-
-    @property
     def parameters(self) -> dict:
         "Parameters of the notebook: those that are not None, or whose default is not."
         usual = config_class(self.notebook).model_fields
@@ -187,6 +182,8 @@ def load_grid(path: str | Path) -> Grid:
     except ValueError as error:
         raise ValueError(f"grid: {path.name}: {error}") from None
     blocks = [block.within(grid, str(i)) for i, block in enumerate(grid.blocks, 1)]
+    if len({block.name for block in blocks}) < len(blocks):
+        raise ValueError(f"grid: {path.name}: blocks: two have the same name; give each its own")
     return grid.model_copy(update={"blocks": blocks or [grid]})
 
 
@@ -243,7 +240,10 @@ class Choice:
 def choose(plan: Plan, records: Iterable[dict]) -> list[Choice]:
     """Return the best setting of each task and method, from the records of a search.
 
-    Raises `ValueError` for a seed below 100, and for runs without a record."""
+    Raises `ValueError` for another notebook than finetune, for a seed below 100, and for
+    runs without a record."""
+    if other := {run.notebook for run in plan.runs} - {"finetune"}:
+        raise ValueError(f"grid: {plan.name} has runs of {other.pop()}; only those of finetune have a score")
     scores = {r.get("key"): _score(r) for r in records}
     low = min(r.config["seed"] for r in plan.runs)
     if low < SEARCH_SEEDS:
@@ -292,8 +292,10 @@ def final_grid(
     seeds: str = "0..5",  # of the final runs, as in a grid file
     of: str = "search",  # name of the search, for the description
 ) -> str:
-    "Return the grid file of the final runs. `ValueError` for seeds of the search."
+    "Return the grid file of the final runs. `ValueError` for seeds of the search, and for what is no seed."
     axis = _values("seeds", from_yaml(seeds))
+    if not all(type(seed) is int for seed in axis):
+        raise ValueError(f"seeds: {seeds!r} is no number and no range; write for example 0..5")
     if used := set(axis) & {seed for c in choices for seed in c.seeds}:
         raise ValueError(f"seeds: {min(used)} was searched on; give others: 0..5")
     configs = [{n: v for n, v in c.config.items() if v is not None} for c in choices]

@@ -7,6 +7,7 @@ __all__ = ['load_model', 'check_whole', 'read_body', 'has_decoder', 'load_langua
 
 # %% ../../nbs/experiments/21_models.ipynb #45f61435
 import contextlib
+import json
 import os
 import re
 import tempfile
@@ -27,7 +28,7 @@ from transformers.utils import logging
 from .config import RunConfig
 from .tasks import Task, get_task
 from .toy import toy_model_path
-from ..files import expanded, lacks_room
+from ..files import expanded, lacks_room, read_text
 
 # %% ../../nbs/experiments/21_models.ipynb #4b57d844
 def load_model(
@@ -291,5 +292,13 @@ def save_model(
         fresh = Path(there) / "model"
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
+        _name_tokenizer(fresh / "tokenizer_config.json")
         if folder.exists(): folder.rename(Path(there) / "old")
         fresh.rename(folder)
+
+
+def _name_tokenizer(file: Path):
+    "Give a tokenizer that has no class of its own the name that transformers 4 knows as well as 5."
+    config = json.loads(read_text(file))
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        file.write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")

@@ -73,6 +73,8 @@ def _train(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_st
     if not config.train_encoder:
         freeze_encoder(model)
         notes.append("only the head was trained; an output matrix that is the encoder's embedding stayed as it was")
+    text = {"corpus": corpus.describe(), "heldout": heldout.describe()}
+    _claim(folder / "inputs.json", {"files": inputs, "text": text})
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
     steps = config.steps or config.epochs * len(corpus)
     checkpoint = last_checkpoint(folder, steps)
@@ -84,15 +86,14 @@ def _train(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_st
     trainer = LikelihoodTrainer(model, arguments, corpus, heldout, [ProgressFile(folder / "progress.json")])
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     record = {"key": config.key, "config": config.to_dict(), "inputs": inputs, "status": "done", **_results(trainer),
-              "text": {"corpus": corpus.describe(), "heldout": heldout.describe()},
-              "peak_memory_mib": peak_memory_mib(),
+              "text": text, "peak_memory_mib": peak_memory_mib(),
               "hardware": hardware() | {"precision": resolve_precision(config.precision)}, "versions": versions(),
               "git_commit": git_commit(), "notes": notes, "started": started, "seconds": time.perf_counter() - begun}
     name = record["model"]["folder"] = Path(config.model).name
     save_model(model, corpus.tokenizer, folder / name)
     write_atomically(folder / "record.json", json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
     for path in folder.glob("checkpoint-*/trainer_state.json"): shutil.rmtree(path.parent)
-    (folder / "progress.json").unlink(missing_ok=True)
+    for name in ("progress.json", "inputs.json"): (folder / name).unlink(missing_ok=True)
     return json.loads((folder / "record.json").read_text())
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #391bdfce
@@ -121,6 +122,15 @@ def last_checkpoint(
         try: whole[json.loads((path / "trainer_state.json").read_text())["global_step"]] = path
         except (OSError, ValueError): shutil.rmtree(path)
     return whole.get(max((step for step in whole if step < steps), default=None))
+
+
+def _claim(path: Path, inputs: dict) -> None:
+    "Write what the run reads, or compare it with what an interrupted run has read."
+    earlier = json.loads(path.read_text()) if path.is_file() else inputs
+    if other := [name for name in inputs if earlier[name] != inputs[name]]:
+        raise ValueError(f"out: {str(path.parent)!r} holds an interrupted run with other {' and '.join(other)}; "
+                         "remove it, or give another out")
+    write_atomically(path, json.dumps(inputs) + "\n")
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #dc1b4e44
 def unigram_loss(
