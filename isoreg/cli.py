@@ -391,12 +391,15 @@ def score_command(
     """
     from isoreg.embeddings import as_table, compare, draw_texts, in_words, write_page
     _refuse_idle(ctx, bool(model))
+    if paired and not (each or model): raise ValueError("paired: compares row by row; give --each with it")
+    if out and out.is_file(): raise ValueError(f"out: {out} is a file; name a folder")
     if bool(files) == bool(model) or bool(model) != bool(texts):
         raise ValueError("file: give files of vectors, or --model and --texts")
     if model:
         drawn = draw_texts(texts, max_lines, seed, column)
         measured, about = _score_models(model, drawn[0], pooling, layer, normalize, max_length)
         about = {"texts": f"{texts}, {len(drawn[0])} of {drawn[1]}, drawn with seed {seed}"} | about
+        if len(model) > 1 and not paired: about["differences"] = "not paired; --paired compares text by text"
         read = [Path(texts)] if Path(texts).is_file() else []
     else:
         sources = [[f] for f in files] if each else [files]
@@ -426,7 +429,7 @@ def _score_files(sources: Sequence[Sequence[str]], array: str | None, normalize:
         with Progress(console=_errors, transient=True, disable=not _errors.is_terminal) as bar:
             row = bar.add_task(escape(name), total=2 * v.shape[0])
             measured.append(measure_points(v, name, normalize, measures, lambda rows: bar.advance(row, rows)))
-        if len(v.files) > 1: about[name] = f"{len(v.files)} files, joined as one; --each compares what is named"
+        if len(v.files) > 1: about[name] = f"{len(v.files)} files, joined as one; --each compares what you name"
         read += v.files
     return measured, about, read
 

@@ -6,14 +6,11 @@ __all__ = ['AGGREGATES', 'apply_dropout', 'site_scores', 'set_dropout', 'Applied
 
 # %% ../nbs/15_dropout.ipynb #71307d4d
 import contextlib
-import copy
 import inspect
 import math
-import os
 import re
-import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import MethodType
@@ -22,99 +19,57 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from .checks import in_range, one_of
 from .fisher import FisherEstimate, scores_and_sizes
-from .schedules import SCHEMES, check_names, check_rate, check_schedule, guided_schedule, load_schedule
+from .schedules import SCHEMES, Scheme, check_names, check_rate, check_schedule, guided_schedule, load_schedule
 from .sites import (
-    Found, Site, applied_rate, dropout_sites, find_sites, get_rate, rates_at, record_calls, recorders, seen_in_output,
-    set_rate, shown_module, trial, unwrapped, versions_of)
+    Found, Site, applied_rate, dropout_sites, find_sites, rates_at, record_calls, recorders, seen_in_output, set_rate,
+    shown_module, trial, unwrapped, versions_of)
 from .states import base_prefix
 
 # %% ../nbs/15_dropout.ipynb #2a5dae37
 def apply_dropout(
     model: nn.Module,  # with its pretrained weights, before training
-    how: str | Path | Mapping[str, float] = "standard",  # a name of SCHEMES, a schedule, or a file of one
+    how: str | Path | Mapping[str, float] = "standard",  # a name of SCHEMES, a schedule, or a file (.json) of one
     *,
     p: float | None = None,  # constant, gaussian: the rate (None: the model's); mixout: probability (None: 0.7)
     scores: Mapping[str, float] | FisherEstimate | str | Path | None = None,  # guided, controls: as for site_scores
-    schedule: Mapping[str, float] | str | Path | None = None,  # guided and its controls: a schedule in place of scores
+    p_max: float = 0.1,  # guided, controls: rate of the least informative site
+    p_min: float = 0.0,  # guided, controls: rate of the most informative site
     seed: int = 0,  # seed of "shuffled"; the others ignore it
-    p_max: float = 0.1,  # guided: rate of the least informative site
-    p_min: float = 0.0,  # guided: rate of the most informative site
-    shape: str | Callable[[float], float] = "linear",  # of guided_schedule
-    aggregate: str = "mean_of_means",  # of site_scores
-    grouping: str = "released",  # of dropout_sites
     batch=None,  # as for dropout_sites
-):  # an Applied: how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
+) -> "Applied":  # how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
     """Put a scheme of dropout on a model; `standard` leaves the model's own rates.
 
-    Raises `ValueError` for an unknown name, and for an argument, other than the seed, that is missing or has no
-    meaning for the scheme."""
-    model = unwrapped(model)
-    how, schedule = _read_how(how, schedule)
-    of_scores = dict(p_max=p_max, p_min=p_min, shape=shape, aggregate=aggregate, grouping=grouping)
-    _check_arguments(how, p, scores, schedule, of_scores)
-    if how == "standard": return _as_it_is(model, batch)
-    if how in _GAUSSIAN: return _described(how, gaussian_dropout(model, p, released=how != "gaussian", batch=batch))
-    if how == "mixout": return _described(how, mixout(model, 0.7 if p is None else p, batch=batch))
-    sites, extra = dropout_sites(model, grouping, batch=batch), {}
-    if scores is not None:
-        by_site = site_scores(sites, scores, aggregate)
-        schedule = guided_schedule(by_site, p_max, p_min, shape)
-        extra = {"scores": by_site, "aggregate": aggregate, "grouping": grouping, "p_max": p_max, "p_min": p_min}
-    if how == "shuffled": extra["seed"] = seed
-    rates = schedule if how == "schedule" else SCHEMES[how].rates(sites, schedule, p, seed)
-    done = set_dropout(model, rates, batch=batch)
-    new = sum(s.p == 0 < done["rates"][s.name] for s in sites if s.kind != "classifier")
-    return _described(how, done, new, **extra)
-
-# %% ../nbs/15_dropout.ipynb #7a3aff2c
-def _read_how(how, schedule) -> tuple[str, dict[str, float] | None]:
-    "Return the name and the schedule; a schedule or a file in place of a name is read."
-    if schedule is not None and how not in list(SCHEMES): raise ValueError("schedule: given twice, as how too; use one")
-    is_path = isinstance(how, Path) or (isinstance(how, str) and (how.endswith(".json") or os.path.sep in how))
-    if isinstance(how, Mapping) or is_path: how, schedule = "schedule", how
-    else: one_of("how", how, SCHEMES, also="a schedule, or a JSON file")
-    if isinstance(schedule, (str, Path)): schedule = load_schedule(schedule)
-    return how, None if schedule is None else check_schedule(schedule)
-
-def _check_arguments(how, p, scores, schedule, of_scores: Mapping):
-    "Check that the arguments that `how` needs are there, and no others."
-    scheme = SCHEMES.get(how)
-    if how == "constant" and p is None: raise ValueError("p: constant needs a rate")
-    if p is not None and not (scheme and scheme.rate): raise ValueError(f"p: has no meaning for {how}; use constant")
-    if scheme and scheme.scores and (scores is None) == (schedule is None):
-        raise ValueError(f"scores: {how} needs either the scores of the tensors or a schedule")
-    if not (scheme and scheme.scores) and (scores is not None or (schedule is not None and scheme)):
-        raise ValueError(f"scores, schedule: have no meaning for {how}; use guided or one of its controls")
-    usual = inspect.signature(apply_dropout).parameters
-    for name, value in of_scores.items() if scores is None else ():
-        if value != usual[name].default: raise ValueError(f"{name}: {value!r} has a meaning with scores= only")
-
-def _described(how: str, done: "Applied", new: int = 0, **extra) -> "Applied":
-    "Return a change under the name of its scheme, with notes in words."
-    sites = sum(not n.startswith("classifier") for n in done["rates"])
-    checked = f", {done['calls']} calls checked" if done.get("calls") else ""
-    notes = [f"mean rate {done['mean']:.4f} over {sites} sites{checked}"]
-    if how == "standard": notes = ["the model's own rates" if done["rates"] else "no dropout that can be set"]
-    if new: notes.append(f"{new} of {sites} sites drop now and did not before")
-    if how == "gaussian-released": notes.append("noise is on at evaluation too, standard deviation p/(1-p)")
-    attention = getattr(getattr(done._model, "config", None), "_attn_implementation", None)
-    head = {"how": how, "attention": attention, "transformers": transformers.__version__}
-    whole = {**head, **done, **extra, "notes": notes}
-    done.clear()
-    done.update(whole)
+    Raises `ValueError` for an unknown name, and for an argument that is missing or has no meaning for the scheme."""
+    model, schedule = unwrapped(model), None
+    about: dict[str, Any] = {}
+    if isinstance(how, (str, Path)) and str(how).endswith(".json"): how = load_schedule(how)
+    if isinstance(how, Mapping): schedule, how = how, "schedule"
+    else: how = str(one_of("how", how, SCHEMES, also="a schedule, or a JSON file"))
+    scheme = SCHEMES.get(how, Scheme("your own schedule"))
+    if p is not None and not scheme.rate: raise ValueError(f"p: has no meaning for {how}; use constant")
+    if scheme.scores != (scores is not None): raise ValueError("scores: guided and its controls need them, no other")
+    if how == "standard": done = _own_rates(model, batch)
+    elif how in _GAUSSIAN: done = gaussian_dropout(model, p, released=how != "gaussian", batch=batch)
+    elif how == "mixout": done = mixout(model, 0.7 if p is None else p, batch=batch)
+    else:
+        sites = dropout_sites(model, batch=batch)
+        if scheme.rate: schedule = {s.name: check_rate("p", p) for s in sites if s.kind != "classifier"}
+        if scheme.scores:
+            about = {"scores": site_scores(sites, scores), "p_max": p_max, "p_min": p_min, "seed": seed}
+            schedule = guided_schedule(about["scores"], p_max, p_min)
+        if scheme.rates: schedule = scheme.rates(schedule, sites, seed)
+        done = set_dropout(model, schedule, batch=batch)
+    done.update(about, how=how)
     return done
 
 # %% ../nbs/15_dropout.ipynb #10957314
-_AGGREGATE = {"mean_of_means": lambda f, m: f.mean(), "mean": lambda f, m: (f * m).sum() / m.sum(),
-              "sum": lambda f, m: (f * m).sum()}
-AGGREGATES = tuple(_AGGREGATE)
+AGGREGATES = ("mean_of_means", "mean", "sum")
 
 def site_scores(
     sites: nn.Module | Sequence[Site],  # a model, or what dropout_sites gave (with its grouping)
@@ -123,56 +78,51 @@ def site_scores(
 ) -> dict[str, float]:  # site -> score, in the order of the sites, without the classifier's
     """Return the scores of the sites from those of their tensors, of any head: means over tensors.
 
-    Raises `ValueError` for a tensor without a score (parameters that were frozen during the estimate have none), a
-    score that is no number of at least 0, a site without tensors, and scores of another model: tensors of other sizes
-    (embeddings may have grown), or other layers.
-    """
+    Raises `ValueError` for a tensor without a score (one that was frozen has none), a negative score or NaN, and scores
+    of another model: of other layers or sizes (embeddings may grow)."""
     one_of("aggregate", aggregate, AGGREGATES)
     if isinstance(sites, nn.Module): sites = dropout_sites(sites)
     sites = [s for s in sites if s.kind != "classifier"]
-    f = _tensor_scores(sites, scores)
-    arrays = lambda s: (np.array([f[t] for t in s.tensors], float), np.array(s.sizes, float))
-    return {s.name: float(_AGGREGATE[aggregate](*arrays(s))) for s in sites}
+    named, found = _tensor_scores(sites, scores), {}
+    for s in sites:
+        f, m = np.array([named[t] for t in s.tensors], float), np.array(s.sizes, float)
+        total = (f * m).sum()
+        found[s.name] = float({"mean_of_means": f.mean(), "mean": total / m.sum(), "sum": total}[aggregate])
+    return found
 
 # %% ../nbs/15_dropout.ipynb #6e34d6b7
 def _tensor_scores(sites: Sequence[Site], scores) -> dict[str, float]:
     "Return the score of each tensor of the sites, by its name in the model; `ValueError` where they do not fit."
-    if isinstance(scores, (str, Path)): named, numel = scores_and_sizes(scores)
-    elif isinstance(scores, FisherEstimate): named, numel = scores.scores(), scores.numel
-    elif isinstance(scores, Mapping): named, numel = scores, {}
-    else: raise ValueError("scores: need a mapping from names to mean squared gradients, a FisherEstimate, or a path")
+    if isinstance(scores, FisherEstimate): scores, numel = scores.scores(), scores.numel
+    elif isinstance(scores, Mapping): numel = {}
+    else: scores, numel = scores_and_sizes(scores)
     wanted = {t: m for s in sites for t, m in zip(s.tensors, s.sizes)}
-    rename = _renaming(list(named), list(wanted))
-    f = {rename(n): v for n, v in named.items()}
-    layers = lambda names: {n[: m.end()] for n in names for m in re.finditer(r"(^|\.)\d+(?=\.|$)", n)}
-    stacks = {layer.rpartition(".")[0] for layer in layers(wanted)}
-    deeper = [layer for layer in sorted(layers(f) - layers(wanted)) if layer.rpartition(".")[0] in stacks]
-    if deeper: raise ValueError(f"scores: name {deeper[0]!r}, a layer that the model does not have; {_SAME}")
-    missing = [t for t in wanted if t not in f]
-    if missing:
-        raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have none, for example {missing[0]!r}; "
-                         f"{_SAME}, none of it frozen; where the encoder is a part of it, such as model.enc, give that")
-    for s in sites:
-        if not s.tensors: raise ValueError(f"sites: {s.name!r} stands for no tensor; try the other grouping")
-    for t in wanted: in_range(f"scores[{t!r}]", f[t], 0, hint="pass an estimate or its .scores()")
+    named = _renamed({n: (f, numel.get(n)) for n, f in scores.items()}, wanted)
+    missing = [t for t in wanted if t not in named]
+    # a stack of layers, and a number in it
+    layers = {n: found[0] for n in named if (found := re.match(r"(.*?\.)?\d+(?=\.)", n))}
+    known = {layer for n, layer in layers.items() if n in wanted}
+    stacks = {layer.rpartition(".")[0] for layer in known}
+    deeper = [n for n, layer in layers.items() if layer not in known and layer.rpartition(".")[0] in stacks]
+    if missing or deeper:
+        raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have none, {len(deeper)} are of further "
+                         f"layers, such as {(missing + deeper)[0]!r}; take those of the same model, none of it frozen")
     grown = {t for s in sites if s.kind == "embedding" for t in s.tensors}
-    for t, m in ((rename(n), m) for n, m in numel.items()):
-        if t in wanted and t not in grown and m != wanted[t]:
-            raise ValueError(f"scores: {t!r} has {m} scalars in the estimate, {wanted[t]} in the model; {_SAME}")
-    return f
+    for t, size in wanted.items():
+        in_range(f"scores[{t!r}]", named[t][0], 0, hint="pass an estimate or its .scores()")
+        if t not in grown and named[t][1] not in (None, size):
+            raise ValueError(f"scores: {t!r} has {named[t][1]} scalars in the estimate, {size} in the model; take the "
+                             "scores of the same model")
+    return {t: named[t][0] for t in wanted}
 
-_SAME = "take the scores of the same model"
-
-# %% ../nbs/15_dropout.ipynb #9784f11e
-def _renaming(names: Sequence[str], wanted: Sequence[str]) -> Callable[[str], str]:
-    "Return the function from names of scores to names of tensors that meets the most of the wanted ones."
-    parts = next(iter(wanted), "").split(".")
-    around = ["".join(f"{q}." for q in parts[:i]) for i in range(len(parts))]
-    heads = {"": 0, "base_model.model.": 0} | {n.split(".")[0] + ".": 0 for n in names}
-    adapted = any(".base_layer." in t for t in wanted)  # by PEFT, which puts that part into the names
-    plain = lambda n: n if adapted else n.replace(".base_layer.", ".")
-    ways = [lambda n, a=a, q=q: a + plain(n).removeprefix(q) for a in around for q in heads]
-    return max(ways, key=lambda rename: len(set(map(rename, names)) & set(wanted)))
+def _renamed(scores: Mapping, wanted: Mapping) -> dict:
+    "Return scores under the names, one prefix off and another one on, of which the most are wanted."
+    plain = {n.removeprefix("base_model.model.").replace(".base_layer.", "."): f for n, f in scores.items()}  # of PEFT
+    outer = next(iter(wanted), "").split(".")[:-1]
+    prefixes = ["".join(f"{part}." for part in outer[:i]) for i in range(len(outer) + 1)]
+    heads = dict.fromkeys(["", *(n.split(".")[0] + "." for n in plain)])
+    views = ({on + n.removeprefix(off): f for n, f in plain.items()} for on in prefixes for off in heads)
+    return max(views, key=lambda view: len(view.keys() & wanted.keys()))
 
 # %% ../nbs/15_dropout.ipynb #4ad43b35
 def set_dropout(
@@ -180,100 +130,89 @@ def set_dropout(
     schedule: Mapping[str, float],  # site -> p in [0, 1)
     *,
     partial: bool = False,  # allow sites without a rate, which stay as they are; the classifier's may be left out
-    verify: bool = True,  # run the model and compare each rate with what is applied
-    sites: Sequence[Site] | None = None,  # with verify=False: those of an earlier look, to set rates without one
     batch=None,  # as for dropout_sites
-):  # an Applied: rates, mean and calls; undo(), or leaving a with block, puts everything back
-    """Set the rate of each site by name, check that it is the one applied, and note it in the model's configuration.
+) -> "Applied":  # rates, mean and calls; undo(), or leaving a with block, puts everything back
+    """Set the rate of each site by name, check that it is the one applied, and note it in the configuration.
 
-    Call it before training, outside of `torch.compile`d code, and `load_dropout` after loading: `from_pretrained` knows
-    no rates of single sites. Raises `ValueError` for a rate outside [0, 1), an unknown or a missing name, and
-    `RuntimeError` if a rate does not arrive. The model is unchanged after an error.
-    """
-    model, rates = unwrapped(model), check_schedule(schedule)
-    found = find_sites(model, batch) if verify or sites is None else Found(list(sites), [], "")
-    sites = found.sites
-    check_names(rates, {s.name: s.kind for s in sites}, complete=not partial)
-    if found.stray and verify: raise RuntimeError(found.stray)
+    Call it before training, outside of `torch.compile`d code, and `load_dropout` after loading. Raises `ValueError`
+    for a bad rate or name, and `RuntimeError` if a rate does not arrive; the model is then unchanged."""
+    model = unwrapped(model)
+    rates, found = check_schedule(schedule), find_sites(model, batch)
+    check_names(rates, found.sites, complete=not partial)
+    return _change(model, found, rates, batch)
+
+def _change(model: nn.Module, found: Found, rates: Mapping[str, float], batch, noises=(), **about) -> "Applied":
+    "Put noises on their modules, set the rates, check and note them; compiled models look for the noises anew."
+    if found.stray: raise RuntimeError(found.stray)
+    chosen = {h: rates[s.name] for s in found.sites if s.name in rates for h in s.handles}
     with _note_kept(model) as undo:
-        chosen = {h: rates[s.name] for s in sites if s.name in rates for h in s.handles}
+        if noises: undo.callback(torch.compiler.reset)
+        for noise in noises:
+            fields = vars(noise.module)
+            undo.callback(fields.update, {"forward": noise.before} if noise.before else {})
+            undo.callback(fields.pop, "forward")
+            fields["forward"] = noise
+        if noises: torch.compiler.reset()
         undo.enter_context(rates_at(model, chosen))
         for h, p in chosen.items(): set_rate(model, h, p)
-        calls = _verify(model, found, rates, batch) if verify else 0
-        _write_note(model, sites, rates)
-        return Applied(_rates_now(sites, rates) | {"calls": calls}, undo, model)
-
-
-def _rates_now(sites: Sequence[Site], rates: Mapping[str, float]) -> dict:
-    "Return the rates of all sites, and their mean over those that a schedule covers."
-    now = {s.name: rates.get(s.name, s.p) for s in sites}
-    planned = [now[s.name] for s in sites if s.kind != "classifier"] or list(now.values())
-    return {"rates": now, "mean": math.fsum(planned) / max(1, len(planned))}
+        calls = _verify(model, found, rates, batch)
+        _write_note(model, found.sites, rates)
+        return Applied(model, undo, found.sites, rates, calls=calls, **about)
 
 # %% ../nbs/15_dropout.ipynb #c9c6e057
-_CHANGES = weakref.WeakValueDictionary()  # number -> change that can be undone, in the order of the changes
-
 class Applied(dict):
     """What was done to a model, ready for JSON; `undo()` takes it back, and so does leaving a `with` block.
 
-    Later changes of the same model are undone with it. A copy is a plain dict.
-    """
-    def __init__(self, description: Mapping, undo: contextlib.ExitStack, model: nn.Module):
-        super().__init__(description)
-        self._undo, self._model, self._number = undo.pop_all(), model, max(_CHANGES, default=0) + 1
-        _CHANGES[self._number] = self
-        # the model holds it, also where nobody else does
-        vars(model).setdefault("_dropout_changes", {})[self._number] = self
+    Later changes of the same model are undone with it. A copy is a plain dict."""
+
+    def __init__(self, model: nn.Module, undo: contextlib.ExitStack, sites, rates: Mapping, calls=0, **about):
+        now, body = {s.name: s.p for s in sites} | rates, [s for s in sites if s.kind != "classifier"]
+        mean = math.fsum(now[s.name] for s in body or sites) / max(1, len(body or sites))
+        notes = [f"mean rate {mean:.4f} over {len(body)} sites, {calls} calls checked"]
+        new = sum(s.p == 0 < now[s.name] for s in body)
+        if new: notes.append(f"{new} of {len(body)} sites drop now and did not before")
+        attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        super().__init__(attention=attention, rates=now, mean=mean, calls=calls, notes=notes, **about)
+        self._undo, self._changes = undo.pop_all(), vars(model).setdefault("_dropout_changes", [])
+        self._changes.append(self)
 
     def undo(self):
         "Put the model back as it was before this change; a second call does nothing."
-        if self._undo is None: return
-        modules = set(self._model.modules())
-        for number, change in sorted(_CHANGES.items(), reverse=True):
-            if number <= self._number: break
-            if not modules.isdisjoint(change._model.modules()): change.undo()
-        steps, self._undo = self._undo, None
-        steps.close()
-        del vars(self._model)["_dropout_changes"][self._number]
+        while any(change is self for change in self._changes): self._changes.pop()._undo.close()
 
     def __enter__(self): return self
-
     def __exit__(self, *error): self.undo()
-
     def __reduce__(self): return dict, (dict(self),)
 
 # %% ../nbs/15_dropout.ipynb #a5472e6e
 def _verify(model: nn.Module, found: Found, rates: Mapping[str, float], batch) -> int:
     "Return the number of calls whose rate was compared with that of its site; `RuntimeError` if one differs."
-    want, owned = _rates_now(found.sites, rates)["rates"], [s for s in map(found.site_of, found.calls) if s]
+    want, gaussian = {s.name: s.p for s in found.sites} | rates, _GAUSSIAN & _installed(model).keys()
+    owned = [s for s in map(found.site_of, found.calls) if s]
     with trial(model): seen = [c for c in record_calls(model, batch).calls if c.p > 0]
     for s, c in zip_longest([s for s in owned if want[s.name] > 0], seen):
-        if s is None: raise _fault(model, f"{shown_module(model, c.module)}, which is no known site", _applied(0, c.p))
-        if c is None or c.p != want[s.name]: raise _fault(model, s, _applied(want[s.name], c.p if c else None))
-        if _GAUSSIAN & _installed(model).keys() and not c.noise: raise _fault(model, s, _MASK)
+        where = f"site {s.name!r}, {s.module}" if s else shown_module(model, c.module)
+        asked, got = want[s.name] if s else 0, c.p if c else 0
+        if asked != got: raise _fault(model, where, asked, got)
+        if gaussian and not c.noise: raise RuntimeError(f"dropout: {where}: a Bernoulli mask stays on; use nn.Dropout")
     hidden, handles = [s for s in found.hidden() if want[s.name] > 0], [h for s in found.sites for h in s.handles]
     with trial(model), rates_at(model, handles):
-        for h in handles if hidden else (): set_rate(model, h, 0.0)
+        for h in handles: set_rate(model, h, 0.0)
         effective = seen_in_output(model, batch, [s.handles[0] for s in hidden])
     for s in hidden:
-        if s.handles[0] not in effective: raise _fault(model, s, _applied(want[s.name], None))
+        if s.handles[0] not in effective: raise _fault(model, f"site {s.name!r}", want[s.name], 0)
     return len(owned)
 
-_MASK = "a Bernoulli mask stays on; use nn.Dropout there, or undo the Gaussian dropout"
-
-def _applied(want: float, got: float | None) -> str:
-    return f"p={want:g} was set, {'no dropout' if got is None else f'p={got:g}'} was applied"
-
-def _fault(model: nn.Module, site: Site | str, what: str) -> RuntimeError:
-    where = f"site {site.name!r}, {site.module}" if isinstance(site, Site) else site
-    return RuntimeError(f"dropout: {where}: {what}; {versions_of(model)}. The model is unchanged")
+def _fault(model: nn.Module, where: str, asked: float, got: float) -> RuntimeError:
+    applied = f"p={got:g}" if got else "no dropout"
+    return RuntimeError(f"dropout: {where}: p={asked:g} was set, {applied} was applied; {versions_of(model)}")
 
 # %% ../nbs/15_dropout.ipynb #b1b2c3d5
 class _Noise:
-    "Stands in the place of a module's forward; `settings` say what it does."
+    "Stands in the place of a module's forward."
 
-    def __init__(self, module: nn.Module, **settings):
-        self.module, self.settings, self.before = module, settings, vars(module).get("forward")
+    def __init__(self, module: nn.Module, kind: str, **settings):
+        self.module, self.kind, self.settings, self.before = module, kind, settings, vars(module).get("forward")
 
     def forward(self, *args, **kwargs):
         return (self.before or MethodType(type(self.module).forward, self.module))(*args, **kwargs)
@@ -281,61 +220,48 @@ class _Noise:
     @property
     def __signature__(self): return inspect.signature(MethodType(type(self.module).forward, self.module))
 
-
-def _put(undo: contextlib.ExitStack, noise: _Noise):
-    "Put noise on its module; compiled models that have run look for it anew."
-    fields, compiles = vars(noise.module), "torch._dynamo" in sys.modules
-    if compiles: undo.callback(torch.compiler.reset)
-    undo.callback(lambda: fields.pop("forward") if noise.before is None else fields.update(forward=noise.before))
-    fields["forward"] = noise
-    if compiles: torch.compiler.reset()
+def _installed(model: nn.Module) -> dict[str, dict]:
+    "Return the settings of the noise that is on the model, by kind."
+    noises = [vars(m).get("forward") for m in model.modules()]
+    return {n.kind: n.settings for n in noises if isinstance(n, _Noise)}
 
 # %% ../nbs/15_dropout.ipynb #1c59317d
 _NOTE = "dropout_schedule"  # attribute of the configuration
 _GAUSSIAN = {"gaussian", "gaussian-released"}
 
-def _installed(model: nn.Module) -> dict[str, dict]:
-    "Return the settings of the noise that is on the model, by kind."
-    noise = (vars(m).get("forward") for m in model.modules())
-    return {n.settings["kind"]: n.settings for n in noise if isinstance(n, _Noise)}
+def _fields(model: nn.Module) -> dict:
+    "Return the attributes of the configuration; a new dict for a model that has none."
+    return vars(config) if (config := getattr(model, "config", None)) is not None else {}
 
-def _read_note(model: nn.Module) -> dict:
-    return dict(getattr(getattr(model, "config", None), _NOTE, None) or {"kind": "rates", "rates": {}})
+def _read_note(model: nn.Module) -> dict: return _fields(model).get(_NOTE) or {"kind": "rates", "rates": {}}
 
 def _write_note(model: nn.Module, sites: Sequence[Site], rates: Mapping[str, float]):
-    "Note what is installed, with these rates and the earlier ones that still hold."
-    if getattr(model, "config", None) is None: return
-    now, on = {s.name: get_rate(model, s.handles[0]) for s in sites}, _installed(model)
-    old = {n: p for n, p in _read_note(model)["rates"].items() if now.get(n, p) == p}
-    settings = {name: value for about in on.values() for name, value in about.items()}
-    setattr(model.config, _NOTE, settings | {"kind": "+".join(sorted(on)) or "rates", "rates": {**old, **rates}})
+    "Note the noise that is on the model, these rates, and the earlier ones that still hold."
+    noise, now = _installed(model), {s.name: s.p for s in sites}
+    earlier = {n: p for n, p in _read_note(model)["rates"].items() if now.get(n, p) == p}
+    kind = "+".join(sorted(noise)) or "rates"
+    _fields(model)[_NOTE] = noise.get("mixout", {}) | {"kind": kind, "rates": earlier | rates}
 
 def _note_kept(model: nn.Module) -> contextlib.ExitStack:
-    "Return a context that puts the configuration's note back."
-    fields, stack = vars(config) if (config := getattr(model, "config", None)) else {}, contextlib.ExitStack()
-    before = copy.copy(fields.get(_NOTE))
-    stack.callback(lambda: fields.pop(_NOTE, None) if before is None else fields.update({_NOTE: before}))
-    return stack
+    "Return the steps that undo a change, with the first of them: put the note back."
+    fields, undo = _fields(model), contextlib.ExitStack()
+    undo.callback(fields.update, {name: fields[name] for name in fields.keys() & {_NOTE}})
+    undo.callback(fields.pop, _NOTE, None)
+    return undo
 
-def _sites_or_none(model: nn.Module, batch) -> list[Site]:
-    try: return dropout_sites(model, batch=batch)
-    except ValueError: return []
+def _find_any(model: nn.Module, batch) -> Found:
+    try: return find_sites(model, batch)
+    except ValueError: return Found([], [], "")
 
-def _as_it_is(model: nn.Module, batch) -> Applied:
+def _own_rates(model: nn.Module, batch) -> Applied:
     "Return the model's own rates; take a note of others, which an earlier training left, out of its configuration."
-    done = _described("standard", Applied(_rates_now(_sites_or_none(model, batch), {}), _note_kept(model), model))
-    note = _read_note(model)
+    done, note = Applied(model, _note_kept(model), _find_any(model, batch).sites, {}), _read_note(model)
+    done["notes"] = ["the model's own rates"]
     off = set(note["kind"].split("+")) - {"rates", *_installed(model)}
     if off or any(done["rates"].get(name, p) != p for name, p in note["rates"].items()):
-        del vars(model.config)[_NOTE]
+        del _fields(model)[_NOTE]
         done["notes"].append(f"{_NOTE} of an earlier training, not in force, taken out")
     return done
-
-# %% ../nbs/15_dropout.ipynb #f250b3ba
-def _noisy(p: float, released: bool, /, input: Tensor, *rest, **others) -> Tensor:
-    "Return the input times N(1, p/(1-p)); as released the standard deviation is p/(1-p)."
-    std = p / (1 - p) if released else math.sqrt(p / (1 - p))
-    return input * torch.empty_like(input).normal_(1, std)
 
 # %% ../nbs/15_dropout.ipynb #dd1b3cb9
 def gaussian_dropout(
@@ -347,39 +273,30 @@ def gaussian_dropout(
 ) -> Applied:
     """Replace every dropout by Gaussian noise: N(1, p/(1-p)) in train mode, none at evaluation (Wang, Manning 2013).
 
-    `load_dropout` puts it on again after loading. Raises `ValueError` if it is on already or a site lies in a kernel,
-    and `RuntimeError` where a mask would stay a mask: only `F.dropout` and `F.scaled_dot_product_attention` are
-    replaced.
-    """
-    model = unwrapped(model)
+    Raises `ValueError` if it is on already or a site lies in a kernel, and `RuntimeError` where a mask would stay a
+    mask: only `F.dropout` and `F.scaled_dot_product_attention` are replaced."""
+    model, rate = unwrapped(model), None if p is None else check_rate("p", p)
     if _GAUSSIAN & _installed(model).keys(): raise ValueError("model: has Gaussian dropout already; undo it first")
-    rate, found = None if p is None else check_rate("p", p), find_sites(model, batch)
+    found = find_sites(model, batch)
     for s in found.hidden():
         raise ValueError(f"model: {s.name!r} is inside a kernel; load it with attn_implementation='eager' or 'sdpa'")
-    if found.stray: raise RuntimeError(found.stray)
-    rates = {s.name: s.p if p is None else rate for s in found.sites if s.kind != "classifier"}
-    with _note_kept(model) as undo:
-        if p is not None: undo.callback(set_dropout(model, rates, batch=batch).undo)
-        for path in dict.fromkeys(c.module for c in found.calls):
-            _put(undo, _GaussianNoise(model.get_submodule(path), kind="gaussian" + "-released" * released))
-        noisy = find_sites(model, batch)  # the sites at rate 0 as well: here each has one
-        for c in noisy.calls:
-            if c.handle and not c.noise: raise _fault(model, noisy.site_of(c), _MASK)
-        _write_note(model, found.sites, rates)
-        about = {"calls": sum(c.handle is not None for c in found.calls), "released": released}
-        return Applied(_rates_now(found.sites, rates) | about, undo, model)
+    rates = {s.name: s.p if rate is None else rate for s in found.sites if s.kind != "classifier"}
+    callers = [model.get_submodule(path) for path in dict.fromkeys(c.module for c in found.calls)]
+    noises = [_GaussianNoise(module, "gaussian" + "-released" * released) for module in callers]
+    done = _change(model, found, rates, batch, noises, released=released)
+    if released: done["notes"].append("noise is on at evaluation too, standard deviation p/(1-p)")
+    return done
 
 # %% ../nbs/15_dropout.ipynb #b1b2c3d6
 class _GaussianNoise(_Noise):
     "Turns dropout calls into Gaussian noise of the same rate; as released also in eval mode."
 
     def __call__(self, *args, **kwargs):
-        training, released = self.module.training, self.settings["kind"] == "gaussian-released"
+        training, released = self.module.training, self.kind == "gaussian-released"
         self.module.training |= released  # where it finds its rate
         try:
             with _GaussianMode(released): return self.forward(*args, **kwargs)
         finally: self.module.training = training
-
 
 class _GaussianMode(TorchFunctionMode):
     def __init__(self, released: bool):
@@ -393,6 +310,10 @@ class _GaussianMode(TorchFunctionMode):
         if recorders: recorders[-1].note_call(func, args, kwargs, noise=True)
         return _REPLACED[func](p, self.released, *args, **kwargs)
 
+def _noisy(p: float, released: bool, /, input: Tensor, *rest, **others) -> Tensor:
+    "Return the input times N(1, p/(1-p)); as released the standard deviation is p/(1-p)."
+    std = p / (1 - p) if released else math.sqrt(p / (1 - p))
+    return input * torch.empty_like(input).normal_(1, std)
 
 def _noisy_attention(p, released, /, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                      enable_gqa=False) -> Tensor:
@@ -436,50 +357,41 @@ def mixout(
     """Mix every linear map of the encoder with its pretrained weights, in train mode (Lee, Cho and Kang 2020).
 
     Pooler, head and biases are not mixed. It holds one more copy of the mixed weights, which `save_pretrained` does not
-    save: `load_dropout` asks for them. Raises `ValueError` for a bad p, a second Mixout, a model without linear maps,
-    and weights that do not fit.
-    """
+    save. Raises `ValueError` for a bad p, a second Mixout, and weights that are missing or do not fit."""
     p, unit, model = check_rate("p", p), one_of("unit", unit, ("neuron", "weight")), unwrapped(model)
     if "mixout" in _installed(model): raise ValueError("model: has Mixout already; undo it first")
-    prefix = base_prefix(model)
-    with trial(model): ran = record_calls(model, batch).ran
-    mixed = {q: m for q, m in model.named_modules()
-             if isinstance(m, (nn.Linear, Conv1D)) and q in ran and q.startswith(prefix) and not _HEAD.search(q)}
-    if not mixed: raise ValueError("model: no linear map of the encoder runs as a module; nothing to mix")
-    noise = [_MixoutNoise(m, _reference(m, q, prefix, pretrained), kind="mixout", p=p, unit=unit)
-             for q, m in mixed.items()]
-    sites = _sites_or_none(model, batch)
-    encoder = {s.name: s.p * keep_dropout for s in sites if s.kind != "classifier"}
-    with _note_kept(model) as undo:
-        if encoder and not keep_dropout: undo.callback(set_dropout(model, encoder, batch=batch).undo)
-        for n in noise: _put(undo, n)
-        _write_note(model, sites, encoder)
-        return Applied(_rates_now(sites, encoder) | {"p": p, "unit": unit, "mixed": len(mixed)}, undo, model)
+    noises = _mixout_noises(model, model.state_dict() if pretrained is None else pretrained, p, unit)
+    found = _find_any(model, batch)
+    rates = {s.name: s.p * keep_dropout for s in found.sites if s.kind != "classifier"}
+    return _change(model, found, rates, batch, noises, p=p, unit=unit, mixed=len(noises))
 
 # %% ../nbs/15_dropout.ipynb #038636c4
 _HEAD = re.compile(r"pooler|lm_head|classifier|\bcls\b|predictions")
 
-def _reference(m: Any, path: str, prefix: str, pretrained: Mapping[str, Tensor] | None) -> Tensor:
-    "Return a copy of the weight that a linear map is mixed with; `ValueError` if there is none of its shape."
-    names = f"{path}.weight", f"{path.removeprefix(prefix)}.weight"
-    u = m.weight if pretrained is None else next((pretrained[n] for n in names if n in pretrained), None)
-    if u is not None and u.shape == m.weight.shape: return u.detach().clone()
-    raise ValueError(f"pretrained: no weight of shape {tuple(m.weight.shape)} for {path!r}; give those of this model")
-
 class _MixoutNoise(_Noise):
     "Puts the mixed weight before the parameter while a module runs: an instance attribute is found before a parameter."
-
-    def __init__(self, module: nn.Module, u: Tensor, **settings):
-        super().__init__(module, **settings)
-        self.u, self.inputs = u, int(isinstance(module, nn.Linear))
 
     def __call__(self, *args, **kwargs):
         w, p = self.module._parameters["weight"], self.settings["p"]
         if not self.module.training or p == 0: return self.forward(*args, **kwargs)
-        self.u = self.u.to(w)
-        vars(self.module)["weight"] = mix_weights(w, self.u, p, self.settings["unit"], self.inputs)
+        self.u, inputs = self.u.to(w), int(isinstance(self.module, nn.Linear))
+        vars(self.module)["weight"] = mix_weights(w, self.u, p, self.settings["unit"], inputs)
         try: return self.forward(*args, **kwargs)
         finally: vars(self.module).pop("weight")
+
+def _mixout_noises(model: nn.Module, start: Mapping[str, Tensor], p: float, unit: str) -> list[_MixoutNoise]:
+    "Return the noise of each linear map of the encoder, with a copy of the weight that it is mixed with."
+    prefix, noises = base_prefix(model), []
+    weights = {name.removeprefix(prefix): w for name, w in start.items()}
+    for path, m in model.named_modules():
+        if not isinstance(m, (nn.Linear, Conv1D)) or not path.startswith(prefix) or _HEAD.search(path): continue
+        u = weights.get(f"{path.removeprefix(prefix)}.weight")
+        if u is None or u.shape != m.weight.shape:
+            raise ValueError(f"pretrained: no weight of shape {tuple(m.weight.shape)} for {path!r}")
+        noises.append(_MixoutNoise(m, "mixout", p=p, unit=unit))
+        noises[-1].u = u.detach().clone()
+    if not noises: raise ValueError("model: its encoder has no linear map; nothing to mix")
+    return noises
 
 # %% ../nbs/15_dropout.ipynb #5fa1fdb3
 def load_dropout(
@@ -491,26 +403,25 @@ def load_dropout(
     """Put on again what `set_dropout`, `gaussian_dropout` or `mixout` left in the configuration.
 
     A classifier's rate is skipped where the model has another head. Raises `ValueError` if the configuration holds no
-    note or an unknown kind, and for Mixout without `pretrained`: the weights that it mixes with are not in the file.
-    """
+    note or an unknown kind, and for Mixout without `pretrained`, which is not in the file."""
     model = unwrapped(model)
-    note = _read_note(model)
-    kinds, about = str(note["kind"]).split("+"), {}
-    if not note["rates"] and kinds == ["rates"]:
-        raise ValueError(f"model: its configuration has no {_NOTE}; use save_schedule and load_schedule without one")
-    for kind in kinds: one_of(f"model: the kind in its {_NOTE}", kind, ("rates", *sorted(_GAUSSIAN), "mixout"))
-    if "mixout" in kinds and pretrained is None:
-        raise ValueError("pretrained: the model was trained with Mixout, whose reference is not in its file; "
-                         "pass the state dict of the pretrained model, or use set_dropout for other rates")
-    sites = _sites_or_none(model, batch) if kinds == ["mixout"] else dropout_sites(model, batch=batch)
-    known = {s.name for s in sites}
+    note, known = _read_note(model), {s.name for s in _find_any(model, batch).sites}
     rates = {n: p for n, p in note["rates"].items() if n in known or not n.startswith("classifier")}
+    steps: dict[str, Callable] = {
+        "rates": partial(set_dropout, schedule=rates, partial=True),
+        "gaussian": gaussian_dropout,
+        "gaussian-released": partial(gaussian_dropout, released=True),
+        "mixout": partial(mixout, p=note.get("p"), unit=note.get("unit"), keep_dropout=True, pretrained=pretrained)}
+    kinds = dict.fromkeys(["rates"] * bool(rates) + note["kind"].split("+"))
+    for kind in kinds: one_of(f"model: the kind in its {_NOTE}", kind, steps)
+    if "rates" in kinds and not rates:
+        raise ValueError(f"model: its configuration has no {_NOTE}; use save_schedule and load_schedule without one")
+    if "mixout" in kinds and pretrained is None:
+        raise ValueError("pretrained: the model was trained with Mixout, whose reference is not in its file; give the "
+                         "state dict that the training began with")
     with contextlib.ExitStack() as undo:
-        if rates or kinds == ["rates"]:
-            about |= undo.enter_context(set_dropout(model, rates, partial=True, batch=batch))
-        for kind in _GAUSSIAN.intersection(kinds):
-            about |= undo.enter_context(gaussian_dropout(model, released=kind == "gaussian-released", batch=batch))
-        if "mixout" in kinds:
-            about |= undo.enter_context(mixout(
-                model, note["p"], unit=note["unit"], keep_dropout=True, pretrained=pretrained, batch=batch))
-        return Applied(about | {"kind": note["kind"]}, undo, model)
+        first, *later = [undo.enter_context(steps[kind](model, batch=batch)) for kind in kinds]
+        undo.pop_all()
+    for done in later: first.update(done)
+    first["kind"] = note["kind"]
+    return first

@@ -15,7 +15,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,7 +96,7 @@ def _sum_up(pieces: Iterator[Tensor], name: str) -> tuple[Moments, int]:
         part = moments(x, order=4).map(Tensor.double)
         # float32 does not hold fourth powers of very short or very long rows
         if not 1e-12 < part.m2.trace() / len(x) < 1e12: part = moments(x.double(), order=4)
-        if m is None: cell = 1e-3 * (part.m2.trace() / len(x)).sqrt() + 1e-6 * part.mean.norm()
+        if m is None: cell = 1e-3 * (x.to(part.mean) - part.mean).norm(dim=1).median() + 1e-6 * part.mean.norm()
         m = merge([m, part]) if m else part
         marks.append(_marks(x.to(part.mean), cell))
     rounding = (8 * torch.finfo(torch.float64).eps) ** 2 * m.count * m.mean.square().sum()
@@ -349,7 +348,7 @@ def _cells(row: dict) -> dict[str, str]:
     cells = {"n": f"{row['points']} {row['unit']}s{texts}", "IsoScore": f"{row['isoscore']:.4f}, not corrected"}
     if "corrected" in row:
         cells |= {"IsoScore": f"{row['corrected']:.4f}", "95 % interval": "{:.4f} to {:.4f}".format(*row["interval"])}
-    outliers = list(dict.fromkeys(chain(*row["outliers"].values())))
+    outliers = list(dict.fromkeys(row["outliers"]["by_variance"] + row["outliers"]["by_mean"]))
     more = f" and {len(outliers) - 8} more" if len(outliers) > 8 else ""
     cells |= {"dimensions in use": f"{row['dimensions_in_use']:.1f} of {row['dims']}",
               "outlier dimensions": ", ".join(map(str, outliers[:8])) + more or "none"}

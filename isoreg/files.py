@@ -43,11 +43,12 @@ def write_atomically(
 # %% ../nbs/08_files.ipynb #c4fca8d3
 def record_files(folder: str | Path, *names: str) -> list[Path]:
     "Return, sorted, the files of these names (default: record.json) below a folder, without `.sweep`."
-    folder, found = Path(folder), {}
-    for name in names or ("record.json",):
-        for file in (*folder.glob(f"*/{name}"), *folder.rglob(name)):  # the first follows links
-            if ".sweep" not in file.relative_to(folder).parts: found[os.path.realpath(file)] = file
-    return sorted(found.values())
+    names = names or ("record.json",)
+    found = [file for name in names for file in Path(folder).glob(f"*/{name}")]  # this follows links
+    for place, folders, files in os.walk(folder):
+        if ".sweep" in folders: folders.remove(".sweep")
+        found += [Path(place, name) for name in names if name in files]
+    return sorted({os.path.realpath(file): file for file in found}.values())
 
 # %% ../nbs/08_files.ipynb #bdcf34c0
 LARGEST = 100_000  # values of an axis, runs of a grid

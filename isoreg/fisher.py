@@ -67,7 +67,7 @@ def empirical_fisher(
         reduction="own" if callable(loss) else reduction, sample=sample,
         numel={n: p.numel() for n, p in squares.parameters.items()}, model=Path(name).name, precision=precision,
         corpora=[batches.describe() if isinstance(batches, TextBatches) else {}], by_function=sorted(squares.alone),
-        weights=(model, _version(model)))
+        fingerprint=model_fingerprint(model))
 
 # %% ../nbs/11_fisher.ipynb #3051806b
 def squared_norms(
@@ -77,10 +77,12 @@ def squared_norms(
     "Return the squared Frobenius norm of each sample's weight gradient, (batch,)."
     tokens, out, inputs = g.shape[1], g.shape[2], x.shape[2]
     if tokens * (out + inputs) > out * inputs:
-        return (g.mT @ x).square_().sum((1, 2), dtype=_wide(g))
+        return (g.mT @ x).to(_wide(g)).square_().sum((1, 2))
+    # products of small gradients are 0 in half precision
+    g, x = g.to(_wide(g)), x.to(_wide(g))
     products = (g @ g.mT) * (x @ x.mT)
     # gradients that cancel leave rounding
-    return products.sum((1, 2), dtype=_wide(g)).clamp(min=0)
+    return products.sum((1, 2)).clamp(min=0)
 
 def _wide(x: Tensor) -> torch.dtype:
     "Return the dtype in which sums are kept."
@@ -217,7 +219,7 @@ def _by_sample(self: Tape, a: Tensor) -> Tensor:
     "Return the rows of each sample, (samples, tokens, width); a row of predicted positions is padded with zeros."
     if len(a) == self.samples: return a.reshape(self.samples, -1, a.shape[-1])
     padded = a.new_zeros(self.samples, max(self.counts), a.shape[-1])
-    padded[self.row, self.place] = a[0]
+    padded[self.row.to(a.device), self.place.to(a.device)] = a[0]
     return padded
 
 # %% ../nbs/11_fisher.ipynb #fb33bc5f
@@ -291,17 +293,23 @@ class _Squares:
         self.device = next(iter(self.parameters.values())).device
         widest = torch.float32 if self.device.type == "mps" else torch.float64
         self.total, self.predicted, self.samples = torch.zeros((), dtype=widest, device=self.device), 0, 0
-        self.sums = {n: torch.zeros_like(p, dtype=_wide(p)) if level == "diagonal" else torch.zeros_like(self.total)
-                     for n, p in self.parameters.items()}
-        taped = not callable(loss) and getattr(getattr(model, "config", None), "model_type", "") in TAPED
-        names = {id(p): n for n, p in self.parameters.items() if taped and not _WITHOUT_SAMPLES.search(n)}
-        self.tape = Tape(model, names, self.sums, _head(model, loss) if taped else set())
+        self.sums = {n: torch.zeros_like(p, dtype=_wide(p)) if level == "diagonal"
+                     else torch.zeros((), dtype=widest, device=p.device) for n, p in self.parameters.items()}
+        config = getattr(model, "config", None)
+        known = not callable(loss) and getattr(config, "model_type", "") in TAPED
+        head = _head(model, loss) if known else None
+        names = {id(p): n for n, p in self.parameters.items() if head and not _WITHOUT_SAMPLES.search(n)}
+        # the newer head of DeBERTa multiplies by the embeddings without a module
+        if getattr(config, "legacy", True) is False: names.pop(id(model.get_input_embeddings().weight), None)
+        self.tape = Tape(model, names, self.sums, head or set())
         self.alone = self.parameters.keys() - {n for own in self.tape.modules.values() for n in own.values()}
 
-def _head(model: nn.Module, loss: str) -> Set[nn.Module]:
-    "Return the modules that see the predicted positions only: all outside the body and, for seq2seq, the encoder."
+def _head(model: nn.Module, loss: str) -> Set[nn.Module] | None:
+    """Return the modules that see the predicted positions only: all outside the body and, for seq2seq, the encoder.
+
+    None for a model with a learned prompt, whose head sees all positions."""
     body = head_input(model, loss)
-    if body is None: return set()
+    if body is None: return None
     encoder = model.get_encoder().modules() if loss == "seq2seq" else ()
     return set(model.modules()) - set(body.modules()) - set(encoder)
 
@@ -318,7 +326,9 @@ def add(self: _Squares, batch: Mapping, positions: tuple[Tensor, ...] | None) ->
             place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
             positions = [p.to(self.device) for p in positions]
             watching = self.tape.watching(positions[0], place.to(self.device), counts.tolist())
-            with _asking(self.parameters, set()), watching: self.losses(batch, positions).sum().backward()
+            with _asking(self.parameters, set()), watching:
+                loss = self.losses(batch, positions).sum()
+                if loss.requires_grad: loss.backward()
             self.alone |= self.tape.refused
         if self.alone and not self.samples:
             warnings.warn(f"{len(self.alone)} parameters are left to autograd, sample by sample, which is slow: "
@@ -405,11 +415,10 @@ class FisherEstimate:
     sample: str = "sequence"  # or "position"
     numel: dict[str, int] = field(default_factory=dict)  # scalars of each parameter
     model: str = ""  # its name
-    fingerprint: str = ""  # of its weights; empty until the estimate is saved
+    fingerprint: str = ""  # of its weights
     corpora: list = field(default_factory=list)  # the description of the batches
     precision: str = "fp32"
     by_function: list = field(default_factory=list)  # parameters that autograd computed, one sample at a time
-    weights: tuple | None = field(default=None, repr=False)  # model and version of its weights, until it is saved
 
     @property
     def unit(self) -> str:
@@ -435,27 +444,19 @@ def model_fingerprint(
     digest = hashlib.sha256()
     for name, p in named_weights(model).items():
         digest.update(f"{name}{tuple(p.shape)}{p.dtype}".encode())
-        digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 # %% ../nbs/11_fisher.ipynb #f15e0001
 @patch
 def save(self: FisherEstimate, folder: str | Path) -> Path:
     "Write the tensors, under a name from their content, then fisher.json that names them, and return its path."
-    if self.weights is not None:
-        model, version = self.weights
-        if version == _version(model): self.fingerprint = model_fingerprint(model)
-        else: warnings.warn("model: its weights have changed since the estimate, so the file cannot name them; save an "
-                            "estimate before the model is trained")
-        self.weights = None
     file, content = Path(folder) / "fisher.json", tensor_files.save({k: v.contiguous() for k, v in self.sums.items()})
     name = f"fisher-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     write_atomically(file.parent / name, content)
-    about = {k: v for k, v in vars(self).items() if k not in ("sums", "weights")}
+    about = {k: v for k, v in vars(self).items() if k != "sums"}
     write_atomically(file, json.dumps(about | {"unit": self.unit, "tensors": name, "schema": 1}, indent=1) + "\n")
     return file
-
-def _version(model: nn.Module) -> int: return sum(p._version for p in model.parameters())  # grows with each change
 
 @patch(cls_method=True)
 def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
@@ -553,9 +554,7 @@ def agreement(
     for name, e in (("part", part), ("full", full)):
         if e.level != "diagonal": raise ValueError(f"{name}: level is {e.level!r}; agreement needs level='diagonal'")
     for key in ("fingerprint", "loss", "reduction", "sample", "numel"):
-        a, b = getattr(part, key), getattr(full, key)
-        # an estimate has no fingerprint before it is saved
-        if a == b or (key == "fingerprint" and not (a and b)): continue
+        if getattr(part, key) == getattr(full, key): continue
         raise ValueError(f"part: has another {key} than full, so their entries cannot be compared")
     a, b = part.mean(), full.mean()
     tensors = [_agreement(a[n].flatten(), b[n].flatten(), top) for n in b]

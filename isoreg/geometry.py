@@ -254,7 +254,7 @@ class Dimensions(NamedTuple):
     "What stands out among the coordinates; lists begin with the most extreme."
     mean: Tensor  # (d,) float64
     std: Tensor  # (d,) float64, divisor n - 1
-    by_mean: list[int]  # mean at least sigmas standard deviations of the means from their mean
+    by_mean: list[int]  # mean at least sigmas standard deviations of the means, and 4 errors, from their mean
     by_variance: list[int]  # variance at least ratio times the average variance
     largest: list[int]  # the k of largest standard deviation
 
@@ -281,7 +281,8 @@ def stand_out(m: Moments, k: int = 5, sigmas: float = 3.0, ratio: float = 5.0) -
     mean, variance = m.mean, m.m2.diagonal() / (m.count - 1)
     far, spread = (mean - mean.mean()).abs(), mean.std(correction=0)
     farthest, largest = (v.argsort(descending=True, stable=True) for v in (far, variance))
-    by_mean = farthest[((far >= sigmas * spread) & (far > 0))[farthest]]
+    noise = 4 * (variance / m.count).sqrt()  # of a mean of so many rows
+    by_mean = farthest[((far >= sigmas * spread) & (far > noise))[farthest]]
     by_variance = largest[((variance >= ratio * variance.mean()) & (variance > 0))[largest]]
     return Dimensions(mean, variance.sqrt(), by_mean.tolist(), by_variance.tolist(), largest[:k].tolist())
 

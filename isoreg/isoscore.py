@@ -210,7 +210,8 @@ def too_even(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype) -> Tensor:
 def check_evenness(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype):
     "Raise a `ValueError` for rows that are `too_even`."
     if bool(too_even(inv, f, d, dtype).any()):
-        raise ValueError("points: as even as so few rows can be, which says nothing of the population; add points")
+        raise ValueError("points: as even as so few rows can be, or one row holds nearly all of the variance: "
+                         "only rounding is left of the corrected score; add points, or look at the longest row")
 
 # %% ../nbs/02_isoscore.ipynb #e4b1f0a8
 def check_cloud(points, mask=None) -> tuple[Tensor, Tensor | None]:

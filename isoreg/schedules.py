@@ -8,7 +8,7 @@ __all__ = ['CONTROLS', 'SCHEMES', 'guided_schedule', 'released_schedule', 'contr
 import json
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,54 +22,45 @@ def guided_schedule(
     scores: Mapping[str, float],  # site -> score, from site_scores; the order breaks ties
     p_max: float = 0.1,  # rate of the least informative site
     p_min: float = 0.0,  # rate of the most informative site
-    shape: str | Callable[[float], float] = "linear",  # or a function of the rank u in [0, 1] to a share in [0, 1]
+    shape: Callable[[float], float] | None = None,  # share in [0, 1] at rank u in [0, 1]; None: 1 - u
 ) -> dict[str, float]:  # site -> p, in the order of the scores
-    """Return rates by rank, p_max for the lowest score (Sharma et al. 2024, eqs 9, 10); one site alone gets p_max.
+    """Return rates by rank, p_max for the lowest score (Sharma et al. 2024, eqs 9, 10).
 
     Warns if all scores are equal. Raises `ValueError` for NaN scores and rates out of range."""
-    _check_guided(scores, p_max, p_min, shape)
-    s = (lambda u: 1 - u) if shape == "linear" else shape
-    n, p = len(scores), {}
+    in_range("p_min", p_min, 0, check_rate("p_max", p_max))
+    for name, score in scores.items(): in_range(f"scores[{name!r}]", score)
+    if len(scores) > 1 and len(set(scores.values())) == 1:
+        warnings.warn("scores: all are equal, so the rates follow the order of the sites alone")
+    rates = {}
     for i, name in enumerate(sorted(scores, key=scores.get)):
-        u = i / max(1, n - 1)
-        share = in_range(f"shape at rank {u:.3g}", s(u), 0, 1)
-        p[name] = float(p_min if share == 0 else p_max - (1 - share) * (p_max - p_min))  # p_max exactly at share 1
-    return {name: p[name] for name in scores}
+        u = i / max(1, len(scores) - 1)
+        share = 1 - u if shape is None else in_range(f"shape at rank {u:.3g}", shape(u), 0, 1)
+        # p_max and p_min exactly at the ends
+        rates[name] = float(p_min if share == 0 else p_max - (1 - share) * (p_max - p_min))
+    return {name: rates[name] for name in scores}
 
 # %% ../nbs/14_schedules.ipynb #49db6bf6
-def _check_guided(scores, p_max, p_min, shape):
-    if not isinstance(scores, Mapping) or not scores:
-        raise ValueError(f"scores: need a mapping of sites to scores, got a {type(scores).__name__}; see site_scores")
-    in_range("p_min", p_min, 0, check_rate("p_max", p_max), hint="at most p_max: less information gets the higher rate")
-    for name, v in scores.items(): in_range(f"scores[{name!r}]", v, hint="estimate it again")
-    if shape != "linear" and not callable(shape): one_of("shape", shape, ["linear"], also="a function of the rank")
-    if len(scores) > 1 and len(set(scores.values())) == 1:
-        warnings.warn(f"scores: all {len(scores)} sites have the same, {next(iter(scores.values())):g}, so the rates "
-                      "follow the order of the sites alone; give scores that differ")
-
 def check_rate(name: str, p) -> float: return float(in_range(name, p, 0, 1, ends="[)"))
 
 def check_schedule(schedule) -> dict[str, float]:
-    "Return the rates of a schedule, or of what `apply_dropout` gave; raise `ValueError` for anything else."
-    if isinstance(schedule, Mapping) and isinstance(schedule.get("rates"), Mapping): schedule = schedule["rates"]
-    if not isinstance(schedule, Mapping) or not schedule:
+    "Return the rates of a schedule, or of what `apply_dropout` gave; `ValueError` for anything else."
+    rates = schedule.get("rates", schedule) if isinstance(schedule, Mapping) else None
+    if not isinstance(rates, Mapping) or not rates:
         raise ValueError(f"schedule: {schedule!r} is no mapping from sites to rates; see guided_schedule")
-    return {str(n): check_rate(f"schedule[{n!r}]", p) for n, p in schedule.items()}
+    return {name: check_rate(f"schedule[{name!r}]", p) for name, p in rates.items()}
 
-def check_names(rates: Mapping[str, float], kinds: Mapping[str, str], complete: bool):
-    "Check the names of a schedule against those of the model, name -> kind; `complete`: none may be missing."
-    unknown = [n for n in rates if n not in kinds]
-    if unknown:
-        raise ValueError(f"schedule: {len(unknown)} names are no sites of this model, such as {unknown[0]!r}; "
-                         f"{did_you_mean(unknown[0], kinds)}was it made for another model?")
-    body = [n for n, kind in kinds.items() if kind != "classifier"]
-    missing = [n for n in body if n not in rates]
-    if complete and missing:
-        raise ValueError(f"schedule: {len(missing)} of {len(body)} sites have no rate, for example {missing[0]!r}; "
-                         "was it made for another model? partial=True leaves them as they are")
+def check_names(rates: Mapping[str, float], sites: Sequence, complete: bool = False):
+    "Raise `ValueError` for rates of no site and, if `complete`, for sites without a rate."
+    names = [s.name for s in sites]
+    unknown = [n for n in rates if n not in names]
+    missing = [s.name for s in sites if complete and s.kind != "classifier" and s.name not in rates]
+    if unknown or missing:
+        near = did_you_mean(unknown[0], names) if unknown else ""
+        raise ValueError(f"schedule: {len(unknown)} names are no sites of this model, {len(missing)} sites have no "
+                         f"rate, such as {(unknown + missing)[0]!r}; {near}was it made for another model? "
+                         "(partial=True leaves sites without a rate as they are)")
 
 # %% ../nbs/14_schedules.ipynb #6c1849ca
-_RELEASED_STEP = 0.00275
 _RELEASED_ORDER = {  # layers of BERT-base from the highest rate to the lowest
     "attention_probs": (7, 10, 9, 8, 1, 6, 11, 2, 0, 5, 3, 4),
     "attention_output": (11, 0, 9, 10, 7, 1, 6, 8, 2, 5, 4, 3),
@@ -77,81 +68,57 @@ _RELEASED_ORDER = {  # layers of BERT-base from the highest rate to the lowest
 }
 
 def released_schedule() -> dict[str, float]:  # 37 sites of BERT-base, in model order
-    "Return the schedule of Sharma et al. (2024) for BERT-base as released: 0.099 down to 0 in steps of 0.00275."
-    order = [f"encoder.layer.{i}.{kind}" for kind, layers in _RELEASED_ORDER.items() for i in layers] + ["embeddings"]
-    rates = {name: round(_RELEASED_STEP * (36 - i), 5) for i, name in enumerate(order)}
-    model_order = ["embeddings"] + [f"encoder.layer.{i}.{kind}" for i in range(12) for kind in _RELEASED_ORDER]
-    return {name: rates[name] for name in model_order}
+    "Return the released schedule of BERT-base (Sharma et al. 2024): 0.099 down to 0 in steps of 0.00275."
+    falling = [f"encoder.layer.{i}.{kind}" for kind, layers in _RELEASED_ORDER.items() for i in layers]
+    rates = {name: round(0.00275 * (36 - rank), 5) for rank, name in enumerate(falling)}
+    layers = [f"encoder.layer.{i}.{kind}" for i in range(12) for kind in _RELEASED_ORDER]
+    return {"embeddings": 0.0} | {name: rates[name] for name in layers}
 
 # %% ../nbs/14_schedules.ipynb #cdf0cc9a
+CONTROLS = ("constant-mean", "reversed", "shuffled", "type-only")
+
 def control_schedule(
-    kind: str,  # "constant-mean", "reversed", "shuffled" or "type-only"
+    kind: str,  # name in CONTROLS
     schedule: Mapping[str, float],  # site -> p
-    sites=None,  # what dropout_sites gave: for "type-only", and to know the head
-    seed: int = 0,  # of "shuffled"; the same on every machine and Python version
+    sites: Sequence = (),  # what dropout_sites gave: for "type-only", and to know the head
+    seed: int = 0,  # seed of "shuffled"
 ) -> dict[str, float]:  # site -> p, in the order of the schedule, without the head's
-    """Return a control for a guided schedule, of the same mean rate; without `sites` the head is what is so named.
+    """Return a control for a guided schedule, of the same mean rate.
 
-    `reversed` gives the site of the i-th highest rate the i-th lowest; `shuffled` permutes the rates over all
-    sites. Raises `ValueError` for an unknown kind, bad rates, a seed that is no integer, a schedule of the head alone,
-    or one of another model.
-    """
-    one_of("kind", kind, CONTROLS)
-    in_range("seed", seed, whole=True)
-    kinds = {s.name: s.kind for s in sites or ()}
+    `reversed` gives the site of the i-th highest rate the i-th lowest; `shuffled` is the same on every machine.
+    Raises `ValueError` for an unknown kind, bad rates, or a schedule of another model."""
+    kinds = {s.name: s.kind for s in sites}
     rates = {n: p for n, p in check_schedule(schedule).items() if kinds.get(n, n.split(".")[0]) != "classifier"}
-    if not rates: raise ValueError("schedule: names the head's dropout only; a control is for the other sites")
-    if kind == "type-only":
-        if sites is None: raise ValueError("sites: type-only needs them, to know the kind of each name")
-        check_names(rates, kinds, complete=False)
-    return CONTROLS[kind](rates, kinds, seed)
-
-# %% ../nbs/14_schedules.ipynb #4506211d
-def _constant_mean(rates: dict[str, float], kinds, seed) -> dict[str, float]:
-    return dict.fromkeys(rates, fmean(rates.values()))
-
-def _reversed(rates: dict[str, float], kinds, seed) -> dict[str, float]:
-    falling = sorted(rates, key=lambda n: -rates[n])
-    return rates | dict(zip(falling, sorted(rates.values())))
-
-def _shuffled(rates: dict[str, float], kinds, seed) -> dict[str, float]:
-    "Return the rates in an order that is drawn from `random()` alone, the one stream that Python promises to keep."
-    draw, values = random.Random(int(seed)), list(rates.values())
-    keys = [draw.random() for _ in values]
-    return dict(zip(rates, [values[i] for i in sorted(range(len(keys)), key=keys.__getitem__)]))
-
-def _type_only(rates: dict[str, float], kinds, seed) -> dict[str, float]:
+    if one_of("kind", kind, CONTROLS) == "constant-mean": return dict.fromkeys(rates, fmean(rates.values()))
+    if kind == "reversed":
+        falling = sorted(rates, key=rates.get, reverse=True)
+        return rates | dict(zip(falling, sorted(rates.values())))
+    if kind == "shuffled":
+        # random() is the one stream that Python promises to keep
+        draw = random.Random(int(in_range("seed", seed, whole=True)))
+        keys = {name: draw.random() for name in rates}
+        return dict(zip(rates, [rates[name] for name in sorted(rates, key=keys.get)]))
+    check_names(rates, sites)
     return {n: fmean(p for m, p in rates.items() if kinds[m] == kinds[n]) for n in rates}
-
-CONTROLS = {"constant-mean": _constant_mean, "reversed": _reversed, "shuffled": _shuffled, "type-only": _type_only}
 
 # %% ../nbs/14_schedules.ipynb #a1b2c3d1
 @dataclass(frozen=True)
 class Scheme:
     "One scheme of dropout."
     label: str  # its name in tables and figures
-    rates: Callable | None = None  # (sites, guided schedule or None, p, seed) -> site -> p, without the head's
-    scores: bool = False  # needs Fisher scores, from which the guided schedule comes
-    rate: bool = False  # takes a rate p
-
-
-def _constant(sites, schedule, p, seed): return {s.name: p for s in sites if s.kind != "classifier"}
-
-def _guided(sites, schedule, p, seed): return schedule
-
-def _released(sites, schedule, p, seed): return released_schedule()
-
-def _control(kind, sites, schedule, p, seed): return control_schedule(kind, schedule, sites, seed)
+    rates: Callable | None = None  # (schedule, sites, seed) -> site -> p; None: the schedule itself
+    scores: bool = False  # needs Fisher scores; its schedule is the guided one
+    rate: bool = False  # takes a rate p; its schedule is p everywhere
 
 SCHEMES = {
     "standard": Scheme("baseline"),  # the rates that the model has
-    "constant": Scheme("dropout", _constant, rate=True),
-    "guided": Scheme("guided dropout", _guided, scores=True),
-    "guided-released": Scheme("guided dropout with the authors' rates", _released),
-    "constant-mean": Scheme("constant p = mean of guided", partial(_control, "constant-mean"), scores=True),
-    "reversed": Scheme("guided reversed", partial(_control, "reversed"), scores=True),
-    "shuffled": Scheme("guided shuffled", partial(_control, "shuffled"), scores=True),
-    "type-only": Scheme("guided by type only", partial(_control, "type-only"), scores=True),
+    "constant": Scheme("dropout", rate=True),
+    "guided": Scheme("guided dropout", scores=True),
+    "guided-released": Scheme("guided dropout with the authors' rates", lambda *_: released_schedule()),
+    "constant-mean": Scheme("constant p = mean of guided", partial(control_schedule, "constant-mean"), scores=True),
+    "reversed": Scheme("guided reversed", partial(control_schedule, "reversed"), scores=True),
+    "shuffled": Scheme("guided shuffled", partial(control_schedule, "shuffled"), scores=True),
+    "type-only": Scheme("guided by type only", partial(control_schedule, "type-only"), scores=True),
     "gaussian": Scheme("Gaussian dropout", rate=True),
     "gaussian-released": Scheme("Gaussian dropout as released", rate=True),
     "mixout": Scheme("mixout", rate=True),
@@ -168,13 +135,10 @@ def save_schedule(
     write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
     return Path(path)
 
-
 def load_schedule(
     path: str | Path,  # written by save_schedule, or a plain JSON object of rates
 ) -> dict[str, float]:  # site -> p
-    "Return the schedule of a file. Raises `ValueError` that names it if it is missing, no JSON, or no schedule."
-    try:
-        content = from_json(read_text(path))
-        return check_schedule(content.get("rates") if isinstance(content, dict) and "format" in content else content)
+    "Return the schedule of a file. Raises `ValueError` with its name if it is missing or holds no schedule."
+    try: return check_schedule(from_json(read_text(path)))
     except (OSError, ValueError) as error:
         raise ValueError(f"schedule: {path} cannot be read ({error}); write it with save_schedule") from None

@@ -22,6 +22,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
+from torch.random import fork_rng
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import one_of
@@ -206,7 +207,7 @@ def trial(model: nn.Module):
     plain = [(o, {k: v for k, v in vars(o).items() if isinstance(v, (bool, int, float, str))})
              for o in [*model.modules(), *configs]]
     buffers, stance = [(b, b.clone()) for b in model.buffers()], torch.compiler.set_stance
-    with same_draws(_device(model)), torch.no_grad(), stance("force_eager"):
+    with same_draws(_device(model)), fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
         try:
             for owner, kept in plain: vars(owner).update(_switched_off(owner, kept))
             yield model.train()
@@ -225,6 +226,8 @@ def _switched_off(owner, values: Mapping) -> dict:
 
 def _device(model: nn.Module) -> torch.device:
     return next((t.device for t in model.parameters()), torch.device("cpu"))
+
+def _gpus(model: nn.Module) -> list[int]: return sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
 
 # %% ../nbs/13_sites.ipynb #6e58ec95
 def _forward(model: nn.Module, batch):
@@ -327,12 +330,11 @@ def seen_in_output(model: nn.Module, batch, handles: Sequence[str]) -> list[str]
     "Return the handles that change the output though no known function gets their rate; all rates are 0 on entry."
     def run():
         torch.default_generator.manual_seed(0)  # torch.manual_seed reaches devices that are not even started
-        if device.type == "cuda": torch.cuda.manual_seed(0)
+        for i in _gpus(model): torch.cuda.default_generators[i].manual_seed(0)
         output = _forward(model, batch)
         return _tensors(output.values() if isinstance(output, Mapping) else [output])
     changed = lambda: not all(map(torch.equal, rest, run()))
-    device, found = _device(model), []
-    rest = run() if handles else []
+    rest, found = run() if handles else [], []
     if not handles or changed(): return []
     for h in handles:
         with rates_at(model, [h]):

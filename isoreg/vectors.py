@@ -75,7 +75,7 @@ def _open(path: Path, array: str | None) -> Vectors:
         raise ValueError(f"array: {given}, and {path.name} holds {names}; choose one with --array")
     shape, pieces, _ = found[name]
     if len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
-        raise ValueError(f"file: {path.name} holds an array of shape {shape}; need (n, d) with d >= 2")
+        raise ValueError(f"file: {path.name} holds an array of shape {shape}; need (n, d) with n >= 1 and d >= 2")
     return Vectors(shape, lambda: _checked(pieces(), f"file: {path.name}"))
 
 

@@ -28,7 +28,7 @@ left_over = [1]
 
 
 class StubConfig(Settings):
-    task: str = "a"
+    task: str = "a"  # parent: starts a process
     seed: int = Field(0, ge=0)
     wait: float = 0.0  # seconds
     fail: str = ""  # always, once, die, kill, full; at-start, at-work, at-record, at-end: killed there once
@@ -55,6 +55,8 @@ def kill_once(config, where):
 
 
 def work(config, out):
+    if config.task == "parent":
+        subprocess.Popen(["sleep", "99"])
     tell(config, "start")
     kill_once(config, "start")
     time.sleep(config.wait)

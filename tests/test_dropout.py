@@ -11,8 +11,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from small_models import EVERY, IDS, make, output, rates, scores_of
+from small_models import EVERY, make, output, rates, scores_of
 from torch import nn
 
 from isoreg.dropout import (
@@ -25,7 +24,12 @@ from isoreg.dropout import (
     site_scores,
 )
 from isoreg.schedules import CONTROLS, guided_schedule, released_schedule, save_schedule
-from isoreg.sites import dropout_sites
+from isoreg.sites import dropout_sites, set_rate
+
+
+def clean(model):
+    "Whether no noise and no weight of a pass is left on a model."
+    return not any({"forward", "weight"} & vars(m).keys() for m in model.modules())
 
 
 @pytest.mark.parametrize("name,attention", EVERY)
@@ -36,14 +40,17 @@ def test_every_rate_arrives_where_it_should(name, attention, monkeypatch):
     applied = set_dropout(model, wanted)
     seen = []  # an independent record: the functions themselves are replaced
     plain, fused = F.dropout, F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        F, "dropout", lambda x, p=0.5, training=True, inplace=False: seen.append(p) or plain(x, p, training)
-    )
-    monkeypatch.setattr(
-        F,
-        "scaled_dot_product_attention",
-        lambda *a, dropout_p=0.0, **k: seen.append(dropout_p) or fused(*a, dropout_p=dropout_p, **k),
-    )
+
+    def dropout(x, p=0.5, training=True, inplace=False):
+        seen.append(p)
+        return plain(x, p, training)
+
+    def attend(*a, dropout_p=0.0, **k):
+        seen.append(dropout_p)
+        return fused(*a, dropout_p=dropout_p, **k)
+
+    monkeypatch.setattr(F, "dropout", dropout)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     output(model)
     assert Counter(seen) == Counter({wanted[s.name]: s.calls for s in sites}) and applied["calls"] == len(seen)
     assert json.loads(json.dumps(applied))["rates"] == wanted
@@ -51,21 +58,13 @@ def test_every_rate_arrives_where_it_should(name, attention, monkeypatch):
 
 def test_the_measured_share_of_zeros_is_the_rate():
     model = make("bert", "sdpa", num_hidden_layers=1).train()
-    shares = {}
-    with set_dropout(model, {n: 0.1 * (i + 1) for i, n in enumerate(rates(model))}):
-        hook = lambda name: lambda m, a, out: shares.update({name: float((out[a[0] != 0] == 0).float().mean())})
-        for name, m in model.named_modules():
-            if isinstance(m, nn.Dropout):
-                m.register_forward_hook(hook(name))
-        with torch.no_grad():
-            model(IDS.repeat(400, 1))
-        assert abs(shares["bert.embeddings.dropout"] - 0.1) < 0.01
-        assert abs(shares["bert.encoder.layer.0.attention.output.dropout"] - 0.3) < 0.01
-        assert abs(shares["bert.encoder.layer.0.output.dropout"] - 0.4) < 0.01
-        attention = model.bert.encoder.layer[0].attention.self  # one token: its probability is 1, or dropped
-        with torch.no_grad():
-            out = attention(torch.ones(20_000, 1, 16))[0]
-        assert abs(float((out[:, 0, 0] == 0).float().mean()) - 0.2) < 0.01
+    set_dropout(model, {n: 0.1 * (i + 1) for i, n in enumerate(rates(model))})
+    layer, ones = model.bert.encoder.layer[0], torch.ones(100_000)
+    for module, p in ((model.bert.embeddings, 0.1), (layer.attention.output, 0.3), (layer.output, 0.4)):
+        assert abs(float((module.dropout(ones) == 0).float().mean()) - p) < 0.01
+    with torch.no_grad():  # one token: its attention probability is 1, or dropped
+        out = layer.attention.self(torch.ones(20_000, 1, 16))[0]
+    assert abs(float((out[:, 0, 0] == 0).float().mean()) - 0.2) < 0.01
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "modernbert", "opt"])
@@ -73,37 +72,29 @@ def test_undo_and_context_manager_put_everything_back(name):
     model = make(name, attention_dropout=0.0) if name == "modernbert" else make(name)
     before, config = rates(model), model.config.to_dict()
     modules = {n: id(m) for n, m in model.named_modules()}
-    with set_dropout(model, {n: 0.33 for n in before}) as applied:
-        assert set(rates(model).values()) == {0.33} == set(applied["rates"].values())
-    assert (
-        rates(model) == before
-        and model.config.to_dict() == config
-        and {n: id(m) for n, m in model.named_modules()} == modules
-    )
     outer = set_dropout(model, {n: 0.2 for n in before})
     with pytest.raises(KeyError):
-        with set_dropout(model, {n: 0.3 for n in before}):
+        with set_dropout(model, {n: 0.33 for n in before}) as applied:
+            assert set(rates(model).values()) == {0.33} == set(applied["rates"].values())
             raise KeyError
-    assert set(rates(model).values()) == {0.2} and model.config.dropout_schedule == {
-        "kind": "rates",
-        "rates": {n: 0.2 for n in before},
-    }
+    assert set(rates(model).values()) == {0.2}
+    assert model.config.dropout_schedule == {"kind": "rates", "rates": {n: 0.2 for n in before}}
     outer.undo()
     outer.undo()
-    assert rates(model) == before and not hasattr(model.config, "dropout_schedule")
+    assert rates(model) == before and model.config.to_dict() == config
+    assert {n: id(m) for n, m in model.named_modules()} == modules
 
 
 @pytest.mark.parametrize("first,second", [("guided", "gaussian"), ("gaussian", "mixout"), ("mixout", "constant")])
-def test_undo_takes_later_changes_of_the_model_and_its_parts_back_too(first, second):
+def test_undo_takes_later_changes_of_the_model_back_too(first, second):
     model, other = make(), make()
     before, config = rates(model), model.config.to_dict()
     below = apply_dropout(model, first, **arguments(first, model))
-    top = apply_dropout(model.bert, second, **arguments(second, model))
+    top = apply_dropout(model, second, **arguments(second, model))
     elsewhere = apply_dropout(other, "constant", p=0.4)  # a change of another model lies on nothing here
     below.undo()
     top.undo()  # does nothing any more
-    assert rates(model) == before and model.config.to_dict() == config
-    assert not any("forward" in vars(m) for m in model.modules())
+    assert rates(model) == before and model.config.to_dict() == config and clean(model)
     assert rates(other)["embeddings"] == 0.4
     elsewhere.undo()
     assert rates(other) == before
@@ -113,11 +104,12 @@ def test_undo_takes_back_later_changes_that_nobody_kept():
     model = make()
     before = rates(model)
     below = apply_dropout(model, "constant", p=0.2)
-    for _ in range(2):
-        apply_dropout(model, "gaussian", p=0.3).undo()
+    apply_dropout(model, "gaussian", p=0.3).undo()
     apply_dropout(model, "gaussian", p=0.3)
+    twin = copy.deepcopy(model)
+    apply_dropout(twin, "mixout").undo()  # a copy has the noise; the changes stay those of the model
     below.undo()
-    assert rates(model) == before and not any("forward" in vars(m) for m in model.modules())
+    assert rates(model) == before and clean(model) and not clean(twin)
     gone = weakref.ref(model)
     del model, below
     gc.collect()
@@ -132,11 +124,9 @@ def test_a_failed_check_names_the_site_and_leaves_the_model_alone():
     model = make("bert", "sdpa")
     model.bert.encoder.layer[1].output.dropout = Floored(0.1)
     before, config = rates(model), model.config.to_dict()
-    message = (
-        r"encoder.layer.1.ffn_output.*Floored.*p=0.02 was set, p=0.05 was applied.*sdpa.*transformers "
-        + transformers.__version__
-    )
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(
+        RuntimeError, match="encoder.layer.1.ffn_output.*Floored.*p=0.02 was set, p=0.05 was applied; .*sdpa"
+    ):
         set_dropout(model, {n: 0.02 for n in before})
     assert rates(model) == before and model.config.to_dict() == config
 
@@ -145,14 +135,12 @@ def test_a_failed_check_names_the_site_and_leaves_the_model_alone():
     "bad,message",
     [
         ({"embeddings": 1.0}, r"embeddings.*1.0 is out of range"),
-        ({"embeddings": -0.1}, "is out of range"),
         ({"embeddings": float("nan")}, "is out of range"),
         ({"embeddings": "0.1"}, "is not a number"),
-        ({"embeddings": True}, "is not a number"),
         ({}, "no mapping"),
         (0.1, "no mapping"),
         ({"embedings": 0.1}, "did you mean 'embeddings'"),
-        ({"embeddings": 0.1}, "6 of 7 sites have no rate"),
+        ({"embeddings": 0.1}, "6 sites have no rate"),
         (released_schedule(), "no sites of this model.*another model"),  # twelve layers on two
     ],
 )
@@ -198,17 +186,13 @@ def test_gaussian_dropout_comes_back_as_noise(p, released, tmp_path):
     loaded = saved(model, tmp_path)
     before = loaded.config.to_dict()
     applied = load_dropout(loaded)
-    kind = "gaussian-released" if released else "gaussian"
-    assert (
-        applied["kind"] == kind == model.config.dropout_schedule["kind"]
-        and rates(loaded) == rates(model) == applied["rates"]
-        and rates(loaded)["embeddings"] == 0.4
-    )
+    assert applied["kind"] == ("gaussian-released" if released else "gaussian") == model.config.dropout_schedule["kind"]
+    assert rates(loaded) == rates(model) == applied["rates"] and rates(loaded)["embeddings"] == 0.4
     torch.manual_seed(0)
     x = loaded.bert.embeddings.dropout(torch.ones(200_000))
     assert x.std() == pytest.approx(0.4 / 0.6 if released else math.sqrt(0.4 / 0.6), rel=0.02)
     applied.undo()
-    assert loaded.config.to_dict() == before and not any("forward" in vars(m) for m in loaded.modules())
+    assert loaded.config.to_dict() == before and clean(loaded)
     raised.undo()
     noise.undo()
     assert rates(model) == own and not hasattr(model.config, "dropout_schedule")
@@ -226,14 +210,10 @@ def test_mixout_is_refused_or_put_on_again(how, tmp_path):
         load_dropout(loaded)
     with pytest.raises(ValueError, match="no weight of shape"):
         load_dropout(loaded, pretrained={})
-    assert rates(loaded) == was and not any("forward" in vars(m) for m in loaded.modules())
+    assert rates(loaded) == was and clean(loaded)
     applied = load_dropout(loaded, pretrained=start)
-    assert (
-        applied["kind"] == "mixout"
-        and applied["p"] == 0.6
-        and applied["mixed"] == done["mixed"]
-        and rates(loaded) == rates(model)
-    )
+    assert applied["kind"] == "mixout" and applied["p"] == 0.6 and applied["mixed"] == done["mixed"]
+    assert rates(loaded) == rates(model)
     torch.manual_seed(3)
     there = output(model.train())
     torch.manual_seed(3)
@@ -271,15 +251,16 @@ def test_gaussian_noise_reaches_every_site_and_leaves_again(name, attention):
     model = make(name, attention).train()
     rest = output(model.eval())
     sites = dropout_sites(model)
-    names = [s.name for s in sites]
     noise = gaussian_dropout(model)
-    for alone in names:
-        with set_dropout(model, {n: 0.3 * (n == alone) for n in names}, verify=False, sites=sites):
-            torch.manual_seed(0)
-            assert not torch.equal(output(model.train()), output(model))
-            torch.testing.assert_close(output(model.eval()), rest, rtol=0, atol=0)
+    for alone in sites:
+        for s in sites:
+            for handle in s.handles:
+                set_rate(model, handle, 0.3 * (s is alone))
+        torch.manual_seed(0)
+        assert not torch.equal(output(model.train()), output(model))
+        torch.testing.assert_close(output(model.eval()), rest, rtol=0, atol=0)
     noise.undo()
-    assert not any("forward" in vars(m) for m in model.modules())
+    assert clean(model)
 
 
 @pytest.mark.parametrize(
@@ -311,26 +292,27 @@ class Bare(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.AlphaDropout, Bare])
-def test_a_mask_that_noise_cannot_replace_is_refused_by_name(kind):
-    for p, own in ((None, 0.1), (0.2, 0.1), (None, 0.0)):  # at rate 0 as well: it may be raised later
-        model = make()
-        model.bert.encoder.layer[1].output.dropout = kind(own)
-        before, config = rates(model), model.config.to_dict()
-        with pytest.raises(RuntimeError, match=rf"encoder.layer.1.*{kind.__name__}.*Bernoulli mask stays on"):
-            gaussian_dropout(model, p)
-        assert (
-            rates(model) == before
-            and model.config.to_dict() == config
-            and not any("forward" in vars(m) for m in model.modules())
-        )
-
-
-def test_a_mask_that_comes_after_the_noise_is_seen():
+@pytest.mark.parametrize("p", [None, 0.2])
+def test_a_mask_that_noise_cannot_replace_is_refused_by_name(kind, p):
     model = make()
+    model.bert.encoder.layer[1].output.dropout = kind(0.1)
+    before, config = rates(model), model.config.to_dict()
+    with pytest.raises(RuntimeError, match=rf"encoder.layer.1.*{kind.__name__}.*Bernoulli mask stays on"):
+        gaussian_dropout(model, p)
+    assert rates(model) == before and model.config.to_dict() == config and clean(model)
+
+
+@pytest.mark.parametrize("kind", [nn.AlphaDropout, nn.Dropout])
+def test_a_mask_that_comes_after_the_noise_is_seen(kind):
+    "One whose rate was 0, and one without the noise."
+    model = make()
+    if kind is nn.AlphaDropout:
+        model.bert.encoder.layer[1].output.dropout = kind(0.0)
     gaussian_dropout(model)
-    model.bert.encoder.layer[1].output.dropout = nn.Dropout(0.1)  # without the noise
+    if kind is nn.Dropout:
+        model.bert.encoder.layer[1].output.dropout = kind(0.1)
     with pytest.raises(RuntimeError, match="encoder.layer.1.ffn_output.*Bernoulli"):
-        set_dropout(model, {"embeddings": 0.2}, partial=True)
+        set_dropout(model, {"encoder.layer.1.ffn_output": 0.2}, partial=True)
 
 
 def test_noise_follows_an_identity_that_becomes_a_dropout():
@@ -380,34 +362,29 @@ def test_mixout_mixes_the_maps_of_the_encoder_only(name, maps):
     model = make(name).train()
     state = list(model.state_dict())
     applied = mixout(model)
-    assert (
-        applied["mixed"] == maps
-        and applied["mean"] == 0
-        and applied["rates"].get("classifier", 0.0) == rates(make(name)).get("classifier", 0.0)
-    )
+    own = rates(make(name))
+    assert applied["mixed"] == maps and applied["mean"] == 0
+    assert applied["rates"].get("classifier") == own.get("classifier")
     for q in model.parameters():
         q.data.mul_(1.01)
     assert not torch.equal(output(model), output(model))
     assert torch.equal(output(model.eval()), output(model))  # off in eval
-    assert list(model.state_dict()) == state and not any("weight" in m.__dict__ for m in model.modules())
+    assert list(model.state_dict()) == state
     applied.undo()
-    model.train()
-    assert rates(model) == rates(make(name))
+    assert rates(model) == own and clean(model)
 
 
-def test_mixout_after_an_error_and_bad_input():
-    model = make().train()
+@pytest.mark.parametrize(
+    "kwargs,message", [(dict(p=1.0), "p: 1.0"), (dict(unit="layer"), "unit"), (dict(pretrained={}), "pretrained")]
+)
+def test_mixout_refuses(kwargs, message):
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        mixout(model, **kwargs)
+    assert rates(model) == rates(make()) and clean(model)
     mixout(model)
-    with pytest.raises(IndexError):
-        model(input_ids=torch.full((1, 4), 10_000))
-    assert not any("weight" in m.__dict__ for m in model.modules())
     with pytest.raises(ValueError, match="already"):
         mixout(model)
-    for kwargs, message in ((dict(p=1.0), "p: 1.0"), (dict(unit="layer"), "unit"), (dict(pretrained={}), "pretrained")):
-        fresh = make()
-        with pytest.raises(ValueError, match=message):
-            mixout(fresh, **kwargs)
-        assert rates(fresh) == rates(make())
 
 
 # one function for a training run
@@ -448,7 +425,7 @@ def test_standard_is_the_untouched_model_to_the_bit(attention):
 def arguments(how, model):
     if how == "constant":
         return {"p": 0.2}
-    return {"scores": scores_of(model)} if how in ("guided", *CONTROLS) else {}
+    return {"scores": scores_of(model)} if how == "guided" else {}
 
 
 def test_standard_takes_out_the_note_of_rates_that_are_not_in_force(tmp_path):
@@ -476,15 +453,9 @@ def test_every_way_trains_under_autocast_and_can_be_saved_copied_and_undone(how,
     model = make("bert", attention)
     names, before = list(model.state_dict()), rates(model)
     report = apply_dropout(model, how, **arguments(how, model))
-    assert (
-        report["how"] == how
-        and json.loads(json.dumps(report)) == report
-        and set(report["rates"]) == set(before)
-        and report["rates"]["classifier"] == 0.1
-    )
+    assert report["how"] == how and json.loads(json.dumps(report)) == report and report["rates"]["classifier"] == 0.1
     assert copy.deepcopy(report) == dict(report) == pickle.loads(pickle.dumps(report))
-    if how not in ("mixout",):
-        assert rates(model) == report["rates"]
+    assert rates(model) == report["rates"]
     twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     assert list(twin.state_dict()) == names == [n for n in model.state_dict()]
     plain, copied = train(model), train(twin)
@@ -496,7 +467,7 @@ def test_every_way_trains_under_autocast_and_can_be_saved_copied_and_undone(how,
     loaded = type(model).from_pretrained(tmp_path)  # plain transformers
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     report.undo()
-    assert rates(model) == before and not any("forward" in vars(m) for m in model.modules())
+    assert rates(model) == before and clean(model)
 
 
 @pytest.mark.parametrize("how", ["gaussian", "gaussian-released", "mixout", "constant"])
@@ -524,14 +495,11 @@ def test_gradient_checkpointing_gives_the_same_gradients(how, attention):
 
 
 def test_guided_from_scores_of_the_pretraining_model_on_the_classifier():
-    scores = scores_of(make(head="ForMaskedLM"))
-    model = make()
-    report = apply_dropout(
-        model, "guided", scores=scores, p_max=0.2, p_min=0.05, aggregate="mean", grouping="preceding"
-    )
-    by_site = site_scores(dropout_sites(model, "preceding"), scores, "mean")
+    scores, model = scores_of(make(head="ForMaskedLM")), make()
+    report = apply_dropout(model, "guided", scores=scores, p_max=0.2, p_min=0.05)
+    by_site = site_scores(dropout_sites(model), scores)
     assert {n: p for n, p in report["rates"].items() if n != "classifier"} == guided_schedule(by_site, 0.2, 0.05)
-    assert report["scores"] == by_site and report["aggregate"] == "mean" and report["mean"] == pytest.approx(0.125)
+    assert report["scores"] == by_site and report["mean"] == pytest.approx(0.125)
     report.undo()
     for how in CONTROLS:
         assert apply_dropout(model, how, scores=scores, p_max=0.2, p_min=0.05)["mean"] == pytest.approx(0.125)
@@ -542,28 +510,23 @@ def test_schedules_and_files_in_place_of_a_name(tmp_path):
     path = save_schedule(tmp_path / "s.json", plan)
     for how in (plan, path, str(path)):
         assert apply_dropout(make(), how)["rates"] == plan | {"classifier": 0.1}
-    assert apply_dropout(make(), "reversed", schedule=str(path))["rates"] == plan | {"classifier": 0.1}
-    assert apply_dropout(make(), "guided", schedule=plan)["how"] == "guided"
     assert apply_dropout(make(), {**plan, "classifier": 0.3})["rates"]["classifier"] == 0.3  # by name it can be set
 
 
 @pytest.mark.parametrize(
     "how,kwargs,message",
     [
-        ("constant", {"p": 0.1, "p_max": 0.5}, "p_max: 0.5 has a meaning with scores= only"),
-        ("guided", {"schedule": {"embeddings": 0.1}, "p_max": 0.5}, "p_max: 0.5 has a meaning with scores= only"),
         ("giuded", {}, "did you mean 'guided'"),
         (3, {}, "how: 3"),
-        ("guided", {}, "either the scores"),
+        ("guided", {}, "scores: guided and its controls need them"),
         ("guided", {"p": 0.1, "scores": {"a": 1.0}}, "p: has no meaning for guided"),
         ("standard", {"p": 0.1}, "use constant"),
-        ("constant", {}, "needs a rate"),
-        ("gaussian", {"scores": {"a": 1.0}}, "no meaning"),
+        ("constant", {}, "p: None is not a number"),
+        ("gaussian", {"scores": {"a": 1.0}}, "no other"),
+        ({"embeddings": 0.1}, {"scores": {"a": 1.0}}, "no other"),
         ("constant", {"p": 1.0}, "is out of range"),
         ("mixout", {"p": 1.2}, "is out of range"),
         ("missing.json", {}, "missing.json"),
-        ({"a": 0.1}, {"schedule": {"a": 0.1}}, "given twice"),
-        ("shuffled", {"scores": {"a": 1.0}, "schedule": {"a": 0.1}}, "either"),
         ("guided", {"scores": {"a": 1.0}}, "tensors have none"),
     ],
 )
@@ -597,19 +560,19 @@ def test_a_compiled_model_that_has_run_gets_the_regulariser(how):
 @pytest.mark.parametrize("how", ["gaussian", "gaussian-released", "mixout"])
 @pytest.mark.parametrize("undone", [True, False])
 def test_an_interruption_within_a_pass_leaves_nothing_on(how, undone):
-    model, other, ones = make("bert", "sdpa").eval(), nn.Dropout(0.5).train(), torch.ones(1000)
-    inputs = batch()
+    model, other, inputs = make("bert", "sdpa").eval(), nn.Dropout(0.5).train(), batch()
     start, before = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}, model(**inputs).logits
     done = mixout(model, 0.5, pretrained=start) if how == "mixout" else apply_dropout(model, how, p=0.3)
     layer = model.bert.encoder.layer[1]
     inside = layer.attention.output.dense if how == "mixout" else layer.attention.self.query
     wait = lambda *call: (_ for _ in ()).throw(KeyboardInterrupt)
-    for _ in range(2):
-        handle = inside.register_forward_hook(wait, prepend=True)
-        with pytest.raises(KeyboardInterrupt):
-            model.train(how != "gaussian-released")(**inputs)
-        handle.remove()
-        assert set(other(ones).tolist()) == {0.0, 2.0}  # no noise in another module
+    handle = inside.register_forward_hook(wait, prepend=True)
+    with pytest.raises(KeyboardInterrupt):
+        model.train(how != "gaussian-released")(**inputs)
+    handle.remove()
+    assert set(other(torch.ones(1000)).tolist()) == {0.0, 2.0}  # no noise in another module
+    assert not any("weight" in vars(m) for m in model.modules())
+    assert not torch.overrides._get_current_function_mode_stack()
     if undone:
         done.undo()
     if how != "gaussian-released":
@@ -618,10 +581,6 @@ def test_an_interruption_within_a_pass_leaves_nothing_on(how, undone):
     noisy = how == "gaussian-released" and not undone  # at evaluation too
     assert torch.equal(after, again) == torch.equal(after, before) == (not noisy)
     assert not any(m.training for m in model.modules()) or noisy
-    assert not any("weight" in vars(m) for m in model.modules())
-    assert not torch.overrides._get_current_function_mode_stack()
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(model))).train()
-    assert not torch.equal(twin(**inputs).logits, twin(**inputs).logits)
 
 
 def test_gaussian_dropout_and_mixout_together_come_back_after_loading(tmp_path):

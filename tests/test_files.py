@@ -9,7 +9,16 @@ import pandas as pd
 import pytest
 
 from isoreg.corpus import load_texts
-from isoreg.files import load_rows, from_yaml, pack, read_table, to_yaml, unpack, write_atomically
+from isoreg.files import (
+    from_yaml,
+    load_rows,
+    pack,
+    read_table,
+    record_files,
+    to_yaml,
+    unpack,
+    write_atomically,
+)
 
 
 def test_permissions_are_those_of_the_file_or_of_the_umask(tmp_path):
@@ -29,6 +38,23 @@ def test_permissions_are_those_of_the_file_or_of_the_umask(tmp_path):
     for place, error in ((tmp_path, ValueError), (os.devnull, ValueError), (tmp_path / "new" / "x", OSError)):
         with pytest.raises(error):
             write_atomically(place, "x")
+
+
+def test_records_are_found_while_a_sweep_moves_its_folders(tmp_path, monkeypatch):
+    names = ["a/record.json", "group/b/record.json", "group/moved/record.json", ".sweep/c/part-1/record.json"]
+    for name in names:
+        write_atomically(tmp_path / name, "{}")
+    scan, seen = os.scandir, []
+
+    def scandir(place):
+        seen.append(os.path.basename(place))
+        if seen[-1] in ("part-1", "moved"):
+            raise FileNotFoundError(place)
+        return scan(place)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert record_files(tmp_path) == [tmp_path / name for name in names[:2]]
+    assert "moved" in seen and "c" not in seen
 
 
 @pytest.mark.parametrize("kind, largest", [("int16", 2**15 - 1), ("int32", 2**15), ("int32", 2**31 - 1)])

@@ -15,7 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isoreg.corpus import TextBatches, sample_losses
 from isoreg.dropout import gaussian_dropout
 from isoreg.experiments.toy import toy_corpus, toy_model_path
-from isoreg.fisher import TAPED, FisherEstimate, agreement, empirical_fisher, load_scores, model_fingerprint
+from isoreg.fisher import (
+    TAPED,
+    FisherEstimate,
+    _Squares,
+    agreement,
+    empirical_fisher,
+    load_scores,
+    model_fingerprint,
+    squared_norms,
+)
 from isoreg.trainer import split_by_length
 
 pytestmark = [
@@ -52,9 +61,10 @@ MODELS = {  # family, head, settings
     "gemma3": ("Gemma3", "ForCausalLM", GEMMA | dict(sliding_window=8)),
     "opt": ("OPT", "ForCausalLM", OPT | ENDS | dict(max_position_embeddings=24)),
     "deberta-v2": ("DebertaV2", "ForMaskedLM", TEXT | DEBERTA),
+    "deberta-v2-new": ("DebertaV2", "ForMaskedLM", TEXT | DEBERTA | dict(legacy=False)),
 }
 LOSS = dict.fromkeys(["gpt2", "llama", "gemma", "gemma2", "gemma3", "opt"], "clm") | {"t5": "seq2seq"}
-SLOW = {"opt", "deberta-v2", "bert-untied"}  # some of whose parameters, or all, go through autograd
+SLOW = {"opt", "deberta-v2", "deberta-v2-new", "bert-untied"}  # some of whose parameters, or all, go through autograd
 
 
 def made(name: str, **changed) -> nn.Module:
@@ -366,6 +376,23 @@ def test_gradients_that_the_caller_holds_are_left_as_they_are(name):
     assert all(bool((p.grad == 3).all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize("tokens", [3, 40])  # less and more than the matrix has rows and columns
+def test_squares_of_small_gradients_in_half_precision(tokens):
+    g, x = 1e-4 * torch.randn(2, tokens, H), 5 + torch.randn(2, tokens, H)
+    g -= g.mean(1, keepdim=True)  # of a key, they cancel
+    for half in (torch.float16, torch.bfloat16):
+        a, b = g.to(half), x.to(half)
+        torch.testing.assert_close(squared_norms(a, b), squared_norms(a.float(), b.float()), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("level", ["tensor", "diagonal"])
+def test_a_model_over_several_devices_has_each_sum_beside_its_weight(level):
+    model = made("bert")
+    model.bert.encoder.layer[1].to("meta")
+    squares = _Squares(model, "mlm", level, "mean", "fp32")
+    assert {n: s.device for n, s in squares.sums.items()} == {n: p.device for n, p in model.named_parameters()}
+
+
 def test_rows_without_a_label_do_not_count():
     model, batch = model_of("bert"), batch_of("mlm")
     batch["labels"][1] = -100
@@ -423,6 +450,9 @@ def test_agreement_measures():
         and few["overlap"] < many["overlap"] < 1
         and few["difference"] > many["difference"]
     )
+    nn.init.zeros_(model.cls.predictions.bias)
+    with pytest.raises(ValueError, match="part: has another fingerprint"):
+        agreement(empirical_fisher(model, corpus, "diagonal"), full)
     with pytest.raises(ValueError, match="part: level"):
         agreement(empirical_fisher(model, corpus), full)
     with pytest.raises(ValueError, match="top"):
@@ -459,12 +489,10 @@ def test_the_loss_is_that_of_the_batches(name, loss, make):
 
 def test_the_file_that_was_saved_is_read(tmp_path):
     model = toy_model()
-    estimate, late = (empirical_fisher(model, corpus_of(8)) for _ in range(2))
+    estimate, weights = empirical_fisher(model, corpus_of(8)), model_fingerprint(model)
+    model.bfloat16()  # raises the version of no parameter
     file = estimate.save(tmp_path / "fish")
-    assert estimate.fingerprint == FisherEstimate.load(file).fingerprint == model_fingerprint(model)
-    nn.init.zeros_(model.cls.predictions.bias)
-    with pytest.warns(UserWarning, match="model: its weights have changed since"):
-        assert not FisherEstimate.load(late.save(tmp_path / "late")).fingerprint
+    assert estimate.fingerprint == FisherEstimate.load(file).fingerprint == weights != model_fingerprint(model)
     assert file.name == "fisher.json" and FisherEstimate.load(file).sums == estimate.sums
     assert load_scores(file) == load_scores(str(file.parent)) == estimate.scores()
     plain = tmp_path / "fisher.json"  # scores of one's own, under that name
@@ -494,6 +522,13 @@ def not_finite():
     return model
 
 
+def idle():
+    "Its only weights with a gradient are in no loss."
+    model = model_of("bert").requires_grad_(False)
+    model.more = nn.Linear(2, 2).double()
+    return model
+
+
 def collated(**options):
     tokenizer = tokenizer_of("bert")
     return dict(T.DataCollatorForLanguageModeling(tokenizer, **options)([tokenizer(t) for t in toy_corpus(8)]))
@@ -518,6 +553,7 @@ REFUSED = [  # model, batches, options, message
     (bert, lambda: [tuple(batch_of("mlm").values())], {}, "batches: batch 1 is no dict"),
     (bert, lambda: [{"input_ids": torch.ones(2, 3, dtype=torch.long)}], {}, "batch: has no labels"),
     (lambda: bert().requires_grad_(False), masked, {}, "model: no parameter requires a gradient"),
+    (idle, masked, {}, "loss: no sample alone has a gradient"),
     (not_finite, masked, {}, "model: the squared gradient of bert.* is not finite"),
     (lambda: split_by_length(toy_model(), 2), corpus_of, {}, "model: reads its batches in groups"),
     (causal_model, lambda: corpus_of(12, loss="clm"), dict(loss="mlm"), "loss: 'mlm', but the batches were made for"),

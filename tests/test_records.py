@@ -42,7 +42,7 @@ def test_failed_runs_are_collected_until_they_are_done(tmp_path):
     (tmp_path / "failed" / "failed.json").write_text(json.dumps(kept | {"traceback": "...", "host": "a machine"}))
     assert collect(tmp_path / "failed", lines) == [{"status": "failed"} | kept] and load(lines).error[0] == "no"
     (tmp_path / "failed" / "odd").mkdir()
-    for odd in (kept | {"config": None}, kept | {"key": 5}, []):
+    for odd in (kept | {"config": None}, kept | {"config": FisherConfig().to_dict()}, kept | {"key": 5}, []):
         (tmp_path / "failed" / "odd" / "failed.json").write_text(json.dumps(odd))
         with pytest.warns(UserWarning, match="left out: .*failed.json"):
             assert len(collect(tmp_path / "failed", lines)) == 1
@@ -59,6 +59,14 @@ def test_the_later_of_two_records_is_collected(tmp_path):
         assert collect(at("01", 0.1), lines) == [new]
     with pytest.warns(UserWarning, match="0.9 and 0.2; the later one counts"):
         assert collect(at("07", 0.2), lines)[0]["value"] == 0.2
+
+
+def test_of_equal_records_the_line_of_the_file_stays(tmp_path):
+    "A run whose predictions were resampled more often keeps these draws."
+    (line,) = collect(lay(tmp_path / "one", started="2026-05-01", resampled={"rows": 5000}), tmp_path / "all.jsonl")
+    assert collect(lay(tmp_path / "two", started="2026-05-01", resampled={"rows": 500}), tmp_path / "all.jsonl") == [
+        line
+    ]
 
 
 def test_several_processes_collect_into_one_file(tmp_path):

@@ -137,13 +137,15 @@ def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
         "again/failed.json": failed(PLUS, 0),
         "again/record.json": record(PLUS, 0, 0.7),
         "nan/record.json": record(NONE, 1, float("nan")),
+        "latin/record.json": json.dumps(record(NONE, 0, 0.6)).encode() + b"\xe9",
         "cut/record.json": json.dumps(record(NONE, 0, 0.6))[:300],
         ".sweep/part/record.json": record(NONE, 2, 0.6),  # what a sweep keeps for itself
     }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.warns(UserWarning, match="left out 3, no record of a run: .*cut.*fisher.*list"):
+        content = content if isinstance(content, str | bytes) else json.dumps(content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.warns(UserWarning, match="left out 4, no record of a run: .*cut.*fisher.*latin"):
         df = load(tmp_path)
     status = {"base0": "done", "I-STAR λ=-10": "failed", "I-STAR λ=10": "done", "base1": "failed"}
     assert dict(zip(df.method + df.seed.astype(str), df.status)) == status and len(df) == 4
@@ -235,6 +237,18 @@ def test_every_setting_that_varies_on_a_task_makes_a_row():
     ways = (("rte", 1), ("mrpc", 4))
     apart = [record(NONE, s, 0.6, task=t, settings={"length_groups": g}) for s in range(3) for t, g in ways]
     assert "length_groups" not in summarise(load(apart))  # one form a task: nothing to tell apart
+
+
+@pytest.mark.parametrize("name", ["penalty_settings", "definition"])
+def test_a_setting_that_is_a_table_tells_runs_apart(name):
+    each = [(m, s, a) for m in (NONE, PLUS) for s in range(2) for a in (1, 2)]
+    df = load([record(m, s, 0.6 + 0.1 * (m is PLUS), settings={name: {"a": a}}) for m, s, a in each])
+    assert summarise(df, by=[name]).n.tolist() == compare(df, by=[name]).n.tolist() * 2 == [2] * 4
+    if name == "definition":
+        with pytest.raises(ValueError, match="they differ in definition: add that to by"):
+            summarise(df)
+    else:
+        assert len(summarise(df)) == 4
 
 
 @pytest.mark.parametrize("name, value", [("max_train", 100), ("eval_split", "test"), ("clip", 2.0)])
@@ -558,6 +572,8 @@ def test_no_table_without_origin_and_digits_stay_as_they_are_written():
     assert r"1 \| 2" in to_markdown(table, "from here") and "from here" in to_markdown(table, "from here")
     with pytest.raises(ValueError, match=r"columns: 'c' is unknown; use 'a\|b'"):
         to_markdown(table, "x", columns=["c"])
+    with pytest.raises(ValueError, match="table: has no column 'p_holm'; keep it"):
+        to_markdown(compare(arms(none=[0.6, 0.7], plus=[0.7, 0.9])).drop(columns=["p_holm"]))
     equal = summarise(arms(none=[0.6, 0.6]))
     assert "0.60 ± 0.00" in to_markdown(equal, digits=2) and "all equal" in to_markdown(equal)
 
@@ -626,8 +642,15 @@ def test_three_columns_keep_protocols_apart():
     some = three_columns(load([r for r in runs if "paper" in r["config"]["recipe"]]), numbers, {"Base": "base"})
     assert list(some["as released"]) == ["not run"]
     mixed = load([*runs, record(NONE, 0, 0.9, settings={"recipe": "istar-paper", "lr": 1e-5})])
-    with pytest.raises(ValueError, match="by: two runs of base have seed 0; they differ in lr"):
-        three_columns(mixed, numbers, {"Base": "base"})
+    other = [record(NONE, s, 0.9, settings={"recipe": "istar-paper", "model": "m2"}) for s in (2, 3)]
+    for runs_of_two, differ in ((mixed, "lr"), (load([*runs, *other]), "model_name")):
+        with pytest.raises(ValueError, match=f"df: runs of base on rte differ in {differ}; choose one"):
+            three_columns(runs_of_two, numbers, {"Base": "base"})
+    none = three_columns(load(runs), numbers, {"Base": "no dropout"})
+    assert [str(c) for c in none.iloc[0][["as released", "corrected"]]] == ["not run"] * 2
+    assert "Measured: nothing yet." in none.attrs["caption"]
+    with pytest.raises(ValueError, match="methods: 'Bse' is unknown; did you mean 'Base'"):
+        three_columns(load(runs), numbers, {"Bse": "base"})
 
 
 # ---- tasks that can judge
@@ -820,6 +843,16 @@ def test_a_task_that_cannot_judge_is_named_and_left_out_of_the_whole(tmp_path, m
     assert "mrpc" in (tmp_path / "comparisons.md").read_text(encoding="utf-8")
     write_report(pd.concat([on_tasks(0.7, cola=[0.02, 0.01]), idle]), tmp_path)
     assert not (tmp_path / "over_tasks.md").exists()
+
+
+def test_a_report_of_one_method_at_several_rates(tmp_path, monkeypatch):
+    "The baseline has one learning rate, and the other method two."
+    monkeypatch.setattr(figures, "DRAWN", {})
+    rates = [(NONE, 1e-5), (PLUS, 1e-5), (PLUS, 3e-5)]
+    each = [(m, s, lr, task) for m, lr in rates for s in range(3) for task in ("rte", "mrpc")]
+    runs = [record(m, s, 0.7 + 0.1 * (m is PLUS) + 0.01 * s, task, {"lr": lr}) for m, s, lr, task in each]
+    write_report(load(runs), tmp_path)
+    assert "| mrpc + rte | 1e-05 | I-STAR λ=1 |" in (tmp_path / "over_tasks.md").read_text(encoding="utf-8")
 
 
 def test_when_every_run_failed_the_table_still_comes(tmp_path):

@@ -12,10 +12,11 @@ import transformers
 import transformers.modeling_utils
 from small_models import EVERY, SMALL, make, output, rates, scores_of
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from isoreg.dropout import gaussian_dropout, set_dropout
 from isoreg.dropout import site_scores
-from isoreg.sites import dropout_sites
+from isoreg.sites import dropout_sites, set_rate
 
 
 @pytest.mark.parametrize("name,attention", EVERY)
@@ -32,9 +33,11 @@ def test_each_site_alone_makes_two_passes_differ_and_none_makes_them_agree(name,
     sites = dropout_sites(model)
     names = [s.name for s in sites]
     for alone in [*names, None]:
-        with set_dropout(model, {n: 0.6 * (n == alone) for n in names}, verify=False, sites=sites):
-            passes = [output(model) for _ in range(6)]  # a head with two units may keep both by chance
-            assert any(not torch.equal(passes[0], p) for p in passes[1:]) == (alone is not None), alone
+        for s in sites:
+            for handle in s.handles:
+                set_rate(model, handle, 0.6 * (s.name == alone))
+        passes = [output(model) for _ in range(6)]  # a head with two units may keep both by chance
+        assert any(not torch.equal(passes[0], p) for p in passes[1:]) == (alone is not None), alone
 
 
 @pytest.mark.parametrize("name", [n for n in SMALL if SMALL[n][3] == 2])
@@ -212,6 +215,28 @@ def test_attention_kernels_are_seen_at_the_table_and_in_the_output(name):
     with pytest.raises(ValueError, match="inside a kernel"):
         gaussian_dropout(model)
     assert dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS) == table
+
+
+def test_a_model_over_several_gpus_draws_alike_on_each(monkeypatch):
+    class Two(nn.Module):
+        "Draws on the second GPU, at a rate that no known function gets."
+
+        def __init__(self):
+            super().__init__()
+            self.here, self.drop = nn.Linear(3, 3), nn.Dropout(0.1)
+            with FakeTensorMode():
+                self.parts = nn.ParameterList(torch.ones(1, device=f"cuda:{i}") for i in range(2))
+
+        def forward(self, x):
+            return x * (torch.rand(x.shape, generator=gpus[1]) >= self.drop.p) + torch.rand(3, generator=gpus[1])
+
+    gpus = [torch.Generator(), torch.Generator()]
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda i: gpus[i].get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, i: gpus[i].set_state(state))
+    before = gpus[1].get_state()
+    (site,) = dropout_sites(Two(), batch=torch.ones(2, 3))
+    assert site.handles == ("drop",) and torch.equal(gpus[1].get_state(), before)
 
 
 def test_a_kernel_that_ignores_its_rate_is_an_error():

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -27,9 +29,12 @@ from isoreg.experiments.sweep import (
     Folder,
     Local,
     OnRay,
+    Sweep,
     compute_on_node,
+    environment,
     find_gpus,
     is_record_of,
+    machine,
     plan_jobs,
     status,
     sweep,
@@ -262,7 +267,9 @@ def test_a_record_beside_an_empty_notebook_is_not_done(tmp_path):
     record = json.dumps({"key": run.key, "status": "done", "config": run.config, "kind": "stub", "value": 1})
     half = {"record.json": record, "notebook.ipynb": ""}
     assert "without a record" in sweep(plan, folder.out, Fake(half)).failed[run.key]["error"]
-    report = sweep(plan, folder.out, Fake(half | {"notebook.ipynb": "{}"}), retry_failed=True)
+    whole = half | {"notebook.ipynb": "{}"}
+    with ThreadPoolExecutor() as pool:  # only the main thread may set how signals act
+        report = pool.submit(sweep, plan, folder.out, Fake(whole), retry_failed=True).result()
     assert report.code == 0 and folder.record(run) and report.done == status(folder.out)["done"]
     for damage in ("", '{"cells": ['):
         (folder.out / run.key / "notebook.ipynb").write_text(damage)
@@ -331,17 +338,18 @@ def test_two_sweeps_share_a_folder(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupts_end_the_workers_unless_they_are_ignored(tmp_path, number):
     ignored = number == signal.SIGHUP  # as under nohup
-    path = stub(tmp_path, wait=2 if ignored else 30, tasks="[a]")
+    path = stub(tmp_path, wait=2 if ignored else 30, tasks="[a]" if ignored else "[parent]")
     before = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)  # is handed on
     try:
         process = start(path, tmp_path / "out", jobs=2)
     finally:
         signal.signal(number, before)
-    wait_for(lambda: len(psutil.Process(process.pid).children()) == 2 and (tmp_path / "log").exists())
-    kernels = psutil.Process(process.pid).children()
+    wait_for(lambda: (tmp_path / "log").exists() and len(logged(tmp_path, "start")) == 2)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert ignored or [p.name() for p in family].count("sleep") == 2
     process.send_signal(number)
     assert process.wait(300) == (0 if ignored else 130)
-    assert not any(k.is_running() and k.status() != "zombie" for k in kernels)
+    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in family), 30)
     assert len(records(tmp_path / "out")) == 2 * ignored and not list((tmp_path / "out").glob("*/failed.json"))
 
 
@@ -359,6 +367,13 @@ def test_an_error_before_a_run_begins_leaves_no_lock(tmp_path):
     with pytest.raises(IndexError):
         sweep(plan, folder.out, Fake())
     assert status(folder.out)["running"] == []
+
+
+def test_a_run_does_not_begin_once_its_sweep_ends(tmp_path):
+    executor = Fake({})
+    ending = Sweep(expand(load_grid(stub(tmp_path))), tmp_path / "out", executor, print)
+    ending.closed, (run, *_) = True, ending.look(retry_failed=False)
+    assert ending.do(run) == "stopped" and not executor.asked
 
 
 def test_a_full_disk_stops_the_sweep(tmp_path):
@@ -417,6 +432,19 @@ def test_workers_and_threads():
     assert plan_jobs(32, gpus=2, jobs=18) == (18, 1) and plan_jobs(1, gpus=4) == (1, 1)
     with pytest.raises(ValueError, match="jobs: 0"):
         Local(0).start()
+
+
+@pytest.mark.parametrize("given, threads", [("", 4), ("2", 2), ("8", 4), ("4,2", 4), ("0", 4)])
+def test_the_threads_of_a_user_are_a_limit_for_each_worker(monkeypatch, given, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
+    assert {environment(4)[name] for name in names} == {str(threads)}
+
+
+def test_workers_share_the_memory_that_is_free(monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path: "MemTotal: 8388608 kB\nMemAvailable: 3145728 kB\n")
+    assert machine()[2] == 3
 
 
 def test_each_worker_has_a_gpu_in_turn(tmp_path, monkeypatch):
@@ -498,6 +526,29 @@ def test_ray_gives_the_same_records(toy, tmp_path):
     assert report.code == 0 and len(report.done) == 2, report.failed
     for key, record in records(out).items():
         same(records(tmp_path)[key], record)
+
+
+def test_ray_starts_a_cluster_and_a_late_task_is_cancelled(tmp_path, monkeypatch):
+    ray = MagicMock()
+    ray.is_initialized.return_value, ray.cluster_resources.return_value = False, {"CPU": 3}
+    ray.get.return_value = None, {}
+    for name, value in (("RAY_ADDRESS", ""), ("RAY_USAGE_STATS_ENABLED", "")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr("isoreg.experiments.sweep.machine", lambda: (3, [], 64))
+    executor = OnRay()
+    assert "3 tasks" in executor.start() and os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    given = ray.init.call_args
+    assert given.args == ("local",) and given.kwargs["num_cpus"] == 3 and not given.kwargs["include_dashboard"]
+    executor.compute(expand(load_grid("toy")).runs[0], tmp_path)
+    ray.cancel.assert_not_called()
+    executor.stop()
+    executor.compute(expand(load_grid("toy")).runs[0], tmp_path)
+    ray.cancel.assert_called_once()
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    executor.start()
+    assert ray.init.call_args.args == ("ray://head:10001",) and "num_cpus" not in ray.init.call_args.kwargs
 
 
 def test_runs_in_a_file_of_records_count_as_done_if_they_are_records_of_the_grid(tmp_path, monkeypatch):

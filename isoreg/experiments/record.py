@@ -244,14 +244,17 @@ def gather(
 
 
 def better(kept: dict, new: dict) -> dict:
-    "Return of two records of one run the finished one, and of two finished ones the later."
-    def rank(record): return record.get("status") == "done", str(record.get("started") or "")
-    if rank(kept)[0] and rank(new)[0] and kept.get("value") != new.get("value"):
+    "Return the finished one of two records of a run, the later of two finished ones, the first of equal ones."
+    if kept.get("status") != "done": return new
+    if new.get("status") != "done": return kept
+    other = kept.get("value") != new.get("value")
+    if other:
         both = f"{kept.get('value')} and {new.get('value')}"
         warnings.warn(f"{new['key']}: recorded twice with values {both}; the later one counts")
-    return new if rank(new) >= rank(kept) else kept
+    begun, before = (str(record.get("started") or "") for record in (new, kept))
+    return new if begun > before or (begun == before and other) else kept
 
-
+# %% ../../nbs/experiments/20_record.ipynb #5b1d0c2s
 def _below(folder: str | Path) -> Iterator[dict]:
     "Yield the records of the runs below a folder; warn of a file that holds none."
     for file in record_files(folder, "record.json", "failed.json"):
@@ -264,7 +267,8 @@ def _below(folder: str | Path) -> Iterator[dict]:
 def _failure(file: Path) -> dict:
     "Return what stays of a failed run."
     found = read_record(file)
-    if not isinstance(found.get("config"), dict): raise ValueError(f"{file} is of no failed run")
+    config = found.get("config")
+    if not isinstance(config, dict) or "task" not in config: raise ValueError(f"{file} is of no failed run")
     return {"status": "failed"} | {n: found.get(n) for n in ("key", "config", "error", "attempts")}
 
 # %% ../../nbs/experiments/20_record.ipynb #18762733

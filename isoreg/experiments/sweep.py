@@ -19,6 +19,7 @@ import socket
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -222,6 +223,7 @@ def do(self: Sweep, run: Run) -> str:
             if self.folder.failure(run.key) not in (None, self.earlier[run.key]): return "failed"
             part = self.folder.begin(run)
             self.running[run.key] = time.time()
+            if self.closed: return "stopped"
             failure = self.executor.compute(run, part)
             if self.closed: return "stopped"
             if failure is None and self.folder.record(run, part / run.key) is None:
@@ -249,8 +251,11 @@ def count(self: Sweep, run: Run, status: str):
 # %% ../../nbs/experiments/30_sweep.ipynb #5a37bbf7
 @contextlib.contextmanager
 def stop_signals():
-    "Context in which SIGTERM and SIGHUP act as Ctrl-C, unless they are ignored, as by nohup."
-    numbers = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+    """Context in which SIGTERM and SIGHUP act as Ctrl-C, unless they are ignored, as by nohup.
+
+    Only the main thread can change how signals act; in another thread nothing happens."""
+    main = threading.current_thread() is threading.main_thread()
+    numbers = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)} if main else ()
     heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
     before = {n: signal.signal(n, signal.default_int_handler) for n in heeded}
     try: yield
@@ -280,11 +285,19 @@ class Local:
 
     def _started(self, kernel: subprocess.Popen):
         self.kernels.append(kernel)
-        if self.stopped: kernel.kill()
+        if self.stopped: _kill(kernel)
 
     def stop(self):
         self.stopped = True
-        for kernel in self.kernels: kernel.kill()
+        for kernel in self.kernels: _kill(kernel)
+
+
+def _kill(kernel: subprocess.Popen):
+    "Kill a kernel and the processes that it started, which are in its process group."
+    if kernel.poll() is not None: return
+    with contextlib.suppress(OSError):
+        if hasattr(os, "killpg"): os.killpg(kernel.pid, signal.SIGKILL)
+        else: kernel.kill()
 
 # %% ../../nbs/experiments/30_sweep.ipynb #9681a8d9
 def plan_jobs(
@@ -297,10 +310,13 @@ def plan_jobs(
 
 
 def machine() -> tuple[int, list[str], float]:
-    "Return the cores, the GPUs and the memory in GiB of this machine."
-    if not hasattr(os, "sched_getaffinity"): return os.cpu_count() or 1, find_gpus(), math.inf
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return len(os.sched_getaffinity(0)), find_gpus(), memory
+    "Return the cores, the GPUs and the free memory in GiB of this machine."
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"): cores = len(os.sched_getaffinity(0))
+    meminfo = Path("/proc/meminfo")
+    listed = meminfo.read_text() if meminfo.exists() else ""
+    free = re.search(r"MemAvailable:\s+(\d+)", listed)
+    return cores, find_gpus(), int(free[1]) / 2**20 if free else math.inf
 
 
 def find_gpus() -> list[str]:
@@ -314,22 +330,28 @@ def find_gpus() -> list[str]:
 
 def environment(threads: int) -> dict[str, str]:
     "Return the environment of a kernel with so many BLAS threads, or fewer by OMP_NUM_THREADS."
-    threads = min(threads, int(os.environ.get("OMP_NUM_THREADS") or threads))
-    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    if limit.isdigit() and int(limit) > 0: threads = min(threads, int(limit))
+    names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
+    return dict.fromkeys(names, str(threads)) | {"TOKENIZERS_PARALLELISM": "false"}
 
 # %% ../../nbs/experiments/30_sweep.ipynb #97992d5c
 class OnRay:
     "Run on the nodes of a cluster. `ValueError` if Ray is not installed."
 
-    def __init__(self, address: str | None = None, jobs: int | None = None):  # see ray.init
+    def __init__(
+        self,
+        address: str | None = None,  # cluster; None: RAY_ADDRESS, or else a new one here
+        jobs: int | None = None,  # tasks at a time; None: see plan_jobs
+    ):
         try: import ray
         except ImportError:
             raise ValueError("ray: is not installed; pip install 'isoreg[ray]'") from None
         self.ray, self.address, self.asked, self.tasks = ray, address, jobs, set()
 
     def start(self) -> str:
-        if not self.ray.is_initialized():
-            self.ray.init(self.address, log_to_driver=False, logging_level=logging.ERROR)
+        self.stopped = False
+        if not self.ray.is_initialized(): self._connect()
         have = self.ray.cluster_resources()
         cores, gpus = int(have.get("CPU", 1)), int(have.get("GPU", 0))
         self.jobs, _ = plan_jobs(cores, gpus, jobs=self.asked)
@@ -341,6 +363,7 @@ class OnRay:
     def compute(self, run: Run, part: Path) -> dict | None:
         task = self.task.remote(run, os.getcwd(), environment(1))
         self.tasks.add(task)
+        if self.stopped: self.ray.cancel(task, force=True)
         try: failure, files = self.ray.get(task)
         except self.ray.exceptions.RayError as error:
             failure, files = {"error": f"{type(error).__name__}: {error}"}, {}
@@ -349,7 +372,19 @@ class OnRay:
         return failure
 
     def stop(self):
+        self.stopped = True
         for task in list(self.tasks): self.ray.cancel(task, force=True)
+
+# %% ../../nbs/experiments/30_sweep.ipynb #97992d5d
+@patch
+def _connect(self: OnRay):
+    "Connect to the cluster, or start one here, with the cores that this process may use."
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address, options = self.address or os.environ.get("RAY_ADDRESS") or "local", {}
+    if address == "local":
+        cores = max(machine()[0], self.asked or 1)
+        options = {"num_cpus": cores, "include_dashboard": False}
+    self.ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 def compute_on_node(run: Run, cwd: str, env: dict) -> tuple[dict | None, dict[str, bytes]]:

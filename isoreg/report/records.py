@@ -63,11 +63,11 @@ def _entries(source) -> Iterator[tuple[object, str, int]]:
     elif not isinstance(source, (str, Path)):
         yield source if isinstance(source, dict) else source.to_dict(), "", 0
     elif Path(source).suffix == ".jsonl":
-        for n, text in enumerate(read_text(source).split("\n"), 1):
+        for n, text in enumerate(read_text(source, errors="replace").split("\n"), 1):
             if text.strip(): yield text, Path(source).as_posix(), n
     else:
         found = record_files(source, "record.json", "failed.json") if Path(source).is_dir() else [Path(source)]
-        for file in found: yield read_text(file), file.as_posix(), 0
+        for file in found: yield read_text(file, errors="replace"), file.as_posix(), 0
 
 
 def _run_of(entry) -> dict | None:
@@ -102,7 +102,10 @@ def _row(record: dict) -> dict:
         for name in place.split("."): found = found.get(name) if isinstance(found, dict) else None
         return found
 
-    row = SETTINGS | earlier(RunConfig) | record["config"] | {column: at(place) for column, place in RECORDED.items()}
+    settings = SETTINGS | earlier(RunConfig) | record["config"]
+    # a table groups by a text, not by a dict
+    settings |= {n: json.dumps(v, sort_keys=True) for n, v in settings.items() if isinstance(v, dict)}
+    row = settings | {column: at(place) for column, place in RECORDED.items()}
     if row["value"] is None or not math.isfinite(row["value"]):
         row["error"] = row["error"] or "the metric is no finite number"
     others = {task: found.get("value") for task, found in (at("others") or {}).items()}
@@ -265,7 +268,7 @@ def clears_majority(
     recorded and so nothing has to be cleared. `ValueError` if no run has the baseline."""
     one_of("baseline", baseline, df.method.unique())
     plain = df[df.method == baseline]
-    table = summarise(plain, columns_apart(plain, by, paired=True))
+    table = summarise(plain, columns_apart(df, by, paired=True))
     above = table["mean"] - table.majority > 2 * table.error
     rows = table.assign(clears=above | (table.majority.isna() & (table.n > 0)))
     return _table(rows, "judges", table.attrs["by"][:-1], provenance(plain))
@@ -432,7 +435,7 @@ def to_latex(
     for letter, name in {"λ": "lambda", "ζ": "zeta", "±": "pm"}.items(): text = text.replace(letter, rf"$\{name}$")
     return re.sub(r"(?<!\w)-(?=\d)", "$-$", text)
 
-
+# %% ../../nbs/report/27_records.ipynb #88788es1
 def readable(
     table: pd.DataFrame,  # as for to_markdown
     digits: int = 3,  # of the metric
@@ -440,13 +443,16 @@ def readable(
 ) -> pd.DataFrame:  # of texts, without links
     """Return the table as it is read, a line of its kind in ROWS for each column, without columns that hold nothing.
 
-    A column that you add with `assign` is shown as it is."""
+    A column that you add with `assign` is shown as it is. `ValueError` without a column that a cell needs."""
     shown, kind = table, table.attrs.get("kind")
     if kind:
         added = [c for c in table if c not in table.attrs["own"]]
-        shown = pd.DataFrame([
-            {c: setting_text(r[c]) for c in table.attrs["by"] if c in r} | ROWS[kind](r, digits)
-            | {c: _number(r[c], digits) for c in added} for r in table.to_dict("records")])
+        try:
+            shown = pd.DataFrame([
+                {c: setting_text(r[c]) for c in table.attrs["by"] if c in r} | ROWS[kind](r, digits)
+                | {c: _number(r[c], digits) for c in added} for r in table.to_dict("records")])
+        except KeyError as lost:
+            raise ValueError(f"table: has no column {lost}; keep it, and name the heads to show in columns") from None
         shown = shown.loc[:, (shown.astype(str) != "").any()]
     for c in columns or (): one_of("columns", c, shown.columns)
     return shown[list(columns)] if columns else shown
@@ -562,9 +568,13 @@ def three_columns(
     digits: int = 2,  # in the unit of the paper
 ) -> pd.DataFrame:  # task, method, published, as released, corrected, read
     """Return published numbers beside the runs of either protocol, in the paper's unit: mean, standard deviation,
-    95 % t interval, n; a cell without runs says "not run". `ValueError` if two runs of a cell share a seed."""
-    used = df[df.task.isin(numbers.task) & df.method.isin(list(methods.values()))]
-    measured = {(s["task"], s["method"], s["protocol"]): s for s in summarise(used, ["protocol"]).to_dict("records")}
+    95 % t interval, n; a cell without runs says "not run". `ValueError` if runs of a cell differ in a setting."""
+    for name in methods: one_of("methods", name, numbers.method.unique())
+    used, measured = df[df.task.isin(numbers.task) & df.method.isin(list(methods.values()))], {}
+    for place, runs in used.groupby(["task", "method", "protocol"]):
+        if apart := columns_apart(runs, None)[1:]:
+            raise ValueError(f"df: runs of {place[1]} on {place[0]} differ in {', '.join(apart)}; choose one")
+        measured[place] = summarise(runs).to_dict("records")[0]
 
     def cell(times, *place):
         if (s := measured.get(place)) is None: return "not run"
@@ -582,5 +592,6 @@ def three_columns(
             **{protocol: cell(times, r.task, ours, protocol) for protocol in ("as released", "corrected")},
             "read": r.confidence})
     out = pd.DataFrame(rows)
-    out.attrs = {"caption": f"Published: {'; '.join(numbers.source.unique())}. Measured: {provenance(used)}"}
+    origin = provenance(used) if len(used) else "nothing yet."
+    out.attrs = {"caption": f"Published: {'; '.join(numbers.source.unique())}. Measured: {origin}"}
     return out
