@@ -111,7 +111,8 @@ def _tensor_scores(sites: Sequence[Site], scores) -> dict[str, float]:
     for t, size in wanted.items():
         in_range(f"scores[{t!r}]", named[t][0], 0, hint="pass an estimate or its .scores()")
         if t not in grown and named[t][1] not in (None, size):
-            raise ValueError(f"scores: {t!r} has {named[t][1]} scalars in the estimate, {size} in the model")
+            raise ValueError(f"scores: {t!r} has {named[t][1]} scalars in the estimate, {size} in the model; take the "
+                             "scores of the same model")
     return {t: named[t][0] for t in wanted}
 
 def _renamed(scores: Mapping, wanted: Mapping) -> dict:
