@@ -157,7 +157,7 @@ class TaskSettings(Settings):
 class DropoutSettings(Settings):
     "Which units are left out, and how often."
     dropout: Dropout | str = setting(  # type: ignore[valid-type]
-        "standard", "scheme of dropout (with regularizer=none alone): one of these, or a schedule file (.json)")
+        "standard", "scheme of dropout (alone: regularizer none): one of these, or a schedule file (.json)")
     scores: str | None = setting(None, "guided: file of scores, or corpus:TEXT; or the task's own")
     dropout_p: float | None = setting(
         None, "rate of all sites; guided: the highest, else 0.1; mixout: probability", ge=0, lt=1)
