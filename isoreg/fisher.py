@@ -535,7 +535,7 @@ def _check(model: nn.Module, batches, level, reduction, sample, precision, loss)
     for forward in (vars(m).get("forward") for m in model.modules()):
         if hasattr(forward, "groups"):
             raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
-        if getattr(forward, "settings", {}).get("kind") == "gaussian-released":
+        if getattr(forward, "kind", "") == "gaussian-released":
             raise ValueError("model: has noise that stays on in evaluation; undo it first")
 
 # %% ../nbs/11_fisher.ipynb #8cab9906
