@@ -73,7 +73,7 @@ def numbered(cells: list[dict]) -> dict[str, str]:
 def to_pandoc(text: str, numbers: dict[str, str]) -> str:
     "Quarto's references and numbered equations, in words that pandoc knows."
     text = re.sub(
-        r"(\$\$.*?\$\$)\s*\{#(eq-[\w:-]+)\}",
+        r"(\$\$(?:(?!\$\$).)*\$\$)\s*\{#(eq-[\w:-]+)\}",
         lambda m: f"::: {{#{m[2]} .equation}}\n{m[1]}\n\n[({numbers[m[2]]})]{{.number}}\n:::",
         text,
         flags=re.S,
