@@ -389,18 +389,12 @@ def score_command(
 
     Higher is not better: whitened from 0.27 to 0.73, all-MiniLM-L6-v2 lost 0.027 ± 0.011 of its correlation on STS-B.
     """
-    from isoreg.embeddings import as_table, compare, draw_texts, in_words, write_page
-    _refuse_idle(ctx, bool(model))
-    if paired and not (each or model): raise ValueError("paired: compares row by row; give --each with it")
-    if out and out.is_file(): raise ValueError(f"out: {out} is a file; name a folder")
-    if bool(files) == bool(model) or bool(model) != bool(texts):
-        raise ValueError("file: give files of vectors, or --model and --texts")
+    from isoreg.embeddings import compare, write_page
+    _check_score(ctx, files, model, texts, paired and not each, out)
     if model:
-        drawn = draw_texts(texts, max_lines, seed, column)
-        measured, about = _score_models(model, drawn[0], pooling, layer, normalize, max_length)
-        about = {"texts": f"{texts}, {len(drawn[0])} of {drawn[1]}, drawn with seed {seed}"} | about
+        drawn = texts, max_lines, seed, column
+        measured, about, read = _score_models(model, drawn, pooling, layer, normalize, max_length)
         if len(model) > 1 and not paired: about["differences"] = "not paired; --paired compares text by text"
-        read = [Path(texts)] if Path(texts).is_file() else []
     else:
         sources = [[f] for f in files] if each else [files]
         measured, about, read = _score_files(sources, array, normalize, measure or ())
@@ -408,14 +402,7 @@ def score_command(
     differences = [compare(m, scored[0], paired=paired) for m in scored[1:]]
     about["dimensions in use"] = "the participation ratio, 1 + (d - 1) IsoScore"
     made = write_page(out, measured, differences, about, read) if out else []
-    if as_json:
-        found = {"scores": {m.name: m.rows for m in measured}, "differences": [d._asdict() for d in differences]}
-        return print(json.dumps(about | found, indent=1))
-    table = as_table(measured)
-    heads = list(dict.fromkeys(head for line in table for head in line))
-    _show("", [[line.get(head, "") for head in heads] for line in table], heads)
-    for line in [*map(in_words, differences), *(f"{name}: {value}" for name, value in about.items()), *made]:
-        _console.print(_printable(str(line)))
+    _show_scores(measured, differences, about, made, as_json)
 
 # %% ../nbs/31_cli.ipynb #b06d9474
 def _score_files(sources: Sequence[Sequence[str]], array: str | None, normalize: bool, measures: Sequence[str]):
@@ -429,24 +416,43 @@ def _score_files(sources: Sequence[Sequence[str]], array: str | None, normalize:
         with Progress(console=_errors, transient=True, disable=not _errors.is_terminal) as bar:
             row = bar.add_task(escape(name), total=2 * v.shape[0])
             measured.append(measure_points(v, name, normalize, measures, lambda rows: bar.advance(row, rows)))
-        if len(v.files) > 1: about[name] = f"{len(v.files)} files, joined as one; --each compares what you name"
+        if len(v.files) > 1: about[name] = f"{len(v.files)} files, joined as one; to compare, name each with --each"
         read += v.files
     return measured, about, read
 
 
-def _score_models(models: Sequence[str], texts: Sequence[str], pooling: str | None, *options):
-    "Return the scores of models on texts, and what the page says of them. `ValueError` for points of two kinds."
-    from isoreg.embeddings import is_sentence_transformer, measure_model
+def _score_models(models: Sequence[str], drawn: tuple[str, int, int, str], pooling: str | None, *options):
+    "Return the scores of models on texts, what the page says of them, and the file. `ValueError` for mixed points."
+    from isoreg.embeddings import draw_texts, is_sentence_transformer, measure_model
     if pooling is None and len({is_sentence_transformer(m) for m in models}) > 1:
         raise ValueError("pooling: some of the models give a vector a text, others one a token, and such scores are "
                          "not comparable; give --pooling mean")
-    measured, tokens = [measure_model(m, texts, pooling, *options) for m in models], "each token is a point"
-    is_tokens = measured[0].row["unit"] == "token"
-    return measured, {"points": f"{tokens}; --pooling mean makes each text one"} if is_tokens else {}
+    texts, total = draw_texts(*drawn)
+    measured = [measure_model(m, texts, pooling, *options) for m in models]
+    about = {"texts": f"{drawn[0]}, {len(texts)} of {total}, drawn with seed {drawn[2]}"}
+    if measured[0].row["unit"] == "token": about["points"] = "each token is a point; --pooling mean makes each text one"
+    return measured, about, [Path(drawn[0])] if Path(drawn[0]).is_file() else []
+
+# %% ../nbs/31_cli.ipynb #b06d9474s0
+def _show_scores(measured: Sequence, differences: Sequence, about: dict, made: Sequence[Path], as_json: bool):
+    "Print the scores as a table with what is said of them, or as JSON."
+    from isoreg.embeddings import as_table, in_words
+    if as_json:
+        found = {"scores": {m.name: m.rows for m in measured}, "differences": [d._asdict() for d in differences]}
+        return print(json.dumps(about | found, indent=1))
+    table = as_table(measured)
+    heads = list(dict.fromkeys(head for line in table for head in line))
+    _show("", [[line.get(head, "") for head in heads] for line in table], heads)
+    for line in [*map(in_words, differences), *(f"{name}: {value}" for name, value in about.items()), *made]:
+        _console.print(_printable(str(line)))
 
 
-def _refuse_idle(ctx: typer.Context, model: bool):
-    "Raise `ValueError` for an option that would have no effect."
+def _check_score(ctx: typer.Context, files, model, texts, paired: bool, out: Path | None):
+    "Raise `ValueError` for arguments that do not go together, and for an option that would have no effect."
+    if bool(files) == bool(model) or bool(model) != bool(texts):
+        raise ValueError("file: give files of vectors, or --model and --texts")
+    if paired and not model: raise ValueError("paired: compares row by row; give --each with it")
+    if out and out.is_file(): raise ValueError(f"out: {out} is a file; name a folder")
     of_files, of_models = "array measure each", "pooling layer column max_lines max_length seed"
     for name in (of_files if model else of_models).split():
         if ctx.get_parameter_source(name).name == "COMMANDLINE":

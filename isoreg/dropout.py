@@ -310,6 +310,7 @@ class _GaussianMode(TorchFunctionMode):
         if recorders: recorders[-1].note_call(func, args, kwargs, noise=True)
         return _REPLACED[func](p, self.released, *args, **kwargs)
 
+# %% ../nbs/15_dropout.ipynb #b1b2c3d6s0
 def _noisy(p: float, released: bool, /, input: Tensor, *rest, **others) -> Tensor:
     "Return the input times N(1, p/(1-p)); as released the standard deviation is p/(1-p)."
     std = p / (1 - p) if released else math.sqrt(p / (1 - p))

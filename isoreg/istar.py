@@ -238,8 +238,7 @@ def token_moments(
 ) -> Moments:
     """Return the moments of the token vectors after each layer, batched (L + 1, ...), the same on all ranks.
 
-    Runs in evaluation mode, without gradient. Raises `ValueError` if no batch comes, for a wrong mask, for layers that
-    the model does not have, and for fewer points than layers.
+    Runs in evaluation mode, without gradient. `ValueError` for no batch, a wrong mask, and missing layers or points.
     """
     check_layers(layers)
     in_range("max_points", max_points, 2, optional=True, hint="the paper uses 250000, None reads all batches")
@@ -253,8 +252,7 @@ def token_moments(
             if not isinstance(layers, str): check_layer("layers", layers, states)
             depth, keep = len(states) - 1, mask != 0
             if limit < depth and not released:
-                raise ValueError(f"max_points: {max_points} holds no token of {depth} layers on each rank; use at "
-                                 f"least {depth * world_size()}, or None")
+                raise ValueError(f"max_points: {max_points} is less than {depth} layers; use {depth * world_size()}")
             if not (mask == keep).all(): raise ValueError(NOT_ZERO_OR_ONE)
             if not released: keep &= (keep.flatten().cumsum(0) <= (limit - seen) // depth).view_as(keep)
             m = moments(torch.stack(states).flatten(1, 2), keep.flatten())

@@ -66,12 +66,15 @@ class PenaltyMixin:
         loss = self.penalised(loss, states, token_mask(body, inputs, states, self.mask_fn), num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def log(self, logs, *args, **kwargs):
-        "Log as the Trainer does, with the mean of each part since the last log."
-        for p in self.penalties: check_batches(p)
-        if "loss" in logs: logs |= self.means.read(self.args.device)
-        if "train_loss" in logs: self.means = Means()
-        return super().log(logs, *args, **kwargs)
+
+# %% ../nbs/09_trainer.ipynb #574e6f72
+@patch
+def log(self: PenaltyMixin, logs, *args, **kwargs):
+    "Log as the Trainer does, with the mean of each part since the last log."
+    for p in self.penalties: check_batches(p)
+    if "loss" in logs: logs |= self.means.read(self.args.device)
+    if "train_loss" in logs: self.means = Means()
+    return super(PenaltyMixin, self).log(logs, *args, **kwargs)
 
 # %% ../nbs/09_trainer.ipynb #trlmodel
 # heads that ignore num_items_in_batch

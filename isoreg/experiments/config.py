@@ -30,8 +30,7 @@ from .tasks import (
 # %% ../../nbs/experiments/19_config.ipynb #dacff347
 class Settings(BaseModel):
     "Hold and check the settings of one kind of run."
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
     required: ClassVar[tuple[str, ...]] = ()  # settings that every record has
     legacy: ClassVar[dict] = {}  # settings that are gone, with the value of all runs
     later: ClassVar[tuple[dict, ...]] = ()  # settings that came later, with that value
@@ -157,7 +156,7 @@ class TaskSettings(Settings):
 class DropoutSettings(Settings):
     "Which units are left out, and how often."
     dropout: Dropout | str = setting(  # type: ignore[valid-type]
-        "standard", "scheme of dropout (alone: regularizer none): one of these, or a schedule file (.json)")
+        "standard", "scheme of dropout (alone: regularizer none): one of these, or a file of a schedule")
     scores: str | None = setting(None, "guided: file of scores, or corpus:TEXT; or the task's own")
     dropout_p: float | None = setting(
         None, "rate of all sites; guided: the highest, else 0.1; mixout: probability", ge=0, lt=1)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers import AutoModelForMaskedLM, DataCollatorWithPadding, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+# %% ../../nbs/experiments/23_finetune.ipynb #1bdfce06s0
 from ..corpus import TextBatches, load_texts
 from ..dropout import apply_dropout
 from .config import (
@@ -305,7 +306,7 @@ def _train(trainer: PenaltyTrainer, config: RunConfig, record: RunRecord, points
     record.isoscore["after"] = measure_isotropy(trainer.model, trainer.sample, points)
     record.geometry = {"after": _geometry(trainer)}
 
-
+# %% ../../nbs/experiments/23_finetune.ipynb #728865a4s0
 def _fill_record(record: RunRecord, config: RunConfig, data: TaskData, trainer: PenaltyTrainer):
     "Put the course of the training, its score and where it was made into the record."
     task, log = data.task, trainer.state.log_history
@@ -377,7 +378,7 @@ def sentence_vectors(
             total, tokens = total + (states[-1] * mask[..., None]).sum((0, 1)).double().cpu(), tokens + int(mask.sum())
     return {"cls": torch.cat(cls, 1), "mean": torch.cat(mean, 1), "mean_activation": (total / tokens).float()}
 
-
+# %% ../../nbs/experiments/23_finetune.ipynb #c2f001f7s0
 def pooled(
     h: torch.Tensor,  # states of one layer (batch, length, d)
     mask: torch.Tensor,  # 1 or True at tokens (batch, length)

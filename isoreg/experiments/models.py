@@ -57,7 +57,7 @@ def load_model(
     if new: notes.append(f"{', '.join(new)} absent from the checkpoint: drawn with the seed")
     return model, tokenizer, notes
 
-
+# %% ../../nbs/experiments/21_models.ipynb #4b57d844s1
 def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.Module, list[str]]:
     "Return the model, the keys that the checkpoint lacks, the part below the head, and the layers not read."
     kind, options = AutoModelForQuestionAnswering, dict[str, Any](ignore_mismatched_sizes=True)
@@ -76,7 +76,7 @@ def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.M
     unread = [k for k in info["unexpected_keys"] if re.search(r"\b(layers?|h|blocks?)\.\d+\.", k)]
     return model, set(info["missing_keys"]), body, unread
 
-
+# %% ../../nbs/experiments/21_models.ipynb #4b57d844s0
 def check_whole(name: str, model: nn.Module, body: nn.Module, missing: Iterable[str]) -> None:
     "Raise `ValueError` if a checkpoint lacks weights of the body, or has them in another shape; a pooler may be new."
     named, own = dict(model.named_parameters(remove_duplicate=False)), {id(p) for p in body.parameters()}
@@ -162,7 +162,7 @@ def read_config(model: str) -> PretrainedConfig:
     "Return the configuration of a checkpoint. Raises `ValueError` where there is none."
     return pretrained(AutoConfig, model)
 
-
+# %% ../../nbs/experiments/21_models.ipynb #e10eb9d1s0
 def pretrained(
     kind,  # class with from_pretrained
     model: str,  # "toy-bert", a folder, or a name on the hub

@@ -274,7 +274,7 @@ class LikelihoodTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-
+# %% ../../nbs/experiments/24_pretrain.ipynb #fe1fe08bs0
 class _NewMasks(TrainerCallback):
     "Draws other masks in each epoch, the same ones after a resume."
     def __init__(self, corpus: TextBatches): self.corpus = corpus

@@ -117,7 +117,7 @@ def from_definition(values: dict) -> Task:
     try: return Task(**{str(name): value for name, value in values.items()})
     except ValidationError as error: raise ValueError(_in_words(error, [f.name for f in fields(Task)])) from None
 
-
+# %% ../../nbs/experiments/17_tasks.ipynb #8dc2477es0
 def _in_words(error: ValidationError, known: Iterable[str]) -> str:
     "Return a line for each wrong field, as in 'labels: Input should be a valid tuple (3)'."
     lines = []
@@ -199,7 +199,7 @@ TASKS: dict[str, Task] = {task.name: task for task in [
     Task("toy-rte", None, ("sentence1", "sentence2"), ("entailment", "not_entailment")),
     Task("toy-stsb", None, ("sentence1", "sentence2"), metric="pearson", metrics=_CORR)]}
 
-
+# %% ../../nbs/experiments/17_tasks.ipynb #9d0da576s0
 def get_task(
     name: str | Task,  # a name in TASKS; a Task is handed back as it is
     own: dict | None = None,  # definition of your own task, which then counts
