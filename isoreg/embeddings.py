@@ -77,7 +77,7 @@ class Measured(NamedTuple):
     without: Tensor  # its corrected scores without each row, or each group of texts
 
     @property
-    def row(self) -> dict:  # points, dims, isoscore, corrected, standard_error, interval, dimensions_in_use, ...
+    def row(self) -> dict:  # points, dims, plain, corrected, standard_error, interval, dimensions_in_use, ...
         "Return the scores that are compared."
         return self.rows[self.shown]
 
@@ -144,7 +144,7 @@ def _row(m: Moments, best: IsoScoreEstimate | None, freedom: int) -> dict:
     "Return what is read from moments, and from a corrected score if there is one."
     d, outliers, variance = len(m.mean), stand_out(m), torch.linalg.eigvalsh(m.m2).flip(0).clamp(min=0)
     share, plain = variance / variance.sum(), float(isoscore_from_cov(m.cov()))
-    row: dict = {"dims": d, "isoscore": plain}
+    row: dict = {"dims": d, "plain": plain}
     if best:
         half = float(special.stdtrit(freedom, 0.975)) * best.stderr
         row |= {"corrected": best.score, "standard_error": best.stderr,
@@ -352,9 +352,9 @@ def as_table(
 
 
 def _cells(row: dict) -> dict[str, str]:
-    if "isoscore" not in row: return {"IsoScore": "undefined"}
+    if "plain" not in row: return {"IsoScore": "undefined"}
     texts = f" of {row['sequences']} texts" if "sequences" in row else ""
-    cells = {"n": f"{row['points']} {row['unit']}s{texts}", "IsoScore": f"{row['isoscore']:.4f}, not corrected"}
+    cells = {"n": f"{row['points']} {row['unit']}s{texts}", "IsoScore": f"{row['plain']:.4f}, not corrected"}
     if "corrected" in row:
         cells |= {"IsoScore": f"{row['corrected']:.4f}", "95 % interval": "{:.4f} to {:.4f}".format(*row["interval"])}
     outliers = list(dict.fromkeys(row["outliers"]["by_variance"] + row["outliers"]["by_mean"]))
