@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['isoscore', 'isoscore_from_cov', 'participation_ratio', 'invariants', 'estimate_traces', 'IsoScoreEstimate',
-           'isoscore_with_error', 'gaussian_stderr', 'scores_without', 'jackknife_error', 'isoscore_star', 'mix']
+           'isoscore_with_error', 'scores_without', 'jackknife_error', 'isoscore_star', 'mix']
 
 # %% ../nbs/02_isoscore.ipynb #665f0666
 import importlib
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .checks import in_range, one_of
 from .moments import (
-    Moments, as_given, check_points, few_operations, floating, full_precision, moments, wide_dtype)
+    Moments, as_given, check_finite, check_points, few_operations, floating, full_precision, moments, wide_dtype)
 
 # %% ../nbs/02_isoscore.ipynb #486b262d
 def isoscore(
@@ -25,21 +25,19 @@ def isoscore(
 ):
     """Return the IsoScore of each cloud, (...); differentiable (Rudman et al. 2022; in closed form, corrections ours).
 
-    Users of the package IsoScore 1.0, whose arrays were (d, n): pass `points.T`.
-    Raises `ValueError` for a wrong shape, one dimension, too few rows (2; 3 for "gaussian"; 4 for "ustat"), NaN or zero
-    variance, and, corrected, for rows whose variances are as even as so few rows allow.
+    Users of the package IsoScore 1.0, whose arrays were (d, n): pass `points.T`. Raises `ValueError` for a wrong shape,
+    too few rows, NaN or zero variance, and, corrected, for variances that are as even as so few rows allow.
     """
     one_of("correction", correction, CORRECTIONS)
     X, keep = check_cloud(points, mask)  # (..., n, d), (..., n)
-    inv = on_host(invariants(X, keep, order=4 if correction == "ustat" else 2))
+    order, d = 4 if correction == "ustat" else 2, X.shape[-1]
+    inv = on_host(invariants(X, keep, order))
     # float32 does not hold fourth powers of very short or very long rows
     length = inv.trace.detach() / inv.count.clamp(min=1)
-    if bool(((length < 1e-12) | (length > 1e12)).any()):
-        inv = on_host(invariants(X.to(wide_dtype(X)), keep, order=4 if correction == "ustat" else 2))
+    if bool(((length < 1e-12) | (length > 1e12)).any()): inv = on_host(invariants(X.to(wide_dtype(X)), keep, order))
     t2, f = estimate_traces(inv, correction)
-    score = closed_form(t2, f, X.shape[-1])
-    constant = is_constant(X, keep, inv.count, inv.trace)
-    if correction and not constant and bool(torch.isfinite(f).all()): check_evenness(inv, f, X.shape[-1], X.dtype)
+    score, constant = closed_form(t2, f, d), is_constant(X, keep, inv.count, inv.trace)
+    if correction and not constant: check_evenness(inv, f, d, X.dtype)
     check_score(score, X, keep, inv.count, MIN_ROWS[correction], constant)
     return as_score(score.to(X.device), points, X.dtype)
 
@@ -82,10 +80,7 @@ def score_from_cov(S: Tensor) -> Tensor:
 def isoscore_from_cov(
     cov,  # (..., d, d) covariance, tensor or array
 ):
-    """Return the IsoScore of each covariance, (...), in [0, 1]; differentiable (Rudman et al. 2022, in closed form).
-
-    Raises `ValueError` unless `cov` is square, finite, symmetric and not zero.
-    """
+    "Return the IsoScore of each covariance, (...), in [0, 1]; differentiable. `ValueError` for what is no covariance."
     S = check_cov(cov)
     return as_score(score_from_cov(S), cov, S.dtype)
 
@@ -93,13 +88,8 @@ def isoscore_from_cov(
 def participation_ratio(
     cov,  # (..., d, d) covariance, tensor or array
 ):
-    """Return the effective number of dimensions, tr(S)² / tr(S²), (...), between 1 and d; differentiable.
-
-    Raises `ValueError` unless `cov` is square, finite, symmetric and not zero.
-    """
-    S = check_cov(cov)
-    t, f = _TraceAndSquare.apply(S)
-    return as_score(t * t / f, cov, S.dtype)
+    "Return tr(S)² / tr(S²), (...), the effective number of dimensions, 1 to d. `ValueError` for no covariance."
+    return 1 + (len(cov[-1]) - 1) * isoscore_from_cov(cov)
 
 # %% ../nbs/02_isoscore.ipynb #c2e9d60c
 class Invariants(NamedTuple):
@@ -110,15 +100,17 @@ class Invariants(NamedTuple):
     quartic: Tensor | None = None  # (...) m4, None unless order=4
 
 # %% ../nbs/02_isoscore.ipynb #5be7b777
-def invariants(
-    points,  # (..., n, d) tensor or array
-    mask=None,  # (..., n) or its last dimensions
-    order: int = 2,  # 4 adds m4
-) -> Invariants:
-    "Return count, tr M2, ‖M2‖² and m4 of each cloud, by the cheaper of M2 and the Gram matrix; differentiable."
+def invariants(points, mask=None, order: int = 2) -> Invariants:
+    "Return count, tr M2, ‖M2‖² and m4 (order 4) of clouds (..., n, d), by the cheaper of M2 and the Gram matrix."
     X, mask = check_points(points, mask)
-    if X.shape[-2] >= X.shape[-1]: return invariants_of_moments(moments(X, mask, order))
-    X, count = centre(X.to(wide_dtype(X)), mask)
+    n, d = X.shape[-2:]
+    if n >= d: return invariants_of_moments(moments(X, mask, order))
+    X, count = X.to(wide_dtype(X)), torch.full(X.shape[:-2], n, device=X.device)
+    if mask is None: X = X - X.mean(-2, keepdim=True)
+    else:
+        count, out = mask.sum(-1), ~mask[..., None]
+        X = X.masked_fill(out, 0)
+        X = (X - X.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]).masked_fill(out, 0)
     K = _Gram.apply(X)
     r = K.diagonal(dim1=-2, dim2=-1)
     return Invariants(count, r.sum(-1), K.square().sum((-2, -1)), r.square().sum(-1))
@@ -142,24 +134,13 @@ def invariants_of_moments(m: Moments) -> Invariants:
     trace, square = _TraceAndSquare.apply(m.m2)
     return Invariants(m.count, trace, square, None if m.m4 is None else m.m4.to(wide_dtype(m.m4)))
 
-
-def centre(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    "Return the rows of x (..., n, d) minus their mean, those outside of the mask (..., n) 0; and the count (...)."
-    if mask is None: return x - x.mean(-2, keepdim=True), torch.full(x.shape[:-2], x.shape[-2], device=x.device)
-    count, out = mask.sum(-1), ~mask[..., None]
-    x = x.masked_fill(out, 0)
-    return (x - x.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]).masked_fill(out, 0), count
-
 # %% ../nbs/02_isoscore.ipynb #few00003
 def on_host(inv: Invariants) -> Invariants:
     "Return the invariants on the CPU, all read at once: what follows are a few operations on single numbers."
     return Invariants(*torch.stack([field.to(inv.trace.dtype) for field in inv if field is not None]).cpu().unbind())
 
 # %% ../nbs/02_isoscore.ipynb #7489b59b
-def estimate_traces(
-    inv: Invariants,  # fields (...)
-    correction: str | None,  # None, "gaussian" or "ustat"
-) -> tuple[Tensor, Tensor]:
+def estimate_traces(inv: Invariants, correction: str | None) -> tuple[Tensor, Tensor]:
     "Return estimates of tr(Σ)² and of tr(Σ²), (...) each; plain ones without a correction."
     n = inv.count.to(inv.trace.dtype)
     ν = n - 1
@@ -172,17 +153,13 @@ def estimate_traces(
     return k * (2 * a + (n * n - 3 * n + 1) * t * t - n * Q), k * ((n - 1) * (n - 2) * a + t * t - n * Q)
 
 # %% ../nbs/02_isoscore.ipynb #e4b1f0a7
-def check_score(score, points, mask, count, need: int, constant: bool, unit: str = "row"):
-    "Raise the `ValueError` that says why a score (...) of points (..., n, d) is missing; `count` (...) of units."
-    few = int(count.min())
-    if few < need:
-        raise ValueError(f"points: only {few} {unit}s count, but this score needs at least {need}; "
-                         f"add {unit}s or check the mask")
-    fine = bool(torch.isfinite(score).all())
-    if fine and not constant: return
-    seen = points if mask is None else points.masked_fill(~mask[..., None], 0)
-    if not bool(torch.isfinite(seen).all()):
-        raise ValueError("points: hold NaN or infinite values; drop those rows or mask them")
+def check_score(score: Tensor, points: Tensor, mask: Tensor | None, count: Tensor, need: int, constant: bool):
+    "Raise the `ValueError` that says why a score (...) of points (..., n, d) is missing."
+    if (few := int(count.min())) < need:
+        raise ValueError(f"points: only {few} rows count, but this score needs at least {need}; "
+                         "add rows or check the mask")
+    if bool(torch.isfinite(score).all()) and not constant: return
+    check_finite(points, mask)
     if constant: raise ValueError("points: all rows of a cloud are equal: zero variance has no isotropy; "
                                   "leave constant clouds out")
     raise ValueError("points: values too large or too small to be squared in their precision; rescale them, "
@@ -196,20 +173,17 @@ def is_constant(points: Tensor, mask: Tensor | None, count: Tensor, trace: Tenso
     eps = torch.finfo(torch.promote_types(points.dtype, torch.float32)).eps
     length = torch.linalg.vector_norm(first.detach(), dim=(-2, -1), dtype=trace.dtype).square().to(trace.device)
     if not bool((trace <= count * (8 * eps) ** 2 * length).any()): return False
-    differs = (points != first).any(-1) if mask is None else (points != first).any(-1) & mask
+    differs = (points != first).any(-1)
+    if mask is not None: differs &= mask
     return not bool(differs.any(-1).all())
 
 # %% ../nbs/02_isoscore.ipynb #0ad4ccb0
-def too_even(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype) -> Tensor:
-    "Return where nothing but rounding in the dtype of the points is left of f, the corrected tr(Σ²), (...)."
+def check_evenness(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype):
+    "Raise a `ValueError` where only rounding in the dtype of the points is left of f, the corrected tr(Σ²), (...)."
     a = inv.square / (inv.count - 1) ** 2
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return (a > 0) & (f <= eps * inv.count.clamp(max=d + 1).clamp(min=16) * a)
-
-
-def check_evenness(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype):
-    "Raise a `ValueError` for rows that are `too_even`."
-    if bool(too_even(inv, f, d, dtype).any()):
+    rounding = eps * inv.count.clamp(max=d + 1).clamp(min=16) * a
+    if bool(((a > 0) & f.isfinite() & (f <= rounding)).any()):
         raise ValueError("points: as even as so few rows can be, or one row holds nearly all of the variance: "
                          "only rounding is left of the corrected score; add points, or look at the longest row")
 
@@ -230,20 +204,14 @@ def as_score(score: Tensor, given, dtype: torch.dtype):
 def check_cov(cov, name: str = "cov", dims: int | None = None) -> Tensor:
     "Return a covariance (..., d, d) as a tensor; `ValueError` unless it may be one, with d = dims if given."
     S = floating(cov, name)
-    if S.ndim < 2 or S.shape[-2] != S.shape[-1] or S.shape[-1] < 2:
-        raise ValueError(f"{name}: need shape (..., d, d) with d >= 2, got {tuple(S.shape)}; pass a covariance, not "
-                         "the points")
-    if dims is not None and S.shape[-1] != dims:
-        raise ValueError(f"{name}: is {S.shape[-1]} x {S.shape[-1]}, but the points have {dims} dimensions; rebuild it "
-                         "from the same layer")
-    with torch.no_grad():
-        largest, gap = S.abs().amax((-2, -1)), (S - S.mT).abs().amax((-2, -1))
-        variances = S.diagonal(dim1=-2, dim2=-1)
-        faults = {
-            "holds NaN or infinite values; drop the points that caused them": ~torch.isfinite(largest),
-            "not symmetric; pass (cov + cov.T) / 2 if that is meant": gap > 1e-3 * largest,
-            "has a negative variance on its diagonal; pass a covariance": (variances < 0).any(-1),
-            "has zero variance, which has no isotropy; take more tokens, or leave it out": variances.sum(-1) <= 0}
+    if S.ndim < 2 or S.shape[-1] < 2 or S.shape[-2:] != (dims or S.shape[-1],) * 2:
+        raise ValueError(f"{name}: need a covariance (..., d, d) with {f'd = {dims}' if dims else 'd >= 2'}, got "
+                         f"{tuple(S.shape)}; pass that of the same layer, not the points")
+    faults = {
+        "holds NaN or infinite values; drop the points that caused them": ~S.isfinite(),
+        "not symmetric; pass (cov + cov.T) / 2 if that is meant": (S - S.mT).abs() > 1e-3 * S.abs().max(),
+        "has zero variance, which has no isotropy; take more tokens, or leave it out":
+            S.diagonal(dim1=-2, dim2=-1).sum(-1) <= 0}
     for fault, found in faults.items():
         if bool(found.any()): raise ValueError(f"{name}: {fault}")
     return S
@@ -281,17 +249,16 @@ def isoscore_with_error(
     mask=None,  # (n,), true or 1 where a row counts
     correction: str = "ustat",  # "gaussian" or "ustat"
 ) -> IsoScoreEstimate:
-    """Return the bias-corrected IsoScore of one cloud with its standard error, without resampling (5 rows at least).
+    """Return the bias-corrected IsoScore of one cloud with its standard error, without resampling or gradient.
 
-    "gaussian": the closed form from the covariance; "ustat": a jackknife over rows. No gradient.
-    The score estimates that of the population and is not cut to [0, 1]: from few points it can lie outside, with an
-    error that says so (5 normal rows in 16 dimensions gave 1.8 ± 2.9, 8 rows 1.5 ± 0.3).
-    Raises `ValueError` as `isoscore`, and for fewer rows.
+    It is not cut to [0, 1]: 5 normal rows in 16 dimensions gave 1.8 ± 2.9, 8 rows 1.5 ± 0.3. Raises `ValueError` as
+    `isoscore`, and for fewer than 5 rows.
     """
     one_of("correction", correction, CORRECTIONS[1:])
     X, keep = check_cloud(points, mask)
     if X.ndim != 2:
         raise ValueError(f"points: one cloud wanted, got shape {tuple(X.shape)}; score the clouds one by one")
+    check_finite(X, keep)
     rows = X.detach() if keep is None else X.detach()[keep]
     n = len(rows)
     if n < 5: raise ValueError(f"points: {n} rows count, but a standard error needs at least 5; add points")
@@ -317,25 +284,6 @@ def _unbiased_traces(ν: int, s1: Tensor, s2: Tensor, s3: Tensor, s4: Tensor) ->
         + 2 * (5 * ν + 6) / (ν * c) * s2 * s1 * s1 - (5 * ν + 6) / (ν * ν * c) * s1**4)
     return τ3, τ4
 
-# %% ../nbs/02_isoscore.ipynb #34921322
-def gaussian_stderr(
-    cov,  # (d, d) sample covariance, divisor n - 1, tensor or array
-    count: int,  # n, the rows behind it
-) -> float:
-    """Return the standard error of the Gaussian-corrected score from the covariance alone.
-
-    Raises `ValueError` for fewer than 5 rows, for anything but one covariance that is not zero, and for one whose
-    variances are as even as `count` rows allow: it says nothing about the population.
-    """
-    n = int(in_range("count", count, 5, whole=True, hint="a standard error needs at least 5 rows"))
-    S = check_cov(cov).detach()
-    if S.ndim != 2: raise ValueError(f"cov: need one covariance (d, d), got {tuple(S.shape)}; pass them one by one")
-    eps, S = torch.finfo(S.dtype).eps, S.to(wide_dtype(S))
-    t2, f, first, second = _gaussian_terms(S / S.trace(), n)
-    if f <= 16 * eps * (S / S.trace()).square().sum():
-        raise ValueError(f"count: a covariance as even as this one needs more than {n} rows; add points")
-    return float((t2 / f / (len(S) - 1)) * (first + second).sqrt())
-
 # %% ../nbs/02_isoscore.ipynb #904a5b0f
 def scores_without(d: int, r: Tensor, w: Tensor, z: Tensor) -> Tensor:
     "Return the U-statistic score without each row, (n,), from r, w and z (n,) of the n centred rows."
@@ -348,7 +296,8 @@ def scores_without(d: int, r: Tensor, w: Tensor, z: Tensor) -> Tensor:
 # %% ../nbs/02_isoscore.ipynb #714f97f1
 def _row_error(X: Tensor, score: float, correction: str) -> float:
     "Return the standard error of the corrected score of X (n, d)."
-    (n, d), (X, _) = X.shape, centre(X.to(torch.promote_types(X.dtype, torch.float32)), None)
+    (n, d), X = X.shape, X.to(torch.promote_types(X.dtype, torch.float32))
+    X = X - X.mean(0)
     X = X * 2.0 ** -math.frexp(float(X.abs().max()))[1]  # fourth powers fit; the score does not depend on the scale
     r, wide = X.square().sum(-1), wide_dtype(X)
     A = X @ X.mT if n < d else moments(X).m2  # K or M2, whichever is smaller
@@ -375,17 +324,12 @@ def isoscore_star(
 ):
     """Return the `IsoScore*` of each cloud, (...); differentiable in `points` (Rudman and Eickhoff 2024, Algorithm 1).
 
-    Raises `ValueError` for zeta outside [0, 1], a reference of the wrong size, not symmetric or of zero variance, too
-    few points, NaN, and zero variance where the reference has no weight.
+    Raises `ValueError` as `isoscore`, and for a zeta outside [0, 1] or a reference that is no covariance.
     """
     check_zeta(zeta)
     one_of("convention", convention, CONVENTIONS)
     X, keep = check_cloud(points, mask)
-    R = check_reference_cov(reference_cov, X.shape[-1]).to(X.device)
-    if R.ndim > 2 and R.shape[:-2] != X.shape[:-2]:
-        raise ValueError(f"reference_cov: {tuple(R.shape[:-2])} references for clouds {tuple(X.shape[:-2])}; "
-                         "pass one (d, d), or one for each cloud")
-    m = moments(X, keep)
+    R, m = check_reference_cov(reference_cov, X.shape[-1]).to(X.device), moments(X, keep)
     score = score_from_cov(mix(m.m2 / (m.count - 1)[..., None, None], R, zeta, convention))
     alone = reference_weight(zeta, convention) == 0
     constant = alone and is_constant(X, keep, m.count, m.m2.diagonal(dim1=-2, dim2=-1).sum(-1))
@@ -393,13 +337,8 @@ def isoscore_star(
     return as_score(score, points, X.dtype)
 
 # %% ../nbs/02_isoscore.ipynb #9fbc27cf
-def mix(
-    cov: Tensor,  # (..., d, d) covariance of the sample
-    reference_cov: Tensor,  # (d, d) or (..., d, d)
-    zeta: float,  # weight, see convention
-    convention: str = "released",  # "released": zeta weighs the reference; "text": zeta weighs the sample
-) -> Tensor:
-    "Return the mixture of covariances (..., d, d) whose IsoScore is the `IsoScore*`."
+def mix(cov: Tensor, reference_cov: Tensor, zeta: float, convention: str = "released") -> Tensor:
+    "Return the mixture of two covariances (..., d, d) whose IsoScore is the `IsoScore*`."
     w = reference_weight(zeta, convention)
     return (1 - w) * cov + w * reference_cov.to(cov)
 
