@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['MEASURES', 'geometry', 'average_cosine', 'partition_score', 'variance_explained', 'effective_rank', 'rankme',
-           'two_nn', 'nearest_two', 'Dimensions', 'outlier_dimensions', 'stand_out', 'transformed', 'Measure']
+           'two_nn', 'Dimensions', 'outlier_dimensions', 'stand_out', 'transformed', 'Measure']
 
 # %% ../nbs/05_geometry.ipynb #931dac7f
 import functools

@@ -56,12 +56,6 @@ def _estimates(lengths: Tensor, vectors: Tensor, single: Tensor, products: Tenso
     μ4 = (S2**2 - 2 * g * S2 - 4 * SGS + g**2 + 2 * GG + 8 * (S * s2s).sum(-1) - 6 * s4) / fours
     return (p**2 - p2) / pairs - 2 * pμμ + μ4, (PP - own) / pairs - 2 * μMμ + μ4
 
-# %% ../nbs/03_tokens.ipynb #eb65a5ac
-def draw_groups(m: int, groups: int) -> Tensor:
-    "Return the group of each of m sequences, (m,), drawn with a fixed seed; their sizes differ by one at most."
-    drawn = torch.randperm(m, generator=torch.Generator().manual_seed(0))
-    return (torch.arange(m) * min(groups, m) // m)[drawn]
-
 # %% ../nbs/03_tokens.ipynb #d592b341
 class SequenceStream:
     """Score by sequence, with its jackknife error, of sequences that stream by twice, in float64.
@@ -115,6 +109,12 @@ def close(self: SequenceStream, g: int):
     inner = [(A * B).sum() for A, B in ((P, P), (P, G), (G, G))]
     self.products[g] = torch.stack([*inner, P.trace(), G.trace(), S @ P @ S, S @ G @ S])
     self.P_g.zero_(), self.G_g.zero_()
+
+# %% ../nbs/03_tokens.ipynb #eb65a5ac
+def draw_groups(m: int, groups: int) -> Tensor:
+    "Return the group of each of m sequences, (m,), drawn with a fixed seed; their sizes differ by one at most."
+    drawn = torch.randperm(m, generator=torch.Generator().manual_seed(0))
+    return (torch.arange(m) * min(groups, m) // m)[drawn]
 
 # %% ../nbs/03_tokens.ipynb #c16698b9
 @patch
