@@ -77,7 +77,7 @@ def _accumulate(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Mo
     if few: return Moments(n, s, M2, *higher)
     δ = sum(sums) / n.clamp(min=1)
     M2.addr_(δ * n, δ, alpha=-1)
-    return Moments(n, s + δ, M2, *(_move(n, M2, *higher, δ, back=True) if higher else ()))
+    return Moments(n, s + δ, M2, *(_move(n, M2, higher[0], higher[1], δ, back=True) if higher else ()))
 
 
 def few_operations(device: torch.device) -> bool:

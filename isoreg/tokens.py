@@ -121,7 +121,8 @@ def draw_groups(m: int, groups: int) -> Tensor:
 def scores(self: SequenceStream) -> Tensor:
     "Return the score without each group, and last that of all, (groups + 1,). `ValueError` where one has none."
     self.close(-1)
-    t2, f = _estimates(*(total.sum(0) - total for total in (self.lengths, self.vectors, self.single)), self.products)
+    lengths, vectors, single = (total.sum(0) - total for total in (self.lengths, self.vectors, self.single))
+    t2, f = _estimates(lengths, vectors, single, self.products)
     scores, m = closed_form(t2, f, len(self.G)), self.moments
     rounding = (8 * torch.finfo(m.m2.dtype).eps) ** 2 * m.count * m.mean.square().sum()
     if m.m2.trace() > rounding and bool((torch.isfinite(scores) & (t2 > 0) & (f > 0)).all()): return scores

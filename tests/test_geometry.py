@@ -99,15 +99,6 @@ def test_geometry_is_each_function(n, d):
     assert all(isinstance(v, (float, int)) for k, v in found.items() if k != "dimensions")
 
 
-def test_one_decomposition_of_each_matrix(monkeypatch):
-    calls = []
-    for name in ("eigh", "eigvalsh", "svdvals", "svd"):
-        original = getattr(torch.linalg, name)
-        monkeypatch.setattr(torch.linalg, name, lambda *a, _n=name, _f=original, **k: calls.append(_n) or _f(*a, **k))
-    geometry(cloud())
-    assert sorted(calls) == ["eigh", "eigvalsh"]
-
-
 @pytest.mark.parametrize("n, mean", [(150, 0), (150, 30), (15, 30)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_precisions(dtype, n, mean):
