@@ -36,8 +36,9 @@ class IsoScore(torchmetrics.Metric):
         self.convention = one_of("convention", convention, CONVENTIONS)
         given, weighed = reference_cov is not None, reference_weight(zeta, convention) != 0
         if given if correction else weighed and not given:
-            raise ValueError(f"reference_cov: {'given' if given else 'missing'} with {correction=}, {zeta=}, {convention=}"
-                             "; a corrected score reads none, a weight needs one")
+            state = "given" if given else "missing"
+            raise ValueError(f"reference_cov: {state} with {correction=}, {zeta=}, {convention=}; a corrected score "
+                             "reads none, a weight needs one")
         R = check_reference_cov(reference_cov, num_dims).double() if given else None
         self.reference_cov: Tensor | None
         self.mixed, self.names = given and weighed, Moments._fields[: 5 if correction == "ustat" else 3]
