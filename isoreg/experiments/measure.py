@@ -208,7 +208,7 @@ KINDS = {"fisher": _measure_fisher, "landscape": _measure_landscape, "geometry":
 # %% ../../nbs/experiments/25_measure.ipynb #28a82ea7
 def _measure_layer(number: int, x: torch.Tensor, pooling: str, notes: list[str]) -> tuple[dict, Dimensions]:
     "Return the measures of one layer's points (n, d), and its dimensions; what is not defined is noted."
-    found = geometry(x, undefined="nan")
+    found = geometry(x)
     dimensions = found.pop("dimensions")
     if pooling != "tokens" and len(x) > 3:
         defined = not np.isnan(found["isoscore"])
