@@ -1,14 +1,12 @@
 """The configurations: one field a setting, and all that is made from it."""
 
 import ast
-import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import hypothesis.strategies as st
-import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,6 @@ from pydantic import Field
 
 from isoreg.experiments import config as module
 from isoreg.experiments.config import (
-    LATER,
     LEGACY,
     RECIPES,
     FisherConfig,
@@ -26,7 +23,6 @@ from isoreg.experiments.config import (
     PretrainConfig,
     RunConfig,
     choices,
-    config_schema,
     groups,
     help_text,
     make_penalty,
@@ -39,7 +35,6 @@ from isoreg.istar import PENALTY_CLASSES
 
 ROOT = Path(__file__).parents[1]
 KINDS = (RunConfig, FisherConfig, LandscapeConfig, GeometryConfig, PretrainConfig)
-DIALECT = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
 
 
 def stored():
@@ -74,8 +69,6 @@ def test_stored_runs_keep_their_keys_and_read_back(project):
     for config, key in runs:
         read = RunConfig.from_record(config)
         assert read.key == key == RunConfig.from_record(read.to_record()).key
-        assert len(RunConfig.model_fields) < len(read.to_record())
-    jsonschema.validate(read.to_record(), config_schema(RunConfig) | DIALECT)
 
 
 def test_the_runs_of_earlier_versions_are_found_again():
@@ -97,17 +90,17 @@ def test_a_run_that_this_version_cannot_repeat_is_refused(name, value):
 def test_every_setting_that_is_gone_has_its_value_and_every_later_one_too():
     record = RunConfig().to_record()
     assert not LEGACY.keys() & RunConfig.model_fields.keys() and LEGACY.items() <= record.items()
-    assert {name for family in LATER for name in family} <= record.keys()
+    assert RunConfig.later.keys() <= record.keys()
 
 
 def test_a_new_setting_is_one_field_and_seen_everywhere():
     class Longer(RunConfig):
-        later = (*LATER, {"burst": 3})
+        later = RunConfig.later | {"burst": 3}
         burst: int = Field(3, description="sites that drop out together", ge=1)
 
     assert Longer().key == RunConfig().key and Longer(burst=4).key != RunConfig().key
     assert Longer.from_record(RunConfig().to_record()).burst == 3
-    assert config_schema(Longer)["properties"]["burst"]["minimum"] == 1
+    assert Longer.model_json_schema()["properties"]["burst"]["minimum"] == 1
     assert help_text(groups(Longer)["Longer"]["burst"]) == "sites that drop out together (default 3)"
 
 
@@ -183,7 +176,7 @@ def test_a_run_notebook_has_the_settings_of_its_configuration(name):
         (RunConfig, {"dropout_p": 0.1}, "dropout_p: has no meaning"),
         (RunConfig, {"p_max": 0.2}, "p_max: unknown setting"),
         (RunConfig, {"dropout": "guided", "scores": "x.json"}, "scores: 'x.json' cannot be read"),
-        (RunConfig, {"dropout": "guided", "scores": "corpus: ,"}, "scores: 'corpus: ,' names no text"),
+        (RunConfig, {"dropout": "guided", "scores": "corpus: ,"}, "scores: 'corpus: ,' cannot be read"),
         (FisherConfig, {"shares": "1,x"}, "shares: String should match pattern"),
         (FisherConfig, {"shares": "0"}, "shares: '0'; give per cent between 0 and 100"),
         (FisherConfig, {"shares": "33, 100"}, "shares: '33, 100'; give per cent"),
@@ -230,7 +223,7 @@ def test_plain_values_are_taken_as_meant():
     assert type(RunConfig(lam=1).lam) is float and RunConfig(layers="3").layers == 3 == RunConfig(layers=3).layers
     assert FisherConfig(shares="33, 10").percentages == [33, 10] and GeometryConfig(layers="0, -1").numbers(5) == [0, 4]
     assert FisherConfig(shares="").percentages == [] and GeometryConfig(layers=" all ").numbers(2) == [0, 1]
-    assert module.scores_texts("corpus:a.txt, b.txt,") == ["a.txt", "b.txt"]
+    assert module.scores_texts("corpus:a.txt, b.txt,") == ["a.txt", "b.txt"] and module.scores_texts("a.txt") == []
     assert RunConfig(lr="1e-5").lr == 1e-5 and RunConfig(model=7, task="cola").model == "7"
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().seed = 3
@@ -297,10 +290,10 @@ def test_a_folder_of_data_counts_for_a_task_of_ones_own_that_lies_in_one(tmp_pat
 
 @pytest.mark.parametrize("name", PENALTY_CLASSES)
 def test_a_run_makes_the_penalty_that_its_class_makes_by_default(name):
-    penalty, its = make_penalty(RunConfig(regularizer=name)), inspect.signature(PENALTY_CLASSES[name]).parameters
-    assert type(penalty) is PENALTY_CLASSES[name]
-    for n in set(its) & set(module.PenaltySettings.model_fields) - {"lam"}:
-        assert getattr(penalty, n) == its[n].default, n
+    penalty, plain = make_penalty(RunConfig(regularizer=name)), PENALTY_CLASSES[name](lam=1.0)
+    assert type(penalty) is type(plain)
+    for n in module.PenaltySettings.model_fields.keys() - {"lam", "regularizer"}:
+        assert getattr(penalty, n, None) == getattr(plain, n, None), n
 
 
 # ---- names and pairs
