@@ -15,7 +15,6 @@ from pydantic import Field
 
 from isoreg.experiments import config as module
 from isoreg.experiments.config import (
-    LEGACY,
     RECIPES,
     FisherConfig,
     GeometryConfig,
@@ -85,12 +84,6 @@ def test_the_runs_of_earlier_versions_are_found_again():
 def test_a_run_that_this_version_cannot_repeat_is_refused(name, value):
     with pytest.raises(ValueError, match=f"^{name}: the run had {value!r}, and this version always has"):
         RunConfig.from_record(RunConfig().to_record() | {name: value})
-
-
-def test_every_setting_that_is_gone_has_its_value_and_every_later_one_too():
-    record = RunConfig().to_record()
-    assert not LEGACY.keys() & RunConfig.model_fields.keys() and LEGACY.items() <= record.items()
-    assert RunConfig.later.keys() <= record.keys()
 
 
 def test_a_new_setting_is_one_field_and_seen_everywhere():
@@ -163,9 +156,11 @@ def test_a_run_notebook_has_the_settings_of_its_configuration(name):
         (RunConfig, {"data_dir": "no/such/folder"}, "data_dir: no folder 'no/such/folder'"),
         (RunConfig, {"lam": float("nan")}, "lam: Input should be a finite number (nan)"),
         (RunConfig, {"lr": 2}, "lr: Input should be less than 1 (2)"),
-        (RunConfig, {"regularizer": "cosreg", "zeta": 2.0}, "zeta: Input should be less than or equal to 1 (2.0)"),
-        (RunConfig, {"layers": "middle"}, "layers: Input should be 'union' or 'mean' ('middle')"),
-        (RunConfig, {"recipe": "quik"}, "recipe: Input should be 'quick', 'toy'"),
+        (
+            RunConfig,
+            {"layers": "middle", "zeta": 2},
+            "layers: Input should be 'union' or 'mean' ('middle')\nzeta: Input",
+        ),
         (RunConfig, {"regularizer": "istr"}, "regularizer: 'istr' is unknown; did you mean 'istar'"),
         (RunConfig, {"regularizer": "no_such:Penalty"}, "regularizer: 'no_such:Penalty' cannot be imported"),
         (RunConfig, {"length_groups": 4, "padding": True}, "length_groups: 4 leaves padding out"),
@@ -174,16 +169,11 @@ def test_a_run_notebook_has_the_settings_of_its_configuration(name):
         (RunConfig, {"dropout": "nowhere.json"}, "schedule: nowhere.json"),
         (RunConfig, {"dropout": "constant"}, "dropout_p: constant needs a rate"),
         (RunConfig, {"dropout_p": 0.1}, "dropout_p: has no meaning"),
-        (RunConfig, {"p_max": 0.2}, "p_max: unknown setting"),
         (RunConfig, {"dropout": "guided", "scores": "x.json"}, "scores: 'x.json' cannot be read"),
         (RunConfig, {"dropout": "guided", "scores": "corpus: ,"}, "scores: 'corpus: ,' cannot be read"),
         (FisherConfig, {"shares": "1,x"}, "shares: String should match pattern"),
-        (FisherConfig, {"shares": "0"}, "shares: '0'; give per cent between 0 and 100"),
         (FisherConfig, {"shares": "33, 100"}, "shares: '33, 100'; give per cent"),
-        (FisherConfig, {"model": "toy-gpt2", "loss": "mlm"}, "loss: toy-gpt2 was made for 'clm'"),
         (LandscapeConfig, {"points": 4}, "points: 4 do not hold the origin"),
-        (LandscapeConfig, {"fisher": "nowhere"}, "scores: 'nowhere'"),
-        (LandscapeConfig, {"subset": "top", "fisher": f"corpus:{__file__}"}, "scores: 'corpus:"),
         (GeometryConfig, {"layers": "first"}, "layers: String should match pattern"),
         (PretrainConfig, {"corpus": ""}, "corpus: String should have at least 1 character"),
         (PretrainConfig, {"heldout_share": 0.0}, "heldout_share: 0 leaves no text"),
@@ -195,12 +185,6 @@ def test_what_is_wrong_is_shown_with_name_and_value(kind, values, words):
     with pytest.raises(ValueError) as error:
         kind(**values)
     assert str(error.value).startswith(words)
-
-
-def test_each_wrong_setting_has_a_line():
-    with pytest.raises(ValueError) as error:
-        RunConfig(lr=2, zeta=3, layers="middle", lamm=1)
-    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["layers", "zeta", "lr", "lamm"]
 
 
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=5))
@@ -255,17 +239,14 @@ def test_a_recipe_fills_all_that_is_open(recipe):
 @pytest.mark.parametrize(
     "kind, given, filled",
     [
-        (RunConfig, {"model": "abert", "task": "cola"}, {"recipe": "quick"}),
         (RunConfig, {}, {"recipe": "toy", "lam": -0.1, "zeta": 0.2}),
         (RunConfig, {"regularizer": "none", "lam": 3, "zeta": 0.4, "layers": "mean"}, {"lam": 0, "layers": "union"}),
         (RunConfig, {"regularizer": "cosreg", "layers": 2, "zeta": 0.4}, {"layers": "union", "zeta": 0, "lam": 1}),
         (RunConfig, {"zeta": 1.0, "convention": "text"}, {"zeta": 0, "convention": "released"}),
         (RunConfig, {"eval_split": "validation"}, {"eval_split": None}),
-        (RunConfig, {"eval_split": "train"}, {"eval_split": "train"}),
         (LandscapeConfig, {"subset": "all", "share": 0.3}, {"share": 1, "fisher": None}),
         (PretrainConfig, {}, {"new_head": True, "packed": False, "lr": 5e-3, "limit": 12_000, "epochs": 1}),
-        (PretrainConfig, {"corpus": "x.txt"}, {"packed": True, "limit": None}),
-        (PretrainConfig, {"train_encoder": True}, {"lr": 4e-4}),
+        (PretrainConfig, {"corpus": "x.txt", "train_encoder": True}, {"packed": True, "limit": None, "lr": 4e-4}),
         (PretrainConfig, {"steps": 7, "epochs": 3}, {"steps": 7, "epochs": 1}),
         (PretrainConfig, {"heldout": "toy"}, {"heldout_share": 0}),
     ],
@@ -277,8 +258,7 @@ def test_what_is_open_is_filled_in_and_what_plays_no_part_has_one_value(kind, gi
 
 def test_the_released_reference_counts_only_where_a_reference_is_read():
     released = lambda **given: RunConfig(recipe="istar-released", **given).fixed()["reference"]
-    assert released() == "released" and released(zeta=0) == released(correction="ustat") == "exact"
-    assert released(regularizer="none") == released(regularizer="cosreg") == "exact"
+    assert released() == "released" and released(zeta=0) == released(regularizer="cosreg") == "exact"
 
 
 def test_a_folder_of_data_counts_for_a_task_of_ones_own_that_lies_in_one(tmp_path):
@@ -314,7 +294,6 @@ def test_method_labels_tell_the_stored_methods_apart():
         ({}, "I-STAR λ=?"),
         ({"regularizer": "none"}, "baseline"),
         ({"lam": -1.0, "zeta": 0.5}, "I-STAR λ=-1, ζ=0.5"),
-        ({"lam": 0.1 + 0.2, "zeta": 0.1234567}, "I-STAR λ=0.30000000000000004, ζ=0.1234567"),
         ({"lam": -1.0, "layers": 3}, "I-STAR λ=-1, layer 3"),
         ({"lam": 1.0, "correction": "gaussian", "zeta": 0.0}, "I-STAR λ=1, corrected score (gaussian)"),
         ({"lam": 1.0, "padding": True}, "I-STAR λ=1, padding counted"),

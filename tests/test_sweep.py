@@ -280,7 +280,8 @@ def test_a_record_beside_an_empty_notebook_is_not_done(tmp_path):
 
 
 def test_a_node_sends_the_files_of_a_run(tmp_path):
-    plan = expand(load_grid(stub(tmp_path, tasks="[a]", seeds="[0]", extra="blocks: [{}, {fixed: {task: bad, seed: 0, fail: always}}]\n")))
+    extra = "blocks: [{}, {fixed: {task: bad, seed: 0, fail: always}}]\n"
+    plan = expand(load_grid(stub(tmp_path, tasks="[a]", seeds="[0]", extra=extra)))
     (good, sent), (bad, kept) = [compute_on_node(run, "/nowhere", {}) for run in plan.runs]
     assert good is None and set(sent) == {"record.json", "notebook.ipynb"} and set(kept) == {"notebook.ipynb"}
     assert bad["error"] == "ValueError: this run cannot work" and bad["attempts"] == 1
@@ -380,7 +381,8 @@ def test_a_run_does_not_begin_once_its_sweep_ends(tmp_path):
 
 
 def test_a_full_disk_stops_the_sweep(tmp_path):
-    path = stub(tmp_path, tasks="[a]", seeds="[0]", extra="blocks: [{}, {fixed: {task: b, seed: 0, fail: full}}, {fixed: {task: c, seed: 0}}]\n")
+    extra = "blocks: [{}, {fixed: {task: b, seed: 0, fail: full}}, {fixed: {task: c, seed: 0}}]\n"
+    path = stub(tmp_path, tasks="[a]", seeds="[0]", extra=extra)
     out, plan = tmp_path / "out", expand(load_grid(path))
     report = sweep(plan, out, Local(1))
     assert report.code == 2 and "disk is full" in report.stopped

@@ -339,7 +339,7 @@ def method_label(
     "Return a name of the method: penalty and dropout, with settings that are not the default."
     c = {n: RunConfig.model_fields[n].default for n in METHOD}
     c |= {k: config[k] for k in METHOD if k in config and config[k] == config[k]}  # not NaN
-    return " + ".join(filter(None, [_penalty_label(c), _dropout_label(c, scores)])) or "base"
+    return " + ".join(filter(None, [_penalty_label(c), _dropout_label(c, scores)])) or "baseline"
 
 
 def _penalty_label(c: dict) -> str:
@@ -361,6 +361,7 @@ def _dropout_label(c: dict, scores: bool) -> str:
     "Return the name of the dropout with its settings."
     how = c["dropout"]
     if how == "standard": return ""
+    if how == "constant" and c["dropout_p"] == 0: return "no dropout"
     words = [] if c["dropout_p"] is None else [f"p={_number(c['dropout_p'])}"]
     if c["scores"] and scores: words.append(f"scores {path_label(c['scores'])}")
     own = f"schedule {path_label(how).rpartition(':')[2]}"
@@ -394,16 +395,10 @@ TOY_LOSSES = {"toy-gpt2": "clm", "toy-t5": "seq2seq"}  # toy models that are tra
 
 class LossSettings(TextSettings):
     "Which loss of a language model."
-    loss: Literal["mlm", "clm", "seq2seq"] | None = setting(None, "without it the model's own")
+    loss: Literal["mlm", "clm", "seq2seq"] | None = setting(None, "without it, or of a toy: its own")
     probability: float = setting(0.15, "of a token to be predicted", gt=0, lt=1)
     span: float = setting(3.0, "seq2seq: mean length of a span that is cut out", ge=1)
     packed: bool = setting(False, "join the texts and cut pieces of max_length")
-
-    @model_validator(mode="after")
-    def _check_loss(self):
-        own = TOY_LOSSES.get(self.model)
-        if own is None or self.loss in (None, own): return self
-        raise ValueError(f"loss: {self.model} was made for {own!r}, not for {self.loss!r}")
 
 # %% ../../nbs/experiments/19_config.ipynb #2268f8df
 class FisherConfig(LossSettings):
@@ -458,9 +453,6 @@ class LandscapeConfig(LossSettings):
     def _complete(self):
         if self.points % 2 == 0:
             raise ValueError(f"points: {self.points} do not hold the origin; use an odd number")
-        if self.fisher is not None:
-            from isoreg.fisher import load_scores
-            load_scores(self.fisher)
         if self.subset == "all": vars(self).update(share=1.0)
         if self.subset in ("all", "random"): vars(self).update(fisher=None)
         return self

@@ -127,16 +127,18 @@ def combinations(self: Block, overrides: dict) -> list[dict]:
     "Return the parameters of each combination of the axes, with other values where they are given."
     axes = self.axes | {n: v for n, v in overrides.items() if n in self.axes}
     found: list[dict] = []
-    for picks in itertools.product(*itertools.starmap(_options, axes.items())):
+    for picks in _product(self.name, [_options(n, values) for n, values in axes.items()]):
         given = {n: v for pick in picks for n, v in pick.items()}
         if len(given) < sum(map(len, picks)):
             raise ValueError(f"{self.name}: axes: two of them set one of {', '.join(given)}")
         found.append(self.fixed | given)
-        if len(found) > LARGEST: raise ValueError(f"grid: {self.name} has {TOO_MANY}")
     return _with_values(found, {n: v for n, v in overrides.items() if n not in self.axes})
 
 # %% ../../nbs/experiments/29_grid.ipynb #bf5e7d9a
-TOO_MANY = f"more than {LARGEST} combinations; split it"
+def _product(name: str, lists: list) -> Iterable[tuple]:
+    "Return the picks of one from each list. `ValueError` for too many."
+    if math.prod(map(len, lists)) <= LARGEST: return itertools.product(*lists)
+    raise ValueError(f"{name}: more than {LARGEST} combinations; split it")
 
 
 def _values(name: str, x) -> list:
@@ -154,17 +156,15 @@ def _options(axis: str, values) -> list[dict]:
     found: list[dict] = []
     for v in _values(axis, values):
         table = {n: w for n, w in v.items() if n != "name"} if isinstance(v, dict) else {axis: v}
-        picks = itertools.product(*itertools.starmap(_values, table.items()))
-        found += [dict(zip(table, pick)) for pick in itertools.islice(picks, LARGEST + 1)]
+        found += [dict(zip(table, pick)) for pick in _product(axis, [_values(n, w) for n, w in table.items()])]
     return found
 
 
 def _with_values(found: list[dict], overrides: dict) -> list[dict]:
     "Return combinations with other values where they have the parameter; if none has it, in all."
     for n, given in overrides.items():
-        some, changed = any(n in p for p in found), [{n: v} for v in _values(f"set: {n}", given)]
-        if len(found) * len(changed) > LARGEST: raise ValueError(f"set: {n}: makes {TOO_MANY}")
-        found = [p | c for p in found for c in (changed if n in p or not some else [{}])]
+        some, pairs = any(n in p for p in found), _product(f"set: {n}", [found, _values(f"set: {n}", given)])
+        found = [p | {n: v} if n in p or not some else p for p, v in pairs]
     return list({json.dumps(p, sort_keys=True, default=str): p for p in found}.values())
 
 # %% ../../nbs/experiments/29_grid.ipynb #c5fa2793
@@ -225,13 +225,11 @@ class Choice:
 
 # %% ../../nbs/experiments/29_grid.ipynb #8071f4ac
 def choose(plan: Plan, records: Iterable[dict]) -> list[Choice]:
-    """Return the best setting of each task and method, from the records of a search.
+    """Return the best setting of each task and method, from the records of a search of fine-tuning runs.
 
-    Raises `ValueError` for another notebook than finetune, for a seed below 100, and for
-    runs without a record."""
-    if other := {run.notebook for run in plan.runs} - {"finetune"}:
-        raise ValueError(f"grid: {plan.name} has runs of {other.pop()}; only those of finetune have a score")
-    scores = {r.get("key"): _score(r) for r in records}
+    Raises `ValueError` for a seed below 100, and for runs without a record."""
+    values = {r.get("key"): r.get("value") for r in records}
+    scores = {key: -math.inf if value is None else value for key, value in values.items()}
     low = min(r.config["seed"] for r in plan.runs)
     if low < SEARCH_SEEDS:
         raise ValueError(f"seed: {low} is for final runs; search on {SEARCH_SEEDS} and above")
@@ -265,12 +263,6 @@ def _best(settings: list[list[Run]], scores: dict, varied: list[str]) -> Choice:
     chosen = {n: best[n] for n in varied if n not in (*PLACE, *METHOD)}
     next_best = means[rest[0]] if rest else math.nan
     return Choice(place, method, best, chosen, means[first], next_best, len(settings), tuple(seeds))
-
-
-def _score(record: dict) -> float:
-    "Return the value of a record; minus infinity for a run that diverged, or beyond any metric."
-    value = record.get("value")
-    return value if isinstance(value, (int, float)) and abs(value) < 1e9 else -math.inf
 
 # %% ../../nbs/experiments/29_grid.ipynb #b00e4305
 def final_grid(

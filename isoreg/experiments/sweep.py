@@ -7,6 +7,7 @@ __all__ = ['DISK_FULL', 'sweep', 'Sweep', 'Folder', 'compute', 'stop_signals', '
 # %% ../../nbs/experiments/30_sweep.ipynb #5ddb3eaa
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -411,7 +412,8 @@ def status(
         elif failure := folder.failure(key): failed[key] = failure.get("error", "")
     running = [p.parent.name for p in sorted(folder.home.glob("*/lock")) if _is_held(p)]
     plans = [_json(path) for path in folder.home.glob("plan-*.json")]
-    planned = {key: name for plan in plans for key, name in zip(plan["keys"], plan.get("names", plan["keys"]))}
+    pairs = (zip(plan["keys"], plan.get("names", plan["keys"])) for plan in plans)
+    planned = dict(itertools.chain.from_iterable(pairs))
     missing = [key for key in planned if key not in {*done, *failed, *running}]
     jobs = len(running) or max([plan["jobs"] for plan in plans], default=1)
     times = [record.get("total_seconds", 0.0) for record in done.values()]
