@@ -68,7 +68,7 @@ TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
         (dict(kind="classify"), "Input should be 'classification', 'regression' or 'qa'"),
         (dict(metric="acc"), "metric: 'acc' is unknown; .*use 'accuracy' or 'f1'"),
         (dict(metrics=("f1", "pearson")), "metric: 'accuracy' is unknown; use 'f1' or 'pearson'"),
-        (dict(text=()), "text: Tuple should have at least 1 item"),
+        (dict(text=()), "text: Value should have at least 1 item"),
         (dict(labels=("a", "a", "b")), "labels: .*two different"),
         (dict(labels=("a", "b", "c")), "metric: f1 is of two labels"),
         (dict(kind="regression", metric="pearson", metrics=("pearson",)), "labels: .*else none"),
