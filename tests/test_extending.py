@@ -72,17 +72,12 @@ def test_the_key_changes_with_definition_and_data_and_not_with_the_place(folder,
     assert config(there).key == first
     (folder / "polarity.yaml").write_text(LEAST + "metric: f1\n")
     second = config().key
-    with open(folder / "dev.csv", "a") as f:
-        f.write("the cat sleeps .,right\n")
-    assert len({first, second, config().key}) == 3
-
-
-def test_a_file_that_changed_after_the_plan_is_refused(folder):
-    config = RunConfig(task=str(folder / "polarity.yaml"), epochs=1)
+    planned = config()
     with open(folder / "train.csv", "a") as f:
         f.write("the cat sleeps .,right\n")
+    assert len({first, second, config().key}) == 3
     with pytest.raises(ValueError, match="files: train: .* not the file that this run was planned with"):
-        run(config)
+        run(planned)
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
@@ -101,8 +96,6 @@ def test_every_kind_of_file_has_the_same_rows_and_labels_by_name(kind, tmp_path)
     data = load_task(task)
     assert data.train["text"] == [row["text"] for row in rows] and data.train["label"] == [2, 0, 2, 1]  # of 1, 3, 5
     assert data.task.labels == ("1", "3", "5") and data.task.num_labels == 3
-    names = load_task(Task("g", labels=["5", "3", "1"], label="grade", files=dict(task.files)))
-    assert names.train["label"] == [0, 2, 0, 1]
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "f1", "matthews_correlation"])
@@ -189,26 +182,20 @@ def test_a_run_is_done_anew_when_the_weights_in_its_folder_change(folder):
 
 def test_a_change_of_a_data_folder_is_seen(folder):
     (folder / "glue/mnli").mkdir(parents=True)
-    for split in ("train", "validation_matched", "validation_mismatched"):
-        (folder / f"glue/mnli/{split}.parquet").write_text("rows")
     config = RunConfig(task="mnli", data_dir=str(folder)).to_dict()
+    (folder / "glue/mnli/validation_mismatched.parquet").write_text("rows")  # of the further task
     record = {"config": config, "inputs": inputs_sha256(config)}
-    assert set(record["inputs"]) == {"data_dir"} and changed_inputs(record) == []
     (folder / "glue/mnli/validation_mismatched.parquet").write_text("other rows")
     assert changed_inputs(record) == ["data_dir"]
 
 
 def test_a_sweep_looks_at_models_and_rows_before_it_starts(folder, monkeypatch):
     monkeypatch.setattr("isoreg.experiments.sweep.sweep", lambda *a: pytest.fail("it was started"))
-    grid = folder / "g.yaml"
-    for fixed, message in (
-        ("model: my bert, task: toy-cola", "model: no folder 'my bert' here"),
-        ("task: polarity.yaml", "has no column sentence"),
-    ):
-        grid.write_text(f"fixed: {{regularizer: none, {fixed}}}\naxes: {{seed: [0, 1]}}\n")
-        (folder / "train.csv").write_text("a,x\nb,y\n")
+    (folder / "train.csv").write_text("a,x\nb,y\n")
+    for fixed, message in (("model: my bert", "no folder 'my bert'"), ("task: polarity.yaml", "no column sentence")):
+        (folder / "g.yaml").write_text(f"fixed: {{regularizer: none, {fixed}}}\naxes: {{seed: [0, 1]}}\n")
         with pytest.raises(ValueError, match=message):
-            sweep_command(str(grid), folder / "out")
+            sweep_command(str(folder / "g.yaml"), folder / "out")
 
 
 def test_run_takes_a_task():

@@ -6,17 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from jsonschema import Draft202012Validator
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
 
 from isoreg.dropout import load_dropout
 from isoreg.sites import dropout_sites
 from isoreg.experiments.config import RunConfig
-from isoreg.files import pack, unpack
+from isoreg.files import unpack
 from isoreg.experiments.finetune import run, sentence_vectors
 from isoreg.experiments.record import RunRecord, changed_inputs, collect, inputs_sha256, read_lines, record_schema
 from isoreg.report.records import load
@@ -106,13 +104,6 @@ def test_metric_follows_from_the_kept_predictions(task):
     data = load_task(task, max_train=96, max_eval=90)
     again = load_metric(data.task).compute(predictions=unpack(record.predictions), references=data.evaluation["label"])
     assert {m: again[m] for m in record.metrics} == pytest.approx(record.metrics, abs=1e-12)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1), st.lists(st.floats(-10, 10, width=32), min_size=1))
-@settings(max_examples=30, deadline=None)
-def test_pack_loses_nothing(classes, numbers):
-    assert unpack(pack(np.array(classes))).tolist() == classes
-    assert unpack(pack(np.array(numbers, dtype="float32"))).tolist() == numbers
 
 
 def test_saved_model_is_the_one_that_was_measured(done):
