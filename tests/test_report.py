@@ -155,9 +155,8 @@ def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
 
 def test_lines_of_a_file_that_are_no_runs_are_counted(tmp_path):
     path, other = tmp_path / "runs.jsonl", json.dumps({"kind": "geometry", "config": {"model": "m"}})
-    old = record(NONE, 1, 87.2, task="squad", metric="f1")  # in per cent, as earlier versions wrote it
-    path.write_text("\n".join(map(str, [json.dumps(record(NONE, 0, 0.6)), "", other, other, json.dumps(old)])))
-    with pytest.warns(UserWarning, match=r"left out 3.*runs\.jsonl line 3, .* line 5$"):
+    path.write_text("\n".join([json.dumps(record(NONE, 0, 0.6)), "", other, other]))
+    with pytest.warns(UserWarning, match=r"left out 2.*runs\.jsonl line 3, .* line 4$"):
         df = load(path)
     assert list(df.seed) == [0] and list(df.line) == [1]
 

@@ -15,7 +15,7 @@ import re
 import string
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
@@ -247,7 +247,7 @@ def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     order = sorted(found, key=None if any(isinstance(v, str) for v in labels) else found.__getitem__)
     if "f1" in task.metrics:
         notes.append(f"f1 is that of the label {order[1]!r}; labels in the definition set another order")
-    return replace(task, labels=tuple(order))
+    return Task(**dict(task) | {"labels": order})
 
 # %% ../../nbs/experiments/18_data.ipynb #cef488bd
 def load_metric(

@@ -21,10 +21,9 @@ import numpy as np
 import pandas as pd
 
 from ..checks import one_of
-from ..experiments.config import GUIDED, METHOD, RunConfig, earlier, model_label
+from ..experiments.config import GUIDED, METHOD, RunConfig, path_label
 from ..experiments.config import method_label as label
 from ..experiments.record import better
-from ..experiments.tasks import in_percent
 from ..files import from_json, read_text, record_files
 from .statistics import (
     ROUNDING, holm, ratio_interval, score_error, seeds_needed, sign_flip, smallest_p, t_interval, two_errors)
@@ -75,7 +74,7 @@ def _run_of(entry) -> dict | None:
     try: record = from_json(entry) if isinstance(entry, str) else entry
     except ValueError: return None
     config = record.get("config") if isinstance(record, dict) else None
-    if not isinstance(config, dict) or not set(RunConfig.required) <= config.keys() or in_percent(record): return None
+    if not isinstance(config, dict) or not set(RunConfig.required) <= config.keys(): return None
     return record if "key" in record and {"value", "error"} & record.keys() else None
 
 # %% ../../nbs/report/27_records.ipynb #0d509fd3
@@ -102,7 +101,7 @@ def _row(record: dict) -> dict:
         for name in place.split("."): found = found.get(name) if isinstance(found, dict) else None
         return found
 
-    settings = SETTINGS | earlier(RunConfig) | record["config"]
+    settings = SETTINGS | RunConfig.later | record["config"]
     # a table groups by a text, not by a dict
     settings |= {n: json.dumps(v, sort_keys=True) for n, v in settings.items() if isinstance(v, dict)}
     row = settings | {column: at(place) for column, place in RECORDED.items()}
@@ -117,7 +116,7 @@ def _row(record: dict) -> dict:
         "resampled": row["resampled"] or {}, "collapsed": bool(row["collapsed"]),
         "notes": [note for part in ("data", "model", "dropout") for note in at(f"{part}.notes") or ()],
         "hardware": ", ".join(filter(None, (device, h.get("precision")))) if h else None,
-        "model_name": model_label(row["model"]),
+        "model_name": path_label(row["model"]),
         "protocol": "as released" if str(row["recipe"]).endswith("-released") else "corrected"}
 
 # %% ../../nbs/report/27_records.ipynb #558adde1
