@@ -18,8 +18,8 @@ import pandas as pd
 
 from ..files import write_atomically
 from .records import (
-    TUNED, Cell, by_setting, clears_majority, columns_apart, compare, known_texts, load, over_tasks, p_text, provenance,
-    setting_text, summarise, to_markdown)
+    TUNED, by_setting, clears_majority, columns_apart, compare, known_texts, load, over_tasks, p_text, setting_text,
+    summarise, to_markdown)
 
 # %% ../../nbs/report/33_figures.ipynb #c65103d6
 def plot_tradeoff(
@@ -285,17 +285,13 @@ def _tables(df: pd.DataFrame, baseline: str | None, by: Sequence[str] | None) ->
         keys = able.attrs["by"]
         kept = found[found.n > 0].merge(able.loc[able.clears, keys])
         kept.attrs = found.attrs
-        if kept.task.nunique() > 1: tables["over_tasks"] = together = over_tasks(kept)
-        idle = [", ".join(map(setting_text, row)) for row in able.loc[~able.clears, keys].itertuples(index=False)]
-        if idle and "over_tasks" in tables:
-            left_out = f"Left out, since {baseline} does not clear the majority rate there: {'; '.join(idle)}. "
-            together.attrs["caption"] = left_out + together.attrs["caption"]
+        if kept.task.nunique() > 1:
+            tables["over_tasks"] = together = over_tasks(kept)
+            idle = "; ".join(", ".join(map(setting_text, row)) for row in able.loc[~able.clears, keys].to_numpy())
+            left_out = f"Left out, since {baseline} does not clear the majority rate there: {idle}. " if idle else ""
+            together.attrs["caption"] = left_out + found.attrs["caption"]
     lost = df[df.status == "failed"]
-    if len(lost):
-        runs = [Cell(r.key, ((r.seed, r.file, r.line, r.key),)) for r in lost.itertuples()]
-        words = lost.error.map(lambda text: text.strip().splitlines()[-1][:200])
-        found = lost[["task", "method"]].assign(run=runs, attempts=lost.attempts.map(setting_text), error=words)
-        found.attrs = {"caption": provenance(df)}
-        tables["failures"] = found
+    last_lines = lost.error.map(lambda text: text.strip().splitlines()[-1][:200])
+    if len(lost): tables["failures"] = lost[["task", "method", "seed", "file"]].assign(error=last_lines)
     return tables
 

@@ -9,15 +9,16 @@ __all__ = ['RECORDED', 'SETTINGS', 'ENCODERS', 'PAPERS', 'CHOSEN', 'CORRELATIONS
 import importlib.resources
 import json
 import math
+import os
 import re
 import urllib.parse
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from pathlib import Path
 
 from ..checks import one_of
 from ..experiments.config import GUIDED, METHOD, RunConfig, earlier, model_label
@@ -45,7 +46,7 @@ def load(
     if not rows: raise ValueError("source: holds no record of a run; give a folder of runs or a .jsonl file")
     if wrong: warnings.warn(f"left out {len(wrong)}, no record of a run: {', '.join(wrong[:3])}", stacklevel=2)
     df = pd.DataFrame(list(rows.values()))
-    numbers = ["value", "majority", "attempts", *df.filter(regex="^isoscore_(?!layers)")]
+    numbers = ["value", "majority", *df.filter(regex="^isoscore_(?!layers)")]
     df[numbers] = df[numbers].astype(float)
     df["metric"] = df.metric.fillna(df.task.map(df.groupby("task").metric.first()))  # a failed run has none
     scores = df[df.dropout.isin(GUIDED)].groupby("task").scores.nunique(dropna=False)
@@ -82,7 +83,7 @@ RECORDED = {  # column: its place in a record
     "resampled": "resampled", "collapsed": "collapsed", "majority": "data.majority", "parameters": "model.parameters",
     "weights": "model.fingerprint", "data": "data.fingerprint", "train_rows": "data.train_rows",
     "evaluation_rows": "data.evaluation_rows", "seconds": "total_seconds", "device_seconds": "device_seconds",
-    "hardware": "hardware", "commit": "git_commit", "started": "started", "attempts": "attempts"}
+    "hardware": "hardware", "commit": "git_commit", "started": "started"}
 for when in ("before", "after"):
     RECORDED |= {
         f"isoscore_{when}": f"isoscore.{when}.union", f"isoscore_embeddings_{when}": f"isoscore.{when}.embeddings",
@@ -275,14 +276,13 @@ def compare(
         if method == fixed: continue
         arms = {method: arm, fixed: groups.get((*settings, fixed), arm[:0])}
         one, two = arms if of is None else reversed(arms)
-        rows.append(dict(zip(apart, settings)) | {"method": one, "metric": known_texts(arm.metric), "baseline": two}
-                    | _pair(settings[0], arms[one], arms[two]))
+        names = {"method": one, "metric": known_texts(arm.metric), "baseline": two}
+        rows.append(dict(zip(apart, settings)) | names | _pair(settings[0], arms[one], arms[two]))
     if by is not None and not any(r["n"] for r in rows):
         own, others = df[df.method == fixed], df[df.method != fixed]
         differ = ", ".join(c for c in by if not others[c].isin(own[c]).any())
         if differ: raise ValueError(f"by: no pair has the same {differ} as {fixed!r}; leave that out of by")
     rows = [r for r in rows if r["n"] >= min_pairs]
-    if not rows: raise ValueError(f"{name}: no method has {min_pairs} pairs with {fixed!r}; add runs, or ask for fewer")
     return _table(_judged(rows), "comparison", [*apart, "method"], provenance(df))
 
 # %% ../../nbs/report/27_records.ipynb #1e73e853
@@ -394,7 +394,7 @@ def to_markdown(
 
 SPARED = ["IsoScore before", "worst", "median", "p by seed", "p", "incomplete pairs", "arms differ in", "mean",
           "baseline's mean", "metric", "tasks of this sign", "predicts a single class"]
-LATEX = str.maketrans({"λ": r"$\lambda$", "ζ": r"$\zeta$", "±": r"$\pm$", "–": "--", "<": "$<$", ">": "$>$", "|": "$|$"})
+LATEX: dict = {"λ": r"$\lambda$", "ζ": r"$\zeta$", "±": r"$\pm$", "–": "--"} | {mark: f"${mark}$" for mark in "<>|"}
 
 
 def to_latex(
@@ -406,7 +406,7 @@ def to_latex(
     shown = readable(table, digits, columns)
     spared = [head for head in SPARED if head in shown and columns is None][: max(0, shown.shape[1] - 8)]
     text = shown.drop(columns=spared).map(str).to_latex(index=False, escape=True)
-    return re.sub(r"(?<!\w)-(?=\d)", "$-$", text).translate(LATEX)
+    return re.sub(r"(?<!\w)-(?=\d)", "$-$", text).translate(str.maketrans(LATEX))
 
 # %% ../../nbs/report/27_records.ipynb #88788es1
 def readable(
@@ -479,22 +479,16 @@ HEADS["comparison"] = {
 
 # %% ../../nbs/report/27_records.ipynb #d9f37688
 def _linked(cell) -> str:
-    "Return a cell with a link to its records in one file, or with one link a seed where each lies in a file."
+    "Return a cell in Markdown, with a link to the lines of its records in one file, or to the folder of several files."
     text, records = _escape(cell), [r for r in getattr(cell, "records", ()) if r[1]]
     if not records: return text
-    if len({file for _, file, *_ in records}) == 1: return _link(text, records)
-    if len({seed for seed, *_ in records}) < len(records): return text
-    return f"{text} (seeds {', '.join(_link(str(r[0]), [r]) for r in records)})"
-
-
-def _link(text: str, records: Sequence[tuple]) -> str:
-    "Return a link to records of one file, lines from 1 on as ranges; a line 0 is the whole file."
-    _, file, _, key = min(records, key=lambda r: r[2])
-    lines = sorted({line for _, _, line, _ in records if line})
+    place = Path(os.path.commonpath([file for _, file, *_ in records])).as_posix()
+    lines = sorted({line for _, file, line, _ in records if line and file == place})
     starts, ends = ([n for n in lines if n + step not in lines] for step in (-1, 1))
     spans = ",".join(f"L{a}" + f"-L{b}" * (b > a) for a, b in zip(starts, ends))
-    title = re.sub(r"[^\w.-]+", "-", key) + f" and {len(records) - 1} more" * (len(records) > 1)
-    return f'[{text}]({urllib.parse.quote(file)}{"#" * bool(spans)}{spans} "{title}")'
+    *_, first = min(records, key=lambda r: r[2])
+    title = re.sub(r"[^\w.-]+", "-", first) + f" and {len(records) - 1} more" * (len(records) > 1)
+    return f'[{text}]({urllib.parse.quote(place)}{"#" * bool(spans)}{spans} "{title}")'
 
 
 def _escape(text) -> str:
@@ -526,14 +520,13 @@ def three_columns(
     for name in methods: one_of("methods", name, numbers.method.unique())
     times = numbers.groupby("task").unit.first().map({"percent": 100}).fillna(1)
     used = df[df.task.isin(numbers.task) & df.method.isin(list(methods.values()))]
-    cells = {}
-    for place, runs in used.assign(value=used.value * used.task.map(times).astype(float)).groupby(["task", "method", "protocol"]):
+    scaled, cells = used.assign(value=used.value * used.task.map(times).astype(float)), {}
+    for place, runs in scaled.groupby(["task", "method", "protocol"]):
         if apart := columns_apart(runs, None)[1:]:
             raise ValueError(f"df: runs of {place[1]} on {place[0]} differ in {', '.join(apart)}; choose one")
         s = next(summarise(runs).itertuples())
         counts = f", {s.failed} failed" * (s.failed > 0) + f", {s.collapsed} predict a single class" * (s.collapsed > 0)
-        text = f"{_mean(s.mean, s.sd, digits)} [{_interval(s, digits)}] (n={s.n}{counts})"
-        cells[place] = Cell(text, s.records)
+        cells[place] = Cell(f"{_mean(s.mean, s.sd, digits)} [{_interval(s, digits)}] (n={s.n}{counts})", s.records)
     rows = []
     for r in numbers[numbers.method.isin(list(methods))].itertuples():
         ours, of = methods[r.method], f" of {r.n:.0f}" * (r.n == r.n)
