@@ -394,7 +394,7 @@ def to_markdown(
 
 SPARED = ["IsoScore before", "worst", "median", "p by seed", "p", "incomplete pairs", "arms differ in", "mean",
           "baseline's mean", "metric", "tasks of this sign", "predicts a single class"]
-LATEX: dict = {"λ": r"$\lambda$", "ζ": r"$\zeta$", "±": r"$\pm$", "–": "--"} | {mark: f"${mark}$" for mark in "<>|"}
+LATEX: dict = {"λ": r"$\lambda$", "ζ": r"$\zeta$", "±": r"$\pm$", "–": "--"} | {c: f"${c}$" for c in "<>|"}
 
 
 def to_latex(
