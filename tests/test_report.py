@@ -240,7 +240,7 @@ def test_compare_against_scipy():
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(-0.5, 0.5)), min_size=2, max_size=7))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_what_a_seed_adds_to_both_arms_changes_nothing(rows):
     a, b, shared = np.round(np.array(rows).T, 3)
     one, two = compare(arms(none=a, plus=b)).iloc[0], compare(arms(none=a + shared, plus=b + shared)).iloc[0]
