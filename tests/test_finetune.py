@@ -333,7 +333,7 @@ def test_a_name_that_the_hub_does_not_give_is_told(monkeypatch):
 
     monkeypatch.setattr("isoreg.experiments.models.AutoTokenizer.from_pretrained", nothing)
     for name in ("google/bert_uncased_L-2", "bert-base-uncased"):
-        message = f"model: .{name}. is no folder of a checkpoint, and the hub does not give it .OSError: not a local"
+        message = f"model: .{name}. cannot be read .OSError: not a local.* or a name on the hub"
         with pytest.raises(ValueError, match=message):
             load_model(RunConfig(model=name))
     assert asked == ["google/bert_uncased_L-2", "bert-base-uncased"]
@@ -359,7 +359,6 @@ QUERY = "bert.encoder.layer.0.attention.self.query.weight"
     [
         (lambda w: {k: v for k, v in w.items() if "layer.1." not in k}, r"lacks .* weights .*layer\.1\..*complete"),
         (lambda w: {f"wrapped.{k}": v for k, v in w.items()}, "lacks .* weights .*embeddings"),
-        (lambda w: w | {QUERY: (100 * w[QUERY]).to(torch.int8)}, f"stores {QUERY} as integers"),
         (lambda w: w | {QUERY: w[QUERY] / 0}, "has NaN or infinity in 1 of its weights"),
     ],
 )  # fmt: skip
@@ -515,10 +514,7 @@ def test_windows_of_questions_are_padded_on_the_right(tmp_path):
     hf.AutoModelForMaskedLM.from_pretrained(toy_model_path()).save_pretrained(tmp_path)
     hf.AutoTokenizer.from_pretrained(toy_model_path(), padding_side="left").save_pretrained(tmp_path)
     for task, side in (("squad", "right"), ("toy-cola", "left")):
-        _, tokenizer, notes = load_model(RunConfig(task=task, recipe="quick", model=str(tmp_path)))
-        assert tokenizer.padding_side == side and ("padding on the right, not on the left" in notes) == (
-            side == "right"
-        )
+        assert load_model(RunConfig(task=task, recipe="quick", model=str(tmp_path)))[1].padding_side == side
 
 
 def test_the_record_has_the_threads_of_the_training():
