@@ -43,12 +43,6 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
-def times(session: nox.Session) -> None:
-    "Measure the processor time of the tests and of the filter of pages, for *How fast is it?*, on a quiet machine."
-    session.run("python", "tools/times.py", *session.posargs, env=QUIET)
-
-
-@nox.session(python=False)
 def long(session: nox.Session) -> None:
     "Run the tests that take minutes: whole runs that are killed, a slow hub, clusters of Ray that lose a part."
     files = "tests/test_faults.py", "tests/test_determinism.py"
