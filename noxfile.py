@@ -1,4 +1,4 @@
-"""Checks that need environments of their own: `nox -s compat`, `mutation`, `times` and others.
+"""Checks that need environments of their own: `nox -s compat`, `mutation`, `audit` and others.
 
 `pip install nox`, and `nox -l` lists them. Each set of `tools/pins` is a whole environment, every package pinned; its
 first line names the Python that it is for. How the sets were made:
