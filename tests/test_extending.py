@@ -76,7 +76,7 @@ def test_the_key_changes_with_definition_and_data_and_not_with_the_place(folder,
     with open(folder / "train.csv", "a") as f:
         f.write("the cat sleeps .,right\n")
     assert len({first, second, config().key}) == 3
-    with pytest.raises(ValueError, match="files: train: .* not the file that this run was planned with"):
+    with pytest.raises(ValueError, match="files: train: .* has changed since this run was planned"):
         run(planned)
 
 
@@ -134,7 +134,7 @@ REFUSED = [  # a change of the definition, the training rows, the message
     ("!!python/object/apply:os.system [id]", None, "polarity.yaml: is no readable YAML"),
     ("labels: [right, left]", None, "column label: .*no valid label, such as 'wrong'"),
     ("metric: pearson", None, "polarity: column label: .*such as '(right|wrong)'; a label is a number"),
-    ("", "sentence,label\na,x\nb,x\n", "the labels are .*'x'.*need two or more"),
+    ("", "sentence,label\na,x\nb,x\n", "labels: .*'x'.* two different labels or more"),
     ("", "words,label\na,x\nb,y\n", "no column sentence; it has"),
 ]
 
@@ -155,13 +155,12 @@ def test_what_is_odd_about_rows_of_ones_own_is_noted(folder):
     (folder / "polarity.yaml").write_text(LEAST.replace("dev.csv", "train.csv") + "metric: f1\n")
     (folder / "train.csv").write_text((folder / "train.csv").read_text() + " ,right\n")
     notes = run(RunConfig(task=str(folder / "polarity.yaml"), regularizer="none", epochs=1, max_length=8)).data["notes"]
-    assert notes[:3] == [
+    assert notes[:2] == [
         "f1 is that of the label 'wrong'; labels in the definition set another order",
-        "2 of 98 rows have an empty text",
         "49 of 49 evaluation rows have the texts of training rows",
     ]
     lengths = [2] + [len(toy_tokenizer()(t)["input_ids"]) for t, _ in rows("train", 48)]
-    assert notes[3] == f"{sum(n >= 8 for n in lengths)} of 49 training rows fill 8 tokens; what is longer is cut"
+    assert notes[2] == f"{sum(n >= 8 for n in lengths)} of 49 training rows fill 8 tokens; what is longer is cut"
 
 
 def test_a_run_is_done_anew_when_the_weights_in_its_folder_change(folder):

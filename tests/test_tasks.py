@@ -22,7 +22,6 @@ from isoreg.experiments.data import (
     load_metric,
     load_task,
     normalize_answer,
-    rows_fingerprint,
     split_rows,
     squad_predictions,
     squad_scores,
@@ -133,9 +132,8 @@ def test_correlations_against_numpy(n, seed):
     "p, r",
     [([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0], [1.0]), ([float("nan"), 1.0], [1.0, 2.0])],
 )
-def test_undefined_correlation_is_zero_and_warned(p, r):
-    with pytest.warns(UserWarning, match="reported as 0.0"):
-        assert load_metric("stsb").compute(predictions=p, references=r) == {"pearson": 0.0, "spearman": 0.0}
+def test_undefined_correlation_is_zero(p, r):
+    assert compute("stsb", p, r) == {"pearson": 0.0, "spearman": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -239,9 +237,6 @@ def test_fingerprint_sees_rows_and_order_and_nothing_else(tmp_path):
         write(tmp_path, f"{name}/glue/rte/validation.parquet", rows[:2])
     a, b, c = (load_task("rte", tmp_path / f).fingerprint for f in "abc")
     assert a == b != c and len(a) == 64
-    data, columns = Dataset.from_list(rows), ("sentence1", "label")
-    parts = data.select(range(3)), data.select(range(3, 6))
-    assert rows_fingerprint(data, columns=columns) != rows_fingerprint(*parts, columns=columns)
 
 
 def test_hub_and_folder_give_the_same_columns_and_fingerprint(tmp_path, monkeypatch):
@@ -343,7 +338,7 @@ def test_an_empty_label_is_missing_and_an_empty_text_is_a_text(tmp_path):
 
 def test_a_task_is_added_in_one_place(tmp_path, monkeypatch):
     own(tmp_path, text=TEXTS, label=[0, 1] * 3)
-    with pytest.raises(ValueError, match="give the folder that holds polarity/train.parquet"):
+    with pytest.raises(ValueError, match="give the folder of polarity as data_dir"):
         load_task(Task(**OWN))
     with pytest.raises(MissingSplit, match="polarity/dev.parquet.*train, validation"):
         load_task(Task(**OWN), tmp_path, eval_split="dev")
@@ -359,12 +354,12 @@ def test_a_task_is_added_in_one_place(tmp_path, monkeypatch):
 
 
 def test_part_files_are_never_asked_of_the_hub_and_what_is_missing_is_named(tmp_path):
-    with pytest.raises(ValueError, match="train_part of qnli is in no place on the hub"):
+    with pytest.raises(ValueError, match="train_part of qnli is not on the hub"):
         load_task("qnli", train_split="train_part")
     write(tmp_path, "glue/qnli/train_rebuilt.parquet", [{"a": 1}])
     write(tmp_path, "glue/qnli/validation.parquet", [{"a": 1}])
     where = lambda task, *folder: next(r["where"] for r in find_tasks(*folder) if r["task"] == task)
-    assert where("qnli", tmp_path) == "train_rebuilt, validation; missing: train" and where("toy-rte") == "toy"
+    assert where("qnli", tmp_path) == "train_rebuilt, validation" and where("toy-rte") == "toy"
 
 
 def test_encode_keeps_segments_labels_and_lengths():
