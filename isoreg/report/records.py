@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from ..checks import one_of
-from ..experiments.config import GUIDED, METHOD, RunConfig, earlier, model_label
+from ..experiments.config import GUIDED, METHOD, RunConfig, path_label
 from ..experiments.config import method_label as label
 from ..experiments.record import better
 from ..files import from_json, read_text, record_files
@@ -100,7 +100,7 @@ def _row(record: dict) -> dict:
         for name in place.split("."): found = found.get(name) if isinstance(found, dict) else None
         return found
 
-    row = SETTINGS | earlier(RunConfig) | record["config"] | {c: at(place) for c, place in RECORDED.items()}
+    row = SETTINGS | RunConfig.later | record["config"] | {c: at(place) for c, place in RECORDED.items()}
     # a table groups by a text, not by a dict
     row |= {n: json.dumps(row[n], sort_keys=True) for n in SETTINGS if isinstance(row[n], dict)}
     if row["value"] is None or not math.isfinite(row["value"]):
@@ -114,7 +114,7 @@ def _row(record: dict) -> dict:
         "collapsed": bool(row["collapsed"]),
         "notes": [note for part in ("data", "model", "dropout") for note in at(f"{part}.notes") or ()],
         "hardware": ", ".join(filter(None, (device, h.get("precision")))) if h else None,
-        "model_name": model_label(row["model"]),
+        "model_name": path_label(row["model"]),
         "protocol": "as released" if str(row["recipe"]).endswith("-released") else "corrected"}
 
 # %% ../../nbs/report/27_records.ipynb #558adde1
