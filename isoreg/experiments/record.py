@@ -55,7 +55,7 @@ class RunRecord:
     model: dict = setting({}, "parameters, fingerprint, notes; source: embedded, folder or hub")
     inputs: dict = setting({}, "16 digits of the sha256 of the files behind model, data_dir and corpus")
     dropout: dict = setting({}, "how, the rate of each site, mean, notes; scores_source, schedule_sha256: of a file")
-    hardware: dict = setting({}, "processor and its flags for wide and bf16 arithmetic, threads, GPU, system, precision")
+    hardware: dict = setting({}, "processor and its flags for wide and bf16 numbers, threads, GPU, system, precision")
     versions: dict = setting({}, "of Python, isoreg and the libraries below it")
     git_commit: str | None = setting(None, "of isoreg; + behind it where the library differed from it")
     started: str = setting("", "date and time, UTC")
