@@ -21,7 +21,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import isoreg
-from .experiments.config import RunConfig, groups, help_text, kinds, parse_set
+from .experiments.config import RunConfig, groups, help_text, method_label, parse_set, plain_type
 
 # %% ../nbs/31_cli.ipynb #92727564
 class _Commands(TyperGroup):
@@ -67,7 +67,6 @@ _IN_ALL = _option("name=value: this parameter in all runs, such as data_dir=data
 @app.command("demo")
 def demo_command(out: Annotated[Path, _OUT] = Path("runs")):
     "Fine-tune the toy model with and without I-STAR, and compare the two (about a minute)."
-    from isoreg.experiments.config import method_label
     from isoreg.experiments.grid import expand, load_grid
     from isoreg.experiments.record import RunRecord
     from isoreg.report.figures import plot_layers
@@ -91,7 +90,7 @@ def _with_settings(command):
     own = list(inspect.signature(command).parameters.values())[:-1]
     for heading, fields in groups(RunConfig).items():
         for name, field in fields.items():
-            kind = kinds(field)[0]
+            kind = plain_type(field)
             if kind is dict: continue  # the definition of a task comes from its file
             option = _option(help_text(field), rich_help_panel=heading, metavar="" if kind is bool else None)
             own.append(inspect.Parameter(
@@ -164,8 +163,9 @@ def _show_record(record, folder: Path):
     others = [(name, _number(value)) for name, value in record.metrics.items() if name != record.metric]
     notes = record.data["notes"] + record.model["notes"] + record.dropout.get("notes", [])
     hardware = f"{where['gpu'] or where['cpu']}, {where['precision']}"
-    _show(record.key, [(record.metric, score), *others, ("IsoScore, union", f"{before} -> {after}"),
-                       ("training", f"{record.train_seconds:.0f} s, {hardware}"), *(("note", note) for note in notes)])
+    title = f"{record.key}  {method_label(record.config)}"
+    _show(title, [(record.metric, score), *others, ("IsoScore, union", f"{before} -> {after}"),
+                  ("training", f"{record.train_seconds:.0f} s, {hardware}"), *(("note", note) for note in notes)])
     for name in ("record.json", "notebook.ipynb", "model"):
         if (folder / name).exists(): _console.print(str(folder / name))
 
@@ -189,7 +189,8 @@ def rerun_command(
     record = _stored(what, records)
     with quiet_loading(): found = rerun(record, **{name: place for name, place in places.items() if place})
     rows = {name: found[name] for name in ("value", "isoscore", "commit", "cpu")} | found["versions"]
-    _show(record["key"], [(name, *pair) for name, pair in rows.items()], ["", "stored", "now"])
+    title = f"{record['key']}  {method_label(record['config'])}"
+    _show(title, [(name, *pair) for name, pair in rows.items()], ["", "stored", "now"])
     _console.print("equal: score and all predictions" if found["equal"]
                    else f"not equal: {found['rows']} predictions differ")
     if not found["equal"]: raise typer.Exit(1)
@@ -265,7 +266,7 @@ def _show_plan(plan, out: Path, stored: dict[str, float], keys: bool) -> set[str
     if not keys: return set(done)
     if left := time_left(list(done.values()), len(plan.runs) - len(done), 1):
         _console.print(f"one after another they take about {_time(left)}, by the median time of those that are done")
-    for run in plan.runs: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run.key}")
+    for run in plan.runs: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run}")
     return set(done)
 
 
@@ -348,8 +349,9 @@ def status_command(
     state = status(folder)
     if as_json: return print(json.dumps(state, indent=1))
     empty = f", {len(state['empty'])} of them without a number" if state["empty"] else ""
-    running = [f"{r['key']}  {_stage(r)}".rstrip() for r in state["running"]]
-    failed = [f"{key}  {error.partition(chr(10))[0]}" for key, error in state["failed"].items()]
+    names = state.pop("names")
+    running = [f"{names.get(r['key'], r['key'])}  {_stage(r)}".rstrip() for r in state["running"]]
+    failed = [f"{names.get(key, key)}  {error.partition(chr(10))[0]}" for key, error in state["failed"].items()]
     rows = [("done", f"{len(state['done'])}{empty}"), ("running", "\n".join([str(len(running)), *running])),
             ("failed", "\n".join([str(len(failed)), *failed])), ("missing", len(state["missing"])),
             ("time left", _time(state["left"]))]

@@ -130,7 +130,7 @@ nested = st.recursive(
 )
 settings_of = st.dictionaries(st.sampled_from([*RunConfig.model_fields, "lamm"]), nested, max_size=3)
 parts = st.one_of(nested, settings_of, st.lists(settings_of, max_size=2))
-heads = st.sampled_from(["fixed", "axes", "include", "exclude", "blocks", "notebook", "description", "name", "odd"])
+heads = st.sampled_from(["fixed", "axes", "exclude", "blocks", "notebook", "description", "name", "odd"])
 tables = st.dictionaries(heads, parts, max_size=4)
 pieces = [
     "&a ",

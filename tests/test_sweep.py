@@ -77,8 +77,8 @@ def swept(tmp_path_factory):
     "Folder, plan and log lines of a sweep with duplicates, failures, and kernels killed at several points."
     folder = tmp_path_factory.mktemp("swept")
     fails = [*BAD, "once", *(f"at-{p}" for p in POINTS)]
-    more = "".join(f"  - {{task: t, fail: {f}}}\n" for f in fails)
-    path = stub(folder, extra=f"include:\n  - {{task: a, seed: 0}}\n{more}")
+    more = "".join(f"  - fixed: {{task: t, seed: 0, fail: {f}}}\n" for f in fails)
+    path = stub(folder, extra=f"blocks:\n  - {{}}\n  - fixed: {{task: a, seed: 0}}\n{more}")
     (folder / "tmp").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(folder / "tmp"))
@@ -280,7 +280,8 @@ def test_a_record_beside_an_empty_notebook_is_not_done(tmp_path):
 
 
 def test_a_node_sends_the_files_of_a_run(tmp_path):
-    plan = expand(load_grid(stub(tmp_path, tasks="[a]", seeds="[0]", extra="include: [{task: bad, fail: always}]\n")))
+    extra = "blocks: [{}, {fixed: {task: bad, seed: 0, fail: always}}]\n"
+    plan = expand(load_grid(stub(tmp_path, tasks="[a]", seeds="[0]", extra=extra)))
     (good, sent), (bad, kept) = [compute_on_node(run, "/nowhere", {}) for run in plan.runs]
     assert good is None and set(sent) == {"record.json", "notebook.ipynb"} and set(kept) == {"notebook.ipynb"}
     assert bad["error"] == "ValueError: this run cannot work" and bad["attempts"] == 1
@@ -324,7 +325,7 @@ def test_a_kernel_ends_with_its_parent_and_leaves_no_file(tmp_path, monkeypatch)
 
 
 def test_two_sweeps_share_a_folder(tmp_path):
-    path = stub(tmp_path, wait=0.3, seeds="0..2", extra="include: [{task: bad, fail: die}]\n")
+    path = stub(tmp_path, wait=0.3, seeds="0..2", extra="blocks: [{}, {fixed: {task: bad, seed: 0, fail: die}}]\n")
     bad, folder = expand(load_grid(path)).runs[-1].key, Folder(tmp_path / "out")
     with folder.lock(bad):  # until both have begun
         one, two = start(path, folder.out, jobs=1), start(path, folder.out, jobs=1)
@@ -380,7 +381,8 @@ def test_a_run_does_not_begin_once_its_sweep_ends(tmp_path):
 
 
 def test_a_full_disk_stops_the_sweep(tmp_path):
-    path = stub(tmp_path, tasks="[a]", seeds="[0]", extra="include: [{task: b, fail: full}, {task: c}]\n")
+    extra = "blocks: [{}, {fixed: {task: b, seed: 0, fail: full}}, {fixed: {task: c, seed: 0}}]\n"
+    path = stub(tmp_path, tasks="[a]", seeds="[0]", extra=extra)
     out, plan = tmp_path / "out", expand(load_grid(path))
     report = sweep(plan, out, Local(1))
     assert report.code == 2 and "disk is full" in report.stopped

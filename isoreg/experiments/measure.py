@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from ..corpus import TextBatches, load_texts, looks_ahead
 from ..dropout import site_scores
 from .config import (
-    TOY_LOSSES, FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, TextSettings, earlier)
+    TOY_LOSSES, FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, TextSettings)
 from .finetune import pooled
 from .models import (
     check_vocabulary, has_decoder, limit_length, load_language_head, load_tokenizer, read_body, read_config)
 from .pretrain import toy_language_model
 from .record import (
-    changed_inputs, gather, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
+    changed_inputs, collect, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
 from .toy import toy_corpus
 from ..files import record_files, write_atomically
 from ..fisher import FisherEstimate, agreement, empirical_fisher, model_fingerprint
@@ -70,7 +70,7 @@ def _finished(folder: Path, config: TextSettings, on_progress: Callable[[str], N
     "Return the record in the folder, if it has this configuration and its files have not changed since."
     try:
         record = json.loads((folder / "record.json").read_text())
-        same = record["status"] == "done" and earlier(type(config)) | record["config"] == config.to_dict()
+        same = record["status"] == "done" and type(config).later | record["config"] == config.to_dict()
     except (OSError, ValueError, KeyError, TypeError): return None
     if not same: return None
     if not (changed := changed_inputs(record)): return record
@@ -208,7 +208,7 @@ KINDS = {"fisher": _measure_fisher, "landscape": _measure_landscape, "geometry":
 # %% ../../nbs/experiments/25_measure.ipynb #28a82ea7
 def _measure_layer(number: int, x: torch.Tensor, pooling: str, notes: list[str]) -> tuple[dict, Dimensions]:
     "Return the measures of one layer's points (n, d), and its dimensions; what is not defined is noted."
-    found = geometry(x, undefined="nan")
+    found = geometry(x)
     dimensions = found.pop("dimensions")
     if pooling != "tokens" and len(x) > 3:
         defined = not np.isnan(found["isoscore"])
@@ -339,7 +339,7 @@ def collect_measurements(
     """Gather the records of measurements into a JSON lines file, written atomically, and return them, sorted by key.
 
     Warns of a file that is no complete record. Raises `ValueError` if there is no such folder."""
-    return gather(folder, path, _measured, lambda kept, new: new)
+    return collect(folder, path, _measured)
 
 
 def _measured(folder: str | Path) -> Iterator[dict]:

@@ -7,6 +7,7 @@ __all__ = ['DISK_FULL', 'sweep', 'Sweep', 'Folder', 'compute', 'stop_signals', '
 # %% ../../nbs/experiments/30_sweep.ipynb #5ddb3eaa
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -33,7 +34,6 @@ from ..checks import in_range
 from ..files import from_json, read_text, write_atomically
 from .grid import Plan, Run, config_class, notebook_path
 from .record import changed_inputs
-from .tasks import in_percent
 from .notebook import error_words, execute, is_refusal, read_progress
 
 # %% ../../nbs/experiments/30_sweep.ipynb #d9329644
@@ -117,7 +117,7 @@ def is_record_of(record, run: Run) -> bool:
     needed = {"config", "metric", "value"} if run.notebook == "finetune" else {"config"}
     if not isinstance(record, dict) or not needed <= record.keys(): return False
     if (record.get("key"), record.get("status")) != (run.key, "done"): return False
-    if not isinstance(record["config"], dict) or in_percent(record): return False
+    if not isinstance(record["config"], dict): return False
     if record["config"] == run.config: return True
     try: return config_class(run.notebook).from_record(record["config"]).key == run.key
     except (ValueError, TypeError): return False
@@ -196,7 +196,8 @@ def work(self: Sweep, waiting: list[Run], on_progress: Callable[[dict], None]):
     jobs, keys = self.executor.jobs, [run.key for run in self.plan.runs]
     digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()[:8]
     write_atomically(  # for `status`
-        self.folder.home / f"plan-{digest}.json", json.dumps({"jobs": jobs, "keys": keys}))
+        self.folder.home / f"plan-{digest}.json",
+        json.dumps({"jobs": jobs, "keys": keys, "names": list(map(str, self.plan.runs))}))
     self.closed, pool = False, ThreadPoolExecutor(jobs)
     try:
         runs = {pool.submit(self.do, run): run for run in waiting}
@@ -246,7 +247,7 @@ def count(self: Sweep, run: Run, status: str):
     else: self.stopped = "the disk is full; make room and give the same command again"
     self.is_done(run)
     error = self.failed.get(run.key, {}).get("error", "")
-    self.log(f"{status}: {run.key} {error.partition(chr(10))[0]}")
+    self.log(f"{status}: {run} {error.partition(chr(10))[0]}")
 
 # %% ../../nbs/experiments/30_sweep.ipynb #5a37bbf7
 @contextlib.contextmanager
@@ -398,7 +399,7 @@ def compute_on_node(run: Run, cwd: str, env: dict) -> tuple[dict | None, dict[st
 # %% ../../nbs/experiments/30_sweep.ipynb #dc40aadc
 def status(
     out: str | Path,  # folder of a sweep, or of isoreg run
-) -> dict:  # done, running, failed, missing, empty and left (seconds)
+) -> dict:  # done, running, failed, missing, empty, names (of the planned) and left (seconds)
     """Return the state of a folder, from records and locks: empty are runs that are done
     without a number. `ValueError` if there is no such folder."""
     folder, done, failed = Folder(out), {}, {}
@@ -411,11 +412,12 @@ def status(
         elif failure := folder.failure(key): failed[key] = failure.get("error", "")
     running = [p.parent.name for p in sorted(folder.home.glob("*/lock")) if _is_held(p)]
     plans = [_json(path) for path in folder.home.glob("plan-*.json")]
-    planned = dict.fromkeys(key for plan in plans for key in plan["keys"])
+    pairs = (zip(plan["keys"], plan.get("names", plan["keys"])) for plan in plans)
+    planned = dict(itertools.chain.from_iterable(pairs))
     missing = [key for key in planned if key not in {*done, *failed, *running}]
     jobs = len(running) or max([plan["jobs"] for plan in plans], default=1)
     times = [record.get("total_seconds", 0.0) for record in done.values()]
-    return {"done": list(done), "failed": failed, "missing": missing,
+    return {"done": list(done), "failed": failed, "missing": missing, "names": planned,
             "empty": [key for key, record in done.items() if record.get("value", 0) is None],
             "running": [{"key": key} | folder.progress(key) for key in running],
             "left": time_left(times, len(missing) + len(running), jobs)}
