@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from ..checks import one_of
-from ..experiments.config import GUIDED, METHOD, RunConfig, earlier, model_label
+from ..experiments.config import GUIDED, METHOD, RunConfig, model_label
 from ..experiments.config import method_label as label
 from ..experiments.record import better
 from ..files import from_json, read_text, record_files
@@ -100,7 +100,7 @@ def _row(record: dict) -> dict:
         for name in place.split("."): found = found.get(name) if isinstance(found, dict) else None
         return found
 
-    row = SETTINGS | earlier(RunConfig) | record["config"] | {c: at(place) for c, place in RECORDED.items()}
+    row = SETTINGS | RunConfig.later | record["config"] | {c: at(place) for c, place in RECORDED.items()}
     # a table groups by a text, not by a dict
     row |= {n: json.dumps(row[n], sort_keys=True) for n in SETTINGS if isinstance(row[n], dict)}
     if row["value"] is None or not math.isfinite(row["value"]):
