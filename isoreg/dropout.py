@@ -173,8 +173,9 @@ def _verify(model: nn.Module, found: Found, rates: Mapping[str, float], batch) -
     owned = [c.handle for c in found.calls if c.handle]
     with trial(model): seen = [c for c in record_calls(model, batch).calls if c.p > 0]
     hidden = [s.handle for s in found.hidden if want[s.handle] > 0]
-    deaf = set(hidden) - set(seen_in_output(model, batch, hidden, want))
-    for h, c in [*zip_longest([h for h in owned if want[h] > 0], seen), *((h, None) for h in deaf)]:
+    effective = seen_in_output(model, batch, hidden, want)
+    deaf = [(h, None) for h in hidden if h not in effective]
+    for h, c in [*zip_longest([h for h in owned if want[h] > 0], seen), *deaf]:
         if c and c.p == want.get(h) and c.noise == gaussian: continue
         place = f"site {sites[h].name!r}" if h else c.module
         applied = "no dropout" if c is None else f"p={c.p:g} of a {'noise' if c.noise else 'Bernoulli mask'}"
