@@ -50,15 +50,16 @@ def measure_points(
     be, have no corrected score; then there is a warning, as there is for repeated rows.
     `ValueError` for NaN, with its row, and for points that are all equal."""
     chosen = {k: MEASURES[one_of("measure", k, MEASURES)] for k in measures}
-    v, best, without = points if isinstance(points, Vectors) else in_memory(points), None, torch.empty(0)
+    v = points if isinstance(points, Vectors) else in_memory(points)
 
     def read():
         for x in v.pieces():
             yield unit_rows(x) if normalize else x
             progress(len(x))
-    m, repeated = _sum_up(read(), name)
-    n = int(m.count)
-    try: best, without = _estimate(m, read())
+    m = _sum_up(read(), name)
+    n, best, without = int(m.count), None, torch.empty(0)
+    sums, repeated = _row_sums(m, read())
+    try: best, without = _estimate(m, *sums)
     except ValueError as error: warnings.warn(f"{name}: no corrected score: {error}")
     if repeated:
         warnings.warn(f"{name}: {repeated} of {n} {unit}s repeat another one, exactly or nearly; the interval "
@@ -76,7 +77,7 @@ class Measured(NamedTuple):
     without: Tensor  # its corrected scores without each row, or each group of texts
 
     @property
-    def row(self) -> dict:  # points, dims, isoscore, corrected, standard_error, interval, dimensions_in_use, ...
+    def row(self) -> dict:  # points, dims, plain, corrected, standard_error, interval, dimensions_in_use, ...
         "Return the scores that are compared."
         return self.rows[self.shown]
 
@@ -89,53 +90,61 @@ def dimensions_in_use(
     return 1 + (dims - 1) * min(max(float(score), 0.0), 1.0)
 
 # %% ../nbs/36_embeddings.ipynb #emmark1
-def _sum_up(pieces: Iterator[Tensor], name: str) -> tuple[Moments, int]:
-    "Return the moments of all rows, and how many rows repeat another."
-    m, marks = None, []
+def _sum_up(pieces: Iterator[Tensor], name: str) -> Moments:
+    "Return the moments of all rows, in float64."
+    m = None
     for x in pieces:
         part = moments(x, order=4).map(Tensor.double)
-        # float32 does not hold fourth powers of very short or very long rows
-        if not 1e-12 < part.m2.trace() / len(x) < 1e12: part = moments(x.double(), order=4)
-        if m is None: cell = 1e-3 * (x.to(part.mean) - part.mean).norm(dim=1).median() + 1e-6 * part.mean.norm()
+        if not _fits(part): part = moments(x.double(), order=4)
         m = merge([m, part]) if m else part
-        marks.append(_marks(x.to(part.mean), cell))
     rounding = (8 * torch.finfo(torch.float64).eps) ** 2 * m.count * m.mean.square().sum()
     if not bool(m.m4.isfinite()): raise ValueError(f"{name}: values too large to be squared; rescale them")
     if m.m2.trace() <= rounding: raise ValueError(f"{name}: all rows are equal: zero variance has no isotropy")
-    return m, int(m.count) - len(torch.cat(marks).unique())
+    return m
 
 
-def _marks(x: Tensor, cell: Tensor) -> Tensor:
-    "Return a number for each row, (b,), the same for rows in one cell of a grid over six random projections."
-    g = torch.Generator().manual_seed(0)
-    directions = torch.randn(x.shape[1], 6, generator=g, dtype=torch.float64)
-    cells = (x @ directions / cell).floor().long()
-    return (cells * torch.randint(2**62, (6,), generator=g)).sum(1)
+def _fits(m: Moments) -> bool:
+    "Return whether float32 holds fourth powers of the rows; of very short or very long ones it does not."
+    return bool(1e-12 < m.m2.trace() / m.count < 1e12)
+
 
 # %% ../nbs/36_embeddings.ipynb #emest1
-def _estimate(m: Moments, pieces: Iterator[Tensor]) -> tuple[IsoScoreEstimate, Tensor]:
-    "Return the corrected score of rows with these moments, with its error, and the scores without each row, (n,)."
+def _row_sums(m: Moments, pieces: Iterator[Tensor]) -> tuple[Tensor, int]:
+    "Return r, w and z of each row, (3, n) in float64, and how many rows repeat another."
+    g, d, sums, marks, cell = torch.Generator().manual_seed(0), len(m.mean), [], [], None
+    directions = torch.randn(d, 6, generator=g, dtype=torch.float64)
+    weights, right = torch.randint(2**62, (6,), generator=g), torch.cat([m.m3[:, None], directions], 1)
+    half = 2 * m.m2.tril(-1) + m.m2.diag().diag()  # y' half y = y' m2 y
+    for x in pieces:
+        dtype = torch.promote_types(x.dtype, torch.float32) if _fits(m) else torch.float64
+        mean, low, side = m.mean.to(dtype), half.to(dtype), right.to(dtype)
+        for rows in x.split(max(1, (1 << 20) // d)):
+            y = rows.to(dtype) - mean
+            r, z, places = torch.linalg.vecdot(y, y), *(y @ side).tensor_split([1], 1)
+            w = sum(torch.linalg.vecdot(y[:, a:] @ low[a:, a : a + 96], y[:, a : a + 96]) for a in range(0, d, 96))
+            if cell is None: cell = 1e-3 * r.median().sqrt().double() + 1e-6 * m.mean.norm()
+            sums.append(torch.stack([r, w, z[:, 0]]).double())
+            marks.append(((places / cell).floor().long() * weights).sum(1))
+    return torch.cat(sums, 1), int(m.count) - len(torch.cat(marks).unique())
+
+
+def _estimate(m: Moments, r: Tensor, w: Tensor, z: Tensor) -> tuple[IsoScoreEstimate, Tensor]:
+    "Return the corrected score of rows with these sums, with its error, and the scores without each row, (n,)."
     n, d = int(m.count), len(m.mean)
     if n < 5: raise ValueError(f"{n} rows, where it needs at least 5; add rows")
     inv = invariants_of_moments(m)
     t2, f = estimate_traces(inv, "ustat")
     check_evenness(inv, f, d, torch.float32)
-    score, scale, parts = float(closed_form(t2, f, d)), (m.m2.trace() / n).sqrt(), []
-    M2, m3 = m.m2 / scale**2, m.m3 / scale**3
-    for x in pieces:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        y = (x - m.mean.to(x)) / scale.to(x)
-        w = torch.linalg.vecdot(y @ M2.to(y), y)
-        parts.append(torch.stack([torch.linalg.vecdot(y, y), w, y @ m3.to(y)]).double())
-    without = scores_without(d, *torch.cat(parts, 1))
-    return IsoScoreEstimate(score, jackknife_error(without, score, M2 / n, d), n), without
+    score, without = float(closed_form(t2, f, d)), scores_without(d, r, w, z)
+    return IsoScoreEstimate(score, jackknife_error(without, score, m.m2 / n, d), n), without
+
 
 # %% ../nbs/36_embeddings.ipynb #emb04
 def _row(m: Moments, best: IsoScoreEstimate | None, freedom: int) -> dict:
     "Return what is read from moments, and from a corrected score if there is one."
     d, outliers, variance = len(m.mean), stand_out(m), torch.linalg.eigvalsh(m.m2).flip(0).clamp(min=0)
     share, plain = variance / variance.sum(), float(isoscore_from_cov(m.cov()))
-    row: dict = {"dims": d, "isoscore": plain}
+    row: dict = {"dims": d, "plain": plain}
     if best:
         half = float(special.stdtrit(freedom, 0.975)) * best.stderr
         row |= {"corrected": best.score, "standard_error": best.stderr,
@@ -343,9 +352,9 @@ def as_table(
 
 
 def _cells(row: dict) -> dict[str, str]:
-    if "isoscore" not in row: return {"IsoScore": "undefined"}
+    if "plain" not in row: return {"IsoScore": "undefined"}
     texts = f" of {row['sequences']} texts" if "sequences" in row else ""
-    cells = {"n": f"{row['points']} {row['unit']}s{texts}", "IsoScore": f"{row['isoscore']:.4f}, not corrected"}
+    cells = {"n": f"{row['points']} {row['unit']}s{texts}", "IsoScore": f"{row['plain']:.4f}, not corrected"}
     if "corrected" in row:
         cells |= {"IsoScore": f"{row['corrected']:.4f}", "95 % interval": "{:.4f} to {:.4f}".format(*row["interval"])}
     outliers = list(dict.fromkeys(row["outliers"]["by_variance"] + row["outliers"]["by_mean"]))
