@@ -143,8 +143,7 @@ def displaced(
 
         with displaced(model, d1, d2) as place:
             place(0.3, -0.1)        # weights + 0.3 d1 - 0.1 d2
-
-    Raises `ValueError` for directions that do not fit."""
+    """
     params = dict(model.named_parameters())
     directions = [_fitting(f"d{i}", d, params) for i, d in enumerate(directions, 1)]
     moving = [n for n in params if any(n in d for d in directions)]
@@ -260,9 +259,7 @@ def curvature(
     self: Surface,
     radius: float = 0.35,  # largest distance from the origin
 ) -> np.ndarray:
-    """Return the Hessian of the least-squares quadratic, (2, 2), or (1, 1) for a line.
-
-    Infinite losses are left out. Raises `ValueError` if too few points lie within the radius."""
+    "Return the Hessian of the least-squares quadratic, (2, 2), or (1, 1); raise `ValueError` for too few points."
     i, j = np.nonzero((self.radii < radius) & np.isfinite(self.losses))
     z = np.stack([self.alphas[i], self.betas[j]], 1)[:, : 1 if self.is_line else 2]
     a, b = np.triu_indices(z.shape[1])
@@ -321,9 +318,7 @@ def expected_curvature(
     mask: Mapping[str, Tensor] | None = None,  # as in direction
     one_d: str = "zero",  # as in direction
 ) -> float:
-    """Return the mean of d'Hd over the random directions of `direction`, from H's diagonal.
-
-    Raises `ValueError` for scores or a mask that do not fit the model."""
+    "Return the mean of d'Hd over the random directions of `direction`, from H's diagonal."
     one_of("one_d", one_d, ("zero", "scale"))
     params, total = dict(model.named_parameters()), 0.0
     masks, scores = _check_mask(mask, params), _check_scores(scores, params)
