@@ -6,7 +6,6 @@ __all__ = ['TOY_TASKS', 'TOY_SIZES', 'toy_task', 'toy_corpus', 'toy_pairs', 'toy
 # %% ../../nbs/experiments/16_toy.ipynb #202290a2
 import random
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -32,7 +31,7 @@ def toy_task(
     "Return the rows of a toy task; the first k do not depend on `n`."
     one_of("name", name, TOY_TASKS)
     one_of("split", split, TOY_SIZES)
-    rows = _first_rows(name, split, seed, n or TOY_SIZES[split])
+    rows = _rows(name, split, seed, n or TOY_SIZES[split])
     types = {k: Value("string") for k in rows[0]} | {"idx": Value("int32")}
     types["label"] = Value("float32" if name == "toy-stsb" else "int64")
     return Dataset.from_list(rows, features=Features(types))
@@ -42,20 +41,16 @@ def side(sentence: str) -> str:
     "Return train or validation, by the CRC-32 of the UTF-8 bytes of a sentence."
     return ("train", "validation")[zlib.crc32(sentence.encode()) >> 16 & 1]
 
-def _rows(name, split, seed) -> Iterator[dict]:
-    "Yield rows of a task without end, all on one side, no row twice."
-    rng, seen = random.Random(f"{name}/{split}/{seed}"), set()
-    while True:
-        row = cola_row(rng) if name == "toy-cola" else _pair_row(name, rng)
-        sentences = tuple(v for k, v in row.items() if k != "label")
-        differ = len(set(sentences)) == len(sentences)
-        if differ and sentences not in seen and {side(s) for s in sentences} == {split}:
-            seen.add(sentences)
-            yield row
-
 @lru_cache(maxsize=8)
-def _first_rows(name, split, seed, n):
-    return [row | {"idx": i} for i, row in zip(range(n), _rows(name, split, seed))]
+def _rows(name, split, seed, n) -> list[dict]:
+    "Return rows of a task, all on one side, no row twice."
+    rng, found = random.Random(f"{name}/{split}/{seed}"), {}
+    while len(found) < n:
+        row = cola_row(rng) if name == "toy-cola" else _pair_row(name, rng)
+        *sentences, _ = row.values()
+        if len(set(sentences)) == len(sentences) and {side(s) for s in sentences} == {split}:
+            found.setdefault(tuple(sentences), row | {"idx": len(found)})
+    return list(found.values())
 
 def _pair_row(name, rng) -> dict:
     first, second, label = rte_pair(rng) if name == "toy-rte" else sts_pair(rng)
@@ -387,7 +382,7 @@ ROLES = {"subject": ("subject", "noun"), "verb": ("verb",), "object": ("object",
 def get_role(clause: Clause, role: str) -> str:
     "Return the word that fills a role, empty where no word does."
     value: Any = clause
-    for name in ROLES[role]: value = getattr(value, name) if value else ""
+    for name in ROLES[role]: value = getattr(value, name, "")
     return value or ""
 
 def set_role(clause: Clause, role: str, word: str) -> Clause:
