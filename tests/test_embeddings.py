@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from isoreg import embeddings
 from isoreg.cli import app
-from isoreg.embeddings import compare, dimensions_in_use, draw_texts, embed, measure_model, measure_points
+from isoreg.embeddings import compare, draw_texts, embed, measure_model, measure_points
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 from isoreg.geometry import average_cosine, outlier_dimensions, stand_out, two_nn
 from isoreg.isoscore import isoscore, isoscore_with_error, participation_ratio
@@ -238,7 +238,8 @@ def test_the_score_in_pieces_is_that_of_the_whole(monkeypatch, shape, dtype, shi
     assert (m.row["corrected"], m.row["standard_error"], m.row["plain"]) == pytest.approx(want, rel=2e-4)
     half = stats.t.ppf(0.975, len(x) - 1) * m.row["standard_error"]
     assert m.row["interval"] == pytest.approx([m.row["corrected"] - half, m.row["corrected"] + half], rel=1e-9)
-    assert m.row["dimensions_in_use"] == dimensions_in_use(m.row["corrected"], shape[1]) and sum(seen) == 2 * len(x)
+    assert m.row["dimensions_in_use"] == pytest.approx(1 + (shape[1] - 1) * m.row["corrected"])
+    assert sum(seen) == 2 * len(x)
     assert m.without.shape == (len(x),) and m.row["repeated"] == 0
     left = isoscore(np.delete(x.astype(float), 7, 0), correction="ustat")
     assert m.without[7] == pytest.approx(float(left), rel=1e-4)
@@ -453,7 +454,7 @@ def test_layers_of_a_model_are_scored_each(texts):
     for row in found.rows:
         x = embed("toy-bert", texts, "mean", row["layer"])
         assert row["corrected"] == pytest.approx(float(isoscore(x, correction="ustat")), rel=1e-5)
-        assert row["dimensions_in_use"] == dimensions_in_use(row["corrected"], 96)
+        assert row["dimensions_in_use"] == pytest.approx(1 + 95 * row["corrected"])
     first = measure_model("toy-bert", texts, pooling="cls")  # before the first layer it is the same in all texts
     assert first.rows[0] == {"layer": 0, "unit": "text"} and "corrected" in first.rows[-1]
 
