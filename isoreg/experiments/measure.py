@@ -134,8 +134,8 @@ def _measure_landscape(config: LandscapeConfig, folder: Path, on_progress: Calla
         "loss": loss, "samples": len(corpus.numbers), "corpus": corpus.describe(),
         "fingerprint": model_fingerprint(model), "moved": moved, "parameters": model.num_parameters(),
         "losses": [[v if np.isfinite(v) else str(v) for v in row] for row in surface.losses.tolist()],
-        "alphas": surface.alphas.tolist(), "betas": surface.betas.tolist(), "lengths": lengths, "origin": surface.origin,
-        "profile": surface.radius_profile().to_dict("records"), "notes": notes,
+        "alphas": surface.alphas.tolist(), "betas": surface.betas.tolist(), "origin": surface.origin,
+        "profile": surface.radius_profile().to_dict("records"), "lengths": lengths, "notes": notes,
         "hessian": plane_hessian(model, corpus, *directions, **how).tolist() if config.hessian else None}
 
 

@@ -215,17 +215,17 @@ def cola_row(rng: random.Random) -> dict:
     label = int(rng.random() < 0.5)
     return {"sentence": text(clause.words() if label else spoilt), "label": label}
 
-def agreement(clause, rng):
+def _agreement(clause, rng):
     "Make the verb disagree with the subject next to it: `two dogs sleeps`."
     return None if clause.subject.place or clause.subject.rel else _flip_first(clause, "verb")
 
-def attractor(clause, rng):
+def _attractor(clause, rng):
     "Make the verb agree with a noun in between: `the dog near these houses sleep`."
     s = clause.subject
     between = s.place or (s.rel and (s.rel.doer or s.rel.object))
     return _flip_first(clause, "verb") if between and between.plural != s.plural else None
 
-def relative(clause, rng):
+def _relative(clause, rng):
     "Make the verb of a relative clause disagree: `the dogs that sees a cat sleep`."
     return _flip_first(clause, "relverb")
 
@@ -239,7 +239,7 @@ def _flip_first(clause, tag):
     return None if at is None else words[:at] + [(_OTHER_FORM[words[at][0]], tag)] + words[at + 1:]
 
 # %% ../../nbs/experiments/16_toy.ipynb #f83d7596
-def number(clause, rng):
+def _number(clause, rng):
     "Put a determiner of the wrong number: `every cats`."
     words, marked = clause.words(), set(SINGULAR) ^ set(PLURAL)
     at = [i for i, (w, t) in enumerate(words) if t == "det" and w in marked | {"an"}]
@@ -248,7 +248,7 @@ def number(clause, rng):
     wrong = [d for d in (SINGULAR if words[i][0] in PLURAL else PLURAL) if d in marked]
     return words[:i] + [(_pick(rng, wrong), "det")] + words[i + 1:]
 
-def determiner(clause, rng):
+def _determiner(clause, rng):
     "Drop the determiner of a singular noun, or double it: `dog sleeps`, `the every dog sleeps`."
     words = clause.words()
     nouns = [next((w for w, t in words[i:] if t == "noun"), "") for i in range(len(words))]
@@ -258,23 +258,23 @@ def determiner(clause, rng):
     if rng.random() < 0.5: return words[:i] + words[i + 1:]
     return words[:i] + [(_pick(rng, SINGULAR), "det")] + words[i:]
 
-def order(clause, rng):
+def _order(clause, rng):
     "Exchange two neighbours: `dog the`, `cat big`, `the in park`, `not does`."
     tags, words = ("det noun", "det adj", "adj noun", "prep det", "verb not"), clause.words()
     i = _pick(rng, [i for i in range(len(words) - 1) if f"{words[i][1]} {words[i + 1][1]}" in tags])
     return words[:i] + [words[i + 1], words[i]] + words[i + 2:]
 
-def argument(clause, rng):
+def _argument(clause, rng):
     "Give a verb an object it cannot take, or none where it needs one: `the dog chases`."
     return replace(clause, verb=_pick(rng, INTRANSITIVE if clause.object else TRANSITIVE)).words()
 
-def roles(clause, rng):
+def _roles(clause, rng):
     "Exchange subject and object where only one can act: `the stones follow a girl`."
     subject, thing = clause.subject, clause.object
     if not thing or thing.noun not in INANIMATE or subject.place or subject.rel: return None
     return replace(clause, subject=thing, object=subject).words()
 
-VIOLATIONS = [agreement, attractor, relative, number, determiner, order, argument, roles]
+VIOLATIONS = [_agreement, _attractor, _relative, _number, _determiner, _order, _argument, _roles]
 
 # %% ../../nbs/experiments/16_toy.ipynb #2edd0bc3
 def polarity(clause: Clause) -> dict[str, int]:
@@ -320,11 +320,11 @@ def _rest_edits(clause, general, rng):
 # %% ../../nbs/experiments/16_toy.ipynb #43d6de4e
 def rte_pair(rng: random.Random) -> tuple[Clause, Clause, int]:
     "Return premise, hypothesis and label (0 entailment, 1 not) of one pair of `toy-rte`."
-    family = _pick(rng, [monotone] * 5 + [quantifier] + [word] * 3 + [moved])
+    family = _pick(rng, [_monotone] * 5 + [_quantifier] + [_word] * 3 + [_moved])
     label = int(rng.random() < 0.5)
     return *family(rng, label), label
 
-def monotone(rng, label):
+def _monotone(rng, label):
     "Return a pair that differs by an edit whose direction and polarity decide the label."
     sign = -1 if rng.random() < 0.4 else 1  # the polarity of the part that decides
     while True:
@@ -355,7 +355,7 @@ _WEAKER = [pair.split(">") for pair in (
     "every>a each>one each>a this>a the>a all>most all>some most>some many>some two>some "
     "three>two these>some the>some").split()]
 
-def quantifier(rng, label):
+def _quantifier(rng, label):
     "Return a pair of determiners of one subject; the hypothesis has the weaker one if the label is 0."
     strong, weak = _pick(rng, _WEAKER)
     while True:
@@ -365,7 +365,7 @@ def quantifier(rng, label):
     good, bad = (replace(clause, subject=replace(clause.subject, det=d)) for d in (strong, weak))
     return (good, bad) if label == 0 else (bad, good)
 
-def moved(rng, label):
+def _moved(rng, label):
     "Return a pair with the place moved (entailment), or subject and object exchanged (not)."
     while True:
         c = draw_premise(rng)
@@ -391,7 +391,7 @@ def set_role(clause: Clause, role: str, word: str) -> Clause:
     part: Any = replace(getattr(clause, first), **{inner[0]: word}) if inner else word
     return replace(clause, **{first: part})
 
-def word(rng, label):
+def _word(rng, label):
     "Return a pair with a synonym (entailment), or with another word or another `not` (not)."
     while True:
         premise = draw_premise(rng)
