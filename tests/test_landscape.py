@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from isoreg.corpus import sample_losses
-from isoreg.landscape import RINGS, Surface, direction, displaced, expected_curvature, grid, length
-from isoreg.landscape import loss_surface, plane_hessian, plot, subset
+from isoreg.landscape import RINGS, Surface, direction, displaced, expected_curvature, grid
+from isoreg.landscape import loss_surface, plane_hessian, plot, step_length, subset
 
 matplotlib.use("Agg")
 
@@ -84,7 +84,7 @@ def test_filters_have_the_length_of_the_weights(seed, one_d):
         assert_close(d[n].flatten(1).norm(dim=1), model.get_parameter(n).flatten(1).norm(dim=1), rtol=1e-8, atol=0)
     assert ("b" in d) == (one_d == "scale")
     assert "b" not in d or float(d["b"].norm()) == pytest.approx(float(model.b.data.norm()), rel=1e-8)
-    assert length(d) == pytest.approx(model.vector(d).norm().item())
+    assert step_length(d) == pytest.approx(model.vector(d).norm().item())
 
 
 def test_normal_before_it_is_normalised():
@@ -122,8 +122,8 @@ def test_mask_and_equal_norm(one_d):
     equal = direction(model, 1, one_d, mask, norm="equal")
     assert_close(part["w"], whole["w"] * half)
     assert "v" not in part and ("b" in part) == (one_d == "scale")
-    assert length(equal) == pytest.approx(length(whole), rel=1e-9) and length(part) < length(whole)
-    assert_close(equal["w"], part["w"] * (length(whole) / length(part)))
+    assert step_length(equal) == pytest.approx(step_length(whole), rel=1e-9) and step_length(part) < step_length(whole)
+    assert_close(equal["w"], part["w"] * (step_length(whole) / step_length(part)))
     assert_close(model.vector(part) + model.vector(other), model.vector(whole))  # two subsets cut a step in two
 
 
@@ -194,7 +194,7 @@ def test_a_random_subset_knows_nothing_of_the_direction_of_its_seed(share):
     model, parts = tiny_bert(), []
     for seed in range(5):
         mask = subset(model, None, share, "random", seed=seed)
-        part, whole = (length(direction(model, seed, "scale", m)) for m in (mask, None))
+        part, whole = (step_length(direction(model, seed, "scale", m)) for m in (mask, None))
         parts.append((part / whole) ** 2)
     assert np.mean(parts) == pytest.approx(share, rel=0.15)
 

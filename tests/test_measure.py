@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, T5Config, T5EncoderModel
 
 from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
-from isoreg.landscape import direction, length, mean_loss, subset
+from isoreg.landscape import direction, mean_loss, step_length, subset
 from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig, RunConfig
 from isoreg.experiments.measure import as_surface, collect_measurements, load_body, load_language_model, measure
 from isoreg.experiments.models import check_vocabulary, load_model
@@ -73,7 +73,7 @@ def test_landscape_record(tmp_path, by, level, fisher_run):
     scores = estimate.mean() if by == "scalar" else {n: torch.tensor(v) for n, v in estimate.scores().items()}
     d = direction(model, 0, mask=subset(model, scores, 0.25, "top", by))
     assert record["moved"] == sum(int((v != 0).sum()) for v in d.values())
-    assert record["lengths"] == pytest.approx([length(d)])
+    assert record["lengths"] == pytest.approx([step_length(d)])
     assert record["origin"] == pytest.approx(mean_loss(model, corpus), rel=1e-5)
     with torch.no_grad():
         for n, p in model.named_parameters():

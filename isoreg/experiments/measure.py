@@ -35,7 +35,7 @@ from ..files import record_files, write_atomically
 from ..fisher import FisherEstimate, agreement, empirical_fisher, model_fingerprint
 from ..geometry import geometry
 from ..isoscore import isoscore
-from ..landscape import Surface, direction, grid, length, loss_surface, mean_loss, plane_hessian, subset
+from ..landscape import Surface, direction, grid, loss_surface, mean_loss, plane_hessian, step_length, subset
 from ..schedules import guided_schedule
 from ..sites import dropout_sites
 from ..states import eval_mode
@@ -125,7 +125,7 @@ def _measure_landscape(config: LandscapeConfig, folder: Path, on_progress: Calla
     mask, first = _mask(config, model, corpus, loss), 2 * config.direction_seed
     seeds = [first] if config.shape == "line" else [first, first + 1]
     directions = [direction(model, s, one_d=config.one_d, mask=mask, norm=config.norm) for s in seeds]
-    moved, lengths = sum(int(d.count_nonzero()) for d in directions[0].values()), [length(d) for d in directions]
+    moved, lengths = sum(int(d.count_nonzero()) for d in directions[0].values()), [step_length(d) for d in directions]
     on_progress(f"{moved} of {model.num_parameters()} parameters move, length {lengths[0]:.2f}")
     how: dict[str, Any] = {"loss": loss, "reduction": "batch" if config.reduction == "batch" else "mean"}
     with torch.autocast(_device(), torch.bfloat16, enabled=config.precision == "bf16"):
