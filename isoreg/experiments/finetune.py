@@ -176,7 +176,7 @@ CORPUS_TEXTS, CORPUS_LENGTH = 2000, 512  # texts drawn from a named corpus, toke
 
 def _texts(config: RunConfig, data: TaskData) -> tuple[list[str], str, int]:
     "Return texts, drawn with one seed, the name of their source, and the tokens of each at most."
-    if sources := scores_texts(config.scores):
+    if sources := scores_texts(config.scores or ""):
         try: texts = toy_corpus(1000, seed=1) if sources == ["toy"] else load_texts(sources)
         except ValueError as error: raise ValueError(f"scores: {config.scores!r} cannot be read ({error})") from None
         # paths of a machine mean nothing elsewhere
