@@ -27,7 +27,7 @@ from .config import (
 from .finetune import pooled
 from .models import (
     check_vocabulary, has_decoder, limit_length, load_language_head, load_tokenizer, read_body, read_config)
-from .pretrain import toy_language_model
+from .pretrain import heldout_loss, toy_language_model, unigram_loss
 from .record import (
     changed_inputs, gather, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
 from .toy import toy_corpus
@@ -288,10 +288,11 @@ def on_device(model: nn.Module) -> nn.Module:
 
 def _toy_model(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:
     "Return model, tokenizer and notes of a toy model: one model, whatever the seed of masks and texts."
-    made = toy_language_model(kind := name.removeprefix("toy-"))
-    return made.model, made.tokenizer, [
-        f"a small {kind} architecture, trained on the toy corpus: held-out loss {made.heldout:.2f} nats, "
-        f"unigram baseline {made.unigram:.2f}"]
+    model, corpus, heldout = toy_language_model(kind := name.removeprefix("toy-"))
+    return model, corpus.tokenizer, [
+        f"a small {kind} architecture, trained on the toy corpus: held-out loss "
+        f"{heldout_loss(model, heldout)['loss']:.2f} nats, "
+        f"unigram baseline {unigram_loss(corpus, heldout)['loss']:.2f}"]
 
 # %% ../../nbs/experiments/25_measure.ipynb #b3a0df66
 def load_body(
