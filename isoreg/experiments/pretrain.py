@@ -279,8 +279,8 @@ def toy_language_model(
         torch.set_num_threads(1)
         set_seed(seed)
         model = random_model(kind, corpus.tokenizer)
-        settings = dict(eval_steps=steps, eval_on_start=False)
-        LikelihoodTrainer(model, corpus, heldout, folder, steps, 3e-3, **settings).train()
+        at_end: dict = dict(eval_steps=steps, eval_on_start=False)
+        LikelihoodTrainer(model, corpus, heldout, folder, steps, 3e-3, **at_end).train()
         return model.cpu().eval(), corpus, heldout
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #d8554924
@@ -304,5 +304,5 @@ def random_model(kind: str, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
         no_dropout: dict = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         size: dict = dict(n_embd=96, n_layer=4, n_head=4, n_positions=64)
         return GPT2LMHeadModel(GPT2Config(bos_token_id=start, **ids, **size, **no_dropout))
-    size = dict(d_model=96, d_kv=24, d_ff=384, num_layers=2, num_heads=4)
-    return T5ForConditionalGeneration(T5Config(decoder_start_token_id=pad, dropout_rate=0.0, **ids, **size))
+    size = dict(d_model=96, d_kv=24, d_ff=384, num_layers=2, num_heads=4, decoder_start_token_id=pad)
+    return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **ids, **size))
