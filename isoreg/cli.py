@@ -76,7 +76,7 @@ def demo_command(out: Annotated[Path, _OUT] = Path("runs")):
     report = _sweep(plan, out, retry_failed=True)
     if report.code: raise typer.Exit(_show_report(report, out))
     records = [RunRecord.load(out / run.key) for run in plan.runs]
-    rows = [[method_label(r.config).replace("base", "baseline"), _number(r.value),
+    rows = [[method_label(r.config), _number(r.value),
              *(_number(r.isoscore[when]["union"]) for when in ("before", "after"))] for r in records]
     _show("Fine-tuning on toy-cola", rows, ["method"], [records[0].metric, "IsoScore before", "after"])
     plot_layers(load(records)).savefig(out / "demo.png", dpi=150)
@@ -463,7 +463,7 @@ def _check_score(ctx: typer.Context, files, model, texts, paired: bool, out: Pat
 def report_command(
     source: Annotated[list[Path], typer.Argument(help="Folders of runs, or .jsonl files of records.")],
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
-    baseline: Annotated[str, typer.Option(help="Method that the others are compared with.")] = "base",
+    baseline: Annotated[str, typer.Option(help="Method that the others are compared with.")] = "baseline",
     by: Annotated[list[str] | None, _option("A setting that tells rows apart, beside task and method.")] = None,
 ):
     "Tables (.md) and figures (.png) from records: intervals, paired tests, failed and collapsed runs."
@@ -473,7 +473,7 @@ def report_command(
     with _errors.status("tables and figures"):
         runs = load([str(s) for s in source])
         methods = list(runs.method.unique())
-        if baseline != "base": one_of("baseline", baseline, methods)
+        if baseline != "baseline": one_of("baseline", baseline, methods)
         compared = baseline in methods and len(methods) > 1
         files, summary = write_report(runs, out, baseline if compared else None, by), summarise(runs, by)
     if not compared:

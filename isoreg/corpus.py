@@ -232,6 +232,7 @@ def predicted_logits(model: nn.Module, batch: dict, loss: str = "mlm", positions
 # %% ../nbs/10_corpus.ipynb #3ed5966c
 def predicted_positions(batch: Mapping, loss: str = "mlm") -> tuple[Tensor, Tensor, Tensor]:
     "Return row and column of each position that predicts, in order of the rows, and the token that it predicts."
+    if "labels" not in batch: raise ValueError(f"batch: has no labels, which {loss} needs; TextBatches makes them")
     labels = batch["labels"]
     if loss == "clm":
         mask = batch.get("attention_mask", torch.ones_like(labels))

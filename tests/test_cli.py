@@ -220,7 +220,7 @@ def test_report_of_stored_records(tmp_path):
     for wrong, words in (
         (["report", str(tmp_path / "nothing")], "is no file"),
         (["report", str(tmp_path)], "no record"),
-        (["report", str(results / "istar_first.jsonl"), "--baseline", "Base"], "did you mean 'base'"),
+        (["report", str(results / "istar_first.jsonl"), "--baseline", "Baseline"], "did you mean 'baseline'"),
     ):
         failed = CliRunner().invoke(app, [*wrong, "--out", str(tmp_path / "other")])
         assert failed.exit_code == 2 and words in failed.output and not (tmp_path / "other").exists()
