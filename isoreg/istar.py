@@ -132,12 +132,6 @@ def needs_reference(self: IStar) -> bool:
     "Whether the score reads a reference."
     return self.correction is None and reference_weight(self.zeta, self.convention) != 0
 
-
-@patch
-def extra_repr(self: IStar) -> str:
-    "Return the settings for `print`."
-    return f"lam={self.lam:g}, zeta={self.zeta:g}, layers={self.layers!r}, correction={self.correction!r}"
-
 # %% ../nbs/07_istar.ipynb #054db926
 def note_batch(p: nn.Module, mask: Tensor | None, keep: Tensor | None, sound: Tensor) -> None:
     "Keep in `p.worst`, (2,), whether the mask is of 0 and 1 and the batch has a score; check it at once on a CPU."

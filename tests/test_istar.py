@@ -408,13 +408,3 @@ def test_compiled_without_a_graph_break(kind, backend):
         check_batches(penalty)
     compiled(states, mask)
     check_batches(penalty)
-
-
-@pytest.mark.parametrize("factor, message", [(2, "attention_mask: holds values other than 0 and 1"), (0, NO_SCORE)])
-def test_what_no_step_waited_for_is_said_by_the_check(factor, message):
-    penalty, (states, mask) = IStar(0.1, zeta=0), batch()
-    compiled = torch.compile(penalty, backend="aot_eager", fullgraph=True)
-    compiled(states, factor * mask)
-    compiled(states, mask)
-    with pytest.raises(ValueError, match=message):
-        check_batches(penalty)
