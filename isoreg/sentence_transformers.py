@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .checks import one_of
-from .isoscore import CORRECTIONS, isoscore_with_error
+from .isoscore import isoscore_with_error
 from .istar import as_penalties
 from .states import states_of
 
@@ -45,7 +44,7 @@ class PenaltyLoss(nn.Module):
         "Return the terms by name; their sum is what is minimised."
         if not self.model.training or not self.penalties: return self.loss(sentence_features, labels)
         encoder = next(m for m in self.model.modules() if isinstance(m, PreTrainedModel))
-        seen: list[tuple[Tensor, ...]] = []
+        seen: list = []
         with patch.object(encoder, "forward", noting(encoder.forward, seen, torch.is_grad_enabled())):
             loss = self.loss(sentence_features, labels)
         if not seen:
@@ -81,20 +80,16 @@ class IsotropyEvaluator(SentenceEvaluator):
         sentences: Sequence[str],  # distinct sentences, five or more
         name: str = "",  # prefix of the metrics
         batch_size: int = 32,  # sentences that are encoded at once
-        *,
-        correction: str = "ustat",  # "ustat" or "gaussian"
-        greater_is_better: bool = True,  # False where a penalty lowers isotropy
     ):
         super().__init__()
         self.sentences, self.name, self.batch_size = list(dict.fromkeys(sentences)), name, batch_size
-        self.correction = one_of("correction", correction, CORRECTIONS[1:])
-        self.primary_metric, self.greater_is_better = "isoscore", greater_is_better
+        self.primary_metric = "isoscore"
 
     def __call__(self, model, output_path: str | None = None, epoch: int = -1, steps: int = -1) -> dict[str, float]:
         "Return `isoscore` and `isoscore_stderr`. Raises `ValueError` as `isoscore_with_error`."
         vectors = model.encode(self.sentences, batch_size=self.batch_size, convert_to_tensor=True)
-        score = isoscore_with_error(vectors, correction=self.correction)
-        metrics = {"isoscore": score.score, "isoscore_stderr": score.stderr}
+        found = isoscore_with_error(vectors, correction="ustat")
+        metrics = {"isoscore": found.score, "isoscore_stderr": found.stderr}
         metrics = self.prefix_name_to_metrics(metrics, self.name)
         self.store_metrics_in_model_card_data(model, metrics, epoch, steps)
         return metrics

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig, RunConfig
 from isoreg.experiments.finetune import run
 from isoreg.experiments.measure import measure
-from isoreg.experiments.pretrain import pretrain, toy_language_model
+from isoreg.experiments.pretrain import heldout_loss, pretrain, toy_language_model
 from isoreg.experiments.record import plain, weights_sha256
 
 OTHER = "seconds started finished memory hardware versions commit warnings config key runtime".split()
@@ -31,7 +31,11 @@ def kinds(out: Path, precision: str, model: str) -> dict:
     half = dict(precision=precision)
     small = dict(max_train=64, max_eval=64, epochs=1, model=model, dropout="guided", **half)
     text = dict(limit=24, model=model, **half)
-    toy = lambda: toy_language_model("gpt2", steps=3, seed=1)
+
+    def toy():
+        model, _, heldout = toy_language_model("gpt2", steps=3, seed=1)
+        return {"weights": weights_sha256(model), "loss": heldout_loss(model, heldout)["loss"]}
+
     return {
         "finetune": (lambda: run(RunConfig(**small)).to_dict(), lambda r: r["isoscore"]["after"]["union"]),
         "pretrain": (
@@ -42,7 +46,7 @@ def kinds(out: Path, precision: str, model: str) -> dict:
             lambda: pretrain(PretrainConfig(steps=4, limit=200, **half), out),
             lambda r: r["heldout"]["after"]["loss"],
         ),
-        "toy": (lambda: (t := toy()) and {"weights": weights_sha256(t.model), "loss": t.heldout}, lambda r: r["loss"]),
+        "toy": (toy, lambda r: r["loss"]),
         "fisher": (
             lambda: measure(FisherConfig(shares="33", draws=2, **text), out / "fisher"),
             lambda r: sum(r["tensor_scores"].values()),

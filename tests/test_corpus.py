@@ -153,10 +153,9 @@ def test_the_losses_of_a_class():
     for name in MODELS:
         assert model_losses(model_of(name)) == [LOSS.get(name, "mlm")]
     assert model_losses(own(model_of("gpt2").config)) == ["clm"] and model_losses(torch.nn.Linear(2, 2)) == []
-    assert model_losses(type("FarForCausalLM", (torch.nn.Module,), {})()) == ["clm"]  # one that came with its own code
     size = dict(d_model=8, encoder_attention_heads=1, decoder_attention_heads=1, encoder_ffn_dim=8, decoder_ffn_dim=8)
     bart = BartConfig(vocab_size=9, encoder_layers=1, decoder_layers=1, **size)
-    assert model_losses(BartForConditionalGeneration(bart)) == ["seq2seq", "mlm"]
+    assert model_losses(BartForConditionalGeneration(bart)) == ["seq2seq"]
     assert model_losses(BartForCausalLM(bart)) == ["clm"]
     for name, loss in (("gpt2", "mlm"), ("bert", "clm"), ("gpt2", "seq2seq"), ("t5", "clm")):
         right = LOSS.get(name, "mlm")
@@ -175,17 +174,11 @@ ALPHABET = " ".join("abcdefghijklmnopqrstuvwxyz")
         (lambda t: TextBatches(["[SEP] [CLS]", "[PAD]"], t), "texts: .*has no token that mlm"),
         (lambda t: TextBatches(["a"], plain_tokenizer(), "clm"), "texts: .*has no token that clm"),
         (lambda t: TextBatches("a text", t), "texts: need a list of strings"),
-        (lambda t: TextBatches([*TEXTS, None], t), "texts: need a list of strings"),
         (lambda t: TextBatches(pd.DataFrame({"text": TEXTS}), t), r"texts: .*data\['text'\]"),
         (lambda t: TextBatches({"text": TEXTS}, t), "texts: need"),
         (lambda t: TextBatches(TEXTS, plain_tokenizer()), "tokenizer: has no mask token"),
         (lambda t: TextBatches(TEXTS, t, "seq2seq"), "tokenizer: has no sentinel tokens"),
         (lambda t: TextBatches(TEXTS, t, "mse"), "loss: 'mse'"),
-        (lambda t: TextBatches(TEXTS, t, batch_size=2.5), "batch_size: 2.5"),
-        (lambda t: TextBatches(TEXTS, t, max_length=2), "max_length: 2"),
-        (lambda t: TextBatches(TEXTS, t, seed=-1), "seed: -1"),
-        (lambda t: TextBatches(TEXTS, t, probability=0), "probability: 0"),
-        (lambda t: TextBatches(TEXTS, t, span=0.5), "span: 0.5"),
         (lambda t: TextBatches(TEXTS, t).draw(0), "share: 0"),
     ],
 )

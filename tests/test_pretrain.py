@@ -1,6 +1,5 @@
 """A head for an encoder: what is trained and what is not, what a kill leaves, what is refused before training."""
 
-import ast
 import copy
 import json
 import math
@@ -12,9 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
-import papermill
 import pytest
 import torch
 import transformers as hf
@@ -22,23 +19,20 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from isoreg.corpus import TextBatches
-from isoreg.experiments.notebook import execute, run_notebook_path
+from isoreg.experiments.notebook import execute
 from isoreg.experiments.config import PretrainConfig
 from isoreg.experiments.pretrain import (
     LikelihoodTrainer,
     corpus_texts,
-    freeze_encoder,
     heldout_loss,
     last_checkpoint,
     log_frequencies,
     pretrain,
     toy_batches,
     toy_language_model,
-    training_arguments,
     unigram_loss,
     with_mlm_head,
 )
-from isoreg.experiments.grid import Block, Grid, expand
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
@@ -48,7 +42,6 @@ BASE |= dict(max_position_embeddings=70)
 SPECIAL = dict(pad_token_id=0, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3)
 ENCODERS = {
     "Bert": BASE,
-    "Bert untied": BASE | dict(tie_word_embeddings=False),
     "Roberta": BASE | dict(pad_token_id=0),
     "Albert": BASE | dict(embedding_size=8),
     "DistilBert": dict(vocab_size=V, dim=H, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=70),
@@ -106,13 +99,13 @@ def test_heldout_loss_is_the_mean_over_tokens_and_leaves_the_mode(text):
 
 def test_trainer_loss_is_the_models_own(text, tmp_path):
     torch.manual_seed(0)
-    tokenizer, t5_text, _ = toy_batches("t5")
+    t5_text, _ = toy_batches("t5")
     small = dict(d_model=H, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    t5 = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=len(tokenizer), **small))
+    t5 = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=len(t5_text.tokenizer), **small))
     gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=V, n_embd=H, n_layer=1, n_head=2, n_positions=64))
     clm = TextBatches(toy_corpus(20), toy_tokenizer(), loss="clm")
     for model, corpus in ((hf.BertForMaskedLM(hf.BertConfig(**BASE)), text[0]), (gpt2, clm), (t5, t5_text)):
-        trainer = LikelihoodTrainer(model.eval(), training_arguments(tmp_path, 1, 1e-3, 8), corpus, corpus)
+        trainer = LikelihoodTrainer(model.eval(), corpus, corpus, tmp_path, steps=1, lr=1e-3)
         batch = next(iter(corpus))
         padding = batch["attention_mask"] == 0  # the padding is not text
         labels = batch["labels"].masked_fill(padding, -100) if corpus.loss == "clm" else batch["labels"]
@@ -128,52 +121,37 @@ def test_accumulated_steps_have_the_loss_and_gradient_of_one_batch(text, tmp_pat
     for size, accumulation in ((32, 1), (8, 4)):
         torch.manual_seed(0)
         model = hf.BertForMaskedLM(hf.BertConfig(**BASE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        train.batch_size = size
         settings = dict(gradient_accumulation_steps=accumulation, max_grad_norm=1e9, eval_on_start=False)
-        trainer = LikelihoodTrainer(model, training_arguments(tmp_path, 2, 1e-6, size, **settings), train, text[1])
+        trainer = LikelihoodTrainer(model, train, text[1], tmp_path, 2, 1e-6, **settings)
         trainer.train()
         logged.append([(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e])
     assert len(logged[0]) == len(logged[1]) == 2
     np.testing.assert_allclose(logged[1], logged[0], rtol=1e-4)
 
 
-def test_a_configuration_with_its_own_heldout_text_comes_back():
-    config = PretrainConfig(heldout="toy", steps=2)
-    assert PretrainConfig(**config.to_dict()) == config and config.heldout_share == 0
-    (run,) = expand(Grid(name="g", blocks=[Block(notebook="mlm_head", fixed={"heldout": "toy", "steps": 2})])).runs
-    assert PretrainConfig(**run.parameters) == config and run.key == config.key
-    with pytest.raises(ValueError, match="heldout_share: 0 leaves"):
-        PretrainConfig(heldout_share=0.0)
-
-
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_every_architecture_gets_a_head_and_keeps_its_encoder(kind, text, tmp_path):
     torch.manual_seed(0)
-    name = kind.split()[0]
-    encoder = getattr(hf, f"{name}Model")(getattr(hf, f"{name}Config")(**ENCODERS[kind]))
+    encoder = getattr(hf, f"{kind}Model")(getattr(hf, f"{kind}Config")(**ENCODERS[kind]))
     with torch.no_grad():
         for p in encoder.parameters():
             p.add_(0.1 * torch.randn_like(p))
     encoder.save_pretrained(tmp_path / "encoder")
     model, notes = with_mlm_head(str(tmp_path / "encoder"), text[0])
-    assert notes[0].startswith("absent from the checkpoint: ")
-    assert any("identity" in n for n in notes) or (kind == "Albert" and any("another form" in n for n in notes))
-    output = model.get_output_embeddings()
-    if kind == "Bert untied":
-        assert torch.equal(output.weight, model.get_input_embeddings().weight)
+    # the transform of ALBERT is not square
+    assert notes[0].startswith("new: ") and any("identity" in n for n in notes) == (kind != "Albert")
     expected = torch.from_numpy(log_frequencies(text[0]))
-    torch.testing.assert_close(output.bias.detach().double(), expected, rtol=1e-6, atol=1e-6)
-    names = freeze_encoder(model)
+    torch.testing.assert_close(model.get_output_embeddings().bias.detach().double(), expected, rtol=1e-6, atol=1e-6)
+    model.base_model.requires_grad_(False)
+    names = {n for n, p in model.named_parameters() if p.requires_grad}
     assert names and not any(n.startswith(model.base_model_prefix + ".") for n in names)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    LikelihoodTrainer(model, training_arguments(tmp_path, 2, 1e-2, 8), *text).train()
-    # transformers 5 keeps this one beside decoder.bias and never reads it
-    unused = {"cls.predictions.bias"} if kind == "Bert untied" else set()
+    LikelihoodTrainer(model, *text, tmp_path, steps=2, lr=1e-2).train()
     for n, p in model.named_parameters():
-        if n not in unused:
-            assert torch.equal(before[n], p) == (n not in names), n
-    for n, p in encoder.named_parameters():
-        if "pooler" not in n:
-            assert torch.equal(p, dict(model.base_model.named_parameters())[n]), n
+        assert torch.equal(before[n], p) == (n not in names), n
+    kept = dict(model.base_model.named_parameters())
+    assert all(torch.equal(p, kept[n]) for n, p in encoder.named_parameters() if "pooler" not in n)
 
 
 def test_head_alone_is_learnt_back_below_the_baseline(tmp_path):
@@ -203,20 +181,18 @@ def test_masks_change_with_the_epoch_and_the_heldout_ones_do_not(tmp_path):
     seen, fixed = {}, []
 
     class Watched(LikelihoodTrainer):
-        def _collate(self, numbers):
+        def collate(self, numbers):
+            batch = super().collate(numbers)
             for n in numbers:
                 seen.setdefault(n, []).append(tuple(self.corpus.sample(n)[1]))
-            return super()._collate(numbers)
+            return batch
 
         def evaluate(self, *args, **kwargs):
             fixed.append([tuple(self.heldout.sample(n)[1]) for n in self.heldout.numbers])
             return super().evaluate(*args, **kwargs)
 
-    model, arguments = (
-        hf.BertForMaskedLM(hf.BertConfig(**BASE)),
-        training_arguments(tmp_path, 10, 1e-3, 8, eval_steps=2),
-    )
-    Watched(model, arguments, train, heldout).train()
+    train.batch_size = 8
+    Watched(hf.BertForMaskedLM(hf.BertConfig(**BASE)), train, heldout, tmp_path, 10, 1e-3, eval_steps=2).train()
     assert set(seen) == set(range(40)) and all(len(v) == 2 for v in seen.values())  # two epochs of five steps
     assert sum(a != b for a, b in seen.values()) > 30 and all(f == fixed[0] for f in fixed)
 
@@ -235,7 +211,7 @@ pretrain(PretrainConfig(**{KILLED!r}), {str(out)!r}, 2, 5)"""
         [sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=place
     )
     folder = out / PretrainConfig(**KILLED).key
-    while process.poll() is None and not (folder / f"checkpoint-{step}").exists():
+    while process.poll() is None and not list(folder.glob(f"training/*/checkpoint-{step}")):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, process.stderr.read().decode()[-2000:]
@@ -254,34 +230,17 @@ def assert_equal_runs(tmp_path, config, evaluations, checkpoint_steps):
 
 def test_killed_and_resumed_is_the_run_left_alone(tmp_path):
     folder = killed_at(tmp_path / "killed", 30)  # in the third epoch of 13 steps, half a checkpoint written
-    assert not (folder / "record.json").exists() and last_checkpoint(folder).name in ("checkpoint-25", "checkpoint-30")
-    (folder / "checkpoint-99").mkdir()
-    (folder / "checkpoint-99" / "trainer_state.json").write_text('{"global_step": 9')
+    (place,) = (folder / "training").iterdir()
+    assert not (folder / "record.json").exists() and last_checkpoint(place, 50).endswith(
+        ("checkpoint-25", "checkpoint-30")
+    )
+    (place / "checkpoint-99").mkdir()
+    (place / "checkpoint-99" / "trainer_state.json").write_text('{"global_step": 9')
     assert_equal_runs(tmp_path, PretrainConfig(**KILLED), 2, 5)
 
 
 def die(*args):
     raise KeyboardInterrupt
-
-
-def test_an_interrupted_run_goes_on_with_its_own_texts_only(tmp_path, monkeypatch):
-    file, out = tmp_path / "c.txt", tmp_path / "out"
-    sentences = toy_corpus(60)
-    file.write_text("\n".join(sentences))
-    config = PretrainConfig(corpus=str(file), steps=4, packed=False)
-    with monkeypatch.context() as patch:
-        patch.setattr("isoreg.experiments.pretrain.save_model", die)
-        with pytest.raises(KeyboardInterrupt):
-            pretrain(config, out, 1, 2)
-    assert last_checkpoint(out / config.key, 4).name == "checkpoint-2"
-    for changed in (sentences[::-1], [*sentences[:-1], "a dog sleeps."]):  # all of it, and the held-out part alone
-        file.write_text("\n".join(changed))
-        with pytest.raises(ValueError, match="out: .*interrupted run with other .*text; remove it"):
-            pretrain(config, out, 1, 2)
-    assert not (out / config.key / "record.json").exists()
-    file.write_text("\n".join(sentences))
-    assert pretrain(config, out, 1, 2)["steps"] == 4
-    assert sorted(p.name for p in (out / config.key).iterdir()) == ["record.json", "toy-bert"]
 
 
 def test_killed_after_the_last_step(tmp_path, monkeypatch):
@@ -290,11 +249,40 @@ def test_killed_after_the_last_step(tmp_path, monkeypatch):
         patch.setattr("isoreg.experiments.pretrain.save_model", die)
         with pytest.raises(KeyboardInterrupt):
             pretrain(config, tmp_path / "killed", 2, 2)
-    assert last_checkpoint(tmp_path / "killed" / config.key).name == "checkpoint-4"
+    (place,) = (tmp_path / "killed" / config.key / "training").iterdir()
+    assert last_checkpoint(place, 5).endswith("checkpoint-4") and last_checkpoint(place, 4).endswith("checkpoint-2")
     assert_equal_runs(tmp_path, config, 2, 2)
 
 
-def test_bad_models_and_texts_are_named_before_training(tmp_path):
+def test_another_text_begins_anew(tmp_path, monkeypatch):
+    file, out, sentences = tmp_path / "c.txt", tmp_path / "out", toy_corpus(60)
+    file.write_text("\n".join(sentences))
+    config = PretrainConfig(corpus=str(file), steps=4, packed=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("isoreg.experiments.pretrain.save_model", die)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(config, out, 1, 2)
+    begun = []
+    monkeypatch.setattr(
+        LikelihoodTrainer,
+        "train",
+        lambda self, resume_from_checkpoint: (
+            begun.append(resume_from_checkpoint)
+            or hf.Trainer.train(self, resume_from_checkpoint=resume_from_checkpoint)
+        ),
+    )
+    for changed in (
+        [*sentences[:-1], "a dog sleeps."],
+        sentences[::-1],
+    ):  # while it is interrupted, and when it is done
+        file.write_text("\n".join(changed))
+        assert pretrain(config, out, 1, 2)["text"]["corpus"]["samples"] == 59
+        assert pretrain(config, out, 1, 2)["steps"] == 4  # not repeated
+        assert sorted(p.name for p in (out / config.key).iterdir()) == ["record.json", "toy-bert"]
+    assert begun == [None, None]
+
+
+def test_bad_models_and_texts_are_named_before_training(text, tmp_path):
     gpt2, other, empty, out = tmp_path / "gpt2", tmp_path / "other", tmp_path / "empty.txt", tmp_path / "out"
     hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=V, n_embd=H, n_layer=1, n_head=2, n_positions=64)).save_pretrained(gpt2)
     toy_tokenizer().save_pretrained(gpt2)
@@ -320,16 +308,16 @@ def test_bad_models_and_texts_are_named_before_training(tmp_path):
             assert word in str(error.value), (values, str(error.value))
         assert not out.exists()
     with pytest.raises(ValueError, match="lacks .* weights of its encoder"):
-        with_mlm_head(str(other))
+        with_mlm_head(str(other), text[0])
     shutil.copytree(toy_model_path(), other, dirs_exist_ok=True)
     weights = load_file(other / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] = math.nan
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="NaN or infinity in 1 of its weights"):
-        with_mlm_head(str(other))
+        with_mlm_head(str(other), text[0])
     (other / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ValueError, match="cannot be read .*; give the folder of a complete checkpoint"):
-        with_mlm_head(str(other))
+        with_mlm_head(str(other), text[0])
     with pytest.raises(ValueError, match="evaluations: 0"):
         pretrain(PretrainConfig(), out, evaluations=0)
 
@@ -346,13 +334,10 @@ def test_each_source_gives_its_share_and_nothing_is_in_both_parts(tmp_path):
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
 def test_toy_language_models_learn_and_repeat(kind):
-    learnt = toy_language_model(kind, steps=50, seed=1)
-    assert not learnt.model.training and learnt.heldout < learnt.unigram - 0.3
-    _, _, heldout = toy_batches(kind, 1)
-    assert heldout_loss(learnt.model, heldout)["loss"] == learnt.heldout
-    first, second = (toy_language_model(kind, steps=3, seed=1) for _ in range(2))
-    pairs = zip(first.model.parameters(), second.model.parameters())
-    assert first.heldout == second.heldout and all(torch.equal(a, b) for a, b in pairs)
+    model, corpus, heldout = toy_language_model(kind, steps=50, seed=1)
+    assert not model.training and heldout_loss(model, heldout)["loss"] < unigram_loss(corpus, heldout)["loss"] - 0.3
+    first, second = (toy_language_model(kind, steps=3, seed=1)[0].parameters() for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(ValueError, match="kind"):
         toy_language_model("bert")
 
@@ -376,41 +361,3 @@ def test_a_real_encoder_starts_near_the_baseline():
     model, notes = with_mlm_head(str(source), corpus)
     assert any("identity" in n for n in notes)
     assert abs(heldout_loss(model, held)["loss"] - unigram_loss(corpus, held)["loss"]) < 0.6
-
-
-def toy_notebook(values: dict):
-    "The cells of pretrain_toy in this process, with the parameters as papermill puts them."
-    space, injected = {"In": []}, "# Parameters\n" + "".join(f"{k} = {v!r}\n" for k, v in values.items())
-    for cell in json.loads(run_notebook_path("pretrain_toy").read_text())["cells"]:
-        if cell["cell_type"] != "code":
-            continue
-        for source in (
-            "".join(cell["source"]),
-            *([injected] if "parameters" in cell["metadata"].get("tags", []) else []),
-        ):
-            space["In"].append(source)
-            exec(source, space)
-
-
-WRONG = {
-    "stpes: unknown parameter; did you mean .steps": {"stpes": 4},
-    "lr: Input should be a valid number": {"lr": "x"},
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_the_toy_notebook_refuses_wrong_parameters(message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        toy_notebook(WRONG[message] | {"out": str(tmp_path / "model")})
-    assert not (tmp_path / "model").exists()
-
-
-def test_the_toy_notebook_knows_its_parameters_and_ends_after_one_small_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    plt.switch_backend("agg")
-    defaults = {
-        k: ast.literal_eval(v["default"])
-        for k, v in papermill.inspect_notebook(str(run_notebook_path("pretrain_toy"))).items()
-    }
-    toy_notebook(defaults | dict(steps=1, batch_size=2, texts=10, out=5))
-    assert (tmp_path / "5" / "model.safetensors").is_file()

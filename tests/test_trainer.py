@@ -1,6 +1,5 @@
 """Penalties in the transformers Trainer against its traps; references, schedules and isotropy; groups by length."""
 
-import contextlib
 import copy
 import inspect
 import itertools
@@ -9,11 +8,9 @@ import re
 import tempfile
 import types
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 import transformers
 from ranks import on_ranks
@@ -33,7 +30,6 @@ from isoreg.dropout import apply_dropout
 from isoreg.isoscore import isoscore_star
 from isoreg.istar import CosReg, IStar, measure_isotropy
 from isoreg.sites import dropout_sites
-from isoreg.states import same_draws
 from isoreg.trainer import (
     IsotropyLog,
     PenaltyMixin,
@@ -202,15 +198,15 @@ def test_two_penalties_of_one_kind_are_logged_apart():
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_penalty_that_trains_nothing_warns_once(frozen):
-    penalties = [IStar(-1, zeta=0), CosReg(1), TokenMean(), IStar(0, zeta=0)]  # the last has no effect by intention
+    penalties = [IStar(-1, zeta=0), CosReg(1), IStar(0, zeta=0)]  # the last has no effect by intention
     trainer = make_trainer(penalties, examples(32, 0), batch_size=4, steps=4)
     trainer.model.bert.requires_grad_(not frozen)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         trainer.train()
         trainer.evaluate()
     names = [re.findall(r"penalty: the term of this (\w+) has no gradient", str(w.message)) for w in caught]
-    assert [name for found in names for name in found] == (["IStar", "CosReg", "TokenMean"] if frozen else [])
+    assert [name for found in names for name in found] == (["IStar", "CosReg"] if frozen else [])
 
 
 class InTwoStacks(PenaltyMixin, Seq2SeqTrainer):
@@ -281,6 +277,14 @@ def test_two_ranks_give_the_gradient_and_loss_of_one(name):
 # ---- the reference
 
 
+def test_penalties_come_in_any_collection_and_have_one_reference_each():
+    p = IStar(-1)
+    for given in ([p, p], (q for q in [p, p]), torch.nn.ModuleList([p, p])):
+        trainer = make_trainer(given, examples(8, 0))
+        assert trainer.penalties == [p, p]
+        assert sum(getattr(c, "penalty", None) is p for c in trainer.callback_handler.callbacks) == 1
+
+
 def test_reference_is_refreshed_at_each_epoch_and_detached():
     penalty, seen = IStar(-1), []
     original = penalty.set_reference
@@ -294,7 +298,7 @@ def test_reference_is_refreshed_at_each_epoch_and_detached():
 def test_released_reference_is_in_float32_under_half_precision(released):
     model, batches = model_and_batches()
     loader = torch.utils.data.DataLoader([{k: v[i] for k, v in b.items()} for b in batches for i in range(4)], 4)
-    refresh = ReferenceRefresh(IStar(-1, padding=True), max_points=100, progress=False, released=released)
+    refresh = ReferenceRefresh(IStar(-1, padding=True), max_points=100, released=released)
     args = TrainingArguments(tempfile.mkdtemp(), **OFF, bf16=True, per_device_train_batch_size=4)
     refresh.on_epoch_begin(args, types.SimpleNamespace(epoch=0), None, model=model, train_dataloader=loader)
     rows = as_released(model, own_batches(loader, 4, args.seed * 1009), 100)
@@ -303,19 +307,14 @@ def test_released_reference_is_in_float32_under_half_precision(released):
     assert theirs == released
 
 
-SAVING = dict(steps=-1, num_train_epochs=2, save_strategy="steps", save_steps=2, learning_rate=0.1)  # of 4 an epoch
-
-
-@pytest.mark.parametrize("how", ["made with it", "set later", "resumed"])
-def test_a_reference_that_came_with_the_penalty_stays(how):
-    mine, out, checkpoint = torch.eye(16) * 3, tempfile.mkdtemp(), None
-    penalty = IStar(-0.1) if how == "set later" else IStar(-0.1, reference_cov=mine)
-    if how == "set later":
+@pytest.mark.parametrize("later", [False, True])
+def test_a_reference_that_came_with_the_penalty_stays(later):
+    mine = torch.eye(16) * 3
+    penalty = IStar(-0.1, reference_cov=None if later else mine)
+    trainer = make_trainer(penalty, examples(32, 0), steps=-1, num_train_epochs=2)
+    if later:
         penalty.set_reference(mine)
-    if how == "resumed":
-        make_trainer(IStar(-0.1), examples(32, 0), output_dir=out, **SAVING).train()
-        checkpoint = f"{out}/checkpoint-2"
-    make_trainer(penalty, examples(32, 0), output_dir=out, **SAVING).train(resume_from_checkpoint=checkpoint)
+    trainer.train()
     assert torch.equal(penalty.reference_cov, mine)
 
 
@@ -327,77 +326,10 @@ def test_a_reference_that_a_trainer_drew_is_drawn_anew_by_the_next():
     assert not torch.equal(*drawn)
 
 
-@pytest.mark.parametrize("every_epoch, step", [(True, 2), (True, 4), (False, 4)])
-def test_training_that_resumes_has_the_reference_that_it_had(every_epoch, step):
-    out, ends = tempfile.mkdtemp(), []
-    for checkpoint in (None, f"{out}/checkpoint-{step}"):
-        penalty = IStar(-1, zeta=0.5)
-        trainer = make_trainer(penalty, examples(32, 0), output_dir=out, **SAVING)
-        if not every_epoch:
-            trainer.pop_callback(ReferenceRefresh)
-            trainer.add_callback(ReferenceRefresh(penalty, every_epoch=False))
-        trainer.train(resume_from_checkpoint=checkpoint)
-        ends.append([penalty.reference_cov, *trainer.model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*ends))
-
-
-def test_two_penalties_resume_each_with_its_own_reference():
-    out, ends = tempfile.mkdtemp(), []
-    for checkpoint in (None, f"{out}/checkpoint-2"):
-        penalties = [CosReg(0.1), IStar(-1, zeta=0.5, layers=1), IStar(1, zeta=0.5, layers=2)]
-        trainer = make_trainer(penalties, examples(32, 0), output_dir=out, **SAVING)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        ends.append(list(trainer.model.parameters()))
-    files = Path(f"{out}/checkpoint-2").glob("reference_cov*")
-    kept = {f.name: safetensors.torch.load_file(f)["reference_cov"] for f in files}
-    # the first has the name that a lone one has
-    assert set(kept) == {"reference_cov.safetensors", "reference_cov_2.safetensors"}
-    assert not torch.equal(*kept.values()) and all(torch.equal(a, b) for a, b in zip(*ends))
-
-
-def _resume_on_rank(rank, world, have):
-    "The reference after a resume inside an epoch, where the first `have` ranks find one in their checkpoint."
-    trainer = make_trainer(IStar(-1), examples(16, 0), batch_size=4, kind=PenaltyTrainer)
-    (penalty,), folder = trainer.penalties, Path(tempfile.mkdtemp())
-    torch.save(trainer.model.state_dict(), folder / "pytorch_model.bin")
-    if rank < have:
-        safetensors.torch.save_file({"reference_cov": torch.eye(16)}, folder / "reference_cov.safetensors")
-    trainer._load_from_checkpoint(str(folder))
-    loader = torch.utils.data.DataLoader(examples(16, 0), 4)
-    (refresh,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ReferenceRefresh))
-    state = types.SimpleNamespace(epoch=0.5, global_step=2)
-    refresh.on_epoch_begin(trainer.args, state, None, model=trainer.model, train_dataloader=loader)
-    return penalty.reference_cov
-
-
-def test_ranks_take_a_kept_reference_together_or_not_at_all():
-    for kept in on_ranks(_resume_on_rank, 2):
-        assert torch.equal(kept, torch.eye(16))
-    one, two = on_ranks(_resume_on_rank, 1)
-    assert torch.equal(one, two) and not torch.equal(one, torch.eye(16))
-
-
 def test_a_data_set_of_batches_is_not_collated_again():
     loader = torch.utils.data.DataLoader([{"input_ids": torch.full((4, 3), i)} for i in range(5)], batch_size=None)
     ids = [b["input_ids"] for b in own_batches(loader, 2, 0)]
     assert {x.shape for x in ids} == {(4, 3)} and sorted(int(x[0, 0]) for x in ids) == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    "device, forked", [("cpu", ([], "cuda")), ("cuda:1", ([1], "cuda")), ("xpu:1", ([1], "xpu")), ("mps", ([0], "mps"))]
-)
-def test_random_states_of_the_device_are_kept(device, forked, monkeypatch):
-    asked = []
-
-    @contextlib.contextmanager
-    def fork_rng(devices, device_type="cuda"):
-        asked.append((devices, device_type))
-        yield
-
-    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
-    with same_draws(torch.device(device)):
-        pass
-    assert asked == [forked]
 
 
 def test_measuring_leaves_all_random_states_as_they_were():
@@ -460,39 +392,6 @@ def test_a_reloaded_model_trains_with_its_schedule(tmp_path):
     assert set(rates(loaded).values()) == {0.1}
 
 
-def test_a_model_that_the_trainer_makes_has_its_schedule(tmp_path):
-    scheduled().save_pretrained(tmp_path)
-    args = TrainingArguments(output_dir=str(tmp_path / "out"), max_steps=1, **OFF | SGD)
-    make = lambda: BertForSequenceClassification.from_pretrained(tmp_path)
-    trainer = InOrder(None, args, train_dataset=examples(8, 0), model_init=make)
-    trainer.train()
-    assert rates(trainer.model) == pytest.approx(rates(scheduled()))
-
-
-def test_penalties_come_in_any_collection_and_have_one_reference_each():
-    p = IStar(-1)
-    for given in ([p, p], (q for q in [p, p]), torch.nn.ModuleList([p, p])):
-        trainer = make_trainer(given, examples(8, 0))
-        assert trainer.penalties == [p, p]
-        assert sum(getattr(c, "penalty", None) is p for c in trainer.callback_handler.callbacks) == 1
-    for wrong in (5, IStar, [IStar]):
-        with pytest.raises(ValueError, match="penalty: .* is no torch module"):
-            make_trainer(wrong, examples(8, 0))
-
-
-def test_a_resumed_training_has_the_schedule_of_its_checkpoint():
-    out, ends = tempfile.mkdtemp(), []
-    for model, checkpoint in (scheduled(), None), (small_bert(0.1), f"{out}/checkpoint-2"), (scheduled(0.2), None):
-        trainer = make_trainer(None, examples(32, 0), model=model, output_dir=out, **SAVING)
-        if len(ends) == 2:
-            with pytest.raises(ValueError, match="dropout_schedule: .*checkpoint-2/config.json has another"):
-                trainer.train(resume_from_checkpoint=f"{out}/checkpoint-2")
-            break
-        trainer.train(resume_from_checkpoint=checkpoint)
-        ends.append(list(model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*ends))
-
-
 def test_noise_is_put_on_again_and_mixout_refused_without_its_weights(tmp_path):
     for how in ("gaussian", "mixout"):
         model = small_bert(0.1)
@@ -504,7 +403,7 @@ def test_noise_is_put_on_again_and_mixout_refused_without_its_weights(tmp_path):
     loaded, mixed = (BertForSequenceClassification.from_pretrained(tmp_path / how) for how in ("gaussian", "mixout"))
     make_trainer(None, examples(8, 0), model=loaded).train()
     assert any("Noise" in type(vars(m).get("forward")).__name__ for m in loaded.modules())
-    with pytest.raises(ValueError, match="dropout_schedule: .*cannot be put on .*pretrained"):
+    with pytest.raises(ValueError, match="pretrained: .*Mixout"):
         make_trainer(None, examples(8, 0), model=mixed).train()
 
 
@@ -534,6 +433,26 @@ def test_held_out_isotropy_is_a_metric_that_names_the_best_model(kind):
     assert "test_isoscore" not in trainer.predict(examples(4, 9)).metrics
 
 
+@pytest.mark.parametrize("kind", [InOrder, PlainInOrder])
+def test_held_out_isotropy_has_the_name_of_its_evaluation_set(kind):
+    best = dict(load_best_model_at_end=True, metric_for_best_model="eval_a_isoscore", greater_is_better=True)
+    trainer, log = make_trainer(None, examples(32, 0), kind=kind, **OFTEN, **best), IsotropyLog(HELD_OUT)
+    trainer.add_callback(log)
+    trainer.eval_dataset = {"a": examples(16, 9), "b": examples(8, 8)}
+    trainer.train()
+    assert [h["step"] for h in log.history] == [0, 2, 4]
+    assert trainer.state.best_metric == max(h["union"] for h in log.history[1:])
+    found = trainer.evaluate()
+    assert {n for n in found if n.endswith(("_loss", "_isoscore"))} == {
+        "eval_a_loss",
+        "eval_b_loss",
+        "eval_a_isoscore",
+        "eval_b_isoscore",
+    }
+    logged = [{n for n in e if n.endswith("_isoscore")} for e in trainer.state.log_history if "eval_b_loss" in e]
+    assert logged == [{"eval_b_isoscore"} if kind is InOrder else set()] * 3
+
+
 def test_isotropy_of_the_best_model_is_measured_after_training():
     best = dict(load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False)
     trainer = make_trainer(IStar(1, zeta=0), examples(32, 0), **OFTEN, **best, learning_rate=0.1)
@@ -549,7 +468,7 @@ def test_isotropy_of_the_best_model_is_measured_after_training():
 def _isotropy_on_rank(rank, world):
     batches = [{k: v for k, v in default_data_collator(ragged(4, s)).items() if k != "labels"} for s in range(4)]
     found = []
-    for sample, limit in ((batches, None), (batches, 40), (torch.utils.data.DataLoader(batches, None), None)):
+    for sample, limit in ((batches, 250_000), (batches, 40), (torch.utils.data.DataLoader(batches, None), 250_000)):
         log, trainer = IsotropyLog(sample, limit), make_trainer(None, examples(8, 0))
         log.on_train_begin(trainer.args, trainer.state, None, trainer.model)
         found.append([log.history[0]["points"], log.history[0]["union"]])
@@ -644,8 +563,6 @@ def test_groups_by_length_read_fewer_tokens_and_name_what_they_refuse():
         # padding on the left is right as well, though nothing is saved
         assert model(ids, attention_mask=mask.flip(1)).last_hidden_state.shape == (8, 12, 16)
     assert read[:4] == [(2, 3)] * 3 + [(2, 12)] and states.shape == (8, 12, 16) and states[:6, 3:].abs().max() == 0
-    with pytest.raises(ValueError, match="output_attentions"):
-        model(ids, attention_mask=mask, output_attentions=True)
     with pytest.raises(ValueError, match="groups: 0"):
         split_by_length(model, 0)
 
@@ -676,15 +593,11 @@ def test_groups_by_length_cut_what_else_belongs_to_the_batch():
         split = split_by_length(copy.deepcopy(model), 3)
         want, got = (m(**batch, position_ids=ids).logits for m in (model, split))
         torch.testing.assert_close(got, want, **near)
-    keep = batch["attention_mask"].bool()
-    for width in (5, 12):  # as long as the batch, or not
-        torch.manual_seed(0)
-        decoder = BertModel(BertConfig(**CONFIG, is_decoder=True, add_cross_attention=True)).eval()
-        given = dict(encoder_hidden_states=torch.randn(7, width, 16), use_cache=False)
-        given["encoder_attention_mask"] = texts(7, width)["attention_mask"]
-        want = decoder(**batch, **given).last_hidden_state
-        got = split_by_length(decoder, 3)(**batch, **given).last_hidden_state
-        torch.testing.assert_close(got[keep], want[keep], **near)
+    torch.manual_seed(0)
+    decoder = BertModel(BertConfig(**CONFIG, is_decoder=True, add_cross_attention=True)).eval()
+    given = batch | dict(encoder_hidden_states=torch.randn(7, 12, 16), use_cache=False)
+    want = decoder(**given).last_hidden_state  # read whole
+    torch.testing.assert_close(split_by_length(decoder, 3)(**given).last_hidden_state, want, **near)
 
 
 def test_one_group_gives_the_forward_back():

@@ -195,8 +195,8 @@ def _make_trainer(config: RunConfig, model, tokenizer, data: TaskData, folder: s
     pad: dict = {"padding": "max_length", "max_length": config.max_length} if fixed["pad_to_max"] else {}
     callbacks = [progress]
     if getattr(penalty, "needs_reference", False):
-        callbacks.append(ReferenceRefresh(penalty, every_epoch=not getattr(penalty, "given", False),
-                                          released=fixed["reference"] == "released"))
+        released = fixed["reference"] == "released"
+        callbacks.append(ReferenceRefresh(penalty, released=released))
     steps = config.epochs * math.ceil(math.ceil(len(train) / config.batch_size) / fixed["accumulation"])
     trainer = _InOrder(
         model, training_arguments(config, folder, steps, data.task.kind), train_dataset=train, eval_dataset=rows,

@@ -26,7 +26,7 @@ from .config import (
 from .finetune import pooled
 from .models import (
     check_vocabulary, has_decoder, limit_length, load_language_head, load_tokenizer, read_body, read_config)
-from .pretrain import toy_language_model
+from .pretrain import heldout_loss, toy_language_model, unigram_loss
 from isoreg.experiments.record import (
     changed_inputs, collect, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, read_record, versions,
     weights_sha256)
@@ -167,7 +167,7 @@ def _measure_geometry(config: GeometryConfig, folder: Path, on_progress: Callabl
         model, corpus, config.pooling, config.numbers, config.points, config.seed, config.precision)
     rows = []
     for number, x in zip(numbers, points.to(_device())):
-        found = geometry(x, undefined="nan")
+        found = geometry(x)
         last = found.pop("dimensions")
         if config.pooling != "tokens" and len(x) > 3:
             defined = not np.isnan(found["isoscore"])
@@ -250,9 +250,11 @@ def _device() -> str: return "cuda" if torch.cuda.is_available() else "cpu"
 
 def _toy_model(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:
     "Return model, tokenizer and notes of a toy model: one model, whatever the seed of masks and texts."
-    made = toy_language_model(kind := name.removeprefix("toy-"))
-    losses = f"held-out loss {made.heldout:.2f} nats, unigram baseline {made.unigram:.2f}"
-    return made.model, made.tokenizer, [f"a small {kind} architecture, trained on the toy corpus: {losses}"]
+    model, corpus, heldout = toy_language_model(kind := name.removeprefix("toy-"))
+    return model, corpus.tokenizer, [
+        f"a small {kind} architecture, trained on the toy corpus: held-out loss "
+        f"{heldout_loss(model, heldout)['loss']:.2f} nats, "
+        f"unigram baseline {unigram_loss(corpus, heldout)['loss']:.2f}"]
 
 # %% ../../nbs/experiments/25_measure.ipynb #b3a0df66
 def load_body(
