@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from ..checks import one_of
-from ..experiments.config import GUIDED, METHOD, RunConfig, model_label
+from ..experiments.config import GUIDED, METHOD, RunConfig, path_label
 from ..experiments.config import method_label as label
 from ..experiments.record import better
 from ..files import from_json, read_text, record_files
@@ -114,7 +114,7 @@ def _row(record: dict) -> dict:
         "collapsed": bool(row["collapsed"]),
         "notes": [note for part in ("data", "model", "dropout") for note in at(f"{part}.notes") or ()],
         "hardware": ", ".join(filter(None, (device, h.get("precision")))) if h else None,
-        "model_name": model_label(row["model"]),
+        "model_name": path_label(row["model"]),
         "protocol": "as released" if str(row["recipe"]).endswith("-released") else "corrected"}
 
 # %% ../../nbs/report/27_records.ipynb #558adde1
