@@ -333,6 +333,7 @@ QUERY = "bert.encoder.layer.0.attention.self.query.weight"
         (lambda w: {k: v for k, v in w.items() if "layer.1." not in k}, r"lacks .* weights .*layer\.1\..*complete"),
         (lambda w: {f"wrapped.{k}": v for k, v in w.items()}, "lacks .* weights .*embeddings"),
         (lambda w: w | {QUERY: w[QUERY] / 0}, "has NaN or infinity in 1 of its weights"),
+        (lambda w: w | {QUERY: (100 * w[QUERY]).to(torch.int8)}, "stores weights as integers"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_with_weights_that_are_none_is_refused(tmp_path, change, message):
@@ -524,6 +525,15 @@ def test_a_pretrained_part_of_the_head_is_kept(tmp_path):
     model.save_pretrained(tmp_path), toy_tokenizer().save_pretrained(tmp_path)
     loaded, _, notes = load_model(RunConfig(model=str(tmp_path), regularizer="none"))
     assert (loaded.head.dense.weight == 0.5).all() and any("classifier absent" in n for n in notes)
+
+
+def test_layers_that_are_not_read_are_noted(tmp_path):
+    hf.BertModel(hf.BertConfig(**SIZES | {"num_hidden_layers": 2})).save_pretrained(tmp_path)
+    toy_tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    notes = load_model(RunConfig(model=str(tmp_path)))[2]
+    assert any("num_hidden_layers leaves out 16 weights of the checkpoint" in n for n in notes)
 
 
 def test_sentence_vectors_of_a_half_precision_model_are_summed_in_single_precision():

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig, AutoModel, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
@@ -37,10 +38,11 @@ def load_model(
 
     A head and a pooler may be new, and the notes name them. `ValueError` where any other weight is missing."""
     tokenizer, notes, task = load_tokenizer(config.model), [], task or get_task(config.task, config.definition)
-    model, missing, body = _with_head(config, task)
+    model, missing, body, unread = _with_head(config, task)
     limit_length(tokenizer, model)
     old = _redraw_head(model, body, missing, config.seed)
     if old: notes.append(f"{', '.join(old)} of the checkpoint not used: drawn with the seed")
+    if unread: notes.append(f"num_hidden_layers leaves out {len(unread)} weights of the checkpoint, as {min(unread)}")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         notes.append(f"padding token set to {tokenizer.eos_token}")
@@ -52,8 +54,8 @@ def load_model(
     return model, tokenizer, notes
 
 
-def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.Module]:
-    "Return the model, the keys that the checkpoint lacks, and the part below the head."
+def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.Module, list[str]]:
+    "Return the model, the keys that the checkpoint lacks, the part below the head, and the layers not read."
     kind, options = AutoModelForQuestionAnswering, dict[str, Any](ignore_mismatched_sizes=True)
     if task.kind != "qa":
         problem = "regression" if task.kind == "regression" else "single_label_classification"
@@ -67,7 +69,8 @@ def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.M
     if body is model: body = nn.ModuleList([model.get_encoder(), model.get_decoder()])  # as T5 for questions has it
     other = {k if isinstance(k, str) else k[0] for k in info["mismatched_keys"]}  # such as a head of other labels
     check_whole(config.model, model, body, {*info["missing_keys"], *other})
-    return model, set(info["missing_keys"]), body
+    unread = [k for k in info["unexpected_keys"] if re.search(r"\b(layers?|h|blocks?)\.\d+\.", k)]
+    return model, set(info["missing_keys"]), body, unread
 
 # %% ../../nbs/experiments/21_models.ipynb #4b57d844s0
 def check_whole(name: str, model: nn.Module, body: nn.Module, missing: Iterable[str]) -> None:
@@ -131,7 +134,7 @@ def load_language_head(kind, model: str, loss: str) -> nn.Module:
 def pretrained(kind, model: str, **options):
     """Return what `kind.from_pretrained` gives for "toy-bert", a folder or a name on the hub.
 
-    Code that a checkpoint brings along is never run. `ValueError` for what is not there, damaged, NaN or infinite."""
+    Code that a checkpoint brings along is never run. `ValueError` for what is not there, damaged, stored as integers, or NaN."""
     source = model_source(model)
     try: found = kind.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:
@@ -141,6 +144,10 @@ def pretrained(kind, model: str, **options):
         raise ValueError(f"model: {model!r} cannot be read ({why}); give the folder of a complete checkpoint, "
                          "or a name on the hub") from None
     loaded = found[0] if isinstance(found, tuple) else found
+    for file in Path(source).glob("*.safetensors") if isinstance(loaded, nn.Module) else ():
+        with safe_open(file, "pt") as stored:
+            if any(k.endswith("weight") and stored.get_slice(k).get_dtype()[0] in "IU" for k in stored.keys()):
+                raise ValueError(f"model: {model!r} stores weights as integers; give the checkpoint before it was quantised")
     named = loaded.named_parameters() if isinstance(loaded, nn.Module) else ()
     if odd := [name for name, w in named if not bool(w.isfinite().all())]:
         raise ValueError(f"model: {model!r} has NaN or infinity in {len(odd)} of its weights ({odd[0]}, ...); "
