@@ -14,9 +14,9 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, T5Config, T5Encode
 
 from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
 from isoreg.landscape import direction, mean_loss, step_length, subset
-from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig, RunConfig
+from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig
 from isoreg.experiments.measure import as_surface, collect_measurements, load_body, load_language_model, measure
-from isoreg.experiments.models import check_vocabulary, load_model
+from isoreg.experiments.models import check_vocabulary
 from isoreg.experiments.toy import toy_model_path
 
 SCHEMA = Draft202012Validator(json.loads((Path(__file__).parents[1] / "nbs/results/landscape.schema.json").read_text()))
