@@ -217,7 +217,7 @@ def test_a_change_of_a_data_folder_is_seen(folder):
 
 
 def test_a_sweep_looks_at_models_and_rows_before_it_starts(folder, monkeypatch):
-    monkeypatch.setattr("isoreg.experiments.sweep.sweep", lambda *a: pytest.fail("it was started"))
+    monkeypatch.setattr("isoreg.cli.sweep", lambda *a: pytest.fail("it was started"))
     grid = folder / "g.yaml"
     for fixed, message in (
         ("model: my bert, task: toy-cola", "model: no folder 'my bert' here"),

@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 
@@ -140,47 +138,3 @@ def test_a_sweep_outlives_what_a_cluster_loses(tmp_path, monkeypatch, loss):
     started = Counter(logged(tmp_path, "start"))
     assert set(started.values()) <= {1, 2} and sum(started.values()) <= 3  # what was lost was done again, nothing else
     assert logged(tmp_path, "record") == sorted(records(out))
-
-
-@LONG
-def test_a_sweep_whose_head_is_gone_ends_and_the_next_one_goes_on(tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray", reason="ray is not installed")
-    path, out = stub(tmp_path, wait=1, tasks="[a]", seeds="0..2"), tmp_path / "out"
-    cluster, _ = cluster_of(ray, monkeypatch, 1)
-    script = tmp_path / "on_ray.py"
-    script.write_text(ON_RAY)
-    command = [sys.executable, str(script), str(path), str(out), cluster.address]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        wait_for(lambda: len(records(out)) >= 1 or first.poll() is not None)
-        cluster.shutdown()
-        said = first.communicate(timeout=300)[0]
-    finally:
-        first.kill()
-    kept = records(out)
-    assert first.returncode != 0 and kept, said
-    cluster, _ = cluster_of(ray, monkeypatch, 1)  # the head is started again
-    try:
-        again = subprocess.run([*command[:-1], cluster.address], capture_output=True, text=True, timeout=300)
-    finally:
-        cluster.shutdown()
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert len(records(out)) == 3 and all(records(out)[k] == r for k, r in kept.items())
-    assert all(Counter(logged(tmp_path, "start"))[k] == 1 for k in kept)
-
-
-ON_RAY = """
-import sys
-from pathlib import Path
-
-import sweep_stub
-from test_faults import for_nodes
-from isoreg.experiments.grid import expand, load_grid
-from isoreg.experiments.sweep import OnRay, sweep
-
-grid, out, address = sys.argv[1:]
-sweep_stub.enter(Path(grid).parent)
-plan = for_nodes(expand(load_grid(grid)))
-report = sweep(plan, out, OnRay(address), retry_failed=True, log=lambda line: print(line, flush=True))
-sys.exit(report.code)
-"""

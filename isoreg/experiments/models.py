@@ -28,7 +28,7 @@ from transformers.utils import logging
 from .config import RunConfig
 from .tasks import Task, get_task
 from .toy import toy_model_path
-from ..files import expanded, lacks_room, read_text
+from ..files import expanded, read_text
 
 # %% ../../nbs/experiments/21_models.ipynb #4b57d844
 def load_model(
@@ -175,7 +175,6 @@ def pretrained(
     source = model_source(model)
     try: found = kind.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:
-        if lacks_room(error): raise
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if "trust_remote_code" in str(error): why = "it brings code of its own, which is never run"
         if not os.path.isfile(f"{source}/config.json"):
