@@ -187,8 +187,7 @@ def _stored(what: Path, records: Path) -> dict:
     files = sorted(records.glob("*.jsonl")) if records.is_dir() else [records]
     runs = [r for file in files for r in read_lines(file) if r["key"] == str(what)]
     if runs: return max(runs, key=lambda r: str(r.get("started", "")))
-    raise ValueError(f"record: no file {str(what)!r}, and no run of that key in {str(records)!r}; "
-                     "give a record.json, or --records")
+    raise ValueError(f"record: no file and no stored run {str(what)!r}; give a record.json, or --records")
 
 # %% ../nbs/31_cli.ipynb #3c934f1c
 @app.command("sweep")
@@ -251,13 +250,11 @@ def _sweep(plan, out: Path, jobs: int | None = None, ray: bool = False, retry_fa
 
 # %% ../nbs/31_cli.ipynb #096625ec
 def _show_report(report, out: Path) -> int:
-    "Print how a sweep ended: what failed, then the counts. Returns the exit code."
-    for key, failure in report.failed.items():
-        error = failure.get("error", "").partition("\n")[0]
-        _errors.print(_printable(f"failed: {error}\n  {out / key / 'failed.json'}"))
+    "Print how a sweep ended, and return the exit code."
     made = f"{len(report.done)} by this sweep, {_time(report.seconds)}"
     _console.print(f"{report.found + len(report.done)} of {len(report.plan.runs)} runs are done ({made}), "
                    f"{len(report.failed)} failed; records in {out}")
+    for key in report.failed: _console.print(f"  failed: see {out / key / 'failed.json'}")
     if report.failed: _console.print("When the cause is mended, the same command with --retry-failed does them.")
     return report.code
 

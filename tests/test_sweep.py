@@ -355,24 +355,11 @@ def test_an_interrupt_ends_the_workers_and_what_they_started(tmp_path):
 # Folders, disks and records
 
 
-def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError):
-        sweep(expand(load_grid(stub(tmp_path))), tmp_path / "file" / "out", Fake())
-
-
 def test_an_error_before_a_run_begins_leaves_no_lock(tmp_path):
     folder, plan = Folder(tmp_path / "out"), expand(load_grid(stub(tmp_path)))
     with pytest.raises(IndexError):
         sweep(plan, folder.out, Fake())
     assert status(folder.out)["running"] == []
-
-
-def test_a_run_does_not_begin_once_its_sweep_ends(tmp_path):
-    executor = Fake({})
-    ending = Sweep(expand(load_grid(stub(tmp_path))), tmp_path / "out", executor, print)
-    ending.closed, (run, *_) = True, ending.look(retry_failed=False)
-    assert ending.do(run) == "stopped" and not executor.asked
 
 
 def test_a_full_disk_stops_the_sweep(tmp_path):
