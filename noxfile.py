@@ -49,12 +49,6 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
-def times(session: nox.Session) -> None:
-    "Measure the processor time of the tests and of the filter of pages, for *How fast is it?*, on a quiet machine."
-    session.run("python", "tools/times.py", *session.posargs, env=QUIET)
-
-
-@nox.session(python=False)
 def long(session: nox.Session) -> None:
     "Run the tests that take minutes, and enter what came of them in the record of trust."
     session.run("python", "tools/long.py", env=QUIET)

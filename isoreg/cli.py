@@ -157,7 +157,7 @@ def _stage(state: dict) -> Text:
 # %% ../nbs/31_cli.ipynb #stage01
 def _show_records(records: Sequence[RunRecord]):
     "Print the scores and the isotropy of runs on one task."
-    rows = [[method_label(r.config).replace("base", "baseline"), _number(r.value),
+    rows = [[method_label(r.config), _number(r.value),
              *(_number(r.isoscore[when]["union"]) for when in ("before", "after"))] for r in records]
     first = records[0]
     _show(f"Fine-tuning on {first.config['task']}", rows, ["method"], [first.metric, "IsoScore before", "after"])
@@ -374,7 +374,7 @@ def _show_scores(measured: Sequence, differences: Sequence, about: dict, made: S
 def report_command(
     source: Annotated[list[Path], typer.Argument(help="Folders of runs, or .jsonl files of records.")],
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
-    baseline: Annotated[str, typer.Option(help="Method that the others are compared with.")] = "base",
+    baseline: Annotated[str, typer.Option(help="Method that the others are compared with.")] = "baseline",
     by: Annotated[list[str] | None, typer.Option(help="A setting that tells rows apart as well.")] = None,
 ):
     "Tables (.md) and figures (.png) from records: intervals, paired tests, failed and collapsed runs."

@@ -92,7 +92,7 @@ def _checked(pieces: Iterable, name: str) -> Iterator[Tensor]:
     except Exception as error: raise ValueError(f"{name}: {error}") from None
 
 # %% ../nbs/35_vectors.ipynb #1d0962s1
-def _height(d: int) -> int: return max(1, (1 << 21) // d)  # rows of a piece: 16 MiB in float64
+def _height(d: int) -> int: return max(1, (1 << 22) // d)  # rows of a piece: 16 MiB in float32
 
 
 def _slices(n: int, d: int) -> list[slice]: return [slice(a, min(n, a + _height(d))) for a in range(0, n, _height(d))]

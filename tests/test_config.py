@@ -312,14 +312,14 @@ def test_method_labels_tell_the_stored_methods_apart():
     for config, _ in stored():
         method = usual | {k: v for k, v in config.items() if k in usual}
         labels.setdefault(method_label(config), set()).add(str(method))
-    assert "base" in labels and all(len(methods) == 1 for methods in labels.values()), labels
+    assert "baseline" in labels and all(len(methods) == 1 for methods in labels.values()), labels
 
 
 @pytest.mark.parametrize(
     "config, label",
     [
         ({}, "I-STAR λ=?"),
-        ({"regularizer": "none"}, "base"),
+        ({"regularizer": "none"}, "baseline"),
         ({"lam": -1.0, "zeta": 0.5}, "I-STAR λ=-1, ζ=0.5"),
         ({"lam": 0.1 + 0.2, "zeta": 0.1234567}, "I-STAR λ=0.30000000000000004, ζ=0.1234567"),
         ({"lam": -1.0, "layers": 3}, "I-STAR λ=-1, layer 3"),
@@ -328,7 +328,7 @@ def test_method_labels_tell_the_stored_methods_apart():
         ({"regularizer": "cosreg", "lam": 1.0, "zeta": 0.0}, "CosReg λ=1"),
         ({"regularizer": "mine:Length", "lam": 2.0}, "Length λ=2"),
         ({"regularizer": "none", "dropout": "guided", "dropout_p": 0.2}, "guided dropout p=0.2"),
-        ({"regularizer": "none", "dropout": "constant", "dropout_p": 0.0}, "dropout p=0"),
+        ({"regularizer": "none", "dropout": "constant", "dropout_p": 0.0}, "no dropout"),
         ({"regularizer": "none", "dropout": "guided", "scores": "out/a/full/fisher.json"}, "guided dropout scores a"),
         ({"regularizer": "none", "dropout": "rates/mine.json"}, "schedule mine"),
         ({"lam": -0.1, "dropout": "guided", "zeta": float("nan")}, "I-STAR λ=-0.1 + guided dropout"),

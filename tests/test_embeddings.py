@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from isoreg import embeddings
 from isoreg.cli import app
-from isoreg.embeddings import compare, dimensions_in_use, draw_texts, embed, measure_model, measure_points
+from isoreg.embeddings import compare, draw_texts, embed, measure_model, measure_points
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 from isoreg.geometry import average_cosine, outlier_dimensions, stand_out, two_nn
 from isoreg.isoscore import isoscore, isoscore_with_error, participation_ratio
@@ -235,10 +235,11 @@ def test_the_score_in_pieces_is_that_of_the_whole(monkeypatch, shape, dtype, shi
     seen, best = [], isoscore_with_error(x.astype(float))
     m = measure_points(x, progress=seen.append)
     want = (best.score, best.stderr, float(isoscore(x.astype(float))))
-    assert (m.row["corrected"], m.row["standard_error"], m.row["isoscore"]) == pytest.approx(want, rel=2e-4)
+    assert (m.row["corrected"], m.row["standard_error"], m.row["plain"]) == pytest.approx(want, rel=2e-4)
     half = stats.t.ppf(0.975, len(x) - 1) * m.row["standard_error"]
     assert m.row["interval"] == pytest.approx([m.row["corrected"] - half, m.row["corrected"] + half], rel=1e-9)
-    assert m.row["dimensions_in_use"] == dimensions_in_use(m.row["corrected"], shape[1]) and sum(seen) == 2 * len(x)
+    assert m.row["dimensions_in_use"] == pytest.approx(1 + (shape[1] - 1) * m.row["corrected"])
+    assert sum(seen) == 2 * len(x)
     assert m.without.shape == (len(x),) and m.row["repeated"] == 0
     left = isoscore(np.delete(x.astype(float), 7, 0), correction="ustat")
     assert m.without[7] == pytest.approx(float(left), rel=1e-4)
@@ -285,7 +286,7 @@ def test_dimensions_in_use_are_those_of_the_corrected_score():
     assert participation_ratio(np.cov(x.T)) == pytest.approx(s.sum() ** 2 / (s**2).sum())
     found = measure_points(x).row
     assert found["dimensions_in_use"] == pytest.approx(1 + 59 * found["corrected"])
-    assert found["corrected"] > found["isoscore"]
+    assert found["corrected"] > found["plain"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -316,7 +317,7 @@ def test_a_basis_has_a_plain_score_and_no_corrected_one(tmp_path):
     x = np.eye(8)
     with pytest.warns(UserWarning, match="points: no corrected score: points: as even as so few rows can be"):
         found = measure_points(x).row
-    assert found["isoscore"] == pytest.approx(float(isoscore(x))) and "corrected" not in found
+    assert found["plain"] == pytest.approx(float(isoscore(x))) and "corrected" not in found
     assert found["dimensions_in_use"] == pytest.approx(7) and len(found["spectrum"]["share"]) == 8
     np.save(tmp_path / "basis.npy", x)
     np.save(tmp_path / "other.npy", np.random.default_rng(0).normal(size=(20, 8)))
@@ -453,7 +454,7 @@ def test_layers_of_a_model_are_scored_each(texts):
     for row in found.rows:
         x = embed("toy-bert", texts, "mean", row["layer"])
         assert row["corrected"] == pytest.approx(float(isoscore(x, correction="ustat")), rel=1e-5)
-        assert row["dimensions_in_use"] == dimensions_in_use(row["corrected"], 96)
+        assert row["dimensions_in_use"] == pytest.approx(1 + 95 * row["corrected"])
     first = measure_model("toy-bert", texts, pooling="cls")  # before the first layer it is the same in all texts
     assert first.rows[0] == {"layer": 0, "unit": "text"} and "corrected" in first.rows[-1]
 
@@ -468,8 +469,8 @@ def test_outlier_dimensions_of_tokens_are_those_of_all_their_vectors(texts, monk
 def test_tokens_of_length_one(texts):
     plain, unit = (measure_model("toy-bert", texts, normalize=n) for n in (False, True))
     tokens = embed("toy-bert", texts, "tokens", normalize=True)
-    assert unit.rows[-1]["isoscore"] == pytest.approx(float(isoscore(tokens)), abs=1e-5)
-    assert unit.rows[-1]["isoscore"] != pytest.approx(plain.rows[-1]["isoscore"], abs=1e-4)
+    assert unit.rows[-1]["plain"] == pytest.approx(float(isoscore(tokens)), abs=1e-5)
+    assert unit.rows[-1]["plain"] != pytest.approx(plain.rows[-1]["plain"], abs=1e-4)
 
 
 @pytest.fixture
@@ -525,7 +526,7 @@ def test_score_of_an_encoder_decoder_model_is_its_encoders(tmp_path, texts, kind
     with torch.no_grad():
         states = T5EncoderModel.from_pretrained(tmp_path).eval()(**batch, output_hidden_states=True).hidden_states
     right = [float(isoscore(h[batch["attention_mask"].bool()])) for h in states]
-    assert [r["isoscore"] for r in measure_model(str(tmp_path), lines).rows] == pytest.approx(right, abs=1e-6)
+    assert [r["plain"] for r in measure_model(str(tmp_path), lines).rows] == pytest.approx(right, abs=1e-6)
 
 
 @pytest.mark.parametrize("count", [6, 25, 60])
@@ -537,7 +538,7 @@ def test_streamed_scores_of_a_model_equal_those_of_all_states(texts, count):
     assert [r["layer"] for r in rows] == list(range(len(states)))
     for row, h in zip(rows, states):
         whole, exact = isoscore_by_sequence_with_error(h, mask), measure_points(h[mask.bool()]).row["spectrum"]
-        assert row["isoscore"] == pytest.approx(float(isoscore(h.flatten(0, 1), mask.flatten())), abs=1e-6)
+        assert row["plain"] == pytest.approx(float(isoscore(h.flatten(0, 1), mask.flatten())), abs=1e-6)
         assert (row["corrected"], row["standard_error"]) == pytest.approx((whole.score, whole.stderr), abs=1e-6)
         assert (row["points"], row["sequences"]) == (int(mask.sum()), count) and row["spectrum"]["axes_for"] == exact[
             "axes_for"
@@ -670,7 +671,7 @@ def test_rows_are_paired_only_where_asked(tmp_path):
     refused = invoke(tmp_path / "x.npy", tmp_path / "few.npy", "--each", "--paired")
     assert refused.exit_code == 2 and "paired: 50 and 120 rows" in refused.stderr
     ((unit,),) = scores(tmp_path / "x.npy", "--normalize").values()
-    assert unit["isoscore"] == pytest.approx(float(isoscore(x / np.linalg.norm(x, axis=1, keepdims=True))))
+    assert unit["plain"] == pytest.approx(float(isoscore(x / np.linalg.norm(x, axis=1, keepdims=True))))
 
 
 def test_the_page_holds_the_scores_and_where_they_come_from(tmp_path):

@@ -124,7 +124,7 @@ def test_real_records_and_their_older_settings():
     assert set(df.dropout) == {"standard"} and set(df.p_max) == {0.1} and set(df.protocol) == {"corrected"}
     assert df.intrinsic_dimension_after.isna().all()
     assert df.isoscore_layers_after[0] == lines[0]["isoscore"]["after"]["layers"]
-    assert sorted(set(df.method)) == ["I-STAR λ=-1", "I-STAR λ=1", "base"]
+    assert sorted(set(df.method)) == ["I-STAR λ=-1", "I-STAR λ=1", "baseline"]
 
 
 def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
@@ -147,7 +147,7 @@ def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.warns(UserWarning, match="left out 4, no record of a run: .*cut.*fisher.*latin"):
         df = load(tmp_path)
-    status = {"base0": "done", "I-STAR λ=-10": "failed", "I-STAR λ=10": "done", "base1": "failed"}
+    status = {"baseline0": "done", "I-STAR λ=-10": "failed", "I-STAR λ=10": "done", "baseline1": "failed"}
     assert dict(zip(df.method + df.seed.astype(str), df.status)) == status and len(df) == 4
     assert df.error[df.method == "I-STAR λ=-1"].item().startswith("RuntimeError")
     assert math.isnan(df.value[df.seed == 1].item())
@@ -178,7 +178,7 @@ def test_a_run_record_and_the_scores_on_further_tasks():
     run = RunRecord("k", RunConfig(regularizer="none", dropout="guided").to_dict(), metric="accuracy", value=0.5)
     other = record(NONE, 0, 0.6, task="mnli", others={"mnli-mm": {"value": 0.7, "metric": "accuracy"}})
     df = load([run, other])
-    assert list(df.method) == ["guided dropout", "base"]
+    assert list(df.method) == ["guided dropout", "baseline"]
     assert summarise(df[df.task == "mnli"], value="mnli-mm")["mean"].tolist() == [0.7]
 
 
@@ -217,7 +217,7 @@ def test_provenance_names_everything():
 def test_failed_and_collapsed_runs_are_counted():
     runs = [record(NONE, 0, 0.6), record(NONE, 1, 0.8), record(NONE, 2, 0.527, collapsed=True)]
     table = summarise(load([*runs, failed(NONE, 3), failed(PLUS, 0)]))
-    one, other = table.set_index("method").loc["base"], table.set_index("method").loc["I-STAR λ=1"]
+    one, other = table.set_index("method").loc["baseline"], table.set_index("method").loc["I-STAR λ=1"]
     assert (one.n, one.failed, one.collapsed) == (3, 1, 1) and [s for s, *_ in one.records] == [0, 1, 2, 3]
     sd = np.std([0.6, 0.8, 0.527], ddof=1)
     np.testing.assert_allclose([one["mean"], one["sd"], one["median"], one["worst"]], [1.927 / 3, sd, 0.6, 0.527])
@@ -274,7 +274,7 @@ def test_other_values():
 
 def test_no_mean_counts_a_seed_twice():
     runs = [record(NONE, s, 0.6, settings={"model": f"/{where}/bert"}) for where in "ab" for s in range(2)]
-    with pytest.raises(ValueError, match="by: two runs of base have seed 0; they differ in model: add that to by"):
+    with pytest.raises(ValueError, match="by: two runs of baseline have seed 0; they differ in model: add that to by"):
         summarise(load(runs))
     assert list(summarise(load(runs), by=["model"]).n) == [2, 2]
     assert list(summarise(load([runs[0], runs[3]])).n) == [2]  # a folder that was moved
@@ -304,7 +304,7 @@ def test_what_a_seed_adds_to_both_arms_changes_nothing(rows):
     np.testing.assert_allclose([back.difference, back.p], [-one.difference, one.p], atol=1e-9)
     swap = {"higher": "lower", "lower": "higher"}
     assert back.verdict == swap.get(one.verdict, one.verdict)
-    turned = compare(arms(none=a, plus=b), of="base").iloc[0]
+    turned = compare(arms(none=a, plus=b), of="baseline").iloc[0]
     assert (turned.method, turned.difference, turned.verdict) == (back.method, back.difference, back.verdict)
 
 
@@ -342,7 +342,7 @@ def test_rows_of_too_few_pairs_take_no_part():
     few = arms(none=base, minus=base - 0.1, plus=base[:2] + 0.1)
     whole, most = compare(few), compare(few, min_pairs=3)
     assert list(whole.n) == [6, 2] and list(most.n) == [6] and most.p_holm[0] == 2 / 64 < whole.p_holm[0]
-    with pytest.raises(ValueError, match="baseline: no method has 7 pairs with 'base'"):
+    with pytest.raises(ValueError, match="baseline: no method has 7 pairs with 'baseline'"):
         compare(few, min_pairs=7)
 
 
@@ -387,8 +387,8 @@ def test_pairs_need_one_run_a_seed_and_the_same_setting():
     uneven = load([record(m, s, 0.6 + 0.01 * s, settings={"epochs": e}) for m, e in epochs for s in range(3)])
     assert compare(uneven, by=[]).differ[0] == ["epochs"] and "arms differ in" in to_markdown(compare(uneven, by=[]))
     assert compare(uneven, by=["epochs"]).verdict[0] == "no pair to compare"
-    for how in ({"baseline": "Base"}, {"of": "Base"}):
-        with pytest.raises(ValueError, match=f"{next(iter(how))}: 'Base' is unknown; did you mean 'base'"):
+    for how in ({"baseline": "Baseline"}, {"of": "Baseline"}):
+        with pytest.raises(ValueError, match=f"{next(iter(how))}: 'Baseline' is unknown; did you mean 'baseline'"):
             compare(uneven, **how)
 
 
@@ -521,7 +521,7 @@ def test_the_stored_tables_are_what_the_records_give(monkeypatch):
     df, page = load("../results/istar_first.jsonl"), "report/27_records.ipynb"
     assert outputs(page, "#| label: tbl-first\n") == [to_markdown(summarise(df))]
     assert outputs(page, "#| label: tbl-first-differences\n") == [to_markdown(compare(df))]
-    learnt = clears_majority(load("../results/runs.jsonl").query("method == 'base' and train_fraction == 1"))
+    learnt = clears_majority(load("../results/runs.jsonl").query("method == 'baseline' and train_fraction == 1"))
     shown = learnt[["task", "metric", "n", "mean", "majority", "error", "clears"]]
     assert outputs(page, "#| label: tbl-learnt\n") == [shown.to_markdown(index=False, floatfmt=".3f")]
 
@@ -633,24 +633,24 @@ def test_three_columns_keep_protocols_apart():
     each = [(m, v + x + 0.01 * s, r, s) for m, v in ((NONE, 0.6), (MINUS, 0.7)) for r, x in recipes for s in (0, 1)]
     runs = [record(m, s, v, settings={"recipe": r}) for m, v, r, s in each]
     numbers = published(paper="I-STAR", table="Table 1", model="BERT", task="rte")
-    t = three_columns(load(runs), numbers, {"Base": "base", "I-STAR": "I-STAR λ=-1"})
+    t = three_columns(load(runs), numbers, {"Base": "baseline", "I-STAR": "I-STAR λ=-1"})
     around = lambda m: f"{m:.2f} ± 0.71 [{m - 6.35:.2f} to {m + 6.35:.2f}] (n=2)"  # t of one degree: 12.706
     assert [str(c) for c in t["as released"]] == [around(60.5), around(70.5)]
     assert [str(c) for c in t["corrected"]] == [around(70.5), around(80.5)]
     assert list(t.published) == ["62.24 ± 0.48 (BERT, mean of 5)", "62.53 ± 0.70 (BERT, mean of 5)"]
     assert numbers.source[0] in t.attrs["caption"]
-    some = three_columns(load([r for r in runs if "paper" in r["config"]["recipe"]]), numbers, {"Base": "base"})
+    some = three_columns(load([r for r in runs if "paper" in r["config"]["recipe"]]), numbers, {"Base": "baseline"})
     assert list(some["as released"]) == ["not run"]
     mixed = load([*runs, record(NONE, 0, 0.9, settings={"recipe": "istar-paper", "lr": 1e-5})])
     other = [record(NONE, s, 0.9, settings={"recipe": "istar-paper", "model": "m2"}) for s in (2, 3)]
     for runs_of_two, differ in ((mixed, "lr"), (load([*runs, *other]), "model_name")):
-        with pytest.raises(ValueError, match=f"df: runs of base on rte differ in {differ}; choose one"):
-            three_columns(runs_of_two, numbers, {"Base": "base"})
+        with pytest.raises(ValueError, match=f"df: runs of baseline on rte differ in {differ}; choose one"):
+            three_columns(runs_of_two, numbers, {"Base": "baseline"})
     none = three_columns(load(runs), numbers, {"Base": "no dropout"})
     assert [str(c) for c in none.iloc[0][["as released", "corrected"]]] == ["not run"] * 2
     assert "Measured: nothing yet." in none.attrs["caption"]
     with pytest.raises(ValueError, match="methods: 'Bse' is unknown; did you mean 'Base'"):
-        three_columns(load(runs), numbers, {"Bse": "base"})
+        three_columns(load(runs), numbers, {"Bse": "baseline"})
 
 
 # ---- tasks that can judge
@@ -839,7 +839,7 @@ def test_a_task_that_cannot_judge_is_named_and_left_out_of_the_whole(tmp_path, m
     write_report(pd.concat([able, idle], ignore_index=True), tmp_path)
     text = (tmp_path / "over_tasks.md").read_text(encoding="utf-8")
     assert "cola + rte |" in text and "two standard errors are 0.060)" in text
-    assert "Left out, since base does not clear the majority rate there: mrpc (0.530 beside 0.527; " in text
+    assert "Left out, since baseline does not clear the majority rate there: mrpc (0.530 beside 0.527; " in text
     assert "mrpc" in (tmp_path / "comparisons.md").read_text(encoding="utf-8")
     write_report(pd.concat([on_tasks(0.7, cola=[0.02, 0.01]), idle]), tmp_path)
     assert not (tmp_path / "over_tasks.md").exists()

@@ -28,7 +28,6 @@ from isoreg.experiments.sweep import (
     Folder,
     Local,
     OnRay,
-    Sweep,
     compute_on_node,
     environment,
     is_record_of,

@@ -156,6 +156,7 @@ def benchmark(out: Path, end: float, dry: bool) -> None:
             names |= given
     record = max((BUILT / "benchmark").rglob("record.json"), key=os.path.getmtime)
     shutil.copy(record, out / "benchmark_gpu.json")
+    shutil.copy(record.with_name("profile.txt"), out / "benchmark_gpu.txt")
 
 
 def head(out: Path, end: float, dry: bool) -> None:
@@ -276,7 +277,7 @@ def take(out: Path) -> None:
     setting = lambda r: (r["key"].rsplit("-seed", 1)[0], json.dumps(r["config"] | {"seed": 0}), r["config"]["seed"])
     lines = [json.dumps(r) + "\n" for r in sorted(recorded(out), key=setting)]
     (RESULTS / "base_gpu.jsonl").write_text("".join(lines))
-    for name in ("benchmark_gpu.json", "mpnet_scores_gpu.json"):
+    for name in ("benchmark_gpu.json", "benchmark_gpu.txt", "mpnet_scores_gpu.json"):
         if (out / name).exists():
             shutil.copy(out / name, RESULTS / name)
 

@@ -399,7 +399,7 @@ def method_label(
     "Return a name of the method: penalty and dropout, with settings that are not the default."
     c = {n: RunConfig.model_fields[n].default for n in METHOD}
     c |= {k: config[k] for k in METHOD if k in config and config[k] == config[k]}  # not NaN
-    return " + ".join(filter(None, [_penalty_label(c), _dropout_label(c, scores)])) or "base"
+    return " + ".join(filter(None, [_penalty_label(c), _dropout_label(c, scores)])) or "baseline"
 
 
 def _penalty_label(c: dict) -> str:
@@ -421,6 +421,7 @@ def _dropout_label(c: dict, scores: bool) -> str:
     "Return the name of the dropout with its settings."
     how = c["dropout"]
     if how == "standard": return ""
+    if how == "constant" and c["dropout_p"] == 0: return "no dropout"
     words = [] if c["dropout_p"] is None else [f"p={_number(c['dropout_p'])}"]
     if c["scores"] and scores: words.append(f"scores {file_label(c['scores'])}")
     own = f"schedule {file_label(how).rpartition(':')[2]}"

@@ -266,7 +266,7 @@ def _draw_difference(ax, y: int, r):
 def write_report(
     source,  # of load, or its table
     folder: str | Path,  # gets the files; made if it is not there
-    baseline: str | None = "base",  # of the comparisons; None: no comparisons
+    baseline: str | None = "baseline",  # of the comparisons; None: no comparisons
     by: Sequence[str] | None = None,  # as for summarise and compare
     base: str = "",  # put before the links to records
 ) -> list[Path]:  # the files

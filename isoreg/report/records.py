@@ -259,7 +259,7 @@ def check_seeds(runs: pd.DataFrame) -> None:
 # %% ../../nbs/report/27_records.ipynb #c17df239
 def clears_majority(
     df: pd.DataFrame,  # of load
-    baseline: str = "base",  # a value of the column method
+    baseline: str = "baseline",  # a value of the column method
     by: Sequence[str] | None = None,  # as for summarise
 ) -> pd.DataFrame:  # one row a task and setting
     """Return whether the baseline scores two standard errors above the best constant answer, so that a task can judge.
@@ -276,7 +276,7 @@ def clears_majority(
 # %% ../../nbs/report/27_records.ipynb #27b0173c
 def compare(
     df: pd.DataFrame,  # of load
-    baseline: str = "base",  # method that the others are compared with, a value of the column method
+    baseline: str = "baseline",  # method that the others are compared with, a value of the column method
     by: Sequence[str] | None = None,  # columns in which pairs agree, besides task and seed; None: see below
     value: str = "value",  # as for summarise
     *,
