@@ -126,9 +126,9 @@ def check_parameters(
 # %% ../../nbs/experiments/28_notebook.ipynb #59db93d9
 def quiet() -> None:
     "Silence the kernel's message on being interrupted, and tqdm's on missing widgets."
-    from IPython import get_ipython
     warnings.filterwarnings("ignore", message="IProgress not found")
-    if hasattr(get_ipython(), "kernel"): get_ipython().kernel.log.setLevel(logging.CRITICAL)
+    shell = builtins.get_ipython()
+    if hasattr(shell, "kernel"): shell.kernel.log.setLevel(logging.CRITICAL)
 
 
 def run_notebook_path(name: str) -> Path:
