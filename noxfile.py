@@ -1,4 +1,4 @@
-"""Checks that need environments of their own: `nox -s compat`, `coverage`, `times` and others.
+"""Checks that need environments of their own: `nox -s compat`, `mutation`, `audit` and others.
 
 `pip install nox`, and `nox -l` lists them. Each set of `tools/pins` is a whole environment, every package pinned; its
 first line names the Python that it is for. How the sets were made:
@@ -31,12 +31,6 @@ def compat(session: nox.Session, pins: str) -> None:
 
 
 @nox.session(python=False)
-def coverage(session: nox.Session) -> None:
-    "Measure the branch coverage of each module by the whole suite, here; -- N for so many workers."
-    session.run("python", "tools/branches.py", *session.posargs, env=QUIET)
-
-
-@nox.session(python=False)
 def mutation(session: nox.Session) -> None:
     "Change the code of five modules at sampled places, and count the changes that no test notices; -- MODULE ..."
     session.run("python", "tools/mutation.py", *session.posargs, env=QUIET)
@@ -50,8 +44,9 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def long(session: nox.Session) -> None:
-    "Run the tests that take minutes, and enter what came of them in the record of trust."
-    session.run("python", "tools/long.py", env=QUIET)
+    "Run the tests that take minutes: whole runs that are killed, a slow hub, clusters of Ray that lose a part."
+    files = "tests/test_faults.py", "tests/test_determinism.py"
+    session.run("python", "-m", "pytest", "-q", "-rs", *files, env=QUIET | {"ISOREG_LONG": "1"})
 
 
 @nox.session
@@ -59,9 +54,3 @@ def audit(session: nox.Session) -> None:
     "Look up the pinned packages among known vulnerabilities. Needs a network that reaches the package index."
     session.install("pip-audit")
     session.run("pip-audit", "--no-deps", "--disable-pip", "-r", str(ROOT / "constraints.txt"))
-
-
-@nox.session(python=False)
-def licences(session: nox.Session) -> None:
-    "List the licences of what isoreg depends on, as installed here; fails for one that is unknown. Needs no network."
-    session.run("python", "tools/licences.py", *session.posargs)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from isoreg.experiments.config import CONFIGS, choices, kinds
+from isoreg.experiments.config import CONFIGS, choices, plain_type
 from isoreg.experiments.record import record_schema
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +19,7 @@ from reference import commands_page, index_page
 
 def parameter_line(name: str, field) -> str:
     "A line of a notebook's parameter cell: a setting with its type, default, help and the words to choose from."
-    kind = next(k for k in kinds(field) if k is not type(None)).__name__
+    kind = plain_type(field).__name__
     value = json.dumps(field.default) if isinstance(field.default, str) else field.default
     line = f"{name}: {kind} = {value}".ljust(32) + f"  # {field.description}"
     words = f" ({', '.join(choices(field))})" if choices(field) else ""

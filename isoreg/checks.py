@@ -18,9 +18,7 @@ def one_of(
 ):
     "Return `value` if it is among the choices; else raise a `ValueError` that lists them and names the nearest."
     choices = list(choices)
-    array = getattr(value, "shape", ())
-    if not array and any(value == c and isinstance(value, bool) == isinstance(c, bool) for c in choices):
-        return value
+    if not isinstance(value, bool) and not getattr(value, "shape", ()) and value in choices: return value
     raise ValueError(f"{name}: {shown(value)} is unknown; {did_you_mean(value, choices)}use {listed(choices, also)}")
 
 # %% ../nbs/00_checks.ipynb #5f1c0a0a
@@ -43,11 +41,9 @@ def in_range(
     below = number and (value <= high if ends[1] == "]" else value < high)
     if above and below and abs(value) != math.inf: return value
     wrong = "is out of range" if number else f"is not a {noun}"
-    need = f"a {noun} in {ends[0]}{low}, {high}{ends[1]}"
-    if high == math.inf: need = f"a {noun} {'of at least' if ends[0] == '[' else 'above'} {low}"
-    if -low == high == math.inf: need = f"a finite {noun}"
+    first, last = "(" if low == -math.inf else ends[0], ")" if high == math.inf else ends[1]
     hint = (" or None" if optional else "") + (f"; {hint}" if hint else "")
-    raise ValueError(f"{name}: {shown(value)} {wrong}; need {need}{hint}")
+    raise ValueError(f"{name}: {shown(value)} {wrong}; need a {noun} in {first}{low}, {high}{last}{hint}")
 
 # %% ../nbs/00_checks.ipynb #5f1c0a0f
 def shown(value) -> str:

@@ -21,7 +21,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import isoreg
-from .experiments.config import RunConfig, groups, help_text, kinds, method_label, parse_set
+from .experiments.config import RunConfig, groups, help_text, method_label, parse_set, plain_type
 from .experiments.grid import Run, choose, expand, final_grid, grid_path, load_grid
 from .experiments.notebook import execute, is_refusal
 from .experiments.record import RunRecord, changed_inputs, read_lines, read_record
@@ -90,7 +90,7 @@ def _with_settings(command):
     own = list(inspect.signature(command).parameters.values())[:-1]
     for heading, fields in groups(RunConfig).items():
         for name, field in fields.items():
-            kind = kinds(field)[0]
+            kind = plain_type(field)
             if kind is dict: continue  # the definition of a task comes from its file
             option = typer.Option(help=help_text(field), rich_help_panel=heading)
             own.append(inspect.Parameter(
@@ -175,7 +175,8 @@ def rerun_command(
     record = _stored(Path(what), records)
     with quiet_loading(): found = rerun(record, **parse_set(set_ or ()))
     rows = {name: found[name] for name in ("value", "isoscore", "commit", "cpu")} | found["versions"]
-    _show(record["key"], [(name, *pair) for name, pair in rows.items()], ["", "stored", "now"])
+    title = f"{record['key']}  {method_label(record['config'])}"
+    _show(title, [(name, *pair) for name, pair in rows.items()], ["", "stored", "now"])
     _console.print("equal: score and all predictions" if found["equal"]
                    else f"not equal: {found['rows']} predictions differ")
     if not found["equal"]: raise typer.Exit(1)
@@ -213,7 +214,7 @@ def sweep_command(
     _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
     if dry_run:
         _console.print(_cost(grid, done, len(plan.runs) - len(done)))
-        for run in plan.runs: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run.key}")
+        for run in plan.runs: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run}")
         return
     plan.runs = tuple(run for run in plan.runs if run.key not in stored)
     if not ray: _check_inputs([run.config for run in plan.runs if run.key not in done])
@@ -297,8 +298,9 @@ def status_command(
     "What is done, running, failed and missing in a folder, and the time left while runs are on."
     state = status(folder)
     if as_json: return print(json.dumps(state, indent=1))
-    running = [f"{r['key']}  {_stage(r)}" for r in state["running"]]
-    failed = [f"{key}  {error.partition(chr(10))[0]}" for key, error in state["failed"].items()]
+    names = state["names"]
+    running = [f"{names.get(r['key'], r['key'])}  {_stage(r)}" for r in state["running"]]
+    failed = [f"{names.get(key, key)}  {error.partition(chr(10))[0]}" for key, error in state["failed"].items()]
     rows = [("done", len(state["done"])), ("running", "\n".join([str(len(running)), *running])),
             ("failed", "\n".join([str(len(failed)), *failed])), ("missing", len(state["missing"]))]
     if state["left"] is not None: rows.append(("time left", f"about {_time(state['left'])}"))

@@ -7,7 +7,6 @@ __all__ = ['empirical_fisher', 'FisherEstimate', 'model_fingerprint', 'agreement
 import hashlib
 import json
 import math
-import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from fastcore.basics import patch
-from safetensors import SafetensorError
 from safetensors import torch as tensor_files
 from scipy import stats
 from torch import Tensor, nn
@@ -29,8 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .checks import one_of
 from .corpus import (
-    LOSSES, TextBatches, check_head, head_input, looks_ahead, model_losses, predicted_positions,
-    sample_losses)
+    LOSSES, TextBatches, check_head, head_input, model_losses, predicted_positions, sample_losses)
 from .files import from_json, read_text, write_atomically
 from .states import eval_mode, inside_wrapper, named_weights
 
@@ -47,23 +45,25 @@ def empirical_fisher(
 ):  # a FisherEstimate
     """Return sums over samples of the squared gradient of each sample's loss (Sharma et al. 2024, equation 3).
 
-    Exact for tied weights too. Without `loss` it is that of `TextBatches` or of the model's class. Warns of a head that
-    was drawn at random. Raises `ValueError` for unknown settings, a loss that the batches or the class were not made
-    for, batches without a sample, and squares that are not finite.
-    """
+    Exact for tied weights too. Without `loss` it is that of `TextBatches` or of the model's class. Raises `ValueError`
+    for unknown settings, a loss that the batches or the class were not made for, batches without a sample, and squares
+    that are not finite."""
+    one_of("level", level, ("tensor", "diagonal"))
+    one_of("reduction", reduction, ("mean", "sum"))
+    one_of("precision", precision, ("fp32", "bf16"))
     model = inside_wrapper(getattr(model, "_orig_mod", model))  # of torch.compile
     loss = _loss_of(model, batches, loss)
-    _check(model, batches, level, reduction, sample, precision, loss)
+    # a causal model predicts all positions in one pass
+    one_of("sample", sample, ("sequence",) if loss == "clm" else ("sequence", "position"))
     squares = _Squares(model, loss, level, reduction, precision)
     with eval_mode(model):
         for number, batch in enumerate(batches, 1):
-            for part, positions in _samples(model, batch, loss, sample, number): squares.add(part, positions)
+            for part, positions in _samples(model, batch, loss, sample): squares.add(part, positions)
             if progress is not None: progress(number)
     squares.check()
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-    title = getattr(loss, "__name__", type(loss).__name__) if callable(loss) else loss
     return FisherEstimate(
-        {n: s.cpu() for n, s in squares.sums.items()}, squares.samples, level, loss=title,
+        {n: s.cpu() for n, s in squares.sums.items()}, squares.samples, level, getattr(loss, "__name__", str(loss)),
         reduction="own" if callable(loss) else reduction, sample=sample,
         numel={n: p.numel() for n, p in squares.parameters.items()}, model=Path(name).name, precision=precision,
         corpora=[batches.describe() if isinstance(batches, TextBatches) else {}], by_function=sorted(squares.alone),
@@ -134,7 +134,7 @@ class Tape:
     "Adds up the squared gradients of each sample during a forward and backward pass, by hooks on the modules."
 
     def __init__(self, model: nn.Module, names: dict[int, str], sums: dict[str, Tensor], head: Set[nn.Module]):
-        self.sums, self.head, self.modules, self.relative, self.refused = sums, head, {}, {}, set()
+        self.sums, self.head, self.modules, self.relative = sums, head, {}, {}
         for module in model.modules():
             own = {k: names[id(p)] for k, p in module.named_parameters(recurse=False) if id(p) in names}
             if own and _kind(module): self.modules[module] = own
@@ -142,10 +142,12 @@ class Tape:
             if isinstance(table, nn.Embedding) and id(table.weight) in names: self.relative[table] = module
 
     @contextmanager
-    def watching(self, row: Tensor, place: Tensor, counts: list[int]) -> Iterator[None]:
-        """Watch one batch. The head sees its predicted positions in one row: `row` names the sample of each, `place`
-        its place among those of the sample, and `counts` says how many each sample has."""
-        self.samples, self.row, self.place, self.counts = len(counts), row, place, counts
+    def watching(self, row: Tensor, samples: int) -> Iterator[None]:
+        "Watch one batch, whose head sees the predicted positions in one row; `row` names the sample of each."
+        counts = row.bincount(minlength=samples)
+        self.samples, self.row, self.counts = samples, row, counts.tolist()
+        # the place of each among those of its sample
+        self.place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
         self.uses, self.waiting, self.padded = defaultdict(list), Counter(), set()
         with ExitStack() as hooks:
             for module in self.modules:
@@ -168,23 +170,22 @@ def _kind(module: nn.Module) -> str | None:
 def _normalised(module: nn.Module, x: Tensor) -> Tensor:
     "Return the input of a norm's scale."
     if isinstance(module, nn.LayerNorm): return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
-    known = (getattr(module, n, None) for n in ("eps", "variance_epsilon"))
-    eps = next((e for e in known if e is not None), torch.finfo(x.dtype).eps)
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     x = x.to(_wide(x))
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 # %% ../nbs/11_fisher.ipynb #be58e78a
 @patch
 def _saw(self: Tape, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-    "Wait for the gradient of an output; refuse parameters whose samples cannot be told apart."
+    "Wait for the gradient of an output; `ValueError` where the samples cannot be told apart."
     x = args[0].detach()
     if module in self.relative:
         self.buckets = x  # of relative positions, see _copy_relative
         return None
     rows = x.shape if isinstance(module, nn.Embedding) else x.shape[:-1]
     if rows[:1] != (self.samples,) and not (module in self.head and rows == (1, len(self.row))):
-        self.refused.update(self.modules[module].values())
-        return None
+        raise ValueError(f"model: {type(module).__name__} sees {tuple(rows)} rows for {self.samples} samples; pass "
+                         "your own loss=, which is computed sample by sample")
     leaf = output if output.requires_grad else output.detach().requires_grad_()
     self._wait(leaf, module, x)
     return output if leaf is output else leaf.clone()
@@ -234,7 +235,6 @@ def _use(self: Tape, name: str, *factors: Tensor) -> None:
 def _add(self: Tape, name: str) -> None:
     "Add the sum over samples of the squares of a parameter; the gradients of several uses add up."
     uses, total = self.uses.pop(name), self.sums[name]
-    if name in self.refused: return
     if len(uses[0]) == 1:
         squares = uses[0][0].square() if len(uses) == 1 else torch.stack([v for v, in uses]).sum(0).square()
         total += squares.sum(0) if total.ndim else squares.sum()
@@ -279,36 +279,31 @@ def _copy_relative(self: Tape, table: nn.Embedding, owner: nn.Module, hooks: Exi
 
 # %% ../nbs/11_fisher.ipynb #7e9916c6
 TAPED = set(  # model types that the tests compare with autograd, parameter by parameter
-    "bert roberta distilbert albert electra deberta-v2 mpnet modernbert gpt2 llama gemma gemma2 gemma3_text t5".split())
-_WITHOUT_SAMPLES = re.compile(r"rel_embeddings\.|encoder\.LayerNorm\.")  # a table of DeBERTa, and its norm
+    "bert roberta distilbert albert electra mpnet modernbert gpt2 llama gemma gemma2 gemma3_text t5".split())
 
 class _Squares:
     "Sums of squared gradients over samples: by the tape, and by autograd for the parameters in `alone`."
 
     def __init__(self, model, loss, level, reduction, precision):
-        self.model, self.loss, self.reduction, self.precision = model, loss, reduction, precision
+        self.model, self.loss, self.reduction, self.precision, self.samples = model, loss, reduction, precision, 0
         self.parameters = {n: p for n, p in named_weights(model).items() if p.requires_grad}
         if not self.parameters:
             raise ValueError("model: no parameter requires a gradient; call model.requires_grad_(True)")
         self.device = next(iter(self.parameters.values())).device
-        widest = torch.float32 if self.device.type == "mps" else torch.float64
-        self.total, self.predicted, self.samples = torch.zeros((), dtype=widest, device=self.device), 0, 0
-        self.sums = {n: torch.zeros_like(p, dtype=_wide(p)) if level == "diagonal"
-                     else torch.zeros((), dtype=widest, device=p.device) for n, p in self.parameters.items()}
-        config = getattr(model, "config", None)
-        known = not callable(loss) and getattr(config, "model_type", "") in TAPED
+        self.widest = torch.float32 if self.device.type == "mps" else torch.float64
+        self.sums = {}
+        for n, p in self.parameters.items():
+            if level == "diagonal": self.sums[n] = torch.zeros_like(p, dtype=_wide(p))
+            else: self.sums[n] = torch.zeros((), dtype=self.widest, device=p.device)
+        known = not callable(loss) and getattr(getattr(model, "config", None), "model_type", "") in TAPED
         head = _head(model, loss) if known else None
-        names = {id(p): n for n, p in self.parameters.items() if head and not _WITHOUT_SAMPLES.search(n)}
-        # the newer head of DeBERTa multiplies by the embeddings without a module
-        if getattr(config, "legacy", True) is False: names.pop(id(model.get_input_embeddings().weight), None)
-        self.tape = Tape(model, names, self.sums, head or set())
+        self.tape = Tape(model, {id(p): n for n, p in self.parameters.items() if head}, self.sums, head or set())
         self.alone = self.parameters.keys() - {n for own in self.tape.modules.values() for n in own.values()}
 
 def _head(model: nn.Module, loss: str) -> Set[nn.Module] | None:
-    """Return the modules that see the predicted positions only: all outside the body and, for seq2seq, the encoder.
-
-    None for a model with a learned prompt, whose head sees all positions."""
+    "Return the modules that see the predicted positions only: all outside the body and, for seq2seq, the encoder."
     body = head_input(model, loss)
+    # the head of a model with a learned prompt sees all positions
     if body is None: return None
     encoder = model.get_encoder().modules() if loss == "seq2seq" else ()
     return set(model.modules()) - set(body.modules()) - set(encoder)
@@ -322,17 +317,12 @@ def add(self: _Squares, batch: Mapping, positions: tuple[Tensor, ...] | None) ->
     # whatever the caller has
     with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
         if self.tape.modules:
-            row, counts = positions[0], positions[0].bincount(minlength=n)
-            place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-            positions = [p.to(self.device) for p in positions]
-            watching = self.tape.watching(positions[0], place.to(self.device), counts.tolist())
+            watching, there = self.tape.watching(positions[0], n), [p.to(self.device) for p in positions]
             with _asking(self.parameters, set()), watching:
-                loss = self.losses(batch, positions).sum()
+                loss = self.losses(batch, there).sum()
                 if loss.requires_grad: loss.backward()
-            self.alone |= self.tape.refused
         if self.alone and not self.samples:
-            warnings.warn(f"{len(self.alone)} parameters are left to autograd, sample by sample, which is slow: "
-                          f"{', '.join(sorted(self.alone)[:3])}{' ...' if len(self.alone) > 3 else ''}")
+            warnings.warn(f"{len(self.alone)} parameters are left to autograd, sample by sample, which is slow")
         self.one_by_one(batch)
     self.samples += n
 
@@ -340,15 +330,12 @@ def add(self: _Squares, batch: Mapping, positions: tuple[Tensor, ...] | None) ->
 @patch
 def losses(self: _Squares, batch: dict, positions: Sequence[Tensor] | None = None) -> Tensor:
     "Return the loss of each sample, (batch,)."
-    half, named = self.precision == "bf16", not callable(self.loss)
-    if positions is None and named: positions = predicted_positions(batch, self.loss)
+    half = self.precision == "bf16"
+    if positions is None and not callable(self.loss): positions = predicted_positions(batch, self.loss)
     with torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False):  # no copy stays
         values = sample_losses(self.model, batch, self.loss, self.reduction, positions)
-    if values.shape != (n := _size(batch),):
-        raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
-    self.total += values.detach().sum()
-    self.predicted += len(positions[0]) if named and self.reduction == "sum" else n
-    return values
+    if values.shape == (n := _size(batch),): return values
+    raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
 
 # %% ../nbs/11_fisher.ipynb #c804ea47
 @patch
@@ -366,9 +353,7 @@ def one_by_one(self: _Squares, batch: dict) -> None:
 
 def _size(batch: Mapping) -> int:
     "Return the number of samples."
-    names = [n for n in ("labels", "input_ids", *batch) if isinstance(batch.get(n), Tensor) and batch[n].ndim]
-    if not names: raise ValueError("batches: a batch holds no tensor; give dicts of tensors with the samples first")
-    return len(batch[names[0]])
+    return len(next(batch[n] for n in ("labels", "input_ids", *batch) if isinstance(batch.get(n), Tensor)))
 
 def _pick(batch: Mapping, rows: Tensor | slice) -> dict:
     "Return some samples of a batch."
@@ -386,10 +371,9 @@ def _asking(parameters: dict[str, Tensor], names: Set[str]) -> Iterator[None]:
 # %% ../nbs/11_fisher.ipynb #78ae49ab
 @patch
 def check(self: _Squares) -> None:
-    "Raise `ValueError` without a sample, a gradient or finite sums; warn of a head drawn at random."
+    "Raise `ValueError` without a sample, a gradient or finite sums."
     if not self.samples: raise ValueError("batches: hold no sample with a token to predict; give at least one")
-    found = [self.total, *(s.sum().to(self.total) for s in self.sums.values())]
-    total, *sums = torch.stack(found).tolist()
+    sums = torch.stack([s.sum().to(self.device, self.widest) for s in self.sums.values()]).tolist()
     for name, value in zip(self.sums, sums):
         if math.isfinite(value): continue
         raise ValueError(f"model: the squared gradient of {name} is not finite; weights or losses hold NaN or "
@@ -397,11 +381,6 @@ def check(self: _Squares) -> None:
     if not any(sums):
         raise ValueError("loss: no sample alone has a gradient; compute it without torch.no_grad() and detach(), and "
                          "do not compare samples: a function is given one at a time")
-    head = None if callable(self.loss) else getattr(self.model, "get_output_embeddings", lambda: None)()
-    mean, uniform = total / self.predicted, math.inf if head is None else math.log(len(head.weight))
-    if mean >= uniform:
-        warnings.warn(f"model: the mean loss of the sample is {mean:.2f} nats, and a uniform guess has ln V = "
-                      f"{uniform:.2f}; the head is probably drawn at random, so load a checkpoint that holds it")
 
 # %% ../nbs/11_fisher.ipynb #4264aa4d
 @dataclass
@@ -423,9 +402,8 @@ class FisherEstimate:
     @property
     def unit(self) -> str:
         "What the numbers are."
-        what = f"the {self.reduction} loss of a {self.sample} (nats squared per squared weight)"
-        if self.reduction == "own": what = f"what {self.loss} gives for a sample"
-        return f"sum over samples of the squared gradient of {what}"
+        return ("sum over samples of the squared gradient of "
+                f"the {self.reduction} loss of a {self.sample} (nats squared per squared weight)")
 
     def mean(self) -> dict[str, Tensor]:
         "Return the mean over the samples: the empirical Fisher per scalar, or its trace over a tensor."
@@ -460,24 +438,21 @@ def save(self: FisherEstimate, folder: str | Path) -> Path:
 
 @patch(cls_method=True)
 def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
-    "Return the estimate in a folder, or in the fisher.json of one. Raises `ValueError` if there is none."
+    "Return the estimate in a folder, or in the fisher.json of one."
     path = Path(folder) if Path(folder).is_file() else Path(folder) / "fisher.json"
-    try:
-        about = from_json(read_text(path))
-        sums = tensor_files.load_file(path.parent / about["tensors"])
-        known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
-        return FisherEstimate(sums={n: sums[n] for n in about["numel"] if n in sums}, **known)
-    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
-        raise ValueError(f"folder: {str(folder)!r} holds no complete estimate ({error}); compute it again") from None
+    about = from_json(read_text(path))
+    sums = tensor_files.load_file(path.parent / about["tensors"])
+    known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
+    return FisherEstimate(sums={n: sums[n] for n in about["numel"]}, **known)
 
 # %% ../nbs/11_fisher.ipynb #d7e7eafc
-def _samples(model, batch, loss, sample: str, number: int) -> Iterator[tuple[Mapping, tuple[Tensor, ...] | None]]:
+def _samples(model, batch, loss, sample: str) -> Iterator[tuple[Mapping, tuple[Tensor, ...] | None]]:
     "Yield the samples of a batch, its sequences that have a label or its positions, and where these predict."
-    if not isinstance(batch, Mapping): raise ValueError(f"batches: batch {number} is no dict of tensors")
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batches: gives a {type(batch).__name__}; give TextBatches or an iterable of dicts")
     if callable(loss):
         yield batch, None
         return
-    _check_labels(batch, loss, number)
     row, column, _ = predicted_positions(batch, loss)
     labels, rows = batch["labels"], row.unique()
     if not len(rows): return
@@ -490,53 +465,16 @@ def _samples(model, batch, loss, sample: str, number: int) -> Iterator[tuple[Map
             parts.append(_pick(batch, r) | {"labels": asked})
     for part in parts: yield part, predicted_positions(part, loss)
 
-# %% ../nbs/11_fisher.ipynb #f4b72e90
-def _check_labels(batch: Mapping, loss: str, number: int) -> None:
-    "Raise a `ValueError` for labels that were made for the other of the two losses, mlm and clm."
-    ids, labels = batch.get("input_ids"), batch.get("labels")
-    if loss == "seq2seq" or labels is None or getattr(ids, "shape", None) != labels.shape: return
-    real = batch.get("attention_mask", torch.ones_like(ids)) != 0
-    same, asked = (a.numpy(force=True) for a in ((labels == ids)[real], (labels != -100)[real]))
-    wrong = (asked & ~same).any() if loss == "clm" else len(same) > 1 and same.all()
-    if wrong: raise ValueError(f"batches: the labels of batch {number} are not those of {loss!r}; give "
-                               f"TextBatches(..., loss={loss!r}), or DataCollatorForLanguageModeling(tokenizer, "
-                               f"mlm={loss == 'mlm'})")
-
+# %% ../nbs/11_fisher.ipynb #235e5a29
 def _loss_of(model: nn.Module, batches, loss: str | Callable | None) -> str | Callable:
     "Return the loss, by default that of the batches or the model's class. `ValueError` if unknown or unfit for either."
     made = batches.loss if isinstance(batches, TextBatches) else None
     loss = loss or made or next(iter(model_losses(model)), None)
     if callable(loss): return loss
-    if loss is None:
-        raise ValueError(f"loss: the class {type(model).__name__} does not tell it; give loss='mlm' or another of "
-                         f"{', '.join(LOSSES)}, or a function (model, one sample) -> its loss, of shape (1,)")
     if one_of("loss", loss, LOSSES, also="a function of model and sample") != (made or loss):
         raise ValueError(f"loss: {loss!r}, but the batches were made for {made!r}; leave it out or rebuild the batches")
     check_head(model, loss)
-    if loss == "clm" and looks_ahead(model):
-        raise ValueError(f"loss: 'clm', but this {type(model).__name__} sees the tokens on the right, so its causal "
-                         "loss is no likelihood; load it with is_decoder=True, or take another")
     return loss
-
-# %% ../nbs/11_fisher.ipynb #2e9c2a12
-def _check(model: nn.Module, batches, level, reduction, sample, precision, loss) -> None:
-    "Raise a `ValueError` for a setting that is unknown or does not fit, and for a model whose forward is not its own."
-    one_of("level", level, ("tensor", "diagonal"))
-    one_of("reduction", reduction, ("mean", "sum"))
-    one_of("sample", sample, ("sequence", "position"))
-    one_of("precision", precision, ("fp32", "bf16"))
-    if callable(loss) and (reduction != "mean" or sample == "position"):
-        raise ValueError("loss: a function decides for itself; reduction and sample are for the named losses")
-    if sample == "position" and loss == "clm":
-        raise ValueError("sample: 'position' is for mlm and seq2seq; a causal model predicts all positions in one pass")
-    if isinstance(batches, (Mapping, str, Tensor)) or not isinstance(batches, Iterable):
-        raise ValueError(f"batches: is a {type(batches).__name__}; give TextBatches or an iterable of dicts of "
-                         "tensors, for a single batch [batch]")
-    for forward in (vars(m).get("forward") for m in model.modules()):
-        if hasattr(forward, "groups"):
-            raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
-        if getattr(forward, "kind", "") == "gaussian-released":
-            raise ValueError("model: has noise that stays on in evaluation; undo it first")
 
 # %% ../nbs/11_fisher.ipynb #8cab9906
 def agreement(
@@ -546,46 +484,34 @@ def agreement(
 ) -> list[dict]:
     """Return how well a subsample finds the largest entries of each tensor: one dict for each share of `top`.
 
-    Mean and standard deviation over tensors of Pearson and Spearman correlation, of the mean absolute difference of the
-    entries scaled to each estimate's largest, and of the overlap of the two top sets (Sharma et al. 2024, Table 1, by
-    our reading of its columns). Raises `ValueError` for estimates of different models or without a diagonal.
-    """
-    if not top or not all(0 < t <= 100 for t in top): raise ValueError(f"top: {top}; need per cent in (0, 100]")
+    It holds mean and standard deviation over tensors of each of `_MEASURES` (Sharma et al. 2024, Table 1, as we read
+    it). Raises `ValueError` for estimates of different models or without a diagonal."""
     for name, e in (("part", part), ("full", full)):
         if e.level != "diagonal": raise ValueError(f"{name}: level is {e.level!r}; agreement needs level='diagonal'")
-    for key in ("fingerprint", "loss", "reduction", "sample", "numel"):
-        if getattr(part, key) == getattr(full, key): continue
-        raise ValueError(f"part: has another {key} than full, so their entries cannot be compared")
-    a, b = part.mean(), full.mean()
-    tensors = [_agreement(a[n].flatten(), b[n].flatten(), top) for n in b]
-    return [_summary(share, [r[share] for r in tensors if share in r]) for share in top]
-
-# %% ../nbs/11_fisher.ipynb #177f968e
-def _agreement(a: Tensor, b: Tensor, top: Sequence[float]) -> dict[float, dict]:
-    "Return the measures of one tensor, for each share with at least two entries above 0."
-    limit, rows = min(round(max(top) / 100 * len(b)), int((b > 0).sum())), {}
-    if limit < 2 or not float(a.max()) > 0: return {}
-    at, chosen = b.topk(limit).indices, a.topk(limit).indices
-    x, y = ((v[at] / v.max()).double().numpy() for v in (a, b))
+    if part.fingerprint != full.fingerprint: raise ValueError("part: is of other weights than full")
+    a, b, rows = part.mean(), full.mean(), []
     for share in top:
-        k = min(round(share / 100 * len(b)), limit)
-        if k < 2: continue
-        mine, varies = chosen[:k][a[chosen[:k]] > 0], np.ptp(x[:k]) > 0 and np.ptp(y[:k]) > 0
-        rows[share] = {
-            "pearson": stats.pearsonr(x[:k], y[:k]).statistic if varies else np.nan,
-            "spearman": stats.spearmanr(x[:k], y[:k]).statistic if varies else np.nan,
-            "difference": np.abs(x[:k] - y[:k]).mean(), "overlap": float(torch.isin(at[:k], mine).sum()) / k,
-            "entries": k}
+        found = (_agreement(a[n].flatten(), b[n].flatten(), share) for n in b)
+        table = pd.DataFrame([row for row in found if row], columns=_MEASURES)
+        entries = table.pop("entries")
+        mean, sd = table.mean(), table.std().add_suffix("_sd")
+        row = {"top": share, "tensors": len(table), "pairs": int((entries == 2).sum())}
+        rows.append(row | mean.to_dict() | sd.to_dict())
     return rows
 
-def _summary(share: float, found: list[dict]) -> dict:
-    "Return mean and standard deviation of each measure over the tensors."
-    row = {"top": share, "tensors": len(found), "pairs": sum(r["entries"] == 2 for r in found)}
-    for m in ("pearson", "spearman", "difference", "overlap"):
-        values = [r[m] for r in found if np.isfinite(r[m])]
-        row |= {m: float(np.mean(values)) if values else None,
-                f"{m}_sd": float(np.std(values, ddof=1)) if len(values) > 1 else None}
-    return row
+# %% ../nbs/11_fisher.ipynb #177f968e
+_MEASURES = ["pearson", "spearman", "difference", "overlap", "entries"]
+
+def _agreement(a: Tensor, b: Tensor, share: float) -> dict[str, float]:
+    "Return the measures of one tensor; empty with fewer than two entries above 0."
+    k = min(round(share / 100 * len(b)), int((b > 0).sum()))
+    if k < 2 or not float(a.max()) > 0: return {}
+    at, chosen = b.topk(k).indices, a.topk(k).indices
+    x, y = ((v[at] / v.max()).double().numpy() for v in (a, b))
+    varies = np.ptp(x) > 0 and np.ptp(y) > 0
+    correlations = [f(x, y).statistic if varies else np.nan for f in (stats.pearsonr, stats.spearmanr)]
+    overlap = float(torch.isin(at, chosen[a[chosen] > 0]).sum()) / k
+    return dict(zip(_MEASURES, (*correlations, np.abs(x - y).mean(), overlap, k)))
 
 # %% ../nbs/11_fisher.ipynb #1bbe2503
 def load_scores(
@@ -597,16 +523,16 @@ def load_scores(
 # %% ../nbs/11_fisher.ipynb #1bbe2504
 def scores_and_sizes(path: str | Path) -> tuple[dict[str, float], dict[str, int]]:
     "Return the tensor scores of a file, and the numbers of scalars if it has them."
-    path, source = Path(path), "give what the notebook runs/fisher wrote"
+    path = Path(path)
     file = next((path / n for n in ("fisher.json", "record.json") if (path / n).is_file()), path)
     try: content = from_json(read_text(file))
     except (OSError, ValueError) as error:
-        raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error}); {source}") from None
+        raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error})") from None
     content = content if isinstance(content, dict) else {}
     if {"tensors", "numel"} <= content.keys():
         estimate = FisherEstimate.load(file)
         return estimate.scores(), estimate.numel
     scores = content.get("tensor_scores", content)
     if not scores or not all(type(v) in (int, float) for v in scores.values()):
-        raise ValueError(f"scores: {str(path)!r} holds no tensor scores; {source}")
+        raise ValueError(f"scores: {str(path)!r} holds no tensor scores; give what the notebook runs/fisher wrote")
     return {n: float(v) for n, v in scores.items()}, content.get("numel", {}) if "tensor_scores" in content else {}

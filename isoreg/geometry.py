@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['MEASURES', 'geometry', 'average_cosine', 'partition_score', 'variance_explained', 'effective_rank', 'rankme',
-           'two_nn', 'nearest_two', 'Dimensions', 'outlier_dimensions', 'stand_out', 'transformed', 'Measure']
+           'two_nn', 'Dimensions', 'outlier_dimensions', 'stand_out', 'transformed', 'Measure']
 
 # %% ../nbs/05_geometry.ipynb #931dac7f
 import functools
@@ -15,36 +15,26 @@ import torch
 from torch import Tensor
 
 from .checks import in_range, one_of
-from .moments import Moments, as_given, check_points, floating, merge, moments
+from .moments import Moments, as_given, check_finite, check_points, floating, moments
 
 # %% ../nbs/05_geometry.ipynb #68169a04
 def geometry(
-    points,  # (n, d) tensor or array; float16 and bfloat16 are measured in float32 and better
+    points,  # (n, d) tensor or array
     mask=None,  # (n,), true or 1 where a row counts
-    *,
-    undefined: str = "raise",  # or "nan", for a measure that the cloud does not have, such as IsoScore of equal points
 ) -> dict:
     """Return all measures of a cloud by name, from one set of moments and two decompositions.
 
-    Each is as its own function gives it with its defaults. Keys: points, dims, those of `MEASURES`, and dimensions
-    (`Dimensions`). `ValueError` for fewer than 3 points, NaN or infinite values, and, unless undefined is "nan", for a
-    measure that is not defined.
+    Keys: points, dims, those of `MEASURES`, NaN for one that the cloud does not have, and dimensions (`Dimensions`).
+    `ValueError` for fewer than 3 points, NaN or infinite values.
     """
-    one_of("undefined", undefined, ("raise", "nan"))
     c = as_cloud(points, mask, 3)
     found = {"points": c.n, "dims": c.d}
     for name, measure in MEASURES.items():
         try: found[name] = measure.of(c)
-        except ValueError as error:
-            remedy = f"or pass undefined='nan', which gives NaN for {name}"
-            if undefined == "raise": raise ValueError(f"{error}; {remedy}") from None
-            found[name] = math.nan
+        except ValueError: found[name] = math.nan
     return found | {"dimensions": outlier_dimensions(c)}
 
 # %% ../nbs/05_geometry.ipynb #37aed510
-ROWS = 2048  # rows that are converted to float64 at a time
-
-
 class Cloud:
     "The rows of a cloud and what the measures share, in float64, computed on demand."
 
@@ -53,9 +43,7 @@ class Cloud:
         self.n, self.d = self.x.shape
 
     @functools.cached_property
-    def moments(self) -> Moments:
-        parts = (moments(rows.double()) for rows in self.x.split(ROWS))
-        return functools.reduce(lambda m, rows: merge([m, rows]), parts)
+    def moments(self) -> Moments: return moments(self.x)
 
     @functools.cached_property
     def centred(self) -> Tensor:
@@ -63,7 +51,7 @@ class Cloud:
         if bool((self.x == self.x[0]).all()):
             raise ValueError("points: all rows are equal: zero variance has no spectrum; leave constant clouds out")
         if self.n >= self.d: return _descending(torch.linalg.eigvalsh(self.moments.m2))
-        X = self.x.double() - self.moments.mean
+        X = self.x - self.moments.mean
         return _descending(torch.linalg.eigvalsh(X @ X.T))
 
     @functools.cached_property
@@ -71,7 +59,7 @@ class Cloud:
         "Eigenvalues of X'X, descending, and its eigenvectors, or, for n < d, those of XX'."
         if not bool(self.x.any()): raise ValueError("points: all are zero; leave such clouds out")
         if self.n >= self.d: A = self.moments.m2 + self.n * self.moments.mean.outer(self.moments.mean)
-        else: A = (X := self.x.double()) @ X.T
+        else: A = self.x @ self.x.T
         values, vectors = torch.linalg.eigh(A)
         return _descending(values), vectors.flip(1)
 
@@ -82,17 +70,16 @@ def as_cloud(points, mask=None, least: int = 2) -> Cloud:
 
 
 def cloud_rows(points, mask, least: int) -> Tensor:
-    "Return the rows that count, (n, d), in float32 or better, whole numbers in float64; `ValueError` for no cloud."
+    "Return the rows that count, (n, d), in float64; `ValueError` for no cloud."
     x, keep = check_points(points, mask)
     if x.ndim != 2:
         raise ValueError(f"points: one cloud (n, d) wanted, got shape {tuple(x.shape)}; measure the clouds one by one")
+    check_finite(x, keep)
     x = x.detach() if keep is None else x.detach()[keep]
-    if x.device.type == "mps": x = x.cpu()  # has no float64
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if len(x) < least:
         raise ValueError(f"points: {len(x)} rows count, need {least} or more; add points or check the mask")
-    if bool(torch.isfinite(x).all()): return x
-    raise ValueError("points: hold NaN or infinite values; drop those rows or mask them")
+    # the mps device has no float64
+    return (x.cpu() if x.device.type == "mps" else x).double()
 
 
 def _descending(values: Tensor) -> Tensor:
@@ -104,17 +91,13 @@ def _descending(values: Tensor) -> Tensor:
 def average_cosine(
     points,  # (n, d) tensor or array
     mask=None,  # (n,), true or 1 where a row counts
-    *,
-    isotropy: bool = False,  # 1 - |mean cosine|, as the IsoScore paper reports it
 ) -> float:
-    """Return the mean cosine similarity of all pairs of different points, exact in O(n d) (Ethayarajh 2019).
+    """Return the mean cosine similarity of all pairs of different points, -1 / (n - 1) to 1 (Ethayarajh 2019).
 
-    Between -1 / (n - 1) and 1. `ValueError` for fewer than 2 points and for a point at the origin: it has no direction.
+    Exact in O(n d). `ValueError` for fewer than 2 points and for a point at the origin: it has no direction.
     """
     c = as_cloud(points, mask)
-    u = sum(unit_rows(rows).sum(0) for rows in c.x.split(ROWS))
-    cosine = float(u.square().sum() - c.n) / (c.n * (c.n - 1))
-    return 1 - abs(cosine) if isotropy else cosine
+    return float(unit_rows(c.x).sum(0).square().sum() - c.n) / (c.n * (c.n - 1))
 
 # %% ../nbs/05_geometry.ipynb #ca80f80b
 def unit_rows(x: Tensor) -> Tensor:
@@ -133,16 +116,14 @@ def partition_score(
 ) -> float:
     """Return the smallest over the largest Z(c) = sum exp(c'x), in [0, 1] (Mu and Viswanath 2018).
 
-    c are the unit eigenvectors of X'X with both their signs. Not centred; depends on mean and scale. `ValueError` for
-    fewer than 2 points and where all are zero.
+    c are the unit eigenvectors of X'X with both their signs. `ValueError` for fewer than 2 points or zeros alone.
     """
     c = as_cloud(points, mask)
     values, V = c.raw
-    if c.n < c.d: logits = [V * values.sqrt()]  # X V = U sqrt(values)
-    else: logits = (rows.double() @ V for rows in c.x.split(ROWS))
-    logZ = torch.full((2, len(values)), -torch.inf, dtype=torch.float64, device=c.x.device)
-    for z in logits: logZ = torch.logaddexp(logZ, torch.stack([z.logsumexp(0), (-z).logsumexp(0)]))
-    if c.n < c.d: logZ = torch.cat([logZ.flatten(), logZ.new_tensor([math.log(c.n)])])  # of the unused directions
+    # for n < d, X V = U sqrt(values)
+    z = c.x @ V if c.n >= c.d else V * values.sqrt()
+    logZ = torch.cat([z.logsumexp(0), (-z).logsumexp(0)])
+    if c.n < c.d: logZ = torch.cat([logZ, logZ.new_tensor([math.log(c.n)])])  # of the unused directions
     score = float(logZ.min() - logZ.max())
     return score if log else math.exp(score)
 
@@ -150,64 +131,49 @@ def partition_score(
 def variance_explained(
     points,  # (n, d) tensor or array
     mask=None,  # (n,), true or 1 where a row counts
-    p: float = 0.3,  # share of the principal components
 ) -> float:
-    """Return VarEx, in [k/d, 1]: the share k/d of k components over the share of variance that they explain.
+    """Return VarEx, the share k/d of k components over the share of variance that they explain (Rudman et al. 2022).
 
-    k = floor(p d), at least 1, and the first components count; centred (Rudman et al. 2022).
-    `ValueError` for fewer than 2 points, zero variance, or p outside (0, 1].
+    k = floor(0.3 d), at least 1. `ValueError` for fewer than 2 points or zero variance.
     """
-    in_range("p", p, 0, 1, ends="(]", hint="the paper uses 0.3")
     c = as_cloud(points, mask)
-    v, k = c.centred, max(1, math.floor(p * c.d + 1e-9))
+    v, k = c.centred, max(1, math.floor(0.3 * c.d + 1e-9))
     return k / c.d / float(v[:k].sum() / v.sum())
 
 # %% ../nbs/05_geometry.ipynb #4d5ca8ca
 def effective_rank(
     points,  # (n, d) tensor or array
     mask=None,  # (n,), true or 1 where a row counts
-    *,
-    centred: bool = True,  # about the mean; False: of the matrix as it is
-    spectrum: str = "singular",  # as published: entropy of singular values; "eigen": of their squares
 ) -> float:
-    """Return the exponential of the entropy of the normalised singular values, in [1, min(n, d)].
+    """Return the exponential of the entropy of the normalised singular values about the mean, in [1, min(n, d)].
 
-    After Roy and Vetterli 2007. `ValueError` for fewer than 2 points, an unknown spectrum, or where there is no
-    variance (centred) or all is zero.
+    After Roy and Vetterli 2007. `ValueError` for fewer than 2 points or zero variance.
     """
-    one_of("spectrum", spectrum, ("singular", "eigen"))
-    c = as_cloud(points, mask)
-    values = c.centred if centred else c.raw[0]
-    σ = values.sqrt() if spectrum == "singular" else values
+    σ = as_cloud(points, mask).centred.sqrt()
     return math.exp(torch.special.entr(σ / σ.sum()).sum())
 
 # %% ../nbs/05_geometry.ipynb #e3a73239
 def rankme(
     points,  # (n, d) tensor or array
     mask=None,  # (n,), true or 1 where a row counts
-    eps: float = 1e-7,  # added to each normalised singular value
 ) -> float:
-    """Return RankMe, the exponential of the entropy of the normalised singular values plus eps (Garrido et al. 2023).
+    """Return RankMe, the effective rank of the cloud as it is, with 1e-7 added to each share (Garrido et al. 2023).
 
-    Not centred. `ValueError` for fewer than 2 points, where all are zero, and for a bad eps.
+    `ValueError` for fewer than 2 points and where all are zero.
     """
-    in_range("eps", eps, 0, 1, ends="[)", hint="the paper uses 1e-7")
     σ = as_cloud(points, mask).raw[0].sqrt()
-    return math.exp(torch.special.entr(σ / σ.sum() + eps).sum())
+    return math.exp(torch.special.entr(σ / σ.sum() + 1e-7).sum())
 
 # %% ../nbs/05_geometry.ipynb #f203105b
 def two_nn(
     points,  # (n, d) array or tensor
     mask=None,  # (n,), true or 1 where a row counts
-    discard: float = 0.1,  # share of the largest ratios left out of the fit
 ) -> float:
     """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(rho)) on log(rho) (Facco et al. 2017).
 
-    rho is the second over the first neighbour's distance; equal points count once.
-    Warns of rows that are nearly equal, as rounding sets the vectors of equal texts apart: leave those out first.
-    `ValueError` for fewer than 3 points or too few different ones.
+    rho is the second over the first neighbour's distance; equal points count once, and the largest tenth of rho is left
+    out. Warns of rows that are nearly equal. `ValueError` for too few different points.
     """
-    in_range("discard", discard, 0, 1, ends="[)")
     x = as_cloud(points, mask, 3).x
     near = nearest_two(x)
     if not near[:, 0].all():  # some are equal
@@ -218,29 +184,19 @@ def two_nn(
         warnings.warn(f"points: {close} of {len(x)} rows nearly repeat another one, as vectors of equal texts do; "
                       "leave them out, or the dimension is far too small")
     ρ = (near[:, 1] / near[:, 0])[near[:, 0] > 0].sort().values
-    kept = int(len(ρ) * (1 - discard))
+    kept = int(len(ρ) * 0.9)
     F = torch.arange(1, kept + 1, dtype=torch.float64, device=ρ.device) / len(ρ)
     t, b = ρ[:kept].log(), -torch.log1p(-F)
-    t, b = t[b.isfinite()], b[b.isfinite()]  # the last is infinite when nothing is discarded
     if kept > 1 and bool(t.any()): return float((t * b).sum() / t.square().sum())
     raise ValueError("points: too few different points, or two nearest neighbours that are equally far from every "
                      "point, as in a grid; need more different points")
 
 # %% ../nbs/05_geometry.ipynb #cedf2ef9
-def nearest_two(
-    points,  # (n, d) tensor or array, n >= 3
-    chunk: int = 1024,  # rows of the table of distances at a time, at least 1
-) -> Tensor:  # (n, 2), float64
-    """Return the distances to the nearest and second nearest other point, from differences in float64.
-
-    Costs about one product in float64 of the points with themselves. `ValueError` for fewer than 3 points, NaN or
-    infinite values, or a chunk below 1.
-    """
-    in_range("chunk", chunk, 1, whole=True)
-    x = cloud_rows(points, None, 3).double()
+def nearest_two(x: Tensor, chunk: int = 1024) -> Tensor:
+    "Return the distances (n, 2) to the two nearest other rows of x (n, d), n >= 3, from differences in float64."
     y = x - x.mean(0)
     half, two = y.square().sum(1) / 2, []
-    for rows in torch.arange(len(x), device=x.device).split(int(chunk)):
+    for rows in torch.arange(len(x), device=x.device).split(chunk):
         table = torch.addmm(half, y[rows], y.T, beta=-1)  # less than the half squared distance by half[rows]
         table[torch.arange(len(rows), device=x.device), rows] = -torch.inf
         near = table.topk(min(6, len(x) - 1), 1).indices
@@ -256,27 +212,20 @@ class Dimensions(NamedTuple):
     std: Tensor  # (d,) float64, divisor n - 1
     by_mean: list[int]  # mean at least sigmas standard deviations of the means, and 4 errors, from their mean
     by_variance: list[int]  # variance at least ratio times the average variance
-    largest: list[int]  # the k of largest standard deviation
 
 # %% ../nbs/05_geometry.ipynb #52951c86
 def outlier_dimensions(
     points,  # (n, d) tensor or array
     mask=None,  # (n,), true or 1 where a row counts
-    k: int = 5,  # length of the list largest
     *,
     sigmas: float = 3.0,  # distance of a dimension's mean from the others' that counts as far
     ratio: float = 5.0,  # Rudman, Chen and Eickhoff 2023
 ) -> Dimensions:
-    """Return mean and standard deviation of each dimension, and the dimensions that stand out.
-
-    `ValueError` for fewer than 2 points or a bad threshold.
-    """
-    in_range("k", k, 1, whole=True)
-    for name, value in ("sigmas", sigmas), ("ratio", ratio): in_range(name, value, 0, ends="(]")
-    return stand_out(as_cloud(points, mask).moments, k, sigmas, ratio)
+    "Return mean and standard deviation of each dimension, and those that stand out. `ValueError` below 2 points."
+    return stand_out(as_cloud(points, mask).moments, sigmas, ratio)
 
 
-def stand_out(m: Moments, k: int = 5, sigmas: float = 3.0, ratio: float = 5.0) -> Dimensions:
+def stand_out(m: Moments, sigmas: float = 3.0, ratio: float = 5.0) -> Dimensions:
     "Return what `outlier_dimensions` gives, from the moments of the rows."
     mean, variance = m.mean, m.m2.diagonal() / (m.count - 1)
     far, spread = (mean - mean.mean()).abs(), mean.std(correction=0)
@@ -284,7 +233,7 @@ def stand_out(m: Moments, k: int = 5, sigmas: float = 3.0, ratio: float = 5.0) -
     noise = 4 * (variance / m.count).sqrt()  # of a mean of so many rows
     by_mean = farthest[((far >= sigmas * spread) & (far > noise))[farthest]]
     by_variance = largest[((variance >= ratio * variance.mean()) & (variance > 0))[largest]]
-    return Dimensions(mean, variance.sqrt(), by_mean.tolist(), by_variance.tolist(), largest[:k].tolist())
+    return Dimensions(mean, variance.sqrt(), by_mean.tolist(), by_variance.tolist())
 
 # %% ../nbs/05_geometry.ipynb #cd5cdd92
 def transformed(
@@ -293,46 +242,38 @@ def transformed(
     fitted_on=None,  # (m, d), source of mean and directions; None: the points
     strength: float = 1.0,  # of whitening, 0 (turned only) to 1
 ):  # (n, d), float64, a tensor or array as given; whitened: (n, r), in the r principal directions with variance
-    """Return the points after linear steps: centred, normalised, whitened, or without their top directions.
-
-    `ValueError` for an unknown step, fewer than 2 rows to fit on, rows of another width, a row of zeros to be
-    normalised, and equal rows to be whitened.
-    """
+    "Return the points after linear steps. `ValueError` for an unknown step, and where nothing is left of a row."
     in_range("strength", strength, 0, 1)
     fitted_on = points if fitted_on is None else fitted_on
-    x, y = cloud_rows(points, None, 1).double(), cloud_rows(fitted_on, None, 2).double()
-    if x.shape[1] != y.shape[1]:
-        raise ValueError(f"fitted_on: shape {tuple(y.shape)} beside points {tuple(x.shape)}; give rows of one width")
-    eps = torch.finfo(floating(fitted_on, "fitted_on").dtype).eps
-    error = eps / 2 * y.abs()  # rounding of each entry, as it was given
+    x, y = cloud_rows(points, None, 1), cloud_rows(fitted_on, None, 2)
+    error = torch.finfo(floating(fitted_on, "fitted_on").dtype).eps / 2 * y.abs()  # of each entry, as it was given
     for step in steps:
-        apply = _fitted(y, step, strength, error)
-        if step == "normalise": error = error / y.norm(dim=1, keepdim=True)
-        x, y = apply(x), apply(y)
-        if step == "whiten": error = torch.zeros_like(y)
+        if step == "normalise":
+            error = error / y.norm(dim=1, keepdim=True)
+            x, y = unit_rows(x), unit_rows(y)
+            continue
+        mean = y.mean(0)
+        x, y = x - mean, y - mean
+        if step == "centre": continue
+        σ, V = torch.linalg.svd(y - y.mean(0), full_matrices=False)[1:]  # twice: a large mean is rounded
+        if step == "whiten":
+            V = _scaled(V, σ, y, error, strength)
+            x, y, error = x @ V, y @ V, torch.zeros_like(y @ V)
+        else:
+            V = V[: one_of("steps", step, range(1, y.shape[1]), "'centre', 'normalise', 'whiten'")]
+            x, y = x - x @ V.T @ V, y - y @ V.T @ V
     return as_given(x, points)
 
 # %% ../nbs/05_geometry.ipynb #873a9a32
-def _fitted(y: Tensor, step: str | int, strength: float, error: Tensor) -> Callable[[Tensor], Tensor]:
-    "Return a step as a function of rows, fitted on rows y (m, d) whose entries have an error each, (m, d)."
-    if step == "normalise": return unit_rows
-    mean = y.mean(0)
-    if step == "centre": return lambda x: x - mean
-    top = isinstance(step, int) and not isinstance(step, bool) and 0 < step < y.shape[1]
-    also = f"a number of directions below {y.shape[1]}"
-    if not top: one_of("steps", step, ("centre", "normalise", "whiten"), also)
-    centred = y - mean
-    σ, V = torch.linalg.svd(centred - centred.mean(0), full_matrices=False)[1:]  # twice: a large mean is rounded
-    if top: return lambda x: (x - mean) - (x - mean) @ V[:step].T @ V[:step]
+def _scaled(V: Tensor, σ: Tensor, y: Tensor, error: Tensor, strength: float) -> Tensor:
+    "Return the directions V (k, d) that are more than rounding of rows y (m, d), each by its scale, (d, r)."
     noise = (1 + (y.shape[1] / len(y)) ** 0.5) * (V.square() @ error.square().sum(0)).sqrt()  # of random errors
     kept = (σ > max(y.shape) * torch.finfo(y.dtype).eps * σ[0]) & (σ > noise)
     if not kept.any(): raise ValueError("steps: nothing to whiten; all rows are equal, or differ by rounding alone")
-    scale = (σ[kept] / (len(y) - 1) ** 0.5) ** -strength
-    return lambda x: (x - mean) @ V[kept].T * scale
+    return V[kept].T * (σ[kept] / (len(y) - 1) ** 0.5) ** -strength
 
 # %% ../nbs/05_geometry.ipynb #a1b00048
 def _isoscore(c: Cloud) -> float:
-    if c.d < 2: raise ValueError("points: have one dimension, which has no isotropy; need (n, d) with d >= 2")
     eigenvalues = c.centred
     return float((eigenvalues.sum() ** 2 / eigenvalues.square().sum() - 1) / (c.d - 1))
 

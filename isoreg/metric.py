@@ -12,14 +12,13 @@ from torch import Tensor
 from .checks import in_range, one_of
 from .isoscore import (
     CONVENTIONS, CORRECTIONS, MIN_ROWS, check_evenness, check_reference_cov, check_zeta, closed_form, estimate_traces,
-    gaussian_stderr, invariants_of_moments, mix, reference_weight, score_from_cov)
-from .moments import Moments, check_points, merge, moments, pool
+    invariants_of_moments, mix, reference_weight, score_from_cov)
+from .moments import Moments, check_finite, check_points, merge, moments, pool
 
 # %% ../nbs/04_metric.ipynb #e5b37bea
 class IsoScore(torchmetrics.Metric):
     "Stream the IsoScore of all points that `update` has seen, over all batches and ranks."
     higher_is_better, is_differentiable, full_state_update = None, False, False
-    plot, plot_lower_bound, plot_upper_bound = torchmetrics.Metric._plot, 0.0, 1.0
 
     def __init__(
         self,
@@ -31,13 +30,18 @@ class IsoScore(torchmetrics.Metric):
         **kwargs,  # of torchmetrics.Metric
     ):
         super().__init__(**kwargs)
-        self.num_dims = in_range("num_dims", num_dims, 2, whole=True)
+        check_zeta(zeta)
+        self.zeta, self.num_dims = zeta, in_range("num_dims", num_dims, 2, whole=True)
         self.correction = one_of("correction", correction, CORRECTIONS)
         self.convention = one_of("convention", convention, CONVENTIONS)
-        _check_weights(correction, reference_cov, zeta, convention)
-        R = None if reference_cov is None else check_reference_cov(reference_cov, num_dims).double()
-        self.zeta, self.order = zeta, 4 if correction == "ustat" else 2
+        given, weighed = reference_cov is not None, reference_weight(zeta, convention) != 0
+        if given if correction else weighed and not given:
+            state = "given" if given else "missing"
+            raise ValueError(f"reference_cov: {state} with {correction=}, {zeta=}, {convention=}; a corrected score "
+                             "reads none, a weight needs one")
+        R = check_reference_cov(reference_cov, num_dims).double() if given else None
         self.reference_cov: Tensor | None
+        self.mixed, self.names = given and weighed, Moments._fields[: 5 if correction == "ustat" else 3]
         self.register_buffer("reference_cov", R)
         self._add_states()
 
@@ -51,9 +55,25 @@ class IsoScore(torchmetrics.Metric):
 
     def compute(self) -> Tensor:
         "Return the score, 0-d float64. `ValueError` for too few or equal points, or variances too even for so few."
-        return self._score(self._seen(MIN_ROWS[self.correction]))
+        return self._score(self._seen())
 
 # %% ../nbs/04_metric.ipynb #metric-c1
+@patch
+def _score(self: IsoScore, m: Moments) -> Tensor:
+    "Return the score of the moments, plain, corrected or with the reference."
+    if m.count < (need := MIN_ROWS[self.correction]):
+        raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
+    if self.mixed: return score_from_cov(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
+    rounding = (8 * torch.finfo(m.mean.dtype).eps) ** 2 * m.count * m.mean.square().sum()
+    if m.m2.trace() <= rounding:
+        raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave such clouds out")
+    inv = invariants_of_moments(m)
+    t2, f = estimate_traces(inv, self.correction)
+    # the states are float64, the points usually are not
+    if self.correction: check_evenness(inv, f, self.num_dims, torch.float32)
+    return closed_form(t2, f, self.num_dims)
+
+
 @patch
 def _moments_of(self: IsoScore, points: Tensor, mask: Tensor | None) -> Moments:
     "Return the moments of a batch in float64."
@@ -61,82 +81,37 @@ def _moments_of(self: IsoScore, points: Tensor, mask: Tensor | None) -> Moments:
     if (d := x.shape[-1]) != self.num_dims:
         raise ValueError(f"points: last dimension is {d}, the metric was built for num_dims={self.num_dims}")
     with torch.no_grad():
-        batch = moments(x.double().flatten(0, -2), None if keep is None else keep.flatten(), self.order)
-    if bool(torch.isfinite(batch.m2.trace())): return batch
-    raise ValueError("points: hold NaN, infinite values or values too large to be squared; "
-                     "mask or rescale them (none of this batch was added)")
-
-
-@patch
-def _score(self: IsoScore, m: Moments) -> Tensor:
-    "Return the score of the moments, plain, corrected or with the reference."
-    if self.reference_cov is not None:
-        return score_from_cov(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
-    inv = invariants_of_moments(m)
-    t2, f = estimate_traces(inv, self.correction)
-    # the states are float64, the points usually are not
-    if self.correction: check_evenness(inv, f, self.num_dims, torch.float32)
-    return closed_form(t2, f, self.num_dims)
-
-# %% ../nbs/04_metric.ipynb #metric-c2
-@patch
-def stderr(self: IsoScore) -> float:
-    "Return the standard error of the Gaussian-corrected score of independent rows; all ranks must call it."
-    if self.correction != "gaussian":
-        raise ValueError(f"correction: {self.correction!r} gives no error of what is streamed; build the metric "
-                         "with correction='gaussian', or pass all points to isoscore_with_error")
-    with self.sync_context(self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync):
-        m = self._seen(5)
-        return gaussian_stderr(m.cov(), int(m.count))
-
-
-def _check_weights(correction: str | None, reference_cov, zeta: float, convention: str):
-    "Raise `ValueError` for a weight without a reference, and for a reference that a corrected score does not read."
-    check_zeta(zeta)
-    if correction and (reference_cov is not None or zeta != 0):
-        raise ValueError(f"zeta: {zeta}, but a corrected score has no reference; leave out reference_cov and zeta, "
-                         "or correction")
-    if not correction and reference_cov is None and reference_weight(zeta, convention) != 0:
-        raise ValueError(f"zeta: {zeta} needs reference_cov (convention={convention!r}); pass one, or leave out "
-                         "both zeta and convention")
+        batch = moments(x.double().flatten(0, -2), None if keep is None else keep.flatten(), len(self.names) - 1)
+    if bool(batch.m2.trace().isfinite()): return batch
+    check_finite(x, keep)
+    raise ValueError("points: values too large to be squared; rescale them")
 
 # %% ../nbs/04_metric.ipynb #3adfe94e
-@patch
-def _state_names(self: IsoScore) -> tuple[str, ...]: return Moments._fields[: self.order + 1]
-
-
 @patch
 def _add_states(self: IsoScore):
     "Begin with the moments of no points."
     zeros = torch.zeros(self.num_dims, dtype=torch.float64)
     empty = Moments(torch.tensor(0), zeros, zeros.outer(zeros), zeros, zeros.sum())
-    for name, value in zip(self._state_names(), empty): self.add_state(name, value, dist_reduce_fx=None)
+    for name, value in zip(self.names, empty): self.add_state(name, value, dist_reduce_fx=None)
 
 
 @patch
 def _hold(self: IsoScore, m: Moments):
     "Make the moments the states."
-    for name in self._state_names(): setattr(self, name, getattr(m, name))
+    for name in self.names: setattr(self, name, getattr(m, name))
+
+
+@patch
+def _seen(self: IsoScore) -> Moments:
+    "Return the moments of all points."
+    m = Moments(*(getattr(self, name) for name in self.names))
+    return pool(m) if m.count.ndim else m
 
 
 @patch
 def _apply(self: IsoScore, move, *args):
     "Move with a module around the metric to its device; the states and the reference stay in float64."
     return torchmetrics.Metric._apply(self, lambda x: x.to(move(x).device), *args)
-
-
-@patch
-def _seen(self: IsoScore, need: int = 0) -> Moments:
-    "Return the moments of all points; `ValueError` where fewer than are needed, or equal ones, were seen."
-    m = Moments(*(getattr(self, name) for name in self._state_names()))
-    if m.count.ndim: m = pool(m)
-    if m.count < need:
-        raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
-    mixed = self.reference_cov is not None and reference_weight(self.zeta, self.convention) > 0
-    rounding = (8 * torch.finfo(m.mean.dtype).eps) ** 2 * m.count * m.mean.square().sum()
-    if need and not mixed and m.m2.trace() <= rounding:
-        raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave such clouds out")
-    return m
 
 # %% ../nbs/04_metric.ipynb #141d1d8d
 @patch
@@ -152,4 +127,4 @@ def merge_state(
 
 @patch
 def _reduce_states(self: IsoScore, incoming_state: dict):
-    self._hold(merge([Moments(*(incoming_state.get(name) for name in self._state_names())), self._seen()]))
+    self._hold(merge([Moments(*(incoming_state.get(name) for name in self.names)), self._seen()]))

@@ -22,19 +22,15 @@ def moments(
     points,  # (..., n, d) tensor or array; half precision is summed in float32, whole numbers in float64
     mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts; other rows may hold anything, NaN too
     order: int = 2,  # 2, or 4 for m3 and m4 too
-):  # Moments: count (...), mean (..., d), m2 (..., d, d), and of order 4 m3 (..., d) and m4 (...)
-    """Return the moments of each cloud in `points`, in one pass without a centred copy; differentiable, in one product.
-
-    Memory beside the input: the result and a buffer of 1.5 MiB (64 MiB on an accelerator). The gradient comes back in
-    the input's dtype: scale the loss with float16. Raises `ValueError` for a wrong shape, mask or order.
-    """
+) -> "Moments":
+    "Return the moments of each cloud in one pass; differentiable. `ValueError` for a wrong shape, mask or order."
     one_of("order", order, (2, 4))
     points, mask = check_points(points, mask)
     lead = points.shape[:-2]
-    if not lead: return _union([points], mask, order)
+    if not lead: return union_moments([points], mask, order)
     clouds = points.reshape(-1, *points.shape[-2:])
     masks = [None] * len(clouds) if mask is None else mask.reshape(clouds.shape[:-1])
-    parts = [_union([x], keep, order) for x, keep in zip(clouds, masks)]
+    parts = [union_moments([x], keep, order) for x, keep in zip(clouds, masks)]
     return Moments(*(None if f[0] is None else torch.stack(f).unflatten(0, lead) for f in zip(*parts)))
 
 # %% ../nbs/01_moments.ipynb #962caeab
@@ -46,104 +42,79 @@ class Moments(NamedTuple):
     m3: Tensor | None = None  # (..., d), sum of |x - mean|^2 (x - mean); None unless order=4
     m4: Tensor | None = None  # (...), sum of |x - mean|^4; None unless order=4
 
-    def cov(
-        self,
-        ddof: int = 1,  # n - ddof is the divisor; 1 is unbiased
-    ) -> Tensor:
-        "Return the covariance, (..., d, d). `ValueError` if a cloud has no more than `ddof` rows."
-        if bool((self.count <= ddof).any()):
-            raise ValueError(f"count: {self.count.tolist()} rows give no covariance with ddof={ddof}; add points")
-        return self.m2 / (self.count - ddof)[..., None, None]
+    def cov(self) -> Tensor:
+        "Return the covariance (..., d, d), with divisor n - 1. `ValueError` for a cloud of fewer than two rows."
+        if bool((self.count < 2).any()):
+            raise ValueError(f"count: {self.count.tolist()} rows give no covariance; add points")
+        return self.m2 / (self.count - 1)[..., None, None]
 
-    def map(
-        self,
-        f: Callable[[Tensor], Tensor],
-    ) -> "Moments":
+    def map(self, f: Callable[[Tensor], Tensor]) -> "Moments":
         "Return the moments with `f` applied to each field that is there."
         return Moments(*(None if field is None else f(field) for field in self))
 
 # %% ../nbs/01_moments.ipynb #e33f9bb8
 def _accumulate(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Moments:
     "Return the moments of the union of clouds (n, d), in float32 or better, in one pass over chunks of rows."
-    if few_operations(clouds[0].device): return _accumulate_centred(clouds, mask, order)
-    s, drop = _shift(clouds, mask), None if mask is None else ~mask[:, None]  # (d,), (n, 1)
-    d, blocks = len(s), _blocks(len(s), 96)
-    total, M2, m3, m4 = s.new_zeros(d), s.new_zeros(d, d), s.new_zeros(d), s.new_zeros(())
+    few, k = few_operations(clouds[0].device), len(clouds)
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in clouds), torch.float32)
+    n = torch.tensor(k * len(clouds[0]), device=clouds[0].device) if mask is None else mask.sum() * k
+    if few and k > 1: clouds, mask = [torch.cat(list(clouds))], None if mask is None else mask.repeat(k)
+    drop = None if mask is None else ~mask[:, None]
+    s = _mean(clouds[0], drop, n, wide_dtype(clouds[0])).to(dtype) if few else _shift(clouds, mask, dtype)
+    d = len(s)
+    width = 96 if not few else d if clouds[0].numel() <= 1 << 24 else 256
+    blocks, sums = [slice(a, a + width) for a in range(0, d, width)], []
+    M2, higher = s.new_zeros(d, d), [s.new_zeros(d), s.new_zeros(())] if order == 4 else []
     for x in clouds:
         for _, y in _chunks(x, s, drop):
-            total += y.sum(0)
+            if not few: sums.append(y.sum(0))
             for b in blocks: M2[b, b.start :].addmm_(y[:, b].T, y[:, b.start :])
             if order == 4:
                 r = torch.linalg.vecdot(y, y)
-                m3.addmv_(y.T, r)
-                m4 += r.dot(r)
+                higher[0].addmv_(y.T, r)
+                higher[1].add_(r @ r)
     for b in blocks[1:]: M2[b, : b.start] = M2[: b.start, b].T
-    n = torch.tensor(sum(map(len, clouds)), device=s.device) if mask is None else mask.sum() * len(clouds)
-    δ = total / n.clamp(min=1)
+    if few: return Moments(n, s, M2, *higher)
+    δ = sum(sums) / n.clamp(min=1)
     M2.addr_(δ * n, δ, alpha=-1)
-    return Moments(n, s + δ, M2, *(_move(n, M2, m3, m4, δ, back=True) if order == 4 else ()))
-
-# %% ../nbs/01_moments.ipynb #d7314e59
-def _shift(clouds: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-    "Return the mean (d,) of valid rows from all over the clouds (n, d), without waiting for the device."
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in clouds), torch.float32)
-    rows = {n: _some_rows(n, mask, clouds[0].device) for n in {len(x) for x in clouds}}
-    x = torch.cat([x[rows[len(x)]] for x in clouds]).to(dtype)
-    if mask is None: return x.mean(0)
-    valid = mask[rows[len(mask)]].repeat(len(clouds))
-    return x.masked_fill(~valid[:, None], 0).sum(0) / valid.sum().clamp(min=1)
-
-
-def _some_rows(n: int, mask: Tensor | None, device: torch.device) -> Tensor:
-    "Return the numbers of 256 rows from all over n, and before them, with a mask, of the first that counts."
-    rows = torch.arange(min(n, 256), device=device)
-    if n > 256: rows = (rows * (0.6180339887 * n)).long() % n  # steps of the golden section: no sequence's length
-    return rows if mask is None else torch.cat([mask.int().argmax()[None], rows])
-
-# %% ../nbs/01_moments.ipynb #d7314e5a
-_CHUNK_BYTES = 3 << 19, 64 << 20  # 1.5 MiB stays in the cache of a core; of a device with few operations
-
-
-def _chunks(x: Tensor, centre: Tensor, drop: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    "Yield slices of x (n, d) with their rows minus the centre, all from one buffer; 0 where `drop` (n, 1) is true."
-    n, d = x.shape
-    rows = max(1, _CHUNK_BYTES[few_operations(x.device)] // (d * centre.dtype.itemsize))
-    buffer = centre.new_empty((min(rows, n), d))
-    for part in (slice(i, min(i + rows, n)) for i in range(0, n, rows)):
-        y = torch.sub(x[part], centre, out=buffer[: part.stop - part.start])
-        if drop is not None: y.masked_fill_(drop[part], 0)
-        yield part, y
-
-# %% ../nbs/01_moments.ipynb #e33f9bb9
-def _blocks(d: int, width: int) -> list[slice]:
-    "Return the block columns of a matrix (d, d)."
-    return [slice(a, a + width) for a in range(0, d, width)]
-
-# %% ../nbs/01_moments.ipynb #few00002
-def _accumulate_centred(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Moments:
-    "Return the moments of the union of clouds (n, d), about the mean itself, in as few operations as possible."
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in clouds), torch.float32)
-    X, drop = clouds[0] if len(clouds) == 1 else torch.cat(list(clouds)), None
-    if mask is None: n, μ = torch.tensor(len(X), device=X.device), X.mean(0, dtype=wide_dtype(X)).to(dtype)
-    else:
-        n, drop = mask.sum() * len(clouds), ~mask.repeat(len(clouds))[:, None]
-        μ = (X.masked_fill(drop, 0).sum(0, dtype=wide_dtype(X)) / n.clamp(min=1)).to(dtype)
-    d = X.shape[1]
-    blocks = _blocks(d, d if X.numel() <= 1 << 24 else 256)
-    M2, higher = μ.new_zeros(d, d), [μ.new_zeros(d), μ.new_zeros(())] if order == 4 else []
-    for _, y in _chunks(X, μ, drop):
-        for b in blocks: M2[b, b.start :].addmm_(y[:, b].T, y[:, b.start :])
-        if order == 4:
-            r = torch.linalg.vecdot(y, y)
-            higher[0].addmv_(y.T, r)
-            higher[1].add_(r @ r)
-    for b in blocks[1:]: M2[b, : b.start] = M2[: b.start, b].T
-    return Moments(n, μ, M2, *higher)
+    return Moments(n, s + δ, M2, *(_move(n, M2, higher[0], higher[1], δ, back=True) if higher else ()))
 
 
 def few_operations(device: torch.device) -> bool:
     "Return whether the device waits for each operation to be started."
     return device.type != "cpu"
+
+# %% ../nbs/01_moments.ipynb #d7314e59
+def _shift(clouds: Sequence[Tensor], mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    "Return the mean (d,) of rows that count from all over the clouds (n, d)."
+    n = len(clouds[0])
+    rows = torch.arange(min(n, 256))
+    # steps of the golden section: no sequence's length
+    if n > 256: rows = (rows * (0.6180339887 * n)).long() % n
+    if mask is not None: rows = torch.cat([mask.int().argmax()[None], rows])
+    x = torch.cat([x[rows] for x in clouds]).to(dtype)
+    if mask is None: return x.mean(0)
+    valid = mask[rows].repeat(len(clouds))
+    return _mean(x, ~valid[:, None], valid.sum(), dtype)
+
+
+def _mean(x: Tensor, drop: Tensor | None, n: Tensor, dtype: torch.dtype) -> Tensor:
+    "Return the mean (d,) of the n rows of x that count, in the dtype."
+    if drop is None: return x.mean(0, dtype=dtype)
+    return x.masked_fill(drop, 0).sum(0, dtype=dtype) / n.clamp(min=1)
+
+# %% ../nbs/01_moments.ipynb #d7314e5a
+def _chunks(x: Tensor, centre: Tensor, drop: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    "Yield slices of x (n, d) with their rows minus the centre, all from one buffer; 0 where `drop` (n, 1) is true."
+    n, d = x.shape
+    # 1.5 MiB stay in the cache of a core
+    size = 64 << 20 if few_operations(x.device) else 3 << 19
+    rows = max(1, size // (d * centre.dtype.itemsize))
+    buffer = centre.new_empty((min(rows, n), d))
+    for part in (slice(i, min(i + rows, n)) for i in range(0, n, rows)):
+        y = torch.sub(x[part], centre, out=buffer[: part.stop - part.start])
+        if drop is not None: y.masked_fill_(drop[part], 0)
+        yield part, y
 
 # %% ../nbs/01_moments.ipynb #fba07e86
 def _move(n: Tensor, M2: Tensor, m3: Tensor, m4: Tensor, e: Tensor, back=False) -> tuple[Tensor, Tensor]:
@@ -203,22 +174,17 @@ class _Union(torch.autograd.Function):
         order, (mask, *saved) = len(grads), ctx.saved_tensors
         m, clouds = Moments(*saved[: order + 1]), saved[order + 1 :]
         with full_precision(clouds[0]):
-            if torch.is_grad_enabled():  # create_graph
-                views = [x.view_as(x) for x in clouds]  # one tensor may be several of the clouds
-                fields = _plain(views, mask, order)[1 : order + 1]
-                wanted = [x for x in views if x.requires_grad]
-                found = iter(torch.autograd.grad(fields, wanted, grads, create_graph=True))
-                return None, None, *(next(found) if x.requires_grad else None for x in views)
-            return None, None, *_gradients(clouds, ctx.needs_input_grad[2:], mask, m, *grads)
+            if not torch.is_grad_enabled():
+                return None, None, *_gradients(clouds, ctx.needs_input_grad[2:], mask, m, *grads)
+            views = [x.view_as(x) for x in clouds]  # one tensor may be several of the clouds
+            fields, wanted = _plain(views, mask, order)[1 : order + 1], [x for x in views if x.requires_grad]
+            found = iter(torch.autograd.grad(fields, wanted, grads, create_graph=True))
+            return None, None, *(next(found) if x.requires_grad else None for x in views)
 
 # %% ../nbs/01_moments.ipynb #un10n002
 def union_moments(clouds: Sequence[Tensor], mask: Tensor | None = None, order: int = 2) -> Moments:
-    "Return the moments of the union of clouds (n, d), one mask (n,) for each; differentiable, in one pass."
-    first, mask = check_points(clouds[0], mask)
-    return _union([first, *(check_points(x)[0] for x in clouds[1:])], mask, order)
-
-
-def _union(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Moments:
+    "Return the moments of the union of clouds (n, d) with one boolean mask (n,), not checked; differentiable."
+    if mask is not None: mask = mask.to(clouds[0].device)
     with full_precision(clouds[0]):
         if torch.compiler.is_compiling(): return _plain(clouds, mask, order)
         return Moments(*_Union.apply(mask, order, *clouds))
@@ -229,28 +195,24 @@ _SWITCHES = [m for m in _PRODUCTS if hasattr(m, "fp32_precision")]  # from torch
 
 
 @contextlib.contextmanager
-def full_precision(
-    x: Tensor,  # tensor on the device in question
-):
-    "Give a context in which float32 products are float32 products: no autocast, no TF32."
-    if torch.compiler.is_compiling():
-        with torch.autocast(x.device.type, enabled=False): yield
-        return
-    before = _set_precision(["ieee"] * len(_SWITCHES) or "highest")
-    try:
-        with torch.autocast(x.device.type, enabled=False): yield
-    finally:
-        _set_precision(before)
+def full_precision(x: Tensor):
+    "Give a context in which float32 products on the device of x are float32 products: no autocast, no TF32."
+    with torch.autocast(x.device.type, enabled=False):
+        if torch.compiler.is_compiling():
+            yield
+            return
+        before = [m.fp32_precision for m in _SWITCHES] or torch.get_float32_matmul_precision()
+        _set_precision(["ieee"] * len(_SWITCHES) or "highest")
+        try: yield
+        finally: _set_precision(before)
 
 
 def _set_precision(wanted):
-    "Set the precision of float32 products and return what it was before."
-    before = [m.fp32_precision for m in _SWITCHES] or torch.get_float32_matmul_precision()
+    "Set the precision of float32 products."
     if not _SWITCHES: torch.set_float32_matmul_precision(wanted)
     for m, value in zip(_SWITCHES, wanted):
         m.fp32_precision = "none"  # the general setting, which must not become one of the product's own
         if m.fp32_precision != value: m.fp32_precision = value
-    return before
 
 # %% ../nbs/01_moments.ipynb #4a357380
 def check_points(points, mask=None) -> tuple[Tensor, Tensor | None]:
@@ -261,7 +223,7 @@ def check_points(points, mask=None) -> tuple[Tensor, Tensor | None]:
         raise ValueError(f"points: need shape (..., n_points, n_dims), got {tuple(points.shape)}, which lacks an axis "
                          "or holds no value; add the missing axis or points")
     if mask is None: return points, None
-    mask = _tensor(mask, "mask")
+    mask = torch.as_tensor(mask)
     if mask.ndim == 0 or mask.shape != want[-mask.ndim :]:
         raise ValueError(f"mask: shape {tuple(mask.shape)} does not fit points {tuple(points.shape)}; "
                          f"pass {tuple(want)} or its last dimensions, true where a row counts")
@@ -270,64 +232,44 @@ def check_points(points, mask=None) -> tuple[Tensor, Tensor | None]:
                          "(an additive mask is mask == 0)")
     return points, (mask != 0).to(points.device).expand(want)
 
+
+def check_finite(points: Tensor, mask: Tensor | None = None):
+    "Raise the `ValueError` that names the first row of points (..., n, d) that counts and is not finite."
+    bad = ~points.isfinite().all(-1)
+    rows = (bad if mask is None else bad & mask).nonzero().tolist()
+    if not rows: return
+    row = ", ".join(map(str, rows[0]))
+    raise ValueError(f"points: row {row} (from 0) holds NaN or infinite values; drop such rows or mask them")
+
 # %% ../nbs/01_moments.ipynb #4968c872
 def floating(x, name: str) -> Tensor:
-    "Return whatever holds numbers as a tensor in floating point, whole numbers in float64; else a `ValueError`."
-    x = _tensor(x, name)
-    if x.is_floating_point(): return x
-    if x.dtype != torch.bool and not x.is_complex(): return x.to(wide_dtype(x))
-    raise ValueError(f"{name}: need floating values, got {x.dtype}; convert with .float(), in NumPy .astype(float)")
+    "Return what holds numbers as a tensor in floating point, on the same memory where PyTorch can read that."
+    if isinstance(x, Tensor): return x if x.is_floating_point() else x.to(wide_dtype(x))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing here writes to it
+            try: return floating(torch.from_numpy(np.asarray(x)), name)
+            except (TypeError, ValueError): return torch.from_numpy(np.array(x, float))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: this {type(x).__name__} is no array of numbers; pass one array or tensor with rows "
+                         "of equal length (the numeric columns of a data frame, np.stack of a column of "
+                         "vectors)") from error
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
     "Return the widest floating type of x's device."
     return torch.float32 if x.device.type == "mps" else torch.float64
 
-# %% ../nbs/01_moments.ipynb #728d4988
-def check_readable(x: Tensor, name: str) -> Tensor:
-    "Return a tensor that holds its values one by one; raise a `ValueError` for any other."
-    if x.layout == torch.strided and not (x.is_meta or x.is_nested): return x
-    kind = "is on the meta device" if x.is_meta else "is nested" if x.is_nested else f"has the layout {x.layout}"
-    raise ValueError(f"{name}: the tensor {kind}; pass a dense one that holds its values")
-
-# %% ../nbs/01_moments.ipynb #4968c873
-def _tensor(x, name: str) -> Tensor:
-    "Return x as a tensor, on the same memory where PyTorch can read that."
-    if isinstance(x, Tensor): return check_readable(x, name)
-    try:
-        if _of_tensors(x): return torch.stack(list(x))
-        array = np.asarray(x)
-        wider = array.dtype.kind == "f" and array.dtype.itemsize > 8
-        array = np.asarray(array, np.float64 if wider else array.dtype.newbyteorder("="))
-        if any(s < 0 or s % array.itemsize for s in array.strides): array = array.copy()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing here writes to it
-            return torch.as_tensor(array)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}: this {type(x).__name__} is no array of numbers; pass one array or tensor with rows "
-                         "of equal length (the numeric columns of a data frame, np.stack of a column of "
-                         "vectors)") from error
-
 # %% ../nbs/01_moments.ipynb #4968c876
 def as_given(result: Tensor, given):
-    "Return the result as it is where tensors were given, else as an array or NumPy number."
-    return result if _of_tensors(given) else result.numpy()[()]
-
-
-def _of_tensors(x) -> bool:
-    "Return whether x is a tensor or a list of tensors."
-    if isinstance(x, (list, tuple)): return len(x) > 0 and all(isinstance(v, Tensor) for v in x)
-    return isinstance(x, Tensor)
+    "Return the result as it is where a tensor was given, else as an array or NumPy number."
+    return result if isinstance(given, Tensor) else result.numpy()[()]
 
 # %% ../nbs/01_moments.ipynb #b8da096c
-def merge(
-    parts: Sequence[Moments],  # clouds over the same dimensions
-) -> Moments:
-    "Return the moments of the union of the clouds; differentiable. `ValueError` for clouds that differ in shape."
-    kinds = {(tuple(p.mean.shape), p.m3 is None) for p in parts}
-    if len(kinds) != 1:
-        raise ValueError(f"parts: {len(parts)} clouds of {len(kinds)} kinds (shape of the mean, whether of order 2: "
-                         f"{sorted(kinds)}); merge clouds of one kind")
+def merge(parts: Sequence[Moments]) -> Moments:
+    "Return the moments of the union of the clouds; differentiable. `ValueError` for clouds of more than one kind."
+    if len({(p.mean.shape, p.m3 is None) for p in parts}) != 1:
+        raise ValueError("parts: clouds differ in their dimensions or their order, or none is there; merge one kind")
     n = sum(p.count for p in parts)
     μ = sum(p.mean * p.count[..., None] for p in parts) / n.clamp(min=1)[..., None]
     moved = [_moved(p, p.mean - μ) for p in parts]
@@ -340,30 +282,25 @@ def _moved(p: Moments, e: Tensor) -> tuple[Tensor, ...]:
     return (m2,) if p.m3 is None else (m2, *_move(p.count, p.m2, p.m3, p.m4, e))
 
 # %% ../nbs/01_moments.ipynb #94c1146e
-def pool(
-    m: Moments,  # batched, (k, ...)
-) -> Moments:
+def pool(m: Moments) -> Moments:
     "Return the moments of the union over the first batch dimension, for example of all layers."
     return merge([m.map(lambda f: f[i]) for i in range(len(m.count))])
 
 # %% ../nbs/01_moments.ipynb #eb519606
-def all_reduce(
-    m: Moments,  # this rank's cloud
-    group=None,  # process group, the default one if None
-) -> Moments:
+def all_reduce(m: Moments) -> Moments:
     "Return the moments of the union over all ranks, on every rank; differentiable. m itself where no group runs."
-    if world_size(group) == 1: return m
-    n = sum_over_ranks(m.count, group)
-    μ = sum_over_ranks(m.mean * m.count[..., None], group) / n.clamp(min=1)[..., None]
-    return Moments(n, μ, *(sum_over_ranks(f, group) for f in _moved(m, m.mean - μ)))
+    if world_size() == 1: return m
+    n = sum_over_ranks(m.count)
+    μ = sum_over_ranks(m.mean * m.count[..., None]) / n.clamp(min=1)[..., None]
+    return Moments(n, μ, *(sum_over_ranks(f) for f in _moved(m, m.mean - μ)))
 
 # %% ../nbs/01_moments.ipynb #eb519607
-def world_size(group=None) -> int:
-    "Return the number of ranks of a process group (None: the default one), 1 where none runs."
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+def world_size() -> int:
+    "Return the number of ranks, 1 where no process group runs."
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def sum_over_ranks(x: Tensor, group=None) -> Tensor:
+def sum_over_ranks(x: Tensor) -> Tensor:
     "Return the sum of x, of the same shape on every rank, over all ranks, on every rank; differentiable."
     from torch.distributed.nn.functional import all_reduce
-    return all_reduce(x, group=dist.group.WORLD if group is None else group)
+    return all_reduce(x, group=dist.group.WORLD)

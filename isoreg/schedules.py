@@ -7,7 +7,6 @@ __all__ = ['CONTROLS', 'SCHEMES', 'guided_schedule', 'released_schedule', 'contr
 # %% ../nbs/14_schedules.ipynb #b895c32b
 import json
 import random
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,19 +21,13 @@ def guided_schedule(
     scores: Mapping[str, float],  # site -> score, from site_scores; the order breaks ties
     p_max: float = 0.1,  # rate of the least informative site
     p_min: float = 0.0,  # rate of the most informative site
-    shape: Callable[[float], float] | None = None,  # share in [0, 1] at rank u in [0, 1]; None: 1 - u
 ) -> dict[str, float]:  # site -> p, in the order of the scores
-    """Return rates by rank, p_max for the lowest score (Sharma et al. 2024, eqs 9, 10).
-
-    Warns if all scores are equal. Raises `ValueError` for NaN scores and rates out of range."""
+    "Return rates by rank, p_max for the lowest score (Sharma et al. 2024, eqs 9, 10); `ValueError` for NaN scores."
     in_range("p_min", p_min, 0, check_rate("p_max", p_max))
     for name, score in scores.items(): in_range(f"scores[{name!r}]", score)
-    if len(scores) > 1 and len(set(scores.values())) == 1:
-        warnings.warn("scores: all are equal, so the rates follow the order of the sites alone")
     rates = {}
     for i, name in enumerate(sorted(scores, key=scores.get)):
-        u = i / max(1, len(scores) - 1)
-        share = 1 - u if shape is None else in_range(f"shape at rank {u:.3g}", shape(u), 0, 1)
+        share = 1 - i / max(1, len(scores) - 1)
         # p_max and p_min exactly at the ends
         rates[name] = float(p_min if share == 0 else p_max - (1 - share) * (p_max - p_min))
     return {name: rates[name] for name in scores}
@@ -44,9 +37,8 @@ def check_rate(name: str, p) -> float: return float(in_range(name, p, 0, 1, ends
 
 def check_schedule(schedule) -> dict[str, float]:
     "Return the rates of a schedule, or of what `apply_dropout` gave; `ValueError` for anything else."
-    rates = schedule.get("rates", schedule) if isinstance(schedule, Mapping) else None
-    if not isinstance(rates, Mapping) or not rates:
-        raise ValueError(f"schedule: {schedule!r} is no mapping from sites to rates; see guided_schedule")
+    rates = schedule.get("rates", schedule) if isinstance(schedule, Mapping) else {}
+    if not rates: raise ValueError(f"schedule: {schedule!r} is no mapping from sites to rates; see guided_schedule")
     return {name: check_rate(f"schedule[{name!r}]", p) for name, p in rates.items()}
 
 def check_names(rates: Mapping[str, float], sites: Sequence, complete: bool = False):
@@ -57,8 +49,7 @@ def check_names(rates: Mapping[str, float], sites: Sequence, complete: bool = Fa
     if unknown or missing:
         near = did_you_mean(unknown[0], names) if unknown else ""
         raise ValueError(f"schedule: {len(unknown)} names are no sites of this model, {len(missing)} sites have no "
-                         f"rate, such as {(unknown + missing)[0]!r}; {near}was it made for another model? "
-                         "(partial=True leaves sites without a rate as they are)")
+                         f"rate, such as {(unknown + missing)[0]!r}; {near}was it made for another model?")
 
 # %% ../nbs/14_schedules.ipynb #6c1849ca
 _RELEASED_ORDER = {  # layers of BERT-base from the highest rate to the lowest
@@ -80,25 +71,24 @@ CONTROLS = ("constant-mean", "reversed", "shuffled", "type-only")
 def control_schedule(
     kind: str,  # name in CONTROLS
     schedule: Mapping[str, float],  # site -> p
-    sites: Sequence = (),  # what dropout_sites gave: for "type-only", and to know the head
+    sites: Sequence,  # what dropout_sites gave
     seed: int = 0,  # seed of "shuffled"
 ) -> dict[str, float]:  # site -> p, in the order of the schedule, without the head's
-    """Return a control for a guided schedule, of the same mean rate.
+    """Return a control for a guided schedule, of the same mean rate; `shuffled` is the same on every machine.
 
-    `reversed` gives the site of the i-th highest rate the i-th lowest; `shuffled` is the same on every machine.
     Raises `ValueError` for an unknown kind, bad rates, or a schedule of another model."""
-    kinds = {s.name: s.kind for s in sites}
-    rates = {n: p for n, p in check_schedule(schedule).items() if kinds.get(n, n.split(".")[0]) != "classifier"}
+    kinds, rates = {s.name: s.kind for s in sites}, check_schedule(schedule)
+    check_names(rates, sites)
+    rates = {n: p for n, p in rates.items() if kinds[n] != "classifier"}
     if one_of("kind", kind, CONTROLS) == "constant-mean": return dict.fromkeys(rates, fmean(rates.values()))
     if kind == "reversed":
         falling = sorted(rates, key=rates.get, reverse=True)
         return rates | dict(zip(falling, sorted(rates.values())))
     if kind == "shuffled":
         # random() is the one stream that Python promises to keep
-        draw = random.Random(int(in_range("seed", seed, whole=True)))
+        draw = random.Random(int(seed))
         keys = {name: draw.random() for name in rates}
         return dict(zip(rates, [rates[name] for name in sorted(rates, key=keys.get)]))
-    check_names(rates, sites)
     return {n: fmean(p for m, p in rates.items() if kinds[m] == kinds[n]) for n in rates}
 
 # %% ../nbs/14_schedules.ipynb #a1b2c3d1
@@ -128,11 +118,10 @@ SCHEMES = {
 def save_schedule(
     path: str | Path,  # JSON file, replaced as a whole
     schedule: Mapping[str, float],  # site -> p, or what apply_dropout gave
-    **notes,  # anything else for JSON: scores, seed, aggregate, ...
 ) -> Path:
     "Write a schedule to a JSON file and return its path. Raises `ValueError` for rates outside [0, 1)."
-    content = {"format": "isoreg-dropout-schedule-1", "rates": check_schedule(schedule), "notes": notes}
-    write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    content = {"format": "isoreg-dropout-schedule-1", "rates": check_schedule(schedule)}
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
     return Path(path)
 
 def load_schedule(

@@ -9,31 +9,29 @@ import inspect
 import math
 import re
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import transformers
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
-from torch.random import fork_rng
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import one_of
-from .states import base_prefix, inside_wrapper, named_weights, same_draws
+from .states import base_prefix, eval_mode, inside_wrapper, named_weights, same_draws
 
 # %% ../nbs/13_sites.ipynb #c2cdd011
 def dropout_sites(
     model: nn.Module,  # a transformers model, or any module with batch=; may be wrapped by DDP or torch.compile
     grouping: str = "released",  # tensors of a site: "released", of its submodule; "preceding", used since the last
     *,
-    batch=None,  # inputs of one forward pass (dict, tuple or tensor); None makes one up for a text model
+    batch=None,  # inputs of one forward pass (dict, tuple or tensor); None takes a short text
 ) -> list["Site"]:  # in the order of execution
     """Return every site where the model applies dropout in train mode, found by one forward pass.
 
@@ -41,6 +39,8 @@ def dropout_sites(
     Raises `ValueError` if there is no site, and warns if a rate arrives that cannot be set.
     """
     found = find_sites(unwrapped(model), batch, one_of("grouping", grouping, ("released", "preceding")))
+    if not found.sites:
+        raise ValueError(f"model: {type(model).__name__} has no dropout site" + f"; {found.stray}" * bool(found.stray))
     if found.stray: warnings.warn(found.stray)
     return found.sites
 
@@ -49,50 +49,158 @@ class Site:
     """A site where the model applies dropout, with one rate.
 
     `kind` is `embedding`, `attention_probs`, `attention_output`, `ffn_inner` (between the two maps of an FFN),
-    `ffn_output`, `residual` (attention and FFN output at one rate, as in OPT), `classifier` (outside the base
-    model) or `other`. Names are relative to the base model, so they agree between heads.
-    """
+    `ffn_output`, `classifier` (outside the base model) or `other`. Names agree between heads."""
     name: str  # for example "encoder.layer.0.attention_probs"
     kind: str
     p: float  # the rate now
     tensors: tuple[str, ...]  # names of the parameters whose scores make its score, relative to the base model
     sizes: tuple[int, ...]  # and their numbers of scalars
-    handles: tuple[str, ...]  # where its rate is kept: paths of Dropout modules and float attributes, from the root
+    handle: str  # where its rate is kept: path of a Dropout module or of a float attribute, from the root
     calls: int  # in one forward pass; 0 if only the output tells that it is there
-    module: str  # path and class of the module that makes the call
+
+# %% ../nbs/13_sites.ipynb #13eb027b
+@dataclass
+class Found:
+    "What one look at a model finds."
+    sites: list[Site]
+    calls: list["_Call"]  # in the order of execution
+    hidden: list[Site]  # those inside kernels, which are seen in the output alone
+    stray: str  # a message on rates that arrive and cannot be set; empty if there are none
+
+def find_sites(model: nn.Module, batch, grouping: str = "released") -> Found:
+    "Give each candidate a rate of its own and return what arrives."
+    handles = _candidates(model)
+    rates = {h: 0.1 * (math.sqrt(2) + k / len(handles) / 4) for k, h in enumerate(handles)}
+    with trial(model), rates_at(model, handles):
+        for h, p in rates.items(): set_rate(model, h, p)
+        record = record_calls(model, batch)
+    handle_of = {p: h for h, p in rates.items()}
+    for c in record.calls: c.handle = handle_of.get(c.p)
+    arrived = dict.fromkeys(c.handle for c in record.calls if c.handle)
+    hidden = seen_in_output(model, batch, [h for h in handles if h not in arrived], handles)
+    sites = _described(model, [*arrived, *hidden], record, grouping)
+    hidden += [c.handle for c in record.calls if c.opaque]
+    return Found(sites, record.calls, [s for s in sites if s.handle in hidden], _stray(record.calls))
+
+# %% ../nbs/13_sites.ipynb #9d2e1cec
+def seen_in_output(model: nn.Module, batch, handles: Sequence[str], silent: Iterable[str]) -> list[str]:
+    "Return the handles whose rate changes the output where the rates of all `silent` ones are 0."
+    def run():
+        torch.default_generator.manual_seed(0)  # torch.manual_seed reaches devices that are not even started
+        if _device(model).type == "cuda": torch.cuda.manual_seed_all(0)
+        output = _forward(model, batch)
+        return _tensors(output.values() if isinstance(output, Mapping) else [output])
+
+    if not handles: return []
+    found = []
+    with trial(model), rates_at(model, silent):
+        for h in silent: set_rate(model, h, 0.0)
+        rest = run()
+        if not all(map(torch.equal, rest, run())): return []
+        for h in handles:
+            set_rate(model, h, 0.5)
+            if not all(map(torch.equal, rest, run())): found.append(h)
+            set_rate(model, h, 0.0)
+    return found
+
+def _stray(calls: Sequence["_Call"]) -> str:
+    "Return a message on calls whose rate belongs to nobody; empty if there are none."
+    calls = [c for c in calls if c.handle is None and c.p > 0]
+    rates = dict.fromkeys(f"p={c.p:g} in {c.module or 'the model'}" for c in calls)
+    if not rates: return ""
+    return (f"model: applies dropout at rates that cannot be set: {', '.join(rates)}; keep each in an nn.Dropout, or "
+            "in an attribute that __init__ sets, such as self.drop")
+
+# %% ../nbs/13_sites.ipynb #4f307ef8
+_SKIPS = re.compile("layer_?drop|drop_?path", re.I)  # attributes and classes that skip whole layers
+
+def _candidates(model: nn.Module) -> list[str]:
+    "Return the handles of everything that may hold a rate, in module order."
+    handles = []
+    for path, m in model.named_modules():
+        placeholder = isinstance(m, nn.Identity) and "drop" in path.rpartition(".")[2].lower()
+        if placeholder or isinstance(m, _DropoutNd): handles.append(path)
+        else:
+            numbers = {k: v for k, v in vars(m).items() if type(v) in (int, float) and "drop" in k.lower()}
+            handles += [f"{path}.{k}".lstrip(".") for k, v in numbers.items() if 0 <= v < 1]
+    return [h for h in handles if not _SKIPS.search(h)]
+
+def _owner(model: nn.Module, handle: str) -> tuple[nn.Module, str]:
+    "Return the module that holds a rate, and the name of its attribute."
+    path, _, name = handle.rpartition(".")
+    owner = model.get_submodule(path)
+    value = getattr(owner, name)
+    return (value, "p") if isinstance(value, nn.Module) else (owner, name)
+
+# %% ../nbs/13_sites.ipynb #6e58ec95
+def set_rate(model: nn.Module, handle: str, p: float):
+    "Write a rate to a handle; an Identity becomes a Dropout, and stays the same object with its hooks."
+    owner, name = _owner(model, handle)
+    if isinstance(owner, nn.Identity): owner.__class__, owner.inplace = nn.Dropout, False
+    setattr(owner, name, p)
+
+def rates_at(model: nn.Module, handles: Iterable[str]) -> contextlib.ExitStack:
+    "Return a context, or an undo by `.close()`, that puts the rates of the handles back."
+    stack = contextlib.ExitStack()
+    for owner, name in (_owner(model, h) for h in handles):
+        if isinstance(owner, nn.Identity):
+            stack.callback(setattr, owner, "__class__", nn.Identity)
+            stack.callback(vars(owner).pop, "p", None)
+        else: stack.callback(setattr, owner, name, getattr(owner, name))
+    return stack
+
+# %% ../nbs/13_sites.ipynb #733a4d96
+@contextlib.contextmanager
+def trial(model: nn.Module):
+    "Enter train mode without gradient, layer drop or adapters; all is put back as it was."
+    buffers, kept = [(b, b.clone()) for b in model.buffers()], []
+    with same_draws(_device(model)), eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        try:
+            for owner in [*model.modules(), *filter(None, [getattr(model, "config", None)])]:
+                for k, v in list(vars(owner).items()):
+                    skips = type(v) in (int, float) and _SKIPS.search(f"{type(owner).__name__}.{k}")
+                    # adapters that are merged into the weights stay there
+                    adapts = k == "_disable_adapters" and not getattr(owner, "merged", False)
+                    if not skips and not adapts: continue
+                    kept.append((vars(owner), k, v))
+                    vars(owner)[k] = True if adapts else type(v)(0)
+            yield model.train()
+        finally:
+            for at, k, v in kept: at[k] = v
+            for b, value in buffers:
+                if not torch.equal(b, value): b.copy_(value)
+
+def _device(model: nn.Module) -> torch.device:
+    "Return the device of the first parameter."
+    return next((t.device for t in model.parameters()), torch.device("cpu"))
+
+# %% ../nbs/13_sites.ipynb #2cbe4584
+def _forward(model: nn.Module, batch):
+    "Return the output of one forward pass; the batch is a mapping by name, a tuple or tensor by position, or None."
+    device = _device(model)
+    def moved(v): return v.to(device) if isinstance(v, Tensor) else v
+
+    if batch is None: batch = _example(model)
+    if isinstance(batch, Mapping): return model(**{k: moved(v) for k, v in batch.items()})
+    return model(*map(moved, batch if isinstance(batch, (tuple, list)) else (batch,)))
+
+def _example(model: nn.Module) -> dict[str, Tensor]:
+    "Return a batch of one short text for a transformers model; `ValueError` for a model that reads no text."
+    takes = inspect.signature(model.forward).parameters
+    if "input_ids" not in takes or not hasattr(model, "dummy_inputs"):
+        raise ValueError(f"batch: none given, and {type(model).__name__} reads no text; pass batch=, its inputs")
+    example = {k: v[:1] for k, v in model.dummy_inputs.items() if k in takes}
+    return example | {"attention_mask": torch.ones_like(example["input_ids"])}
 
 # %% ../nbs/13_sites.ipynb #4a67eb4d
-_PYTHON = (F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d,
-           F.multi_head_attention_forward)
-_SIGNATURES: dict = {f: inspect.signature(f) for f in _PYTHON}  # the others are built in and tell none
-_SIGNATURES |= dict.fromkeys((torch.dropout, torch.dropout_), inspect.signature(lambda input, p, train: None))
-_SIGNATURES[F.scaled_dot_product_attention] = inspect.signature(
-    lambda query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False: None)
+_RATES: dict[Callable, Callable] = {
+    F.dropout: lambda input, p=0.5, training=True, inplace=False: p * training,
+    F.scaled_dot_product_attention: lambda q, k, v, attn_mask=None, dropout_p=0.0, *rest, **more: dropout_p,
+    F.multi_head_attention_forward: lambda *args, training=True, **more: args[10] * training}
 
-def applied_rate(func, args, kwargs, heed_flag=True) -> float:
-    "Return the rate that a call of a dropout function applies: 0 where its training flag is off and heeded."
-    given = _SIGNATURES[func].bind(*args, **kwargs)
-    given.apply_defaults()
-    a = given.arguments
-    return float(a.get("p", a.get("dropout_p"))) if a.get("training", a.get("train", True)) or not heed_flag else 0.0
-
-# %% ../nbs/13_sites.ipynb #7a4488cb
-_LINEAR = {F.linear, torch.addmm, F.multi_head_attention_forward}
-_SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax}
-_SAME = set("to type type_as float half bfloat16 view reshape transpose permute contiguous flatten unsqueeze squeeze "
-            "__getitem__ chunk split clone detach".split())
-_ENDS = set("add add_ __add__ __radd__ __iadd__ layer_norm rms_norm embedding matmul __matmul__ bmm baddbmm einsum "
-            "scaled_dot_product_attention".split())
-
-def _origin(func: Callable, inputs: Sequence[str | None]) -> str | None:
-    "Return what a function's output is, given what its inputs are: 'probs', 'linear', 'inner' or None."
-    name = getattr(func, "__name__", "")
-    if func in _LINEAR: return "linear"
-    if func in _SOFTMAX: return "probs"
-    if name in _ENDS: return None
-    if "probs" in inputs: return "probs"
-    if "linear" in inputs and name in _SAME: return "linear"
-    return "inner" if {"linear", "inner"} & set(inputs) else None
+def applied_rate(func: Callable, args: tuple, kwargs: Mapping) -> float | None:
+    "Return the rate that a call of a dropout function applies; None for another function."
+    return float(_RATES[func](*args, **kwargs)) if func in _RATES else None
 
 # %% ../nbs/13_sites.ipynb #ab852ca6
 @dataclass
@@ -100,272 +208,128 @@ class _Call:
     "One dropout call of a forward pass."
     p: float
     module: str  # path of the innermost module
-    attention: bool  # it drops attention probabilities
-    origin: str | None  # what its input is
-    maps: int | None  # linear maps since the last attention; None before the first
-    embedded: bool  # an embedding was looked up since the last call
+    kind: str  # of site
     tensors: tuple[str, ...]  # parameters used since the last call
     opaque: bool = False  # the rate went into an attention kernel that PyTorch does not see
     noise: bool = False  # Gaussian noise took its place
     handle: str | None = None  # where its rate is kept; None for a rate that no candidate has
 
-_READ_NO_VALUE = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__len__"}
-
-def _tensors(values: Iterable) -> list[Tensor]:
-    "Return the tensors among some values, and those in their lists and tuples."
-    return [t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)]
-
-# %% ../nbs/13_sites.ipynb #9d989ef3
 class _Recorder(TorchFunctionMode):
     "Records the dropout calls of a forward pass, and the parameters used before each."
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.names = {id(t): name for name, t in named_weights(model).items()}
-        self.paths = {id(m): path for path, m in model.named_modules()}
-        self.events = []  # names of parameters as they are used, and calls
-        self.ran, self.stack = set(), []  # paths of modules: of all that ran, of those that run now
-        self.origins, self.alive = {}, []  # of tensors by id, which is unique among the living
-        self.used, self.maps, self.embedded = {}, None, False
+        self.events: list[str | _Call] = []  # names of parameters as they are used, and calls
+        self.stack = [""]  # paths of the modules that run now
+        self.used: dict[str, None] = {}  # names of parameters since the last call
+        self.made, self.maps, self.embedded = None, None, False  # what tells the kind of the next call
 
     @property
     def calls(self) -> list[_Call]: return [e for e in self.events if isinstance(e, _Call)]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        inputs = _tensors([*args, *kwargs.values()])
-        if getattr(func, "__name__", "") not in _READ_NO_VALUE:
-            names = [self.names[id(t)] for t in inputs if id(t) in self.names]
-            self.events += names
-            self.used.update(dict.fromkeys(names))
-        if func in _SIGNATURES: self.note_call(func, args, kwargs)
-        output = func(*args, **kwargs)
-        self.note_origin(func, inputs, output)
-        return output
+        self.note(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
-# %% ../nbs/13_sites.ipynb #2b0ae70d
+# %% ../nbs/13_sites.ipynb #9d989ef3
+_READ_NO_VALUE = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__len__"}
+
+def _tensors(values: Iterable) -> list[Tensor]:
+    "Return the tensors among some values, and those in their lists and tuples."
+    return [t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)]
+
 @patch
-def note_origin(self: _Recorder, func, inputs, output):
-    "Note what the outputs of a function are."
-    origin = _origin(func, [self.origins.get(id(t)) for t in inputs])
+def note(self: _Recorder, func: Callable, args: tuple, kwargs: Mapping, **marks):
+    "Note the parameters that a function uses, its rate if it is a dropout, and what it makes."
+    if getattr(func, "__name__", "") in _READ_NO_VALUE: return
+    names = [self.names[id(t)] for t in _tensors([*args, *kwargs.values()]) if id(t) in self.names]
+    self.events += names
+    self.used.update(dict.fromkeys(names))
+    p = applied_rate(func, args, kwargs)
+    if p is not None: self.add_call(p, func is not F.dropout or self.made == "probs", **marks)
     if func in _LINEAR and self.maps is not None: self.maps += 1
     self.embedded |= getattr(func, "__name__", "") == "embedding"
-    if origin is None: return
-    outputs = _tensors([output])
-    self.origins.update({id(t): origin for t in outputs})
-    self.alive += outputs
+    self.made = _made(func, self.made)
 
 @patch
-def note_call(self: _Recorder, func, args, kwargs, noise=False):
-    "Note a call of a dropout function."
-    origin = self.origins.get(id(args[0] if args else kwargs.get("input")))
-    attention = origin == "probs" or func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-    self.add_call(applied_rate(func, args, kwargs), attention, origin, noise=noise)
-
-@patch
-def add_call(self: _Recorder, p, attention, origin=None, **marks):
+def add_call(self: _Recorder, p: float, attention: bool, **marks):
     "Add a call with all that happened since the last one."
-    module = self.stack[-1] if self.stack else ""
-    call = _Call(p, module, attention, origin, self.maps, self.embedded, tuple(self.used), **marks)
-    self.events.append(call)
+    kind = "attention_probs" if attention else self.kind()
+    self.events.append(_Call(p, self.stack[-1], kind, tuple(self.used), **marks))
     self.used, self.embedded = {}, False
     if attention: self.maps = 0
 
-# %% ../nbs/13_sites.ipynb #733a4d96
-def _watched_kernels(model: nn.Module, recorder: _Recorder) -> dict[str, Callable]:
-    "Return the model's attention kernels by name, other than SDPA, so wrapped that they report their rates."
-    def watched(kernel):
-        def call(module, *args, dropout=0.0, **kwargs):
-            recorder.add_call(float(dropout), attention=True, opaque=True)
-            return kernel(module, *args, dropout=dropout, **kwargs)
-        return call
-    names = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules()}
-    return {n: watched(k) for n, k in ALL_ATTENTION_FUNCTIONS.items() if n in names - {"eager", "sdpa"}}
+# %% ../nbs/13_sites.ipynb #2c3be0e0
+_LINEAR = {F.linear, torch.addmm, F.multi_head_attention_forward}
+_SAME = set("to type type_as float half bfloat16 view reshape transpose permute contiguous flatten unsqueeze squeeze "
+            "__getitem__ chunk split clone detach".split())
+_ENDS = set("add add_ __add__ __radd__ __iadd__ layer_norm rms_norm embedding matmul __matmul__ bmm baddbmm einsum "
+            "scaled_dot_product_attention".split())
 
+def _made(func: Callable, before: str | None) -> str | None:
+    "Return what a function makes of what was made before: 'probs', 'linear', 'inner' or None."
+    name = getattr(func, "__name__", "")
+    if func in _LINEAR: return "linear"
+    if name == "softmax": return "probs"
+    if name in _ENDS: return None
+    return "inner" if before == "linear" and name not in _SAME else before
+
+@patch
+def kind(self: _Recorder) -> str:
+    "Return the kind of a call that drops no attention probabilities."
+    numbered = re.search(r"(^|\.)\d+(\.|$)", self.stack[-1])
+    if self.embedded and self.made != "inner" and not numbered: return "embedding"
+    if self.made == "linear" and self.maps: return "attention_output" if self.maps == 1 else "ffn_output"
+    return "ffn_inner" if self.made == "inner" and self.maps else "other"
+
+# %% ../nbs/13_sites.ipynb #2b0ae70d
 recorders: list[_Recorder] = []  # the running ones; Gaussian noise reports to the last
 
 def record_calls(model: nn.Module, batch) -> _Recorder:
     "Return the record of one forward pass in the model's present mode."
-    r, hooks = _Recorder(model), nn.modules.module
-    def enter(module, args): r.stack.append(r.paths.get(id(module), "")); r.ran.add(r.stack[-1])
+    r, hooks, paths = _Recorder(model), nn.modules.module, {m: path for path, m in model.named_modules()}
+    def enter(module, args): r.stack.append(paths.get(module, ""))
     def leave(module, args, output): r.stack.pop()
-    kernels = mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, _watched_kernels(model, r))
+
+    used = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules()}
+    kernels = {n: k for n, k in ALL_ATTENTION_FUNCTIONS.items() if n in used - {"eager", "sdpa"}}
+    watched = {n: partial(_watched, r, k) for n, k in kernels.items()}
     recorders.append(r)
     try:
-        with kernels, hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave), r:
+        with (mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, watched),
+              hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave), r):
             _forward(model, batch)
     finally: recorders.remove(r)
     return r
 
-# %% ../nbs/13_sites.ipynb #4f307ef8
-_NO_RATE = re.compile("layer_?drop|drop_?path", re.I)  # these skip whole layers
-
-@contextlib.contextmanager
-def trial(model: nn.Module):
-    "Enter train mode without gradient, checkpointing, layer drop or adapters; all is put back as it was."
-    configs = [c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")]
-    plain = [(o, {k: v for k, v in vars(o).items() if isinstance(v, (bool, int, float, str))})
-             for o in [*model.modules(), *configs]]
-    buffers, stance = [(b, b.clone()) for b in model.buffers()], torch.compiler.set_stance
-    with same_draws(_device(model)), fork_rng(_gpus(model)), torch.no_grad(), stance("force_eager"):
-        try:
-            for owner, kept in plain: vars(owner).update(_switched_off(owner, kept))
-            yield model.train()
-        finally:
-            for owner, kept in plain: vars(owner).update(kept)
-            for b, value in buffers:
-                if not torch.equal(b, value): b.copy_(value)
-
-def _switched_off(owner, values: Mapping) -> dict:
-    "Return the attributes that skip layers, store no activations or add adapters, at values that do neither."
-    depth = ("p", "drop_prob") if _NO_RATE.search(type(owner).__name__) else ()
-    off = {k: type(v)(0) for k, v in values.items() if not isinstance(v, str)
-           and (k == "gradient_checkpointing" or k in depth or _NO_RATE.search(k))}
-    # adapters that are merged into the weights stay there
-    return off | ({"_disable_adapters": not getattr(owner, "merged", False)} if "_disable_adapters" in values else {})
-
-def _device(model: nn.Module) -> torch.device:
-    return next((t.device for t in model.parameters()), torch.device("cpu"))
-
-def _gpus(model: nn.Module) -> list[int]: return sorted({t.device.index or 0 for t in model.parameters() if t.is_cuda})
-
-# %% ../nbs/13_sites.ipynb #6e58ec95
-def _forward(model: nn.Module, batch):
-    "Return the output of one forward pass; the batch is a mapping by name, a tuple or tensor by position, or None."
-    device = _device(model)
-    if device.type == "meta": raise ValueError("model: lies on the meta device and cannot run; load its weights")
-    move = lambda v: v.to(device) if isinstance(v, Tensor) else v
-    if batch is not None and not isinstance(batch, Mapping):
-        return model(*map(move, batch if isinstance(batch, (tuple, list)) else (batch,)))
-    inputs = {k: move(v) for k, v in (_example(model) if batch is None else batch).items()}
-    try: return model(**inputs)
-    except (TypeError, ValueError, IndexError, AttributeError) as e:
-        if batch is not None: raise
-        raise ValueError(f"batch: the model does not run on a made-up text ({e}); pass batch=, its inputs") from e
-
-def _example(model: nn.Module) -> dict[str, Tensor]:
-    "Return a batch of one short text for a transformers model; `ValueError` where none can be made up."
-    config = getattr(model, "config", None)
-    vocabulary, pad, eos, limit = (getattr(config, k, None) for k in (
-        "vocab_size", "pad_token_id", "eos_token_id", "max_position_embeddings"))
-    if not isinstance(vocabulary, int) or vocabulary < 2:
-        raise ValueError("batch: none given, and the model has no vocabulary to make one; pass batch=, its inputs")
-    usable = [i for i in range(min(vocabulary, 64)) if i not in (pad, eos)] or [1]
-    length = max(2, min(8, limit - 2)) if isinstance(limit, int) and limit > 0 else 8
-    ids = torch.tensor(usable)[(3 + torch.arange(length)) % len(usable)][None]
-    if isinstance(eos, int) and 0 <= eos < vocabulary: ids[:, -1] = eos
-    if "MultipleChoice" in type(model).__name__: ids = ids[:, None]
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    takes = inspect.signature(model.forward).parameters
-    decodes = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes
-    return batch | {"decoder_input_ids": ids} if decodes else batch
-
-# %% ../nbs/13_sites.ipynb #2c3be0e0
-def _rate_name(m: nn.Module) -> str | None:
-    "Return the attribute with the rate of a dropout module; None for any other module."
-    named = isinstance(m, _DropoutNd) or "dropout" in type(m).__name__.lower()
-    return next((a for a in ("p", "drop_prob") if named and isinstance(getattr(m, a, None), (int, float))), None)
-
-def _candidates(model: nn.Module) -> list[str]:
-    "Return the handles of everything that may hold a rate, in module order."
-    is_rate = lambda k, v: type(v) in (int, float) and 0 <= v < 1 and "drop" in k.lower() and not _NO_RATE.search(k)
-    handles = []
-    for path, m in model.named_modules():
-        last = path.rpartition(".")[2].lower()
-        if _NO_RATE.search(type(m).__name__): continue
-        if isinstance(m, nn.Identity): handles += [path] * ("drop" in last and not _NO_RATE.search(last))
-        elif _rate_name(m): handles.append(path)
-        else: handles += [f"{path}.{k}".lstrip(".") for k, v in vars(m).items() if is_rate(k, v)]
-    return handles
-
-# %% ../nbs/13_sites.ipynb #124ee547
-def _owner(model: nn.Module, handle: str) -> tuple[nn.Module, str, object]:
-    parent, _, name = handle.rpartition(".")
-    owner = model.get_submodule(parent)
-    return owner, name, getattr(owner, name)
-
-def get_rate(model: nn.Module, handle: str) -> float:
-    "Return the rate at a handle; that of an Identity is 0."
-    value: Any = _owner(model, handle)[2]
-    if not isinstance(value, nn.Module): return float(value)
-    return 0.0 if isinstance(value, nn.Identity) else float(getattr(value, _rate_name(value)))
-
-def set_rate(model: nn.Module, handle: str, p: float):
-    "Write a rate to a handle; an Identity becomes a Dropout, and stays the same object with its hooks."
-    owner, name, value = _owner(model, handle)
-    if not isinstance(value, nn.Module): setattr(owner, name, p)
-    elif not isinstance(value, nn.Identity): setattr(value, _rate_name(value), p)
-    elif p > 0: value.__class__, value.p, value.inplace = nn.Dropout, p, False
-
-def rates_at(model: nn.Module, handles: Iterable[str]) -> contextlib.ExitStack:
-    "Return a context, or an undo by `.close()`, that puts the rates of the handles back."
-    kept, stack = [(h, get_rate(model, h), type(_owner(model, h)[2])) for h in handles], contextlib.ExitStack()
-    @stack.callback
-    def put_back():
-        for h, p, kind in kept:
-            value = _owner(model, h)[2]
-            if kind is not nn.Identity: set_rate(model, h, p)
-            elif isinstance(value, nn.Dropout):
-                value.__class__ = nn.Identity
-                del value.p, value.inplace
-    return stack
-
-# %% ../nbs/13_sites.ipynb #9d2e1cec
-def _record_candidates(model: nn.Module, batch) -> tuple[_Recorder, list[str], list[str]]:
-    "Return one pass whose calls know their handles, the handles seen only in the output, and those never applied."
-    handles = _candidates(model)
-    with trial(model), rates_at(model, handles):
-        rates = [math.sqrt(0.0203 + 0.0191 * (k + 1) / (len(handles) + 1)) for k in range(len(handles))]
-        for h, p in zip(handles, rates): set_rate(model, h, p)
-        record = record_calls(model, batch) if handles or batch is not None else _Recorder(model)
-        for c in record.calls: c.handle = dict(zip(rates, handles)).get(c.p)
-        arrived = {c.handle: c.attention for c in record.calls if c.handle}
-        for h in handles: set_rate(model, h, 0.0)
-        twin = lambda h: any(attention and _same_probabilities(h, o) for o, attention in arrived.items())
-        unseen = [h for h in handles if h not in arrived]
-        hidden = seen_in_output(model, batch, [h for h in unseen if not twin(h)])
-    return record, hidden, [h for h in unseen if h not in hidden]
-
-def seen_in_output(model: nn.Module, batch, handles: Sequence[str]) -> list[str]:
-    "Return the handles that change the output though no known function gets their rate; all rates are 0 on entry."
-    def run():
-        torch.default_generator.manual_seed(0)  # torch.manual_seed reaches devices that are not even started
-        for i in _gpus(model): torch.cuda.default_generators[i].manual_seed(0)
-        output = _forward(model, batch)
-        return _tensors(output.values() if isinstance(output, Mapping) else [output])
-    changed = lambda: not all(map(torch.equal, rest, run()))
-    rest, found = run() if handles else [], []
-    if not handles or changed(): return []
-    for h in handles:
-        with rates_at(model, [h]):
-            set_rate(model, h, 0.5)
-            if changed(): found.append(h)
-    return found
+def _watched(r: _Recorder, kernel: Callable, module: nn.Module, *args, dropout: float = 0.0, **kwargs):
+    "Run an attention kernel, and note its rate."
+    r.add_call(float(dropout), True, opaque=True)
+    return kernel(module, *args, dropout=dropout, **kwargs)
 
 # %% ../nbs/13_sites.ipynb #55809ea3
-_PROBS = re.compile(r"(attn_|attention_)?(probs_)?(drop|dropout|dropout_prob|pdrop)$")
-_NUMBERED = re.compile(r"(^|\.)\d+(\.|$)")
-_module = lambda handle: handle.rpartition(".")[0]
+_WRAPPED = re.compile(r"\.(base_layer|original_module)\.")  # around what PEFT adapts
 
-def _same_probabilities(a: str, b: str) -> bool:
-    "Return whether two handles are the eager and the fused way to the same attention probabilities."
-    return _module(a) == _module(b) and all(_PROBS.match(h.rpartition(".")[2]) for h in (a, b))
+def _described(model: nn.Module, handles: Sequence[str], record: _Recorder, grouping: str) -> list[Site]:
+    "Return the sites of the handles."
+    prefix, weights, kinds, sites = base_prefix(model), named_weights(model), {}, []
+    calls = {h: [c for c in record.calls if c.handle == h] for h in handles}
+    for h, cs in calls.items():
+        kinds[h] = "classifier" if not h.startswith(prefix) else cs[0].kind if cs else "other"
+    names = {h: _name(kind, h.removeprefix(prefix)) for h, kind in kinds.items()}
+    count = Counter(names.values())
+    for h, kind in kinds.items():
+        name, local = names[h], h.removeprefix(prefix)
+        if count[name] > 1: name = "classifier." * (kind == "classifier") + local
+        chosen = _tensors_of_site(model, weights, h, kinds, record, grouping)
+        sizes = {t: q.numel() for t, q in weights.items() if t in chosen}
+        tensors = tuple(_WRAPPED.sub(".", t.removeprefix(prefix)) for t in sizes)
+        # an Identity has no rate
+        p = float(getattr(*_owner(model, h), 0.0))
+        sites.append(Site(name, kind, p, tensors, tuple(sizes.values()), h, len(calls[h])))
+    return sites
 
-def _kind_of_call(c: _Call, path: str) -> str:
-    "Return the kind of site that a call of the base model tells of."
-    if c.attention: return "attention_probs"
-    if c.embedded and c.origin != "inner" and not _NUMBERED.search(path): return "embedding"
-    if c.origin == "linear" and c.maps: return "attention_output" if c.maps == 1 else "ffn_output"
-    return "ffn_inner" if c.origin == "inner" and c.maps else "other"
-
-def _kind(handle: str, prefix: str, calls: Sequence[_Call]) -> str:
-    "Return the kind of a site from its calls; of one that only the output tells of, from its handle."
-    if not handle.startswith(prefix): return "classifier"
-    if not calls: return "attention_probs" if "att" in handle and _PROBS.match(handle.rpartition(".")[2]) else "other"
-    kinds = [_kind_of_call(c, handle.removeprefix(prefix)) for c in calls]
-    return "residual" if {"attention_output", "ffn_output"} <= set(kinds) else kinds[0]
-
-# %% ../nbs/13_sites.ipynb #13eb027b
 def _name(kind: str, handle: str) -> str:
     "Return the path up to the last number, then the kind; for the embedding of a stack the stack's name."
     parts = handle.split(".")
@@ -375,92 +339,26 @@ def _name(kind: str, handle: str) -> str:
     if numbers: return ".".join([*parts[: numbers[-1] + 1], kind])
     return ".".join([q for q in parts[:-1] if q != "embeddings"] + ["embeddings" if kind == "embedding" else kind])
 
-def _unique_names(kinds: Mapping[str, str], prefix: str) -> dict[str, str]:
-    "Return a name by handle; two of one name are told apart by the path of their module, or of their rate."
-    local = lambda h: h.removeprefix(prefix)
-    names = {h: _name(kind, local(h)) for h, kind in kinds.items()}
-    for longer in (lambda h: f"{_module(local(h))}.{kinds[h]}".lstrip("."), local):
-        count = Counter(names.values())
-        rename = lambda h: "classifier." + local(h) if kinds[h] == "classifier" else longer(h)
-        names = {h: rename(h) if count[n] > 1 else n for h, n in names.items()}
-    return names
-
 # %% ../nbs/13_sites.ipynb #5df51e58
 def _tensors_of_site(
-    model: nn.Module, weights: Mapping, handle: str, kinds: Mapping[str, str], events: Sequence, grouping: str
-) -> dict[str, int]:
-    "Return the tensors that stand for a site with their sizes, in the order of the model."
-    calls = [e for e in events if isinstance(e, _Call) and e.handle == handle]
-    ids = set(map(id, model.get_submodule(_module(handle)).parameters()))
-    own, names = {t for t, q in weights.items() if id(q) in ids}, {t for c in calls for t in c.tensors}
-    if not calls: names = own
-    elif grouping == "released" and kinds[handle] not in ("classifier", "other"):
-        names = _submodule_tensors(handle, kinds, events, own)
-    return {t: q.numel() for t, q in weights.items() if t in names}
-
-def _submodule_tensors(handle: str, kinds: Mapping[str, str], events: Sequence, own: set[str]) -> set[str]:
-    """Return the tensors that stand for a site, of the `own` ones of the submodule that holds its dropout.
-
-    Where sites share the submodule, a tensor stands for the next of them; after the last one, for the last."""
-    mine = _module(handle)
-    inside = {h for h, k in kinds.items() if k not in ("classifier", "other") and _within(_module(h), mine)}
-    around = {h for h, k in kinds.items() if k != "other" and _within(mine, _module(h))}
-    sharing = {handle, *inside, *(h for h in around if _NUMBERED.search(_module(h)))}
-    waiting, found, seen, passed = set(), defaultdict(set), set(), []
-    for e in events:
-        if not isinstance(e, _Call):
-            again = e in seen and e not in waiting
-            if e in own and again and passed: break  # the second round of a module that runs several times
-            if e in own and e not in seen: waiting.add(e)
-            seen |= {e} & own
-        elif e.handle in sharing and not (kinds[e.handle] == "embedding" and e.handle in passed):
-            found[e.handle] |= waiting
-            waiting = set()
-            passed.append(e.handle)
-    last = [h for h in passed if h in inside and kinds[h] != "embedding"]
-    if last: found[last[-1]] |= waiting
-    return found[handle]
-
-def _within(path: str, parent: str) -> bool: return path == parent or parent == "" or path.startswith(parent + ".")
-
-# %% ../nbs/13_sites.ipynb #5956ed52
-@dataclass
-class Found:
-    "What one look at a model tells."
-    sites: list[Site]
-    calls: list[_Call]  # in the order of execution
-    stray: str  # a message on rates that arrive and cannot be set; empty if there are none
-
-    def hidden(self) -> list[Site]:
-        "Return the sites inside kernels, which are seen in the output alone."
-        opaque = {c.handle for c in self.calls if c.opaque}
-        return [s for s in self.sites if s.calls == 0 or s.handles[0] in opaque]
-
-    def site_of(self, call: _Call) -> Site | None:
-        "Return the site of a call of this look; None for a rate that belongs to nobody."
-        return next((s for s in self.sites if s.handles[0] == call.handle), None)
-
-_WRAPPED = re.compile(r"\.(base_layer|original_module)\.")  # around what PEFT adapts
-
-def find_sites(model: nn.Module, batch, grouping: str = "released") -> Found:
-    "Give each candidate a rate of its own and return what arrives; `ValueError` if there is no site."
-    record, hidden, dead = _record_candidates(model, batch)
-    order = _candidates(model) if hidden else dict.fromkeys(c.handle for c in record.calls if c.handle)
-    calls = {h: [c for c in record.calls if c.handle == h] for h in order}
-    prefix, stray = base_prefix(model), _stray(model, record.calls)
-    kinds = {h: _kind(h, prefix, cs) for h, cs in calls.items() if cs or h in hidden}
-    if not kinds:
-        why = [f"{', '.join(dead[:3])}: never applied"] * bool(dead) + [stray] * bool(stray)
-        raise ValueError("; ".join([f"model: {type(model).__name__} has no dropout site", *why]))
-    weights = named_weights(model)
-    sites, local = [], lambda path: _WRAPPED.sub(".", path.removeprefix(prefix))
-    for h, name in _unique_names(kinds, prefix).items():
-        tensors = _tensors_of_site(model, weights, h, kinds, record.events, grouping)
-        path = calls[h][0].module if calls[h] else _module(h)
-        twins = [d for d in dead if kinds[h] == "attention_probs" and _same_probabilities(d, h)]
-        sites.append(Site(name, kinds[h], get_rate(model, h), tuple(map(local, tensors)), tuple(tensors.values()),
-                          (h, *twins), len(calls[h]), shown_module(model, path)))
-    return Found(sites, record.calls, stray)
+    model: nn.Module, weights: Mapping, handle: str, kinds: Mapping[str, str], record: _Recorder, grouping: str
+) -> set[str]:
+    "Return the names of the tensors that stand for a site."
+    places = {h: h[: h.rfind(".") + 1] for h, k in kinds.items() if k not in ("classifier", "other")}
+    ids = set(map(id, model.get_submodule(handle.rpartition(".")[0]).parameters()))
+    own, calls = {t for t, q in weights.items() if id(q) in ids}, [c for c in record.calls if c.handle == handle]
+    if not calls: return own
+    if grouping == "preceding" or handle not in places: return {t for c in calls for t in c.tensors}
+    inside = {h for h in places if h.startswith(places[handle])}
+    around = {h for h, place in places.items() if handle.startswith(place) and re.search(r"\.\d+\.", place)}
+    waiting, found, last = set(), {}, handle
+    # each tensor and each site at its first use
+    for e in dict.fromkeys(e.handle if isinstance(e, _Call) else e for e in record.events):
+        if e in own: waiting.add(e)
+        elif e in inside | around | {handle}:
+            found[e], waiting = waiting, set()
+            if e in inside and kinds[e] != "embedding": last = e
+    return found[handle] | (waiting if last == handle else set())
 
 # %% ../nbs/13_sites.ipynb #40e085a2
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -468,23 +366,5 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {model!r:.80} is a {type(model).__name__}, no torch module; load it first, "
                          "for example with AutoModel.from_pretrained")
-    inner = getattr(model, "_orig_mod", None) or inside_wrapper(model)
-    if inner is model and hasattr(model, "get_base_model"): inner = model.get_base_model()  # adapters stay in it
-    return unwrapped(inner) if isinstance(inner, nn.Module) and inner is not model else model
-
-def shown_module(model: nn.Module, path: str) -> str:
-    return f"{path or 'the model'} ({type(model.get_submodule(path)).__name__})"
-
-def versions_of(model: nn.Module) -> str:
-    "Return the attention implementation and the version of transformers, for messages."
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return f"attention {attention or 'unknown'}, transformers {transformers.__version__}"
-
-def _stray(model: nn.Module, calls: Sequence[_Call]) -> str:
-    "Return a message on calls whose rate belongs to nobody; empty if there are none."
-    calls = [c for c in calls if c.handle is None and c.p > 0]
-    rates = dict.fromkeys(f"p={c.p:g} in {shown_module(model, c.module)}" for c in calls)
-    if not rates: return ""
-    remedy = "keep each in an nn.Dropout, or in an attribute that __init__ sets, such as self.drop"
-    return ("model: applies dropout at rates that cannot be set: "
-            f"{', '.join(rates)}; {versions_of(model) if hasattr(model, 'config') else remedy}")
+    inner = inside_wrapper(getattr(model, "_orig_mod", model))
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # adapters stay in it

@@ -23,8 +23,7 @@ def hidden_states(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return the hidden states of a batch, L + 1 tensors (batch, length, d), and its mask (batch, length) or None.
 
-    A model with an encoder and a decoder gives those of the encoder. Labels are ignored. Raises `ValueError` for a
-    model that returns no hidden states.
+    A model with an encoder and a decoder gives those of the encoder. `ValueError` for a model that returns none.
     """
     encoder = encoder_of(model)
     device = next(encoder.parameters()).device
@@ -64,12 +63,7 @@ def states_of(output: Mapping) -> tuple[Tensor, ...]:
     raise ValueError("model: returned no hidden_states; let its forward take output_hidden_states=True and return them")
 
 # %% ../nbs/06_states.ipynb #20914372
-def token_mask(
-    model: nn.Module,  # model without wrapper
-    inputs: Mapping,  # its inputs
-    states: tuple[Tensor, ...],  # L + 1 tensors (batch, length, d)
-    mask_fn: Callable | None = None,  # of inputs and states
-) -> Tensor | None:
+def token_mask(model: nn.Module, inputs: Mapping, states: Sequence[Tensor], mask_fn: Callable | None = None):
     "Return the mask of the vectors that count, (batch, length), or None if all do."
     if mask_fn is not None: return mask_fn(inputs, states)
     mask, length = inputs.get("attention_mask"), states[-1].shape[1]
@@ -80,9 +74,7 @@ def token_mask(
 
 # %% ../nbs/06_states.ipynb #687005b9
 @contextlib.contextmanager
-def eval_mode(
-    model: nn.Module,  # any module
-) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     "Set each part of the model to evaluation mode inside the context, and back to its own mode after it."
     before = {m: m.training for m in model.modules()}
     model.eval()
@@ -106,14 +98,13 @@ def same_draws(device: torch.device) -> Iterator[None]:
 # %% ../nbs/06_states.ipynb #3e2d3d1e
 def check_states(states, mask: Tensor | None) -> None:
     "Raise `ValueError` unless the states are tensors (batch, length, d) and the mask fits them."
-    several = isinstance(states, (tuple, list)) and len(states) > 0
-    if not several or not all(isinstance(h, Tensor) and h.ndim == 3 for h in states):
+    if not isinstance(states, (tuple, list)) or not states or not all(h.ndim == 3 for h in states):
         raise ValueError("hidden_states: need a tuple of tensors (batch, length, d); call the model with "
                          "output_hidden_states=True, and flatten grids by h.flatten(2).transpose(1, 2)")
     if mask is not None and mask.shape != states[-1].shape[:2]:
         raise ValueError(f"attention_mask: shape {tuple(mask.shape)} does not fit hidden states "
-                         f"{tuple(states[-1].shape)}; pass the (batch, length) mask of the same batch, or a mask_fn "
-                         "for a model that shortens its input")
+                         f"{tuple(states[-1].shape)}; pass that of the same batch, or a mask_fn for a model that "
+                         "shortens its input")
 
 # %% ../nbs/06_states.ipynb #c8951cb3
 def check_layer(name: str, layer: int, states: Sequence) -> int:

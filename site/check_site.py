@@ -16,20 +16,6 @@ from pathlib import Path
 import yaml
 
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the filter of this environment
-KNOWN_KEYS = {
-    "": "project lang metadata-files execute ipynb-filters filters format website number-sections bibliography",
-    "project": "type output-dir pre-render render resources",
-    "execute": "enabled echo warning",
-    "format": "html",
-    "format.html": "theme toc toc-depth html-math-method code-copy code-overflow lightbox tbl-colwidths df-print css "
-    "smooth-scroll include-before-body include-after-body respect-user-color-scheme highlight-style",
-    "format.html.theme": "light dark",
-    "website": "title description site-url repo-url repo-branch repo-actions search page-navigation favicon "
-    "image image-alt open-graph twitter-card "
-    "sidebar navbar page-footer",
-    "website.sidebar": "style collapse-level search title contents",
-    "website.navbar": "title left right search",
-}
 CELL_OPTIONS = set(
     "label tbl-cap fig-cap fig-alt fig-subcap code-summary column eval include warning error fig-width fig-height "
     "layout layout-ncol echo output code-fold code-overflow fig-align tbl-colwidths".split()
@@ -44,10 +30,8 @@ LOADED = re.compile(
 )
 BEFORE, BODY = r"(?<![\w@`\\/.])", r"([A-Za-z0-9](?:[\w:-]*\w)?)"
 REFERENCE = re.compile(BEFORE + r"-?@(tbl|fig|eq|sec)-" + BODY)
-MARK = re.compile(r"\{#((?:tbl|fig|eq|sec)-[\w:-]+)[^}]*\}")
+MARK = re.compile(r"\{#((?:tbl|fig|eq)-[\w:-]+)[^}]*\}")
 OPTION = re.compile(r"^#\|\s*([\w-]+)\s*:\s*(.*?)\s*$")
-EMBED = re.compile(r"\{\{<\s*(embed|include)\s+([^\s#>]+)(?:#([\w:-]+))?[^>]*>\}\}")
-IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)[^)]*\)")
 LINK = re.compile(r"\]\((?!https?:|mailto:|data:|attachment:|#)([^)\s#]+)(?:#[^)\s]*)?\)")
 
 
@@ -132,17 +116,6 @@ def exported_defs(cells: list[dict]) -> list[tuple[int, ast.AST]]:
 # ---- 1. the configuration
 
 
-def unknown_keys(config: dict, place: str = "") -> list[str]:
-    wrong = []
-    for key, value in config.items():
-        inner = f"{place}.{key}".strip(".")
-        if key not in KNOWN_KEYS[place].split():
-            wrong.append(f"_quarto.yml: unknown key {inner}")
-        elif isinstance(value, dict) and inner in KNOWN_KEYS:
-            wrong += unknown_keys(value, inner)
-    return wrong
-
-
 def published(root: Path, globs: list[str]) -> list[Path]:
     "The files that the render list selects. Names that begin with _ or . are never rendered."
     chosen = {path for glob in globs if glob[0] != "!" for path in root.glob(glob)}
@@ -163,7 +136,8 @@ def hrefs(item: object) -> list[str]:
 
 
 def check_config(root: Path, config: dict) -> list[str]:
-    wrong = unknown_keys(config)
+    "Globs without a file, and pages that are linked and missing or published and not in the sidebar."
+    wrong = []
     globs, site = config["project"].get("render", []), config["website"]
     for glob in globs:
         if not any(root.glob(glob.lstrip("!"))) and glob[0] != "!":
@@ -181,21 +155,6 @@ def check_config(root: Path, config: dict) -> list[str]:
             wrong.append(f"_quarto.yml: {page.relative_to(root)} is published but not in the sidebar")
     for page in sorted(reachable - set(pages)):
         wrong.append(f"_quarto.yml: {page.relative_to(root)} is in the sidebar but not published")
-    for kind in ("favicon", "image"):
-        if site.get(kind) and not (root / site[kind]).exists():
-            wrong.append(f"_quarto.yml: the {kind} {site[kind]} does not exist")
-    options = {**(config.get("format", {}).get("html") or {}), "filters": config.get("filters")}
-    for name in ("css", "include-before-body", "include-after-body", "filters"):
-        given = options.get(name) or []
-        for file in [given] if isinstance(given, str) else given:
-            file = file["path"] if isinstance(file, dict) else file
-            if not (root / file).exists():
-                wrong.append(f"_quarto.yml: the file {file} of {name} does not exist")
-    theme = config.get("format", {}).get("html", {}).get("theme", {})
-    for files in theme.values() if isinstance(theme, dict) else [theme]:
-        for file in [files] if isinstance(files, str) else files:
-            if file.endswith(".scss") and not (root / file).exists():
-                wrong.append(f"_quarto.yml: the file {file} of theme does not exist")
     for command in [*config.get("ipynb-filters", []), config["project"].get("pre-render", "true")]:
         if not shutil.which(command.split()[0]) and not (root / command.split()[0]).exists():
             wrong.append(f"_quarto.yml: the filter {command} is not on PATH")
@@ -232,22 +191,14 @@ def check_front_matter(root: Path, notebooks: dict[Path, list[dict]]) -> list[st
     return wrong
 
 
-def check_loaded(cells: list[dict]) -> list[str]:
-    "What makes the page of these cells load something from another host: outputs of other types, and addresses."
+def check_outputs(cells: list[dict]) -> list[str]:
+    "Outputs for which Quarto makes the page load scripts (RequireJS, jQuery) from another host."
     wrong = []
     for n, cell in enumerate(cells):
         shown = [out.get("data", {}) for out in cell.get("outputs", [])]
         wrong += [
-            f"cell {n}: an output of the type {kind}, for which Quarto makes the page load scripts (RequireJS, jQuery) "
-            "from another host; end the cell with Markdown(table.to_markdown()), or a picture, and run it again"
+            f"cell {n}: an output of the type {kind}; end the cell with Markdown(table.to_markdown()), or a picture"
             for kind in sorted({kind for data in shown for kind in data} - OUTPUTS)
-        ]
-        texts = [text_of(data.get("text/markdown", "")) for data in shown]
-        texts += [text_of(cell.get("source", ""))] if cell["cell_type"] == "markdown" else []
-        wrong += [
-            f"cell {n}: {address} is loaded from another host; keep a copy beside the notebook"
-            for text in texts
-            for address in loaded_from_elsewhere(IMAGE.sub(r'<img src="\1">', prose(text)))
         ]
     return wrong
 
@@ -275,7 +226,7 @@ def run_filter(root: Path, path: Path, command: str) -> subprocess.CompletedProc
 
 
 def check_filtered_cells(cells: list[dict]) -> list[str]:
-    "What Quarto would refuse in the filtered cells, or load from another host."
+    "What Quarto would refuse in the filtered cells."
     wrong = []
     for n, cell in enumerate(cells):
         if cell["cell_type"] != "code":
@@ -290,7 +241,7 @@ def check_filtered_cells(cells: list[dict]) -> list[str]:
             f"filtered cell {n}: directive left over: {line.strip()}"
             for line in re.findall(r"^[ \t]*#[ \t]*\|.*", below, re.MULTILINE)
         ]
-    return wrong + [f"filtered {line}" for line in check_loaded(cells)]
+    return wrong
 
 
 def check_filtered(
@@ -349,7 +300,7 @@ def labels(cells: list[dict]) -> list[tuple[int, str]]:
     return found
 
 
-def check_references(name: Path, cells: list[dict], numbered: bool) -> list[str]:
+def check_references(name: Path, cells: list[dict]) -> list[str]:
     wrong, marks = [], labels(cells)
     known = [mark for _, mark in marks]
     for n, mark in marks:
@@ -376,8 +327,6 @@ def check_references(name: Path, cells: list[dict], numbered: bool) -> list[str]
         for kind, body in REFERENCE.findall(prose(text)):
             if f"{kind}-{body}" not in known:
                 wrong.append(f"{name}: cell {n}: @{kind}-{body} has no label in this notebook")
-            elif kind == "sec" and not numbered:
-                wrong.append(f"{name}: cell {n}: @sec-{body} needs number-sections: true in _quarto.yml")
     return wrong
 
 
@@ -386,16 +335,7 @@ def check_links(root: Path, path: Path, cells: list[dict], pages: set[Path]) -> 
     for n, cell in enumerate(cells):
         if cell["cell_type"] != "markdown":
             continue
-        text = re.sub(r"^(```+|~~~+).*?^\1", "", cell["source"], flags=re.DOTALL | re.MULTILINE)
-        for verb, target, label in EMBED.findall(text):
-            found = path.parent / target if target[0] != "/" else root / target[1:]
-            if not found.exists():
-                wrong.append(f"{name}: cell {n}: {verb} {target} does not exist")
-            elif label and found.suffix == ".ipynb":
-                there = read_cells(found)
-                if label not in [mark for _, mark in labels(there)] + [cell.get("id") for cell in there]:
-                    wrong.append(f"{name}: cell {n}: {target} has no cell {label}")
-        for target in LINK.findall(prose(text)):
+        for target in LINK.findall(prose(cell["source"])):
             found = Path(os.path.normpath(path.parent / target if target[0] != "/" else root / target[1:]))
             if not (found.exists() or found in pages):
                 wrong.append(f"{name}: cell {n}: the link to {target} leads nowhere")
@@ -468,9 +408,9 @@ def check(root: Path, with_filter: bool = True, only: list[str] = ()) -> list[st
     for path, cells in (notebooks | documents).items():
         if only and str(path.relative_to(root)) not in only:
             continue
-        wrong += check_references(path.relative_to(root), cells, bool(config.get("number-sections")))
+        wrong += check_references(path.relative_to(root), cells)
         wrong += check_links(root, path, cells, pages | {root / "index.html"})
-        wrong += [f"{path.relative_to(root)}: {line}" for line in check_loaded(cells)]
+        wrong += [f"{path.relative_to(root)}: {line}" for line in check_outputs(cells)]
         wrong += check_api_names(root, settings["lib_name"], path.relative_to(root), cells)
         wrong += [
             f"{path.relative_to(root)}: cell {n}: a line of {len(line.encode())} bytes, 120 are the limit: {line[:60]}"

@@ -18,7 +18,6 @@ SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, s
 MODERN = BERT | SPECIAL | dict(attention_dropout=0.1, mlp_dropout=0.1, embedding_dropout=0.1)
 DEBERTA = BERT | dict(relative_attention=True, pos_att_type=["p2c", "c2p"])
 LLAMA = BERT | dict(num_key_value_heads=1, attention_dropout=0.1)
-OPT = SIZES | dict(ffn_dim=32, word_embed_proj_dim=16, attention_dropout=0.1)
 
 CLASSES = "ForSequenceClassification"
 IN_LAYERS = dict(embedding=1, attention_probs=2, attention_output=2, ffn_output=2)
@@ -38,8 +37,6 @@ SMALL = {  # name: (config class, model class, settings, attention implementatio
     "mpnet": ("MPNet", CLASSES, BERT, 1, USUAL),
     "deberta": ("DebertaV2", CLASSES, DEBERTA, 1, USUAL | dict(other=2, classifier=2)),
     "llama": ("Llama", "ForCausalLM", LLAMA, 2, dict(attention_probs=2)),
-    "qwen2": ("Qwen2", "ForCausalLM", LLAMA, 2, dict(attention_probs=2)),
-    "opt": ("OPT", "ForCausalLM", OPT, 2, dict(attention_probs=2, residual=2)),
 }
 
 

@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import yaml
 
@@ -26,13 +25,6 @@ def _with_the_rows(tmp_path, monkeypatch):
     (tmp_path / "base-data").mkdir()
     (tmp_path / "nbs").symlink_to(Path(__file__).parents[1] / "nbs")
     monkeypatch.chdir(tmp_path)
-
-
-def test_a_draw_is_fixed_and_leaves_nothing_out():
-    rows = pa.table({"x": range(100)})
-    some, rest = (part["x"].to_pylist() for part in base_round.drawn(rows, 85))
-    assert sorted(some + rest) == list(range(100)) and len(some) == 85 and some == sorted(some)
-    assert some == base_round.drawn(rows, 85)[0]["x"].to_pylist()
 
 
 def test_the_primary_runs_come_first_seed_by_seed():

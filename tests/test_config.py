@@ -1,24 +1,19 @@
 """The configurations: one field a setting, and all that is made from it."""
 
 import ast
-import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import hypothesis.strategies as st
-import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from papermill import inspect_notebook
-from pydantic import Field
 
 from isoreg.experiments import config as module
 from isoreg.experiments.config import (
-    LATER,
-    LEGACY,
     RECIPES,
     FisherConfig,
     GeometryConfig,
@@ -26,8 +21,6 @@ from isoreg.experiments.config import (
     PretrainConfig,
     RunConfig,
     choices,
-    config_schema,
-    groups,
     help_text,
     make_penalty,
     method_label,
@@ -39,7 +32,6 @@ from isoreg.istar import PENALTY_CLASSES
 
 ROOT = Path(__file__).parents[1]
 KINDS = (RunConfig, FisherConfig, LandscapeConfig, GeometryConfig, PretrainConfig)
-DIALECT = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
 
 
 def stored():
@@ -74,8 +66,6 @@ def test_stored_runs_keep_their_keys_and_read_back(project):
     for config, key in runs:
         read = RunConfig.from_record(config)
         assert read.key == key == RunConfig.from_record(read.to_record()).key
-        assert len(RunConfig.model_fields) < len(read.to_record())
-    jsonschema.validate(read.to_record(), config_schema(RunConfig) | DIALECT)
 
 
 def test_the_runs_of_earlier_versions_are_found_again():
@@ -92,23 +82,6 @@ def test_the_runs_of_earlier_versions_are_found_again():
 def test_a_run_that_this_version_cannot_repeat_is_refused(name, value):
     with pytest.raises(ValueError, match=f"^{name}: the run had {value!r}, and this version always has"):
         RunConfig.from_record(RunConfig().to_record() | {name: value})
-
-
-def test_every_setting_that_is_gone_has_its_value_and_every_later_one_too():
-    record = RunConfig().to_record()
-    assert not LEGACY.keys() & RunConfig.model_fields.keys() and LEGACY.items() <= record.items()
-    assert {name for family in LATER for name in family} <= record.keys()
-
-
-def test_a_new_setting_is_one_field_and_seen_everywhere():
-    class Longer(RunConfig):
-        later = (*LATER, {"burst": 3})
-        burst: int = Field(3, description="sites that drop out together", ge=1)
-
-    assert Longer().key == RunConfig().key and Longer(burst=4).key != RunConfig().key
-    assert Longer.from_record(RunConfig().to_record()).burst == 3
-    assert config_schema(Longer)["properties"]["burst"]["minimum"] == 1
-    assert help_text(groups(Longer)["Longer"]["burst"]) == "sites that drop out together (default 3)"
 
 
 def test_a_text_on_the_hub_is_its_name_and_a_file_what_it_holds(tmp_path):
@@ -165,34 +138,27 @@ def test_a_run_notebook_has_the_settings_of_its_configuration(name):
     [
         (RunConfig, {"lamm": 1}, "lamm: unknown setting; did you mean 'lam'?"),
         (RunConfig, {"warmup": 0.5}, "warmup: unknown setting"),  # the recipe's
-        (RunConfig, {"task": "colla"}, "task: 'colla' is unknown; did you mean 'cola'?"),
         (RunConfig, {"task": "squad"}, "model: the embedded model reads 64 words; give squad"),
         (RunConfig, {"data_dir": "no/such/folder"}, "data_dir: no folder 'no/such/folder'"),
         (RunConfig, {"lam": float("nan")}, "lam: Input should be a finite number (nan)"),
         (RunConfig, {"lr": 2}, "lr: Input should be less than 1 (2)"),
-        (RunConfig, {"regularizer": "cosreg", "zeta": 2.0}, "zeta: Input should be less than or equal to 1 (2.0)"),
-        (RunConfig, {"layers": "middle"}, "layers: Input should be 'union' or 'mean' ('middle')"),
-        (RunConfig, {"recipe": "quik"}, "recipe: Input should be 'quick', 'toy'"),
+        (
+            RunConfig,
+            {"layers": "middle", "zeta": 2},
+            "layers: Input should be 'union' or 'mean' ('middle')\nzeta: Input",
+        ),
         (RunConfig, {"regularizer": "istr"}, "regularizer: 'istr' is unknown; did you mean 'istar'"),
         (RunConfig, {"regularizer": "no_such:Penalty"}, "regularizer: 'no_such:Penalty' cannot be imported"),
         (RunConfig, {"length_groups": 4, "padding": True}, "length_groups: 4 leaves padding out"),
-        (RunConfig, {"length_groups": 4, "task": "squad", "model": "x"}, "length_groups: 4 leaves padding out"),
         (RunConfig, {"dropout": "guide"}, "dropout: 'guide' is unknown; did you mean 'guided'"),
         (RunConfig, {"dropout": "nowhere.json"}, "schedule: nowhere.json"),
         (RunConfig, {"dropout": "constant"}, "dropout_p: constant needs a rate"),
         (RunConfig, {"dropout_p": 0.1}, "dropout_p: has no meaning"),
-        (RunConfig, {"p_max": 0.2}, "p_max: unknown setting"),
         (RunConfig, {"dropout": "guided", "scores": "x.json"}, "scores: 'x.json' cannot be read"),
-        (RunConfig, {"dropout": "guided", "scores": "corpus: ,"}, "scores: 'corpus: ,' names no text"),
+        (RunConfig, {"dropout": "guided", "scores": "corpus: ,"}, "scores: 'corpus: ,' cannot be read"),
         (FisherConfig, {"shares": "1,x"}, "shares: String should match pattern"),
-        (FisherConfig, {"shares": "0"}, "shares: '0'; give per cent between 0 and 100"),
         (FisherConfig, {"shares": "33, 100"}, "shares: '33, 100'; give per cent"),
-        (FisherConfig, {"model": "toy-gpt2", "loss": "mlm"}, "loss: toy-gpt2 was made for 'clm'"),
         (LandscapeConfig, {"points": 4}, "points: 4 do not hold the origin"),
-        (LandscapeConfig, {"fisher": "nowhere"}, "scores: 'nowhere'"),
-        (LandscapeConfig, {"subset": "top", "fisher": f"corpus:{__file__}"}, "scores: 'corpus:"),
-        (GeometryConfig, {"layers": "first"}, "layers: String should match pattern"),
-        (PretrainConfig, {"corpus": ""}, "corpus: String should have at least 1 character"),
         (PretrainConfig, {"heldout_share": 0.0}, "heldout_share: 0 leaves no text"),
         *((kind, {"model": "./nowhere"}, "model: no config.json in folder './nowhere'") for kind in KINDS),
         *((kind, {"seed": 2**32}, "seed: Input should be less than 4294967296") for kind in KINDS),
@@ -202,12 +168,6 @@ def test_what_is_wrong_is_shown_with_name_and_value(kind, values, words):
     with pytest.raises(ValueError) as error:
         kind(**values)
     assert str(error.value).startswith(words)
-
-
-def test_each_wrong_setting_has_a_line():
-    with pytest.raises(ValueError) as error:
-        RunConfig(lr=2, zeta=3, layers="middle", lamm=1)
-    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["layers", "zeta", "lr", "lamm"]
 
 
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=5))
@@ -230,22 +190,20 @@ def test_plain_values_are_taken_as_meant():
     assert type(RunConfig(lam=1).lam) is float and RunConfig(layers="3").layers == 3 == RunConfig(layers=3).layers
     assert FisherConfig(shares="33, 10").percentages == [33, 10] and GeometryConfig(layers="0, -1").numbers(5) == [0, 4]
     assert FisherConfig(shares="").percentages == [] and GeometryConfig(layers=" all ").numbers(2) == [0, 1]
-    assert module.scores_texts("corpus:a.txt, b.txt,") == ["a.txt", "b.txt"]
+    assert module.scores_texts("corpus:a.txt, b.txt,") == ["a.txt", "b.txt"] and module.scores_texts("a.txt") == []
     assert RunConfig(lr="1e-5").lr == 1e-5 and RunConfig(model=7, task="cola").model == "7"
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().seed = 3
 
 
 def test_words_are_those_of_the_functions():
-    from isoreg import corpus, isoscore, landscape, schedules
+    from isoreg import corpus, isoscore, schedules
 
     field = RunConfig.model_fields
     assert set(choices(field["dropout"])) == set(schedules.SCHEMES)
     assert (None, *choices(field["correction"])) == isoscore.CORRECTIONS
     assert choices(field["convention"]) == isoscore.CONVENTIONS
-    field = LandscapeConfig.model_fields
-    assert (choices(field["loss"]), choices(field["one_d"])) == (corpus.LOSSES, landscape.ONE_D)
-    assert (choices(field["norm"]), choices(field["subset"])) == (landscape.NORMS, ("all", *landscape.WHICH))
+    assert choices(LandscapeConfig.model_fields["loss"]) == corpus.LOSSES
     assert set(module.GUIDED) == {"guided", *schedules.CONTROLS}
 
 
@@ -262,17 +220,14 @@ def test_a_recipe_fills_all_that_is_open(recipe):
 @pytest.mark.parametrize(
     "kind, given, filled",
     [
-        (RunConfig, {"model": "abert", "task": "cola"}, {"recipe": "quick"}),
         (RunConfig, {}, {"recipe": "toy", "lam": -0.1, "zeta": 0.2}),
         (RunConfig, {"regularizer": "none", "lam": 3, "zeta": 0.4, "layers": "mean"}, {"lam": 0, "layers": "union"}),
         (RunConfig, {"regularizer": "cosreg", "layers": 2, "zeta": 0.4}, {"layers": "union", "zeta": 0, "lam": 1}),
         (RunConfig, {"zeta": 1.0, "convention": "text"}, {"zeta": 0, "convention": "released"}),
         (RunConfig, {"eval_split": "validation"}, {"eval_split": None}),
-        (RunConfig, {"eval_split": "train"}, {"eval_split": "train"}),
         (LandscapeConfig, {"subset": "all", "share": 0.3}, {"share": 1, "fisher": None}),
         (PretrainConfig, {}, {"new_head": True, "packed": False, "lr": 5e-3, "limit": 12_000, "epochs": 1}),
-        (PretrainConfig, {"corpus": "x.txt"}, {"packed": True, "limit": None}),
-        (PretrainConfig, {"train_encoder": True}, {"lr": 4e-4}),
+        (PretrainConfig, {"corpus": "x.txt", "train_encoder": True}, {"packed": True, "limit": None, "lr": 4e-4}),
         (PretrainConfig, {"steps": 7, "epochs": 3}, {"steps": 7, "epochs": 1}),
         (PretrainConfig, {"heldout": "toy"}, {"heldout_share": 0}),
     ],
@@ -284,8 +239,7 @@ def test_what_is_open_is_filled_in_and_what_plays_no_part_has_one_value(kind, gi
 
 def test_the_released_reference_counts_only_where_a_reference_is_read():
     released = lambda **given: RunConfig(recipe="istar-released", **given).fixed()["reference"]
-    assert released() == "released" and released(zeta=0) == released(correction="ustat") == "exact"
-    assert released(regularizer="none") == released(regularizer="cosreg") == "exact"
+    assert released() == "released" and released(zeta=0) == released(regularizer="cosreg") == "exact"
 
 
 def test_a_folder_of_data_counts_for_a_task_of_ones_own_that_lies_in_one(tmp_path):
@@ -297,10 +251,10 @@ def test_a_folder_of_data_counts_for_a_task_of_ones_own_that_lies_in_one(tmp_pat
 
 @pytest.mark.parametrize("name", PENALTY_CLASSES)
 def test_a_run_makes_the_penalty_that_its_class_makes_by_default(name):
-    penalty, its = make_penalty(RunConfig(regularizer=name)), inspect.signature(PENALTY_CLASSES[name]).parameters
-    assert type(penalty) is PENALTY_CLASSES[name]
-    for n in set(its) & set(module.PenaltySettings.model_fields) - {"lam"}:
-        assert getattr(penalty, n) == its[n].default, n
+    penalty, plain = make_penalty(RunConfig(regularizer=name)), PENALTY_CLASSES[name](lam=1.0)
+    assert type(penalty) is type(plain)
+    for n in module.PenaltySettings.model_fields.keys() - {"lam", "regularizer"}:
+        assert getattr(penalty, n, None) == getattr(plain, n, None), n
 
 
 # ---- names and pairs
@@ -321,10 +275,8 @@ def test_method_labels_tell_the_stored_methods_apart():
         ({}, "I-STAR λ=?"),
         ({"regularizer": "none"}, "baseline"),
         ({"lam": -1.0, "zeta": 0.5}, "I-STAR λ=-1, ζ=0.5"),
-        ({"lam": 0.1 + 0.2, "zeta": 0.1234567}, "I-STAR λ=0.30000000000000004, ζ=0.1234567"),
         ({"lam": -1.0, "layers": 3}, "I-STAR λ=-1, layer 3"),
         ({"lam": 1.0, "correction": "gaussian", "zeta": 0.0}, "I-STAR λ=1, corrected score (gaussian)"),
-        ({"lam": 1.0, "padding": True}, "I-STAR λ=1, padding counted"),
         ({"regularizer": "cosreg", "lam": 1.0, "zeta": 0.0}, "CosReg λ=1"),
         ({"regularizer": "mine:Length", "lam": 2.0}, "Length λ=2"),
         ({"regularizer": "none", "dropout": "guided", "dropout_p": 0.2}, "guided dropout p=0.2"),

@@ -28,7 +28,7 @@ from isoreg.embeddings import compare, draw_texts, embed, measure_model, measure
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 from isoreg.geometry import average_cosine, outlier_dimensions, stand_out, two_nn
 from isoreg.isoscore import isoscore, isoscore_with_error, participation_ratio
-from isoreg.tokens import draw_groups, isoscore_by_sequence, isoscore_by_sequence_with_error
+from isoreg.tokens import draw_groups, isoscore_by_sequence
 from isoreg.vectors import read_points
 
 
@@ -537,7 +537,7 @@ def test_streamed_scores_of_a_model_equal_those_of_all_states(texts, count):
     mask, rows = batch["attention_mask"], measure_model("toy-bert", texts[:count]).rows
     assert [r["layer"] for r in rows] == list(range(len(states)))
     for row, h in zip(rows, states):
-        whole, exact = isoscore_by_sequence_with_error(h, mask), measure_points(h[mask.bool()]).row["spectrum"]
+        whole, exact = isoscore_by_sequence(h, mask), measure_points(h[mask.bool()]).row["spectrum"]
         assert row["plain"] == pytest.approx(float(isoscore(h.flatten(0, 1), mask.flatten())), abs=1e-6)
         assert (row["corrected"], row["standard_error"]) == pytest.approx((whole.score, whole.stderr), abs=1e-6)
         assert (row["points"], row["sequences"]) == (int(mask.sum()), count) and row["spectrum"]["axes_for"] == exact[
@@ -648,7 +648,7 @@ def test_models_are_compared_by_the_same_groups_of_texts(texts):
         states = model.eval()(**batch, output_hidden_states=True).hidden_states
     mask, group = batch["attention_mask"], draw_groups(60, 20)
     left = [
-        [float(isoscore_by_sequence(h[group != g].double(), mask[group != g])) for g in range(20)]
+        [isoscore_by_sequence(h[group != g].double(), mask[group != g]).score for g in range(20)]
         for h in (states[4], states[1])
     ]
     d = np.subtract(*left)

@@ -137,16 +137,6 @@ def test_mnli_is_scored_on_the_mismatched_rows_once_after_training(tmp_path):
     assert (row["task"], row["value"], row["metrics"]["mnli-mm"]) == ("mnli", record.value, found["value"])
 
 
-def test_mnli_on_other_rows_or_as_its_other_task_has_no_more(tmp_path):
-    folder = mnli(tmp_path)
-    settings = dict(recipe="toy", regularizer="none", epochs=1, max_train=16, data_dir=folder)
-    assert run(RunConfig(**settings, task="mnli", eval_split="validation_mismatched")).others == {}
-    record = run(RunConfig(**settings, task="mnli-mm"))
-    assert record.others == {} and record.data["evaluation_rows"] == 25
-    cut = run(RunConfig(**settings, task="mnli", max_eval=10)).others["mnli-mm"]
-    assert cut["evaluation_rows"] == 10 and any("10 of 25" in n for n in cut["notes"])
-
-
 def test_recipes_are_those_of_their_papers():
     mosbach = [RECIPES["mosbach"][n] for n in ("lr", "epochs", "batch_size", "warmup", "weight_decay", "clip")]
     assert mosbach == [2e-5, 20, 16, 0.1, 0.01, 1.0]
@@ -231,10 +221,9 @@ def test_a_diverged_run_has_no_number(tmp_path, monkeypatch):
     assert (row["status"], row["error"]) == ("failed", "the metric is no finite number")
 
 
-@pytest.mark.parametrize("layer", [9, -9])
-def test_layer_that_the_model_lacks_is_refused_before_training(layer, tmp_path):
+def test_layer_that_the_model_lacks_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match="hidden states 0 to 4"):
-        run(RunConfig(layers=layer), progress_file=tmp_path / "progress.json")
+        run(RunConfig(layers=9), progress_file=tmp_path / "progress.json")
     assert json.loads((tmp_path / "progress.json").read_text())["stage"] == "loading model"
 
 
@@ -246,7 +235,6 @@ BERT = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=70
 )
 ENCODERS = {
-    "Albert": BERT | dict(embedding_size=16),
     "Roberta": BERT,
     "DistilBert": dict(dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=70),
     "GPT2": dict(n_embd=32, n_layer=2, n_head=2, n_positions=70, eos_token_id=3),
@@ -324,21 +312,6 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_read(model, tmp_p
             call(config)
 
 
-def test_a_name_that_the_hub_does_not_give_is_told(monkeypatch):
-    asked = []
-
-    def nothing(name, **options):
-        asked.append(name)
-        raise OSError("not a local folder\nand much more")
-
-    monkeypatch.setattr("isoreg.experiments.models.AutoTokenizer.from_pretrained", nothing)
-    for name in ("google/bert_uncased_L-2", "bert-base-uncased"):
-        message = f"model: .{name}. is no folder of a checkpoint, and the hub does not give it .OSError: not a local"
-        with pytest.raises(ValueError, match=message):
-            load_model(RunConfig(model=name))
-    assert asked == ["google/bert_uncased_L-2", "bert-base-uncased"]
-
-
 def _toy_folder(folder: Path, change=lambda weights: weights, tokenizer=True) -> str:
     "The embedded model as a checkpoint of its own, its weights changed."
     shutil.copytree(toy_model_path(), folder)
@@ -359,7 +332,6 @@ QUERY = "bert.encoder.layer.0.attention.self.query.weight"
     [
         (lambda w: {k: v for k, v in w.items() if "layer.1." not in k}, r"lacks .* weights .*layer\.1\..*complete"),
         (lambda w: {f"wrapped.{k}": v for k, v in w.items()}, "lacks .* weights .*embeddings"),
-        (lambda w: w | {QUERY: (100 * w[QUERY]).to(torch.int8)}, f"stores {QUERY} as integers"),
         (lambda w: w | {QUERY: w[QUERY] / 0}, "has NaN or infinity in 1 of its weights"),
     ],
 )  # fmt: skip
@@ -439,11 +411,7 @@ def test_padding_of_real_batches_is_that_of_the_released_code(task, share, monke
     assert seen == pytest.approx(share, abs=0.03)
 
 
-def test_resamplings_have_the_error_of_the_rows():
-    record = run(RunConfig(task="toy-rte", regularizer="none", max_train=320, max_eval=400, epochs=1))
-    draws = unpack(record.resampled)
-    assert len(draws) == 5000 and draws.mean() == pytest.approx(record.value, abs=0.01)
-    assert draws.std() == pytest.approx((record.value * (1 - record.value) / 400) ** 0.5, rel=0.15)
+def test_resampled_questions_are_scored_one_by_one():
     said = [{"prediction_text": "a b" if i % 2 else "c"} for i in range(200)]
     of = lambda answer: resample(get_task("squad"), said, [{"answers": {"text": [answer]}}] * 200)
     assert of("x").max() == 0 and of("b").mean() == pytest.approx(0.5, abs=0.01)
@@ -515,10 +483,7 @@ def test_windows_of_questions_are_padded_on_the_right(tmp_path):
     hf.AutoModelForMaskedLM.from_pretrained(toy_model_path()).save_pretrained(tmp_path)
     hf.AutoTokenizer.from_pretrained(toy_model_path(), padding_side="left").save_pretrained(tmp_path)
     for task, side in (("squad", "right"), ("toy-cola", "left")):
-        _, tokenizer, notes = load_model(RunConfig(task=task, recipe="quick", model=str(tmp_path)))
-        assert tokenizer.padding_side == side and ("padding on the right, not on the left" in notes) == (
-            side == "right"
-        )
+        assert load_model(RunConfig(task=task, recipe="quick", model=str(tmp_path)))[1].padding_side == side
 
 
 def test_the_record_has_the_threads_of_the_training():
@@ -538,8 +503,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("labels", [2, 3])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name, labels", [*((name, 2) for name in HEADS), ("bert", 3)])
 def test_the_head_of_an_earlier_task_is_not_used(tmp_path, name, labels):
     (config, weight, spread), draws = HEADS[name], []
     config.num_labels = labels
@@ -593,8 +557,7 @@ def test_a_given_reference_stays():
     assert torch.equal(penalty.reference_cov, EYE) and record.config["regularizer"].endswith("Kept")
 
 
-def test_two_runs_that_diverged_alike_are_equal(monkeypatch):
-    record = run(RunConfig(task="toy-cola", regularizer="none", **SMALL))
-    record.predictions, record.value = pack(np.array([np.nan, 1.0])), None
+def test_two_runs_that_diverged_alike_are_equal(records, monkeypatch):
+    record = RunRecord(**records["base"].to_dict() | {"predictions": pack(np.array([np.nan, 1.0])), "value": None})
     monkeypatch.setattr("isoreg.experiments.finetune.run", lambda config: record)
     assert rerun(record.to_dict())["equal"]

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isoreg.corpus import TextBatches, sample_losses
-from isoreg.dropout import gaussian_dropout
 from isoreg.experiments.toy import toy_corpus, toy_model_path
 from isoreg.fisher import (
     TAPED,
@@ -27,10 +26,7 @@ from isoreg.fisher import (
 )
 from isoreg.trainer import split_by_length
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:model. the mean loss of the sample"),  # heads of most models here
-    pytest.mark.filterwarnings("ignore:.*left to autograd"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*left to autograd")
 
 V, H = 50, 16
 BASE = dict(vocab_size=V, hidden_size=H, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
@@ -42,7 +38,6 @@ DEBERTA |= dict(share_att_key=True, type_vocab_size=0, pad_token_id=0)
 DISTIL = dict(vocab_size=V, dim=H, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=24)
 GPT2 = dict(vocab_size=V, n_embd=H, n_layer=2, n_head=2, n_positions=24, bos_token_id=1, eos_token_id=2)
 T5 = dict(vocab_size=V, d_model=H, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
-OPT = dict(vocab_size=V, hidden_size=H, word_embed_proj_dim=H, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24)
 MODELS = {  # family, head, settings
     "bert": ("Bert", "ForMaskedLM", TEXT),
     "bert-eager": ("Bert", "ForMaskedLM", TEXT | dict(attn_implementation="eager")),
@@ -59,12 +54,10 @@ MODELS = {  # family, head, settings
     "gemma": ("Gemma", "ForCausalLM", GEMMA),
     "gemma2": ("Gemma2", "ForCausalLM", GEMMA | dict(sliding_window=8)),
     "gemma3": ("Gemma3", "ForCausalLM", GEMMA | dict(sliding_window=8)),
-    "opt": ("OPT", "ForCausalLM", OPT | ENDS | dict(max_position_embeddings=24)),
     "deberta-v2": ("DebertaV2", "ForMaskedLM", TEXT | DEBERTA),
-    "deberta-v2-new": ("DebertaV2", "ForMaskedLM", TEXT | DEBERTA | dict(legacy=False)),
 }
-LOSS = dict.fromkeys(["gpt2", "llama", "gemma", "gemma2", "gemma3", "opt"], "clm") | {"t5": "seq2seq"}
-SLOW = {"opt", "deberta-v2", "deberta-v2-new", "bert-untied"}  # some of whose parameters, or all, go through autograd
+LOSS = dict.fromkeys(["gpt2", "llama", "gemma", "gemma2", "gemma3"], "clm") | {"t5": "seq2seq"}
+SLOW = {"deberta-v2", "bert-untied"}  # some of whose parameters, or all, go through autograd
 
 
 def made(name: str, **changed) -> nn.Module:
@@ -211,35 +204,18 @@ def test_blocks_of_rows_do_not_matter(monkeypatch):
         torch.testing.assert_close(v, whole.sums[n], rtol=1e-10, atol=1e-18)
 
 
-def test_a_table_of_positions_as_long_as_the_batch():
-    "DeBERTa normalises its table of relative positions, whose 16 rows are none of the 16 samples."
-    model, batch = model_of("deberta-v2"), batch_of("mlm", [5, 9] * 8)
-    with pytest.warns(UserWarning, match="left to autograd"):
-        ours = empirical_fisher(model, [batch], "diagonal")
-    agree(ours, by_loop(model, [batch]))
-    assert 0 < len(ours.by_function) < len(ours.sums)
-
-
 def _tensors() -> list[torch.Tensor]:
     "All tensors that live."
     gc.collect()
     return [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
 
 
-def _held() -> tuple[int, int]:
-    "Bytes of the tensors that live, and nodes of the graphs behind them."
-    tensors = _tensors()
-    nodes, todo = set(), [x.grad_fn for x in tensors if x.grad_fn is not None]
-    while todo:
-        node = todo.pop()
-        if node is None or node in nodes:
-            continue
-        nodes.add(node)
-        todo += [n for n, _ in node.next_functions]
-    return sum(x.numel() * x.element_size() for x in tensors), len(nodes)
+def _held() -> int:
+    "Bytes of the tensors that live."
+    return sum(x.numel() * x.element_size() for x in _tensors())
 
 
-@pytest.mark.parametrize("name, level", [("bert", "diagonal"), ("opt", "tensor"), ("deberta-v2", "diagonal")])
+@pytest.mark.parametrize("name, level", [("bert", "diagonal"), ("deberta-v2", "tensor")])
 def test_ten_batches_hold_what_two_hold(name, level):
     model, loss, held = model_of(name), LOSS.get(name, "mlm"), {}
     batches = [batch_of(loss, seed=seed) for seed in range(10)]
@@ -250,29 +226,7 @@ def test_ten_batches_hold_what_two_hold(name, level):
     agree(ours, by_loop(model, batches, loss))
 
 
-def test_weights_of_which_a_sample_makes_no_use():
-    "An expert that one sample is sent to and another is not, and no other weight that asks."
-
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0))
-
-        def forward(self, x):
-            return torch.stack([(self.a if v > 0 else self.b) * v for v in x])
-
-    def squares(model):
-        ours = empirical_fisher(model, [{"x": torch.tensor([1.0, 2.0, -3.0])}], loss=lambda m, b: m(b["x"]))
-        return {n: float(v) for n, v in ours.sums.items()}
-
-    assert squares(Experts()) == {"a": 5, "b": 9}
-    one = Experts()
-    one.b.requires_grad_(False)
-    with torch.no_grad():
-        assert squares(one) == {"a": 5}
-
-
-@pytest.mark.parametrize("name, precision, level", [("bert", "bf16", "tensor"), ("opt", "fp32", "diagonal")])
+@pytest.mark.parametrize("name, precision, level", [("bert", "bf16", "tensor"), ("deberta-v2", "fp32", "diagonal")])
 def test_an_autocast_around_it_changes_nothing(name, precision, level):
     model, calls = model_of(name).float(), []
     batches = [batch_of(LOSS.get(name, "mlm"), seed=seed) for seed in range(2)]
@@ -367,7 +321,7 @@ def test_float32_and_bfloat16_follow_float64():
     )
 
 
-@pytest.mark.parametrize("name", ["bert", "opt"])
+@pytest.mark.parametrize("name", ["bert", "deberta-v2"])
 def test_gradients_that_the_caller_holds_are_left_as_they_are(name):
     model = model_of(name)
     for p in model.parameters():
@@ -451,12 +405,10 @@ def test_agreement_measures():
         and few["difference"] > many["difference"]
     )
     nn.init.zeros_(model.cls.predictions.bias)
-    with pytest.raises(ValueError, match="part: has another fingerprint"):
+    with pytest.raises(ValueError, match="part: is of other weights"):
         agreement(empirical_fisher(model, corpus, "diagonal"), full)
     with pytest.raises(ValueError, match="part: level"):
         agreement(empirical_fisher(model, corpus), full)
-    with pytest.raises(ValueError, match="top"):
-        agreement(full, full, (0,))
 
 
 def test_entries_that_are_zero_in_both_do_not_agree():
@@ -502,9 +454,6 @@ def test_the_file_that_was_saved_is_read(tmp_path):
         plain.write_text(text)
         with pytest.raises(ValueError, match="holds no tensor scores"):
             load_scores(plain)
-    for wrong in (plain, next(file.parent.glob("*.safetensors"))):
-        with pytest.raises(ValueError, match="holds no complete estimate"):
-            FisherEstimate.load(wrong)
 
 
 # ---- what is refused
@@ -529,11 +478,6 @@ def idle():
     return model
 
 
-def collated(**options):
-    tokenizer = tokenizer_of("bert")
-    return dict(T.DataCollatorForLanguageModeling(tokenizer, **options)([tokenizer(t) for t in toy_corpus(8)]))
-
-
 bert, masked = (lambda: model_of("bert")), (lambda: [batch_of("mlm")])
 seq2seq = lambda: TextBatches(toy_corpus(12), tokenizer_of("t5"), loss="seq2seq")
 REFUSED = [  # model, batches, options, message
@@ -542,20 +486,18 @@ REFUSED = [  # model, batches, options, message
     (bert, masked, dict(reduction="max"), "reduction: 'max'"),
     (bert, masked, dict(sample="token"), "sample: 'token'"),
     (bert, masked, dict(precision="fp8"), "precision: 'fp8'"),
-    (bert, masked, dict(loss=lambda m, b: None, reduction="sum"), "loss: a function decides for itself; red"),
     (bert, masked, dict(loss=lambda m, b: m(**b).loss), "loss: gave a tensor .* need one loss for each of"),
     (bert, masked, dict(loss=lambda m, b: m(b["input_ids"]).logits.sum((1, 2)).detach()), "loss: no sample alone has"),
     (bert, masked, dict(loss=contrastive), "loss: no sample alone has a gradient"),
     (bert, list, {}, "batches: hold no sample"),
     (bert, lambda: [batch_of("mlm") | {"labels": torch.full((4, 12), -100)}], {}, "batches: hold no sample"),
-    (bert, lambda: batch_of("mlm"), {}, r"batches: is a dict; give TextBatches .*\[batch\]"),
-    (bert, lambda: None, {}, "batches: is a NoneType"),
-    (bert, lambda: [tuple(batch_of("mlm").values())], {}, "batches: batch 1 is no dict"),
+    (bert, lambda: batch_of("mlm"), {}, "batches: gives a str; give TextBatches"),
+    (bert, lambda: [tuple(batch_of("mlm").values())], {}, "batches: gives a tuple"),
     (bert, lambda: [{"input_ids": torch.ones(2, 3, dtype=torch.long)}], {}, "batch: has no labels"),
     (lambda: bert().requires_grad_(False), masked, {}, "model: no parameter requires a gradient"),
     (idle, masked, {}, "loss: no sample alone has a gradient"),
     (not_finite, masked, {}, "model: the squared gradient of bert.* is not finite"),
-    (lambda: split_by_length(toy_model(), 2), corpus_of, {}, "model: reads its batches in groups"),
+    (lambda: split_by_length(toy_model(), 2), corpus_of, {}, "model: .* sees .* rows for .* samples"),
     (causal_model, lambda: corpus_of(12, loss="clm"), dict(loss="mlm"), "loss: 'mlm', but the batches were made for"),
     (two_part_model, corpus_of, {}, "loss: 'mlm', but T5ForConditionalGeneration was made for 'seq2seq'"),
     (toy_model, seq2seq, {}, "loss: 'seq2seq', but BertForMaskedLM was made for 'mlm'"),
@@ -563,8 +505,6 @@ REFUSED = [  # model, batches, options, message
     (lambda: toy_model().bert, corpus_of, {}, "model: BertModel has no language-model head"),
     (causal_model, lambda: list(corpus_of(12)), dict(loss="mlm"), "loss: 'mlm', but GPT2LMHeadModel was made"),
     (causal_model, lambda: corpus_of(12), {}, "loss: 'mlm', but GPT2LMHeadModel was made for 'clm'"),
-    (causal_model, lambda: [collated(mlm=False), collated(seed=0)], {}, "batches: the labels of batch 2 are not those"),
-    (toy_model, lambda: [collated(mlm=False)], {}, "batches: the labels of batch 1 .*mlm=True"),
 ]
 
 
@@ -576,24 +516,3 @@ def test_what_is_refused(model, batches, options, message):
     with pytest.raises(ValueError, match=message):
         empirical_fisher(model, batches(), **options)
     assert state() == before
-
-
-def test_noise_that_stays_on_in_evaluation_mode_is_refused():
-    model = model_of("bert")
-    with gaussian_dropout(model, 0.2, released=True):
-        with pytest.raises(ValueError, match="model: has noise that stays on"):
-            empirical_fisher(model, [batch_of("mlm", (9, 5, 12))])
-    empirical_fisher(model, [batch_of("mlm", (9, 5, 12))])
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_head_drawn_at_random_is_noticed(reduction, recwarn):
-    corpus, model = corpus_of(24), toy_model()
-    empirical_fisher(model, corpus, reduction=reduction)
-    assert not [w for w in recwarn if "drawn at random" in str(w.message)]
-    with torch.no_grad():
-        model.cls.predictions.transform.dense.weight.normal_()
-    mean = torch.cat([sample_losses(model, b) for b in corpus]).mean()
-    with pytest.warns(UserWarning, match="mean loss of the sample is .* ln V = 5.48; the head") as caught:
-        empirical_fisher(model, corpus, reduction=reduction)
-    assert mean > 5.48 and (reduction == "sum" or f"{mean:.2f} nats" in str(caught[0].message))

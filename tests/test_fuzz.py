@@ -86,13 +86,9 @@ def fresh():
             path.unlink()
 
 
-odd_texts = st.one_of(
-    st.text(max_size=12),
-    st.sampled_from(
-        ["", "-", "--", "[/red]", "[bold]", "{seed}", "a" * 300, "9" * 5000, "../x", "nan", "1e999", "\x00", "é\n"]
-    ),
-    st.from_regex(r"[a-z_]{1,8}=[\[\]{}&*!:,.\-0-9a-z ]{0,12}", fullmatch=True),
-)
+ODD = ["", "-", "--", "[/red]", "[bold]", "{seed}", "a" * 300, "9" * 5000, "../x", "nan", "1e999", "\x00", "é\n"]
+assignments = st.from_regex(r"[a-z_]{1,8}=[\[\]{}&*!:,.\-0-9a-z ]{0,12}", fullmatch=True)
+odd_texts = st.one_of(st.text(max_size=12), st.sampled_from(ODD), assignments)
 names = [f"--{name.replace('_', '-')}" for name in RunConfig.model_fields]
 flags = st.sampled_from([*names, "--set", "--only", "--dry-run", "--json", "--model", "--array", "--seeds"])
 places = st.sampled_from(["here", "r.jsonl", "x.npy", "t.txt", "g.yaml", "nowhere", ".", "toy", "demo", "x.npy/below"])
@@ -115,14 +111,8 @@ def _command_lines(command, more):
         ends(*more, command)
 
 
-scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    odd_texts,
-    st.sampled_from(["0..3", "0..99999999", "3..0", "istar", "toy-cola", "guided"]),
-)
+WORDS = ["0..3", "0..99999999", "3..0", "istar", "toy-cola", "guided"]
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), odd_texts, st.sampled_from(WORDS))
 nested = st.recursive(
     scalars,
     lambda x: st.lists(x, max_size=4) | st.dictionaries(st.one_of(odd_texts, st.integers()), x, max_size=4),
@@ -130,43 +120,12 @@ nested = st.recursive(
 )
 settings_of = st.dictionaries(st.sampled_from([*RunConfig.model_fields, "lamm"]), nested, max_size=3)
 parts = st.one_of(nested, settings_of, st.lists(settings_of, max_size=2))
-heads = st.sampled_from(["fixed", "axes", "include", "exclude", "blocks", "notebook", "description", "name", "odd"])
+heads = st.sampled_from(["fixed", "axes", "exclude", "blocks", "notebook", "description", "name", "odd"])
 tables = st.dictionaries(heads, parts, max_size=4)
-pieces = [
-    "&a ",
-    "*a",
-    "!!timestamp ",
-    "!!bool ",
-    "!!python/object:os.system ",
-    "[",
-    "]",
-    "{",
-    "}",
-    ": ",
-    "- ",
-    "\n",
-    "  ",
-    "x",
-]
-pieces += [
-    "axes",
-    "fixed",
-    "seed",
-    "0..9",
-    "<<: ",
-    "<<: [*a, *a]\n",
-    "? ",
-    "|",
-    ">",
-    "'",
-    '"',
-    "9" * 5000,
-    "!!int ",
-    "!!set ",
-    "\t",
-    "#",
-    "~",
-]
+PIECES = (
+    "&a ¦*a¦!!timestamp ¦!!bool ¦!!python/object:os.system ¦[¦]¦{¦}¦: ¦- ¦\n¦  ¦x¦axes¦fixed¦seed¦0..9¦<<: ¦? ¦|¦>¦'"
+)
+pieces = [*PIECES.split("¦"), "<<: [*a, *a]\n", '"', "9" * 5000, "!!int ", "!!set ", "\t", "#", "~"]
 raw = st.lists(st.sampled_from(pieces), max_size=25).map("".join)
 
 
@@ -178,11 +137,8 @@ def _grids(text):
     assert result.exit_code in (0, 2) and not Path("o").exists()
 
 
-CODE = [
-    "'); import os; os._exit(1) #",
-    '"""\nimport os\nos._exit(1)\n"""',
-    *("\\", "\\'", "%run x", "!touch x", "{0}", "\r\n", "\u2028"),
-]
+CODE = ["'); import os; os._exit(1) #", '"""\nimport os\nos._exit(1)\n"""']
+CODE += ["\\", "\\'", "%run x", "!touch x", "{0}", "\r\n", "\u2028"]
 hostile = st.text(max_size=12) | st.sampled_from(CODE)
 values = st.one_of(scalars, hostile, st.lists(scalars | hostile, max_size=3))
 odd_settings = st.dictionaries(st.sampled_from([*RunConfig.model_fields, *CODE, "__class__"]), values, max_size=2)
@@ -210,16 +166,11 @@ shapes = st.lists(st.integers(0, 7), max_size=3)
 kinds = st.sampled_from(["f2", "f4", "f8", ">f8", "i1", "u2", "c8", "?", "U3", "O", "M8[s]", "S2", "V4"])
 
 
-@both("vectors")(
-    dict(
-        shape=shapes,
-        kind=kinds,
-        suffix=st.sampled_from(["npy", "npz", "safetensors", "parquet", "txt", ""]),
-        cut=st.integers(0, 200),
-        junk=st.binary(max_size=20),
-        whole=st.booleans(),
-    )
-)
+suffixes = st.sampled_from(["npy", "npz", "safetensors", "parquet", "txt", ""])
+damage = dict(cut=st.integers(0, 200), junk=st.binary(max_size=20), whole=st.booleans())
+
+
+@both("vectors")(dict(shape=shapes, kind=kinds, suffix=suffixes) | damage)
 def _vectors(shape, kind, suffix, cut, junk, whole):
     fresh()
     values = np.random.default_rng(0).integers(0, 9, shape)
@@ -247,13 +198,10 @@ numbers = st.one_of(st.floats(width=64), st.sampled_from([0.0, 1.0, -1.0, 1e300,
 clouds = st.integers(1, 5).flatmap(lambda d: st.lists(st.lists(numbers, min_size=d, max_size=d), max_size=6))
 
 
-@both("numbers")(
-    dict(
-        cloud=clouds,
-        correction=st.sampled_from([None, "gaussian", "ustat"]),
-        dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
-    )
-)
+dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
+
+
+@both("numbers")(dict(cloud=clouds, correction=st.sampled_from([None, "gaussian", "ustat"]), dtype=dtypes))
 def _numbers(cloud, correction, dtype):
     points = torch.tensor(cloud, dtype=torch.float64).to(dtype)
     before = points.clone()

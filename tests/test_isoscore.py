@@ -19,9 +19,9 @@ from ranks import on_ranks
 
 import isoreg
 from isoreg.isoscore import CONVENTIONS, isoscore, isoscore_from_cov, isoscore_star, participation_ratio
-from isoreg.isoscore import _gaussian_terms, _unbiased_traces, gaussian_stderr, isoscore_with_error
+from isoreg.isoscore import _gaussian_terms, _unbiased_traces, isoscore_with_error
 from isoreg.metric import IsoScore
-from isoreg.tokens import SequenceStream, draw_groups, isoscore_by_sequence, isoscore_by_sequence_with_error
+from isoreg.tokens import SequenceStream, draw_groups, isoscore_by_sequence
 
 pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 
@@ -93,14 +93,6 @@ def test_first_and_second_derivatives(n, d, correction):
                 assert check(lambda x: isoscore_star(x, reference, 0.3, mask, convention), (x,))
 
 
-def test_derivatives_of_a_covariance_and_by_sequence():
-    S = torch.stack([torch.cov(torch.randn(4, 20, dtype=torch.float64)) for _ in range(2)]).requires_grad_()
-    x = torch.randn(6, 3, 4, dtype=torch.float64, requires_grad=True)
-    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(isoscore_from_cov, (S,)) and check(participation_ratio, (S,))
-        assert check(lambda x: isoscore_by_sequence(x), (x,))
-
-
 def cloud(seed, n, d):
     g = torch.Generator().manual_seed(seed)
     return torch.randn(n, d, generator=g, dtype=torch.float64) * torch.linspace(0.2, 2, d)
@@ -160,21 +152,7 @@ def test_by_sequence_equals_sums_over_distinct_sequences():
     rng = np.random.default_rng(1)
     x, mask = rng.normal(size=(6, 4, 5)) + rng.normal(size=(6, 1, 5)), rng.random((6, 4)) < 0.7
     mask[:, 0] = True
-    assert isoscore_by_sequence(x, mask) == sums_over_distinct(x, mask)
-
-
-def test_by_sequence_refuses_estimates_that_are_not_positive():
-    "Five sequences of unequal length whose tokens are all alike: the estimate of tr(Sigma^2) is negative now and then."
-    torch.manual_seed(0)
-    refused, scores = 0, []
-    for _ in range(40):
-        mask = torch.arange(8) < torch.randint(1, 9, (5, 1))
-        try:
-            scores.append(float(isoscore_by_sequence(torch.randn(5, 1, 200).expand(5, 8, 200), mask)))
-        except ValueError as e:
-            assert "add sequences" in str(e)
-            refused += 1
-    assert refused and len(scores) > 10 and min(scores) > 0
+    assert isoscore_by_sequence(x, mask).score == sums_over_distinct(x, mask)
 
 
 @pytest.mark.parametrize("correction, heavy", [("gaussian", False), ("ustat", True)])
@@ -195,27 +173,19 @@ def test_standard_error_by_sequence_whatever_the_order():
     x = torch.randn(400, 5, 8, generator=g, dtype=torch.float64)
     x[..., :4] *= torch.linspace(0.2, 3, 400, dtype=torch.float64)[:, None, None]
     draws = [x[torch.randint(400, (400,), generator=g)] for _ in range(200)]
-    right = float(torch.stack([isoscore_by_sequence(c) for c in draws]).std())
+    right = np.std([isoscore_by_sequence(c).score for c in draws])
     orders = torch.arange(400), torch.arange(399, -1, -1), torch.randperm(400, generator=g)
-    told = [isoscore_by_sequence_with_error(x[order]) for order in orders]
+    told = [isoscore_by_sequence(x[order]) for order in orders]
     assert all(0.6 < e.stderr / right < 1.6 for e in told)
     assert told[1].score == pytest.approx(told[0].score, rel=1e-9)
     state = torch.get_rng_state()
-    assert isoscore_by_sequence_with_error(x) == told[0] and torch.equal(torch.get_rng_state(), state)
-
-
-def test_gaussian_standard_error_from_a_covariance():
-    x = cloud(0, 40, 12)
-    cov, exact = torch.cov(x.T), isoscore_with_error(x, correction="gaussian").stderr
-    for one in (cov, cov.numpy(), cov.float(), 1e200 * cov, 1e-200 * cov):
-        assert gaussian_stderr(one, 40) == pytest.approx(exact, rel=1e-5)
-    assert isinstance(gaussian_stderr(cov.numpy(), np.int64(40)), float)
+    assert isoscore_by_sequence(x) == told[0] and torch.equal(torch.get_rng_state(), state)
 
 
 @relaxed
 @given(seeds, st.integers(5, 12), dims)
 def test_gaussian_standard_error_is_positive_for_any_sample(seed, n, d):
-    assert 0 < gaussian_stderr(torch.cov(cloud(seed, n, d).T), n) < math.inf
+    assert 0 < isoscore_with_error(cloud(seed, n, d), correction="gaussian").stderr < math.inf
 
 
 def pairings(ends):
@@ -303,33 +273,17 @@ def _metric_on_rank(rank, world):
     metric.reset()
     metric.update(x[rank * 25 : rank * 25 + 25])
     scores.append(metric.compute())
-    gaussian = seen(x[rank::world], dims=6, correction="gaussian")
-    spread = gaussian.stderr()
     metric.reset()
     metric.update(x[:1].expand(30, 6))
     with pytest.raises(ValueError, match="zero variance"):
         metric.compute()
-    return scores, spread, int(gaussian.count)
+    return scores
 
 
 def test_metric_over_ranks():
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)).add(20).double()
-    stderr = isoscore_with_error(x, correction="gaussian").stderr
-    for scores, spread, left in on_ranks(_metric_on_rank):
+    for scores in on_ranks(_metric_on_rank):
         assert_close(torch.stack(scores), isoscore(x, correction="ustat").expand(2), rtol=1e-5, atol=0)
-        assert spread == pytest.approx(stderr, rel=1e-5) and left == 25
-
-
-def test_half_precision_around_a_score_changes_no_error_and_no_gradient():
-    x = torch.randn(12, 40, generator=torch.Generator().manual_seed(0))
-    found = []
-    for half in (False, True):
-        points = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            errors = [isoscore_with_error(x, correction=c).stderr for c in ("ustat", "gaussian")]
-            isoscore(points, correction="ustat").backward()
-        found.append((errors, points.grad))
-    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
 def test_the_callable_module_is_copied_and_pickled_as_itself():
@@ -348,8 +302,8 @@ def test_sequences_can_stream_by_in_pieces_of_any_size():
     x, mask = torch.randn(39, 7, 6, generator=g, dtype=torch.float64) + 1000, torch.rand(39, 7, generator=g) < 0.7
     mask[:, 0] = True
     x[~mask] = float("nan")
-    whole, group = isoscore_by_sequence_with_error(x, mask, groups=4), draw_groups(39, 4)
-    assert whole.count == 39 and whole.score == pytest.approx(float(isoscore_by_sequence(x, mask)), rel=1e-12)
+    whole, group = isoscore_by_sequence(x, mask, groups=4), draw_groups(39, 4)
+    assert whole.count == 39
     for size in (1, 3):
         stream = SequenceStream(4, 6, x.device)
         pieces = [(g, x[rows], mask[rows]) for g in range(4) for rows in (group == g).nonzero()[:, 0].split(size)]
@@ -397,18 +351,10 @@ def test_a_small_spread_far_from_the_origin_is_a_cloud(n):
     assert_close(isoscore(x).double(), isoscore(x.double()), rtol=1e-3, atol=0)
 
 
-def test_a_reference_does_not_share_the_memory_of_an_array():
-    reference = np.eye(16)
-    metric = IsoScore(16, reference_cov=reference, zeta=0.2)
-    metric.reference_cov.mul_(3)
-    assert (reference == np.eye(16)).all()
-
-
 x53, nan = torch.randn(5, 3), torch.randn(5, 3).masked_fill(torch.eye(5, 3) > 0, float("nan"))
 same = torch.randn(16).expand(9, 16)
 eye, skew = torch.eye(16), torch.tensor([[1.0, 2, 3], [0, 1, 0], [0, 0, 1]])
 even = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))[0][:5]
-short = torch.eye(12)[:, :4] @ torch.eye(12)[:4]  # a covariance that 5 rows can have, and as even as they allow
 REFUSED = [
     (lambda: isoscore(x53, [1, 0, 0, 0, 0]), "points: only 1 rows count.*at least 2"),
     (lambda: isoscore(x53[:3], correction="ustat"), "points: .*at least 4"),
@@ -416,8 +362,7 @@ REFUSED = [
     (lambda: isoscore(x53[:, :1]), "points: .*one dimension"),
     (lambda: isoscore(same), "points: .*zero variance"),  # rounding is no variance
     (lambda: isoscore(same, correction="ustat"), "points: .*zero variance"),
-    (lambda: isoscore(torch.randn(2, 1, 16).expand(2, 5, 16) * 300), "points: .*zero variance"),
-    (lambda: isoscore(nan), "points: hold NaN.*mask"),
+    (lambda: isoscore(nan, [0, 1, 1, 1, 1]), r"points: row 1 \(from 0\) holds NaN.*mask"),
     (lambda: isoscore(x53, torch.ones(4)), r"mask: shape \(4,\) does not fit points \(5, 3\)"),
     (lambda: isoscore(x53, correction="bootstrap"), "correction: 'bootstrap' is unknown.*'ustat'"),
     (lambda: isoscore(torch.eye(5), correction="gaussian"), "points: as even as so few rows"),
@@ -428,46 +373,36 @@ REFUSED = [
     (lambda: isoscore_with_error(torch.eye(5)), "points: as even as so few rows"),
     (lambda: isoscore_star(same, eye, 0.0), "points: .*zero variance"),
     (lambda: isoscore_star(same, eye, 1.0, convention="text"), "points: .*zero variance"),
-    (lambda: isoscore_star(torch.randn(4, 9, 3), torch.eye(3).expand(5, 3, 3), 0.2), r"reference_cov: \(5,\).*\(4,\)"),
     (lambda: isoscore_star(x53, torch.eye(3), 1.2), r"zeta: 1.2 .*\[0, 1\]"),
     (lambda: isoscore_star(x53, 0.2, torch.eye(3)), r"zeta: Tensor of shape \(3, 3\)"),
-    (lambda: isoscore_star(x53, torch.eye(4), 0.2), "reference_cov: is 4 x 4.*3 dimensions"),
+    (lambda: isoscore_star(x53, torch.eye(4), 0.2), r"reference_cov: need .* d = 3, got \(4, 4\)"),
     (lambda: isoscore_star(x53, torch.ones(3), 0.2), r"reference_cov: .*\(3,\)"),
     (lambda: isoscore_star(x53, skew, 0.2), "reference_cov: not symmetric"),
     (lambda: isoscore_star(x53, torch.eye(3) * math.nan, 0.2), "reference_cov: holds NaN"),
     (lambda: isoscore_star(x53, torch.zeros(3, 3), 1.0), "reference_cov: has zero variance"),
     (lambda: isoscore_star(x53, torch.eye(3), 0.2, convention="paper"), "convention: 'paper' is unknown.*'released'"),
     (lambda: isoscore_star(x53[:1], torch.eye(3), 0.2), "points: .*at least 2"),
-    (lambda: isoscore_star(nan, torch.eye(3), 0.2), "points: hold NaN"),
+    (lambda: isoscore_star(torch.stack([x53, nan]), torch.eye(3), 0.2), r"points: row 1, 0 \(from 0\)"),
     (lambda: isoscore_from_cov(torch.zeros(3, 3)), "cov: has zero variance"),
-    (lambda: isoscore_from_cov(x53), r"cov: .*\(5, 3\); pass a covariance, not the points"),
-    (lambda: isoscore_from_cov(torch.diag(torch.tensor([1.0, -1.0]))), "cov: has a negative variance"),
+    (lambda: isoscore_from_cov(x53), r"cov: .*\(5, 3\); .*not the points"),
     (lambda: participation_ratio("cov.npy"), "cov: this str is no array"),
-    (lambda: gaussian_stderr(torch.eye(3), 4), "count: 4 .*at least 5"),
-    (lambda: gaussian_stderr(torch.eye(3), 20.5), "count: 20.5 is not a whole number"),
-    (lambda: gaussian_stderr(short, 5), "count: .*more than 5 rows"),
-    (lambda: gaussian_stderr(torch.eye(3).expand(2, 3, 3), 9), r"cov: need one covariance.*\(2, 3, 3\)"),
     (lambda: isoscore_by_sequence(x53), "points: .*n_sequences"),
     (lambda: isoscore_by_sequence(same.expand(6, 9, 16)), "points: .*zero variance"),
-    (lambda: isoscore_by_sequence(torch.randn(3, 4, 3)), "points: only 3 sequences count.*at least 4"),
-    (lambda: isoscore_by_sequence_with_error(torch.randn(3, 4, 3)), "points: 3 sequences .*at least 6"),
-    (lambda: isoscore_by_sequence_with_error(torch.randn(8, 4, 3), groups=1), "groups: 1 "),
-    (lambda: isoscore_by_sequence_with_error(torch.randn(6, 4, 3), groups=2), "points: .*add sequences"),
+    (lambda: isoscore_by_sequence(torch.randn(3, 4, 3)), "points: 3 sequences .*at least 6"),
+    (lambda: isoscore_by_sequence(torch.randn(8, 4, 3), groups=1), "groups: 1 "),
+    (lambda: isoscore_by_sequence(torch.randn(6, 4, 3), groups=2), "points: .*add sequences"),
     (lambda: IsoScore(1), "num_dims: 1 "),
-    (lambda: IsoScore(3, zeta=0.5), "zeta: 0.5 needs reference_cov"),
-    (lambda: IsoScore(3, convention="text"), "zeta: 0.0 needs reference_cov.*'text'"),
-    (lambda: IsoScore(3, "ustat", zeta=0.5), "zeta: 0.5, but a corrected score has no reference"),
-    (lambda: IsoScore(3).stderr(), "correction: None .*'gaussian'"),
+    (lambda: IsoScore(3, zeta=0.5), "reference_cov: missing .*zeta=0.5"),
+    (lambda: IsoScore(3, convention="text"), "reference_cov: missing .*'text'"),
+    (lambda: IsoScore(3, "ustat", torch.eye(3)), "reference_cov: given with correction='ustat'"),
     (lambda: IsoScore(3).compute(), "points: 0 seen"),
     (lambda: IsoScore(3).update(torch.randn(4, 5)), "points: last dimension is 5.*num_dims=3"),
-    (lambda: IsoScore(3).update(nan), "points: hold NaN.*none of this batch"),
-    (lambda: IsoScore(3, correction="ustat").merge_state(IsoScore(3)), "parts: .*merge clouds of one kind"),
-    (lambda: IsoScore(3).merge_state(IsoScore(4)), "parts: .*merge clouds of one kind"),
+    (lambda: IsoScore(3).update(nan), r"points: row 0 \(from 0\) holds NaN"),
+    (lambda: IsoScore(3, correction="ustat").merge_state(IsoScore(3)), "parts: clouds differ"),
+    (lambda: IsoScore(3).merge_state(IsoScore(4)), "parts: clouds differ"),
     (lambda: seen(eye, correction="ustat").compute(), "points: as even as so few rows"),
     (lambda: seen(even, correction="gaussian").compute(), "points: as even as so few rows"),
     (lambda: seen(same, same[:3]).compute(), "points: .*zero variance"),
-    (lambda: seen(same / 3, correction="gaussian").stderr(), "points: .*zero variance"),
-    (lambda: seen(same, reference_cov=eye).compute(), "points: .*zero variance"),
 ]
 
 
@@ -507,13 +442,6 @@ def test_a_metric_stays_in_float64_where_its_module_does_not():
     assert torch.nn.ModuleList([metric]).to("meta")[0].m2.is_meta  # it does move to another device
 
 
-def test_a_metric_sees_the_last_bit_and_scores_equal_points_with_a_reference():
-    row = torch.linspace(-1, 1, 16).exp()
-    following = torch.nextafter(row, torch.tensor(9.0))
-    assert math.isfinite(seen(row.expand(9, 16), following.expand(9, 16)).compute())
-    assert math.isfinite(seen(row.expand(9, 16), reference_cov=eye, zeta=0.2).compute())
-
-
 class Started(TorchDispatchMode):
     """Counts the operations that an accelerator would be given: those on more than one number that compute something.
     Single numbers are read back once, and what follows runs on the host."""
@@ -537,7 +465,7 @@ def accelerator(monkeypatch):
         monkeypatch.setattr(sys.modules[room], "few_operations", lambda device: True)
 
 
-@pytest.mark.parametrize("correction, forward, both", [(None, 15, 30), ("gaussian", 15, 30), ("ustat", 20, 50)])
+@pytest.mark.parametrize("correction, forward, both", [(None, 11, 19), ("gaussian", 11, 19), ("ustat", 17, 46)])
 def test_an_accelerator_starts_few_operations(accelerator, correction, forward, both):
     x = torch.randn(2000, 64)
     for points, most in ((x, forward), (x.clone().requires_grad_(), both)):

@@ -328,7 +328,7 @@ def test_bad_models_and_texts_are_named_before_training(tmp_path):
     with pytest.raises(ValueError, match="NaN or infinity in 1 of its weights"):
         with_mlm_head(str(other))
     (other / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(ValueError, match="cannot be read .*; give a complete checkpoint"):
+    with pytest.raises(ValueError, match="cannot be read .*; give the folder of a complete checkpoint"):
         with_mlm_head(str(other))
     with pytest.raises(ValueError, match="evaluations: 0"):
         pretrain(PretrainConfig(), out, evaluations=0)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,29 +21,10 @@ matplotlib.use("Agg")
 from isoreg.experiments.config import RunConfig
 from isoreg.experiments.record import RunRecord
 from isoreg.report import figures
-from isoreg.report.figures import (
-    plot_forest,
-    plot_fraction,
-    plot_layers,
-    plot_mean_activation,
-    plot_tradeoff,
-    write_report,
-)
-from isoreg.report.records import (
-    Cell,
-    clears_majority,
-    compare,
-    gain_share,
-    label,
-    load,
-    over_tasks,
-    provenance,
-    published,
-    summarise,
-    three_columns,
-    to_latex,
-    to_markdown,
-)
+from isoreg.report.figures import plot_forest, plot_fraction, plot_layers, plot_mean_activation, plot_tradeoff
+from isoreg.report.figures import write_report
+from isoreg.report.records import Cell, clears_majority, compare, gain_share, label, load, over_tasks, provenance
+from isoreg.report.records import published, readable, summarise, three_columns, to_latex, to_markdown
 from isoreg.report.statistics import ratio_interval
 
 NBS = Path(__file__).parents[1] / "nbs"
@@ -62,22 +44,15 @@ def record(method, seed, value, task="rte", settings=(), **more):
     config = {"task": task, "model": "bert-base-cased", "seed": seed, "recipe": "quick", "lr": 5e-5, "epochs": 3}
     config |= {"batch_size": 32} | method | dict(settings)
     before = {"union": 0.2, "layers": [0.2, 0.1], "embeddings": 0.3}
-    union = 0.1 + 0.01 * seed + 0.1 * (method.get("lam") or 0)
-    dimension = {"cls": [None, 5.0 + seed, 4.0], "mean": [7.0, 6.0, 5.0]}
-    return {
-        "key": f"{task}-{sorted(config.items())}",
-        "config": config,
-        "status": "done",
-        "metric": "accuracy",
-        "value": value,
-        "metrics": {"accuracy": value, "f1": 0.5},
-        "data": {"majority": 0.527, "notes": [], "train_rows": 2490, "evaluation_rows": 277},
-        "isoscore": {"before": before, "after": {"union": union, "layers": [0.3, 0.2], "embeddings": 0.3}},
-        "geometry": {"after": {"intrinsic_dimension": dimension, "mean_activation": [0.1 * seed, None, 0.3]}},
-        "hardware": {"cpu": "A CPU", "threads": 2, "gpu": None, "precision": "fp32"},
-        "git_commit": "0123456789abcdef",
-        "started": f"2026-01-01T00:00:{seed:02d}",
-    } | more
+    after = {"union": 0.1 + 0.01 * seed + 0.1 * (method.get("lam") or 0), "layers": [0.3, 0.2], "embeddings": 0.3}
+    dimension = {"cls": [7.0, 6.0, 5.0], "mean": [None, 5.0 + seed, 4.0]}
+    found = {"key": f"{task}-{sorted(config.items())}", "config": config, "status": "done", "metric": "accuracy"}
+    found |= {"value": value, "metrics": {"accuracy": value, "f1": 0.5}}
+    found |= {"data": {"majority": 0.527, "notes": [], "train_rows": 2490, "evaluation_rows": 277}}
+    found |= {"isoscore": {"before": before, "after": after}, "git_commit": "0123456789abcdef"}
+    found |= {"geometry": {"after": {"intrinsic_dimension": dimension, "mean_activation": [0.1 * seed, None, 0.3]}}}
+    found |= {"hardware": {"cpu": "A CPU", "threads": 2, "gpu": None, "precision": "fp32"}}
+    return found | {"started": f"2026-01-01T00:00:{seed:02d}"} | more
 
 
 def failed(method, seed, error="RuntimeError: out of memory", **kw):
@@ -155,23 +130,10 @@ def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
 
 def test_lines_of_a_file_that_are_no_runs_are_counted(tmp_path):
     path, other = tmp_path / "runs.jsonl", json.dumps({"kind": "geometry", "config": {"model": "m"}})
-    old = record(NONE, 1, 87.2, task="squad", metric="f1")  # in per cent, as earlier versions wrote it
-    path.write_text("\n".join(map(str, [json.dumps(record(NONE, 0, 0.6)), "", other, other, json.dumps(old)])))
-    with pytest.warns(UserWarning, match=r"left out 3.*runs\.jsonl line 3, .* line 5$"):
+    path.write_text("\n".join([json.dumps(record(NONE, 0, 0.6)), "", other, other]))
+    with pytest.warns(UserWarning, match=r"left out 2.*runs\.jsonl line 3, .* line 4$"):
         df = load(path)
     assert list(df.seed) == [0] and list(df.line) == [1]
-
-
-def test_of_two_values_of_one_run_the_later_counts():
-    one, two = record(NONE, 0, 0.6), record(NONE, 0, 0.7) | {"started": "2027-01-01"}
-    with pytest.warns(UserWarning, match="recorded twice with values 0.6 and 0.7"):
-        assert list(load([one, two]).value) == [0.7]
-
-
-@pytest.mark.parametrize("source", ["no/such/folder", [], [{"config": {"task": "rte"}, "value": 1}]])
-def test_nothing_to_load(source):
-    with pytest.raises(ValueError, match="(source|path): "):
-        load(source)
 
 
 def test_a_run_record_and_the_scores_on_further_tasks():
@@ -179,7 +141,8 @@ def test_a_run_record_and_the_scores_on_further_tasks():
     other = record(NONE, 0, 0.6, task="mnli", others={"mnli-mm": {"value": 0.7, "metric": "accuracy"}})
     df = load([run, other])
     assert list(df.method) == ["guided dropout", "baseline"]
-    assert summarise(df[df.task == "mnli"], value="mnli-mm")["mean"].tolist() == [0.7]
+    for value, mean in (("mnli-mm", 0.7), ("f1", 0.5), ("isoscore_after", 0.1), ("lr", 5e-5)):
+        assert summarise(df[df.task == "mnli"], value=value)["mean"].tolist() == pytest.approx([mean])
 
 
 def test_scores_are_named_where_those_of_a_task_differ():
@@ -196,19 +159,11 @@ def test_provenance_names_everything():
     other = {"model": "/models/minilm-l6-h384", "recipe": "istar-released", "train_split": "train_part"}
     runs = [record(NONE, s, 0.6) for s in (0, 1, 2, 5)] + [failed(MINUS, 0), record(NONE, 0, 0.6, settings=other)]
     text = provenance(load(runs))
-    for part in (
-        "bert-base-cased (size unknown)",
-        "all-MiniLM-L6-v2 (a sentence encoder of size unknown, not a model of the papers)",
-        "rte (2490 rows of train or train_part, 277 for evaluation)",
-        "corrected (quick)",
-        "as released (istar-released)",
-        "Seeds 0, 1, 2, 5",
-        "A CPU, 2 threads, fp32",
-        "Commit 01234567.",
-        "6 runs, 1 failed",
-    ):
-        assert part in text, part
-    assert "/models" not in text
+    assert "bert-base-cased (size unknown)" in text and "/models" not in text
+    assert "all-MiniLM-L6-v2 (a sentence encoder of size unknown, not a model of the papers)" in text
+    assert "rte (2490 rows of train or train_part, 277 for evaluation)" in text
+    assert "as released (istar-released)" in text and "corrected (quick)" in text and "Seeds 0, 1, 2, 5" in text
+    assert "A CPU, 2 threads, fp32" in text and "Commit 01234567." in text and "6 runs, 1 failed" in text
 
 
 # ---- summaries
@@ -230,8 +185,6 @@ def test_every_setting_that_varies_on_a_task_makes_a_row():
     df = load([record(NONE, s, 0.6, settings={"lr": lr, "data_dir": f"d{s}"}) for s in (0, 1) for lr in (1e-5, 3e-5)])
     s = summarise(df)
     assert list(s.lr) == [1e-5, 3e-5] and list(s.n) == [2, 2] and list(s.columns[:3]) == ["task", "lr", "method"]
-    with pytest.raises(ValueError, match="by: 'lrr' is unknown; did you mean 'lr'"):
-        summarise(df, by=["lrr"])
     recipes = [record(NONE, s, 0.6, settings={"recipe": f"istar-{r}"}) for s in (0, 1) for r in ("released", "paper")]
     assert list(summarise(load(recipes)).protocol) == ["as released", "corrected"]
     ways = (("rte", 1), ("mrpc", 4))
@@ -264,14 +217,6 @@ def test_none_and_a_value_are_two_settings(name, value):
     assert over_tasks(compare(df)).n.tolist() == [6, 6] and len(plot_tradeoff(df).axes) == 4
 
 
-def test_other_values():
-    df = arms(none=[0.6, 0.7], plus=[0.5, 0.4])
-    assert list(summarise(df, value="f1")["mean"]) == [0.5, 0.5]
-    assert summarise(df, value="isoscore_after")["mean"].round(3).tolist() == [0.105, 0.205]
-    with pytest.raises(ValueError, match="value: 'bleu' is in no finished run; use one of accuracy, f1"):
-        summarise(df, value="bleu")
-
-
 def test_no_mean_counts_a_seed_twice():
     runs = [record(NONE, s, 0.6, settings={"model": f"/{where}/bert"}) for where in "ab" for s in range(2)]
     with pytest.raises(ValueError, match="by: two runs of baseline have seed 0; they differ in model: add that to by"):
@@ -295,7 +240,7 @@ def test_compare_against_scipy():
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(-0.5, 0.5)), min_size=2, max_size=7))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_what_a_seed_adds_to_both_arms_changes_nothing(rows):
     a, b, shared = np.round(np.array(rows).T, 3)
     one, two = compare(arms(none=a, plus=b)).iloc[0], compare(arms(none=a + shared, plus=b + shared)).iloc[0]
@@ -342,8 +287,6 @@ def test_rows_of_too_few_pairs_take_no_part():
     few = arms(none=base, minus=base - 0.1, plus=base[:2] + 0.1)
     whole, most = compare(few), compare(few, min_pairs=3)
     assert list(whole.n) == [6, 2] and list(most.n) == [6] and most.p_holm[0] == 2 / 64 < whole.p_holm[0]
-    with pytest.raises(ValueError, match="baseline: no method has 7 pairs with 'baseline'"):
-        compare(few, min_pairs=7)
 
 
 def test_incomplete_pairs_are_named_and_a_verdict_says_that_a_run_failed():
@@ -366,30 +309,33 @@ def test_arms_of_other_data_or_another_machine_say_so():
         machines = [{"cpu": cpu, "threads": 1, "precision": "fp32"} for cpu in cpus]
         return [record(method, s, 0.6, **about, hardware=machine) for s, machine in enumerate(machines)]
 
-    base = runs(NONE, "one", "AAA")
-    for other, differ in (
-        (runs(PLUS, "one", "AAA"), []),
-        (runs(PLUS, "two", "BBB"), ["hardware", "data"]),
-        (runs(PLUS, "one", "AAA", "b"), ["commit"]),
-        (runs(PLUS, "one", "AA"), []),  # of the complete pairs
-        (runs(PLUS, "one", "AAB"), ["hardware"]),
-    ):
-        assert compare(load(base + other)).differ[0] == differ
+    differ = lambda *other: compare(load(runs(NONE, "one", "AAA") + runs(PLUS, *other))).differ[0]
+    assert differ("one", "AAA") == differ("one", "AA") == []  # of the complete pairs
+    assert differ("two", "BBB") == ["hardware", "data"] and differ("one", "AAB") == ["hardware"]
+    assert differ("one", "AAA", "b") == ["commit"]
 
 
 def test_pairs_need_one_run_a_seed_and_the_same_setting():
     rates = [(m, s, lr) for m in (NONE, PLUS) for s in range(3) for lr in (1e-5, 3e-5)]
     both = load([record(m, s, 0.6 + 0.01 * s + lr, settings={"lr": lr}) for m, s, lr in rates])
     assert list(compare(both).lr) == [1e-5, 3e-5] and list(compare(both).n) == [3, 3]
-    with pytest.raises(ValueError, match="by: two runs of .* have seed 0; they differ in lr"):
-        compare(both, by=[])
     epochs = [(NONE, 3), (PLUS, 5)]
     uneven = load([record(m, s, 0.6 + 0.01 * s, settings={"epochs": e}) for m, e in epochs for s in range(3)])
     assert compare(uneven, by=[]).differ[0] == ["epochs"] and "arms differ in" in to_markdown(compare(uneven, by=[]))
-    assert compare(uneven, by=["epochs"]).verdict[0] == "no pair to compare"
-    for how in ({"baseline": "Baseline"}, {"of": "Baseline"}):
-        with pytest.raises(ValueError, match=f"{next(iter(how))}: 'Baseline' is unknown; did you mean 'baseline'"):
-            compare(uneven, **how)
+    apart = load([record(m, s, 0.6, settings={"max_train": s * (m is PLUS)}) for m in (NONE, PLUS) for s in (1, 2)])
+    assert set(compare(apart).verdict) == {"no pair to compare"}
+
+
+@pytest.mark.parametrize("min_pairs", [0, 3])
+def test_a_column_that_takes_all_pairs_apart_is_named(min_pairs):
+    "λ differs between the baseline and each method, so that rows with one λ have no pair."
+    df = arms(none=[0.6, 0.7], minus=[0.5, 0.6], plus=[0.6, 0.7])
+    with pytest.raises(ValueError, match="by: no pair has the same lam as 'baseline'; leave that out of by"):
+        compare(df, by=["precision", "lam"], min_pairs=min_pairs)
+    assert compare(df, by=["precision"]).n.tolist() == [2, 2]
+    none, epochs = record(NONE, 0, 0.6), record(PLUS, 0, 0.6, settings={"epochs": 5})
+    some = load([none, epochs, record(MINUS, 0, 0.6)])  # with the same epochs there is one pair
+    assert sorted(compare(some, by=["epochs"]).n) == [0, 1]
 
 
 def test_methods_are_compared_each_at_the_setting_chosen_for_it():
@@ -397,25 +343,17 @@ def test_methods_are_compared_each_at_the_setting_chosen_for_it():
     chosen = [("rte", NONE, 1e-5), ("rte", PLUS, 3e-5), ("mrpc", NONE, 5e-5), ("mrpc", PLUS, 5e-5)]
     score = lambda m, s: 0.6 + 0.01 * s + 0.1 * (m is PLUS)
     runs = [record(m, s, score(m, s), task=t, settings={"lr": lr}) for t, m, lr in chosen for s in range(6)]
-    with pytest.warns(UserWarning, match="^lr: runs of a pair differ"):
-        c = compare(load(runs))
+    c = compare(load(runs))
     assert list(c.n) == [6, 6] and list(c.task) == ["mrpc", "rte"]
     assert list(c.differ) == [[], ["lr"]] and over_tasks(c).tasks[0] == 2
     assert set(summarise(load(runs)).lr) == {1e-5, 3e-5, 5e-5}  # what was chosen stays in the summary
+    assert plot_tradeoff(load(runs)).axes[0].get_title() == "rte\nlr by method"
     assert sorted(compare(load(runs), by=["lr"]).n) == [0, 6]
-    with pytest.warns(UserWarning, match="^lr: runs of a pair differ"):  # a failed run parts no pairs
-        assert list(compare(load([*runs, failed(NONE, 7, settings={"lr": 3e-5})])).n) == [6, 6]
+    # a failed run parts no pairs
+    assert list(compare(load([*runs, failed(NONE, 7, settings={"lr": 3e-5})])).n) == [6, 6]
     others = [record(NONE, s, 0.5, settings={"lr": 3e-5}) for s in range(6)]  # now there are equal ones
     c = compare(load(runs + others))
     assert list(c.n[(c.task == "rte") & (c.lr == 3e-5)]) == [6] and not any(c.differ)
-
-
-def test_a_task_without_the_compared_method_has_no_pair():
-    runs = [record(m, s, 0.6 + 0.01 * s) for m in (NONE, PLUS) for s in range(2)] + [record(NONE, 0, 0.5, task="cola")]
-    table = compare(load(runs), of="I-STAR λ=1").set_index("task")
-    assert (
-        list(table.n) == [0, 2] and table.metric["cola"] == "accuracy" and table.incomplete["cola"] == ["cola seed 0"]
-    )
 
 
 # ---- over tasks
@@ -441,15 +379,6 @@ def test_two_tasks_together_are_welchs_interval_and_all_sign_patterns(one, two):
     np.testing.assert_allclose(means, [0.5 + row.difference, 0.5, row.difference], atol=1e-9)
 
 
-def test_one_task_together_is_that_task():
-    table = compare(on_tasks(rte=[0.02, 0.01, 0.03, 0.015, 0.022, 0.008]))
-    one, both = table.iloc[0], over_tasks(table).iloc[0]
-    same = ["task", "method", "baseline", "n", "mean", "mean_baseline", "p", "p_holm", "verdict", "failed"]
-    assert [both[c] for c in same] == [one[c] for c in same] and both.p_seeds == one.p
-    np.testing.assert_allclose(both.differences, one.differences)
-    np.testing.assert_allclose([both.difference, both.low, both.high], [one.difference, one.low, one.high])
-
-
 def test_tasks_together_reach_what_each_alone_cannot():
     table = compare(on_tasks(cola=[0.02, 0.01, 0.03], rte=[0.05, 0.01, 0.02], mrpc=[0.01, -0.02, -0.01]))
     assert all(v.startswith("too few seeds for this test") for v in table.verdict)
@@ -457,6 +386,10 @@ def test_tasks_together_reach_what_each_alone_cannot():
     assert row.verdict == "no difference shown" and (row.tasks, row.agree) == (3, 2)  # nine pairs; one task against
     assert over_tasks(table[table.task != "mrpc"]).verdict[0] == "higher"
     assert "2 of 3" in to_markdown(over_tasks(table)) and "cola + mrpc + rte" in to_markdown(over_tasks(table))
+    for rte in ([0.1], [0.1, 0.1, 0.1]):  # a task without a spread leaves no interval
+        table = over_tasks(compare(on_tasks(cola=[0.02, 0.01, 0.03], rte=rte)))
+        assert math.isnan(table.low[0]) and table.difference[0] == pytest.approx(0.06)
+        assert "all equal" not in to_markdown(table)
 
 
 def test_a_task_of_failed_runs_only_is_not_forgotten_over_tasks():
@@ -466,25 +399,6 @@ def test_a_task_of_failed_runs_only_is_not_forgotten_over_tasks():
     assert row.verdict == "higher in the complete pairs"
 
 
-def test_over_tasks_takes_a_table_of_compare():
-    table = compare(on_tasks(rte=[0.1, 0.11, 0.12], cola=[0.1]))
-    for wrong, match in (
-        (pd.DataFrame({"n": [1]}), "not one of compare"),
-        (over_tasks(table), "not one of compare"),
-        (pd.concat([table, table]), "a task has two rows of I-STAR λ=1"),
-        (table[table.n > 9], "no comparison has a complete pair"),
-    ):
-        with pytest.raises(ValueError, match=f"table: {match}"):
-            over_tasks(wrong)
-
-
-@pytest.mark.parametrize("rte", [[0.1], [0.1, 0.1, 0.1]])
-def test_no_interval_over_tasks_where_one_has_no_spread(rte):
-    table = over_tasks(compare(on_tasks(cola=[0.02, 0.01, 0.03], rte=rte)))
-    assert math.isnan(table.low[0]) and table.difference[0] == pytest.approx(0.06)
-    assert "all equal" not in to_markdown(table)
-
-
 def test_the_share_of_a_gain_is_fieller_of_the_pairs():
     gains = {0.0: [0, 0, 0], PLUS["lam"]: [0.02, 0.01, 0.03], MINUS["lam"]: [0.05, 0.04, 0.06]}
     runs = [record(m, s, 0.5 + gains[m["lam"]][s]) for m in (NONE, PLUS, MINUS) for s in range(3)]
@@ -492,10 +406,6 @@ def test_the_share_of_a_gain_is_fieller_of_the_pairs():
     *found, n = gain_share(table, "I-STAR λ=1", "I-STAR λ=-1")
     assert n == 3 and found == pytest.approx(ratio_interval([np.c_[gains[1.0], gains[-1.0]]]))
     assert gain_share(table, "I-STAR λ=1", "guided dropout")[3] == 0
-    parts = [(m, s, f) for m in (NONE, MINUS) for s in range(2) for f in (0.1, 1.0)]
-    table = compare(load([record(m, s, 0.6 + s, settings={"train_fraction": f}) for m, s, f in parts]))
-    with pytest.raises(ValueError, match="not unique"):
-        gain_share(table, table.method.iloc[0], "no such method")
 
 
 # ---- tables
@@ -508,19 +418,12 @@ def outputs(name, start):
     return ["".join(d["text/markdown"]) for d in data if "text/markdown" in d]
 
 
-def test_a_column_is_added_in_one_place():
-    "A new column of a table, or one that a reader adds, is shown without a word about it elsewhere."
-    runs = arms(none=[0.6, 0.7], plus=[0.7, 0.9])
-    for table, head in ((summarise(runs), "mean ± sd"), (compare(runs), "difference")):
-        text = rows_of(to_markdown(table.assign(**{"mean of squares": 0.25})))
-        assert text[0][-1] == "mean of squares" and head in text[0] and {row[-1] for row in text[2:]} == {"0.250"}
-
-
 def test_the_stored_tables_are_what_the_records_give(monkeypatch):
     monkeypatch.chdir(NBS / "report")
-    df, page = load("../results/istar_first.jsonl"), "report/27_records.ipynb"
-    assert outputs(page, "#| label: tbl-first\n") == [to_markdown(summarise(df))]
-    assert outputs(page, "#| label: tbl-first-differences\n") == [to_markdown(compare(df))]
+    page = "report/27_records.ipynb"
+    heads = ["task", "method", "seeds", "mean ± sd", "95 % interval", "predicts a single class", "IsoScore after"]
+    first = summarise(load("../results/istar_first.jsonl"))
+    assert outputs(page, "#| label: tbl-first\n") == [to_markdown(first, columns=heads)]
     learnt = clears_majority(load("../results/runs.jsonl").query("method == 'baseline' and train_fraction == 1"))
     shown = learnt[["task", "metric", "n", "mean", "majority", "error", "clears"]]
     assert outputs(page, "#| label: tbl-learnt\n") == [shown.to_markdown(index=False, floatfmt=".3f")]
@@ -543,8 +446,6 @@ def test_each_cell_leads_to_its_records(monkeypatch):
     for href, title in found:
         keys = [r["key"] for r in linked(href)]
         assert len(keys) == 3 and title == f"{keys[0]} and 2 more"
-    place = "(https://host/blob/main/nbs/results/istar_first.jsonl#L1-L3"
-    assert place in to_markdown(summarise(df), base="https://host/blob/main/nbs/")
 
 
 def test_a_difference_leads_to_the_runs_of_both_arms(monkeypatch):
@@ -565,33 +466,52 @@ def test_a_difference_leads_to_the_runs_of_both_arms(monkeypatch):
             assert (mean.guided - mean.standard).mean() == pytest.approx(row.difference)
 
 
-def test_no_table_without_origin_and_digits_stay_as_they_are_written():
+def test_digits_stay_as_they_are_written_and_a_column_may_go():
     table = pd.DataFrame({"a|b": ["1 | 2", "x_y & <z> 5 %"]})
-    with pytest.raises(ValueError, match="caption: "):
-        to_markdown(table)
     assert r"1 \| 2" in to_markdown(table, "from here") and "from here" in to_markdown(table, "from here")
-    with pytest.raises(ValueError, match=r"columns: 'c' is unknown; use 'a\|b'"):
-        to_markdown(table, "x", columns=["c"])
-    with pytest.raises(ValueError, match="table: has no column 'p_holm'; keep it"):
-        to_markdown(compare(arms(none=[0.6, 0.7], plus=[0.7, 0.9])).drop(columns=["p_holm"]))
     equal = summarise(arms(none=[0.6, 0.6]))
     assert "0.60 ± 0.00" in to_markdown(equal, digits=2) and "all equal" in to_markdown(equal)
+    assert list(readable(equal).assign(minutes="8"))[-1] == "minutes"
+    found = compare(arms(none=[0.6, 0.7], plus=[0.7, 0.9]))
+    whole = rows_of(to_markdown(found))[0]
+    for column, head in (("p_holm", "p, Holm"), ("verdict", "verdict"), ("records", "mean"), ("task", "task")):
+        kept = rows_of(to_markdown(found.drop(columns=[column])))[0]
+        assert head in whole and head not in kept and len(kept) == len(whole) - 1 - (column == "records")
 
 
 def test_markdown_marks_in_cells_are_escaped_and_links_hold():
     text = "a *b* _c_ `d` <e> [f](g) h_i 2 < 3 | j k \\"
     assert r"a \*b\* \_c\_ \`d\` \<e> \[f\](g) h_i 2 < 3 \| j k \\" in to_markdown(pd.DataFrame({"x": [text]}), "x")
     cell = Cell("a_b [c]", ((0, "runs/a [b]/record.json", 0, 'a "b" | c'),))
-    link = r'[a_b \[c\]](runs/a%20%5Bb%5D/record.json "a \"b\" \| c")'
+    link = r'[a_b \[c\]](runs/a%20%5Bb%5D/record.json "a-b-c")'
     assert link in to_markdown(pd.DataFrame({"x": [cell]}), "x")
 
 
 def test_a_table_for_latex_has_greek_and_minus_as_maths():
-    shown = to_latex(
-        compare(arms(none=[0.6, 0.7], minus=[0.5, 0.65])), columns=["method", "difference", "95 % interval"]
-    )
+    table = compare(arms(none=[0.6, 0.7], minus=[0.5, 0.65]))
+    shown = to_latex(table, columns=["method", "difference", "95 % interval"])
     assert r"I-STAR $\lambda$=$-$1 & $-$0.075 & $-$0.393 to +0.243 \\" in shown and r"95 \% interval" in shown
     assert shown.isascii() and shown.startswith(r"\begin{tabular}{lll}")
+
+
+@pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs pdflatex")
+def test_tables_compile_with_pdflatex_and_have_eight_columns(tmp_path):
+    zeta = [record({"regularizer": "istar", "lam": 1.0, "zeta": 0.4}, s, 0.6, settings={"clip": None}) for s in (0, 1)]
+    df = load(
+        [*zeta, *(record(m, s, 0.5 + 0.1 * s, task=t) for m in (NONE, MINUS) for s in (0, 1) for t in ("rte", "x"))]
+    )
+    odd = {"metric": r"a_b 5 % & #1 {$x$} ~ ^ \ <y> | –"}
+    numbers = published(paper="I-STAR", table="Table 1", model="BERT", task="rte")
+    tables = [summarise(df), compare(df), over_tasks(compare(df)), clears_majority(df), summarise(df.assign(**odd))]
+    tables.append(three_columns(df[df.regularizer == "none"], numbers, {"Base": "baseline"}))
+    texts = [to_latex(table) for table in tables]
+    assert all(re.match(r"\\begin{tabular}{l{6,8}}", text) and text.isascii() for text in texts)
+    assert all(text.count(r"$\zeta$") for text in texts[:2])
+    body = r"\documentclass{article}\usepackage{booktabs}\begin{document}\tiny " + "\n\n".join(texts)
+    (tmp_path / "t.tex").write_text(body + r"\end{document}")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0 and "Missing character" not in done.stdout, done.stdout[-2000:]
 
 
 # ---- published numbers
@@ -624,8 +544,6 @@ def test_published_numbers_agree_with_each_other():
     assert all(again[t] == two.loc[(t, "Guided dropout"), "largest"] for t in again.index)
     assert published(paper="I-STAR", task="squad", method="I-STAR").value[0] == 87.76
     assert [len(v) for v in published(paper="IsoScore").query("metric == 'IsoScore'").value] == [12, 6, 12, 12]
-    with pytest.raises(ValueError, match="table: 'Table 9' is unknown; did you mean .*use 'Table 1'"):
-        published(table="Table 9")
 
 
 def test_three_columns_keep_protocols_apart():
@@ -641,16 +559,39 @@ def test_three_columns_keep_protocols_apart():
     assert numbers.source[0] in t.attrs["caption"]
     some = three_columns(load([r for r in runs if "paper" in r["config"]["recipe"]]), numbers, {"Base": "baseline"})
     assert list(some["as released"]) == ["not run"]
-    mixed = load([*runs, record(NONE, 0, 0.9, settings={"recipe": "istar-paper", "lr": 1e-5})])
     other = [record(NONE, s, 0.9, settings={"recipe": "istar-paper", "model": "m2"}) for s in (2, 3)]
-    for runs_of_two, differ in ((mixed, "lr"), (load([*runs, *other]), "model_name")):
-        with pytest.raises(ValueError, match=f"df: runs of baseline on rte differ in {differ}; choose one"):
-            three_columns(runs_of_two, numbers, {"Base": "baseline"})
+    with pytest.raises(ValueError, match="df: runs of baseline on rte differ in model_name; choose one"):
+        three_columns(load([*runs, *other]), numbers, {"Base": "baseline"})
     none = three_columns(load(runs), numbers, {"Base": "no dropout"})
     assert [str(c) for c in none.iloc[0][["as released", "corrected"]]] == ["not run"] * 2
     assert "Measured: nothing yet." in none.attrs["caption"]
-    with pytest.raises(ValueError, match="methods: 'Bse' is unknown; did you mean 'Base'"):
-        three_columns(load(runs), numbers, {"Bse": "baseline"})
+
+
+TWO = lambda: arms(none=[0.6, 0.7], plus=[0.5, 0.4])
+TWICE = lambda: load(
+    [record(m, s, 0.6, settings={"lr": lr}) for m in (NONE, PLUS) for s in (0, 1) for lr in (1e-5, 3e-5)]
+)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: load("no/such/folder"), "path: 'no/such/folder' is no file"),
+        (lambda: load([]), "source: holds no record"),
+        (lambda: load([{"config": {"task": "rte"}, "value": 1}]), "source: holds no record"),
+        (lambda: summarise(TWO(), by=["lrr"]), "by: 'lrr' is unknown; did you mean 'lr'"),
+        (lambda: summarise(TWO(), value="bleu"), "value: 'bleu' is unknown; use 'accuracy', 'f1'"),
+        (lambda: clears_majority(TWO(), "best"), "baseline: 'best' is unknown"),
+        (lambda: compare(TWO(), "Baseline"), "baseline: 'Baseline' is unknown; did you mean 'baseline'"),
+        (lambda: compare(TWO(), of="Baseline"), "of: 'Baseline' is unknown; did you mean 'baseline'"),
+        (lambda: compare(TWICE(), by=[]), "by: two runs of .* have seed 0; they differ in lr"),
+        (lambda: published(table="Table 9"), "table: 'Table 9' is unknown; did you mean .*use 'Table 1'"),
+        (lambda: three_columns(TWO(), published(table="Table 1"), {"Bse": "baseline"}), "methods: 'Bse' is unknown"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 # ---- tasks that can judge
@@ -684,8 +625,6 @@ def test_what_can_judge_is_a_table_with_its_origin():
     assert rows["rte"][2:4] == ["2", "0.610 ± 0.014"] and rows["rte"][5:] == ["0.527", "0.062", "yes"]
     assert rows["cola"][5:] == ["0.000", "0.118", "yes"] and "Model bert-base-cased" in text
     assert rows["mrpc"][2:5] == ["0, and 1 failed", "no finished run", "no run"] and rows["mrpc"][-1] == "no"
-    with pytest.raises(ValueError, match="baseline: 'best' is unknown"):
-        clears_majority(load(plain([0.6])), "best")
 
 
 # ---- figures
@@ -724,31 +663,18 @@ def test_fraction_has_the_median_within_quartiles():
     assert np.allclose(line.get_ydata(), 0.7)  # the mean, 0.6, is the lower quartile
 
 
-@pytest.mark.parametrize("rates, title", [((1e-5, 1e-5), "rte"), ((1e-5, 3e-5), "rte\nlr by method")])
-def test_a_panel_says_what_was_chosen_by_method(rates, title):
-    runs = [record(m, s, 0.6 + s / 10, settings={"lr": lr}) for m, lr in zip((NONE, PLUS), rates) for s in (0, 1)]
-    assert plot_tradeoff(load(runs)).axes[0].get_title() == title
-
-
 def test_layers_and_activations_are_means_over_seeds_and_need_their_fields():
     df = load([record(m, s, 0.6) for m in (NONE, PLUS) for s in (0, 1)])
     line = lambda fig: next(x.get_ydata() for x in fig.axes[0].lines if x.get_linestyle() != ":" and len(x.get_ydata()))
     np.testing.assert_allclose(line(plot_layers(df)), [0.3, 0.3, 0.2])
     np.testing.assert_allclose(line(plot_layers(df, "intrinsic_dimension")), [np.nan, 5.5, 4.0])
-    np.testing.assert_allclose(line(plot_layers(df, "intrinsic_dimension", "mean")), [7, 6, 5])
     np.testing.assert_allclose(line(plot_mean_activation(df)), [0.05, np.nan, 0.3])
-    lost = {"isoscore": {}, "geometry": {}}
     joined = pd.concat([load([record(NONE, 0, 0.6)]), load([record(PLUS, 0, 0.6)])])  # both have a row 0
     assert len(plot_layers(joined).axes[0].lines) == 3
-    for draw, match in (
-        (lambda d: plot_layers(d, "intrinsic_dimension"), "df: no finished run has intrinsic_dimension"),
-        (plot_tradeoff, "df: no finished run has isoscore_after"),
-        (plot_mean_activation, "df: no finished run has mean_activation"),
-        (plot_fraction, "df: all runs have one train_fraction"),
-        (lambda d: plot_layers(d, "norm"), "what: 'norm' is unknown"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            draw(load([record(NONE, 0, 0.6, **lost)]))
+    dimension = lambda d: plot_layers(d, "intrinsic_dimension")
+    for draw in (plot_layers, dimension, plot_tradeoff, plot_mean_activation, plot_fraction):
+        with pytest.raises(figures.NotRecorded):
+            draw(load([record(NONE, 0, 0.6, isoscore={}, geometry={})]))
 
 
 LACKS = [{"union": None}, {"layers": [None, 0.2]}, {"layers": [None, None]}, {"embeddings": None}, {"layers": None}]
@@ -786,16 +712,6 @@ def test_forest_cuts_a_wide_interval_and_puts_rows_below_their_heads():
     assert np.ptp(ax.get_xlim()) < 0.3 < np.ptp(table[table.method == "I-STAR λ=1"][["low", "high"]].to_numpy())
     heads = {t.get_text(): t.get_position()[1] for t in ax.texts}
     assert list(ax.get_yticks()) == [-1, -2, -4, -5] and (heads["one"], heads["two"]) == (0, -3)
-    with pytest.raises(ValueError, match="heads: 1 for 2 rows"):
-        plot_forest(table, heads=["one"])
-
-
-def test_a_strength_has_its_colour_whatever_else_is_drawn():
-    runs = strengths(2, lambda iso, s: 0.8)
-    few = [r for r in runs if abs(r["config"].get("lam") or 0) <= 1]
-    colour = lambda fig: {c.get_label(): c.lines[0].get_color() for c in fig.axes[0].containers}
-    one, every = colour(plot_tradeoff(load(few))), colour(plot_tradeoff(load(runs)))
-    assert set(one) < set(every) and all(one[k] == every[k] for k in one) and len(set(every.values())) == 7
 
 
 # ---- the report
@@ -813,24 +729,13 @@ def test_a_report_in_one_call_and_a_second_in_its_place(tmp_path):
     drawn = {f"{n}.png" for n in ("tradeoff", "layers", "forest", "intrinsic_dimension", "mean_activation")}
     assert {p.name for p in made} == {"summary.md", "comparisons.md", "failures.md", *drawn}
     assert all(p.stat().st_size > 100 for p in made)
-    text = (folder / "summary.md").read_text()  # of runs in folders one link a seed
-    assert "(seeds [0](" in text and ", [1](" in text
-    assert len(links(text)) == 5 and all(
-        (folder / href.replace("%20", " ")).resolve().is_file() for href, _ in links(text)
-    )
+    found = links((folder / "summary.md").read_text())  # of several runs to their folder
+    places = sorted((folder / href).resolve() for href, _ in found)
+    assert places == [tmp_path / "runs", tmp_path / "runs", tmp_path / "runs/bad/failed.json"]
     assert "out of memory" in (folder / "failures.md").read_text()
     (folder / "mine.txt").write_text("stays")
     again = write_report(load([record(NONE, 0, 0.6)]), folder)
     assert {p.name for p in folder.iterdir()} == {p.name for p in again} | {"mine.txt"} and len(again) < len(made)
-
-
-def test_an_error_in_a_figure_is_not_swallowed(tmp_path, monkeypatch):
-    def broken(df):
-        raise ValueError("a fault of the figure")
-
-    monkeypatch.setitem(figures.DRAWN, "tradeoff", broken)
-    with pytest.raises(ValueError, match="a fault of the figure"):
-        write_report(load([record(NONE, 0, 0.6)]), tmp_path)
 
 
 def test_a_task_that_cannot_judge_is_named_and_left_out_of_the_whole(tmp_path, monkeypatch):
@@ -838,21 +743,11 @@ def test_a_task_that_cannot_judge_is_named_and_left_out_of_the_whole(tmp_path, m
     able, idle = on_tasks(0.7, cola=[0.02, 0.01], rte=[0.03, 0.01]), on_tasks(0.53, mrpc=[0.02, 0.03])
     write_report(pd.concat([able, idle], ignore_index=True), tmp_path)
     text = (tmp_path / "over_tasks.md").read_text(encoding="utf-8")
-    assert "cola + rte |" in text and "two standard errors are 0.060)" in text
-    assert "Left out, since baseline does not clear the majority rate there: mrpc (0.530 beside 0.527; " in text
+    assert "cola + rte |" in text
+    assert "Left out, since baseline does not clear the majority rate there: mrpc. Model" in text
     assert "mrpc" in (tmp_path / "comparisons.md").read_text(encoding="utf-8")
     write_report(pd.concat([on_tasks(0.7, cola=[0.02, 0.01]), idle]), tmp_path)
     assert not (tmp_path / "over_tasks.md").exists()
-
-
-def test_a_report_of_one_method_at_several_rates(tmp_path, monkeypatch):
-    "The baseline has one learning rate, and the other method two."
-    monkeypatch.setattr(figures, "DRAWN", {})
-    rates = [(NONE, 1e-5), (PLUS, 1e-5), (PLUS, 3e-5)]
-    each = [(m, s, lr, task) for m, lr in rates for s in range(3) for task in ("rte", "mrpc")]
-    runs = [record(m, s, 0.7 + 0.1 * (m is PLUS) + 0.01 * s, task, {"lr": lr}) for m, s, lr, task in each]
-    write_report(load(runs), tmp_path)
-    assert "| mrpc + rte | 1e-05 | I-STAR λ=1 |" in (tmp_path / "over_tasks.md").read_text(encoding="utf-8")
 
 
 def test_when_every_run_failed_the_table_still_comes(tmp_path):

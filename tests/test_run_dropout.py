@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from isoreg.corpus import TextBatches
 from isoreg.dropout import site_scores
@@ -187,16 +187,6 @@ def test_what_is_neither_scores_nor_a_text_is_refused_at_once(scores, message, t
     (tmp_path / "table.xls").write_text("x")
     with pytest.raises(ValueError, match=message):
         RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path))
-
-
-def test_scores_of_a_model_without_a_masked_head_are_asked_for(tmp_path):
-    AutoModelForMaskedLM.from_pretrained(toy_model_path()).bert.save_pretrained(tmp_path / "body")
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=400)).save_pretrained(tmp_path / "gpt2")
-    advice = {"body": "isoreg sweep head --set model=", "gpt2": "Unrecognized configuration class"}
-    for name, words in advice.items():
-        toy_tokenizer().save_pretrained(tmp_path / name)
-        with pytest.raises(ValueError, match=f"scores: model: .*{words}.* or give a file of scores"):
-            run(RunConfig(**PLAIN, dropout="guided", model=str(tmp_path / name)))
 
 
 @pytest.mark.parametrize("scores", ["corpus:{}/empty.txt", "corpus:nobody/nothing"])

@@ -12,7 +12,6 @@ import transformers
 import transformers.modeling_utils
 from small_models import EVERY, SMALL, make, output, rates, scores_of
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 from isoreg.dropout import gaussian_dropout, set_dropout
 from isoreg.dropout import site_scores
@@ -34,8 +33,7 @@ def test_each_site_alone_makes_two_passes_differ_and_none_makes_them_agree(name,
     names = [s.name for s in sites]
     for alone in [*names, None]:
         for s in sites:
-            for handle in s.handles:
-                set_rate(model, handle, 0.6 * (s.name == alone))
+            set_rate(model, s.handle, 0.6 * (s.name == alone))
         passes = [output(model) for _ in range(6)]  # a head with two units may keep both by chance
         assert any(not torch.equal(passes[0], p) for p in passes[1:]) == (alone is not None), alone
 
@@ -47,7 +45,7 @@ def test_sites_and_tensors_do_not_depend_on_the_attention_implementation(name):
 
 
 HEADS = {
-    "bert": "Model ForMaskedLM ForSequenceClassification ForQuestionAnswering ForMultipleChoice ForTokenClassification",
+    "bert": "Model ForMaskedLM ForSequenceClassification ForQuestionAnswering ForTokenClassification",
     "roberta": "Model ForMaskedLM",
     "distilbert": "Model ForMaskedLM",
     "gpt2": "Model ForSequenceClassification",
@@ -107,9 +105,6 @@ OF_SITE = {
     ): "encoder.layer.0.attention.attn.o encoder.layer.0.attention.LayerNorm",
     ("deberta", "encoder.layer.0.attention_probs"): " ".join(
         f"encoder.layer.0.attention.self.{k}_proj" for k in "query key value pos_key pos_query".split()
-    ),
-    ("opt", "decoder.layers.0.residual"): " ".join(
-        f"decoder.layers.0.{k}" for k in "self_attn.out_proj fc1 fc2 final_layer_norm".split()
     ),
     ("modernbert", "layers.0.attention_output"): "layers.0.attn.Wo",
 }
@@ -201,7 +196,7 @@ def with_kernel(name, kernel):
     return make(name, kernel.__name__ + "_for_test").train()
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "opt"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 def test_attention_kernels_are_seen_at_the_table_and_in_the_output(name):
     model = with_kernel(name, opaque)
     table = dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)
@@ -217,38 +212,13 @@ def test_attention_kernels_are_seen_at_the_table_and_in_the_output(name):
     assert dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS) == table
 
 
-def test_a_model_over_several_gpus_draws_alike_on_each(monkeypatch):
-    class Two(nn.Module):
-        "Draws on the second GPU, at a rate that no known function gets."
-
-        def __init__(self):
-            super().__init__()
-            self.here, self.drop = nn.Linear(3, 3), nn.Dropout(0.1)
-            with FakeTensorMode():
-                self.parts = nn.ParameterList(torch.ones(1, device=f"cuda:{i}") for i in range(2))
-
-        def forward(self, x):
-            return x * (torch.rand(x.shape, generator=gpus[1]) >= self.drop.p) + torch.rand(3, generator=gpus[1])
-
-    gpus = [torch.Generator(), torch.Generator()]
-    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda i: gpus[i].get_state())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, i: gpus[i].set_state(state))
-    before = gpus[1].get_state()
-    (site,) = dropout_sites(Two(), batch=torch.ones(2, 3))
-    assert site.handles == ("drop",) and torch.equal(gpus[1].get_state(), before)
-
-
 def test_a_kernel_that_ignores_its_rate_is_an_error():
     model = with_kernel("gpt2", deaf)
     before = rates(model)
-    message = "h.0.attention_probs.*p=0.2 was set, no dropout was applied.*deaf_for_test"
+    message = "h.0.attention_probs.*p=0.2 was set, no dropout was applied.*eager"
     with pytest.raises(RuntimeError, match=message):
         set_dropout(model, {n: 0.2 for n in before})
     assert rates(model) == before
-
-
-IDS = torch.arange(24).view(4, 6)
 
 
 def test_a_rate_out_of_reach_is_named_with_its_remedy():
@@ -258,7 +228,7 @@ def test_a_rate_out_of_reach_is_named_with_its_remedy():
         def forward(self, x):
             return F.dropout(x, self.p, self.training)
 
-    with pytest.raises(ValueError, match=r"no dropout site; .*p=0.1 in the model \(Kept\); keep each in an nn.Dropout"):
+    with pytest.raises(ValueError, match="no dropout site; .*p=0.1 in the model; keep each in an nn.Dropout"):
         dropout_sites(Kept(), batch=torch.ones(2, 3))
     with pytest.raises(ValueError, match="Linear has no dropout site$"):
         dropout_sites(nn.Linear(3, 3), batch=torch.ones(2, 3))

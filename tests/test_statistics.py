@@ -38,17 +38,6 @@ def test_no_interval_from_nothing():
     assert all(math.isnan(x) for v in ([], [1.0], [0.7] * 5) for x in t_interval(v))
 
 
-def test_the_t_interval_covers_and_the_bootstrap_does_not():
-    "At five seeds, 4000 samples: a standard error of 0.35 points."
-    x = np.random.default_rng(1).normal(3, 2, size=(4000, 5))
-    low, high = np.array([t_interval(row) for row in x]).T
-    assert abs(np.mean((low < 3) & (3 < high)) - 0.95) < 0.011
-    boot = stats.bootstrap(
-        (x[:1000],), np.mean, axis=-1, method="percentile", n_resamples=499, random_state=np.random.default_rng(2)
-    ).confidence_interval
-    assert np.mean((boot.low < 3) & (3 < boot.high)) < 0.87
-
-
 @given(st.lists(st.integers(-8, 8), min_size=2, max_size=8))
 @settings(max_examples=60, deadline=None)
 def test_sign_flip_by_brute_force(d):
@@ -67,31 +56,20 @@ def test_sign_flip_of_signed_ranks_is_wilcoxons_test(n):
     assert sign_flip(ranks)[0] == pytest.approx(stats.wilcoxon(d, method="exact").pvalue)
 
 
-def test_many_pairs_are_sampled_and_it_is_said():
-    d = np.random.default_rng(0).normal(0.25, 1, 30)
-    p, how = sign_flip(d)
-    assert (
-        how == "99999 random sign patterns"
-        and p == pytest.approx(stats.ttest_1samp(d, 0).pvalue, rel=0.15)
-        and sign_flip(d) == (p, how)
-    )
-    assert sign_flip([1e-17] * 5)[0] == 1  # equal but for rounding, as compare says too
-    assert sign_flip([])[1] == "no pair" and sign_flip([0.3])[0] == 1
-
-
-@pytest.mark.parametrize(
-    "n, how",
-    [
-        (14, "exact, 16384 sign patterns"),
-        (15, "exact, 32768 sign patterns"),
-        (16, "exact, 65536 sign patterns"),
-        (17, "99999 random sign patterns"),
-    ],
-)
-def test_the_label_and_the_smallest_p_are_true_where_sampling_begins(n, how):
+@pytest.mark.parametrize("n", [14, 16, 17])
+def test_the_label_and_the_smallest_p_are_true_where_sampling_begins(n):
     "With random patterns the observed one is always counted and the tail is doubled: no p below 2 / (RESAMPLES + 1)."
     p, said = sign_flip(np.ones(n))
-    assert said == how and (p == smallest_p(n) == 2.0 ** (1 - n) if n <= 16 else p >= smallest_p(n))
+    assert said == (f"exact, {2**n} sign patterns" if n <= 16 else "99999 random sign patterns")
+    assert p == smallest_p(n) == 2.0 ** (1 - n) if n <= 16 else p >= smallest_p(n)
+
+
+def test_many_pairs_are_sampled():
+    d = np.random.default_rng(0).normal(0.25, 1, 30)
+    p, how = sign_flip(d)
+    assert p == pytest.approx(stats.ttest_1samp(d, 0).pvalue, rel=0.15) and sign_flip(d) == (p, how)
+    assert sign_flip([1e-17] * 5)[0] == 1  # equal but for rounding, as compare says too
+    assert sign_flip([])[1] == "no pair" and sign_flip([0.3])[0] == 1
 
 
 def test_holm_on_a_known_example():
@@ -106,18 +84,8 @@ def test_holm_on_a_known_example():
 @settings(max_examples=100, deadline=None)
 def test_holm_is_the_closed_bonferroni_test(p):
     "A hypothesis falls only if every set that holds it does: the largest |S| min(p in S) over the sets S that hold it."
-    closed = [
-        min(
-            1,
-            max(
-                len(s) * min(p[j] for j in s)
-                for k in range(1, len(p) + 1)
-                for s in itertools.combinations(range(len(p)), k)
-                if i in s
-            ),
-        )
-        for i in range(len(p))
-    ]
+    sets = [s for k in range(1, len(p) + 1) for s in itertools.combinations(range(len(p)), k)]
+    closed = [min(1, max(len(s) * min(p[j] for j in s) for s in sets if i in s)) for i in range(len(p))]
     ours = holm(p)
     np.testing.assert_allclose(ours, closed)
     assert (ours >= np.array(p) - 1e-15).all() and (np.diff(ours[np.argsort(p, kind="stable")]) >= 0).all()
@@ -156,14 +124,11 @@ def test_two_errors_without_a_row_error_is_welch(one, two):
     assert (alone["low"], alone["high"]) == pytest.approx(t_interval(one), abs=1e-12)
 
 
-def test_row_error_widens_and_is_asked_for():
+def test_row_error_widens():
     d = [0.01, 0.03, 0.02, 0.05]
     plain, wide = two_errors([d], [0.0]), two_errors([d], [0.02])
-    assert (
-        wide["error"] == pytest.approx(np.hypot(plain["error"], 0.02))
-        and wide["low"] < plain["low"]
-        and wide["p"] > plain["p"]
-    )
+    assert wide["error"] == pytest.approx(np.hypot(plain["error"], 0.02))
+    assert wide["low"] < plain["low"] and wide["p"] > plain["p"]
 
 
 def test_the_part_that_seed_and_row_share_counts_once_where_pair_errors_say_how_large_it_is():
@@ -175,19 +140,6 @@ def test_the_part_that_seed_and_row_share_counts_once_where_pair_errors_say_how_
     assert two_errors([d], [r], pair_errors=[[1.0] * 4]) == two_errors([d], [0.0]), "no more than all of it"
 
 
-def test_counting_the_shared_part_once_covers_nearer_to_what_is_said():
-    "Rows, seeds and both together make the differences; the errors of the rows are known exactly. 2000 repetitions."
-    rng, n, rows, held = np.random.default_rng(0), 6, 100, np.zeros(2)
-    for _ in range(2000):
-        tasks = [rng.normal(0, 0.1, rows) + rng.normal(0, 0.01, (n, 1)) + rng.normal(0, 0.3, (n, rows)) for _ in "abc"]
-        found, errors = [x.mean(1) for x in tasks], [x.mean(0).std(ddof=1) / rows**0.5 for x in tasks]
-        single = [x.std(1, ddof=1) / rows**0.5 for x in tasks]
-        both = two_errors(found, errors), two_errors(found, errors, pair_errors=single)
-        held += [f["low"] <= 0 <= f["high"] for f in both]
-    twice, once = held / 2000
-    assert twice > 0.97 and abs(once - 0.95) < 0.013
-
-
 # ---- a share of a gain, and equivalence
 
 
@@ -195,18 +147,6 @@ def made_up_pairs(rng, seeds, truth, tasks):
     z = rng.normal(size=(len(tasks), 2, seeds))
     z[:, 0] = 0.6 * z[:, 1] + 0.8 * z[:, 0]
     return [np.c_[truth * gain + spread * a, gain + spread * b] for (gain, spread), (a, b) in zip(tasks, z)]
-
-
-@pytest.mark.parametrize(
-    "truth, tasks", [(0.5, [(0.03, 0.02), (0.02, 0.01)]), (-0.2, [(0.03, 0.01)]), (1.5, [(0.05, 0.02)] * 3)]
-)
-def test_fieller_holds_the_ratio_as_often_as_it_says(truth, tasks):
-    "Eight seeds, 2000 samples: a standard error of 0.5 points."
-    rng, held = np.random.default_rng(0), 0
-    for _ in range(2000):
-        _, low, high = ratio_interval(made_up_pairs(rng, 8, truth, tasks))
-        held += low <= truth <= high
-    assert abs(held / 2000 - 0.95) < 0.016
 
 
 @given(st.integers(0, 10_000), st.integers(3, 9))
@@ -300,7 +240,7 @@ def test_fieller_holds_the_ratio_where_pairs_are_nearly_proportional(seed, n):
         (lambda: two_errors([[0.1, 0.2]], [math.nan]), "row_errors"),
         (lambda: two_errors([[0.1, 0.2]], []), "row_errors"),
         (lambda: two_errors([[0.1]], [0.1]), "differences"),
-        (lambda: two_errors([[0.1, 0.2]], [0.1], pair_errors=[[0.1]]), "pair_errors"),
+        (lambda: two_errors([]), "differences"),
         (lambda: equivalence({"error": 0.1, "difference": 0, "freedom": 3}, 0), "margin"),
         (lambda: ratio_interval([]), "pairs"),
         (lambda: ratio_interval([np.ones((1, 2))]), "pairs"),

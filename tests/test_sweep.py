@@ -74,8 +74,8 @@ def swept(tmp_path_factory):
     "Folder, plan and log lines of a sweep with duplicates, failures, and kernels killed at several points."
     folder = tmp_path_factory.mktemp("swept")
     fails = [*BAD, "once", *(f"at-{p}" for p in POINTS)]
-    more = "".join(f"  - {{task: t, fail: {f}}}\n" for f in fails)
-    path = stub(folder, extra=f"include:\n  - {{task: a, seed: 0}}\n{more}")
+    more = "".join(f"  - fixed: {{task: t, seed: 0, fail: {f}}}\n" for f in fails)
+    path = stub(folder, extra=f"blocks:\n  - {{}}\n  - fixed: {{task: a, seed: 0}}\n{more}")
     (folder / "tmp").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(folder / "tmp"))
@@ -281,7 +281,8 @@ def test_a_record_beside_an_empty_notebook_is_not_done(tmp_path):
 
 
 def test_a_node_sends_the_files_of_a_run(tmp_path):
-    plan = expand(load_grid(stub(tmp_path, tasks="[a]", seeds="[0]", extra="include: [{task: bad, fail: always}]\n")))
+    extra = "blocks: [{}, {fixed: {task: bad, seed: 0, fail: always}}]\n"
+    plan = expand(load_grid(stub(tmp_path, tasks="[a]", seeds="[0]", extra=extra)))
     (good, sent), (bad, kept) = [compute_on_node(run, "/nowhere", {}) for run in plan.runs]
     assert good is None and set(sent) == {"record.json", "notebook.ipynb"} and set(kept) == {"notebook.ipynb"}
     assert bad["error"] == "ValueError: this run cannot work" and bad["attempts"] == 1
@@ -362,7 +363,8 @@ def test_an_error_before_a_run_begins_leaves_no_lock(tmp_path):
 
 
 def test_a_full_disk_stops_the_sweep(tmp_path):
-    path = stub(tmp_path, tasks="[a]", seeds="[0]", extra="include: [{task: b, fail: full}, {task: c}]\n")
+    extra = "blocks: [{}, {fixed: {task: b, seed: 0, fail: full}}, {fixed: {task: c, seed: 0}}]\n"
+    path = stub(tmp_path, tasks="[a]", seeds="[0]", extra=extra)
     with pytest.raises(OSError, match="No space left"):
         sweep(expand(load_grid(path)), tmp_path / "out", Local(1))
     assert len(records(tmp_path / "out")) == 1 and not list((tmp_path / "out").glob("*/failed.json"))

@@ -22,13 +22,12 @@ from isoreg.experiments.data import (
     load_metric,
     load_task,
     normalize_answer,
-    rows_fingerprint,
     split_rows,
     squad_predictions,
     squad_scores,
 )
 from isoreg.experiments.finetune import run
-from isoreg.experiments.tasks import METRICS, TASKS, Task, from_definition
+from isoreg.experiments.tasks import METRICS, TASKS, Task
 from isoreg.experiments.toy import toy_tokenizer
 
 DATA = os.environ.get("ISOREG_DATA")
@@ -45,9 +44,9 @@ def compute(task, predictions, references):
 
 def test_papers_tasks_and_metrics():
     of = lambda paper: {t.name for t in TASKS.values() if paper in t.papers}
-    assert of("istar") == set("sst2 qnli rte mrpc qqp cola stsb sst5 squad".split())
+    assert of("istar") - of("guided-dropout") == {"sst5", "squad"}
+    assert of("guided-dropout") - of("istar") == {"mnli", "mnli-mm", "wnli"}
     assert {*METRICS["classification"], *METRICS["regression"]} == set(SCORES)  # what is computed
-    assert of("guided-dropout") == set("cola stsb mnli mnli-mm mrpc qnli qqp rte sst2 wnli".split())
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
@@ -68,14 +67,10 @@ TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
         (dict(kind="classify"), "Input should be 'classification', 'regression' or 'qa'"),
         (dict(metric="acc"), "metric: 'acc' is unknown; .*use 'accuracy' or 'f1'"),
         (dict(metrics=("f1", "pearson")), "metric: 'accuracy' is unknown; use 'f1' or 'pearson'"),
-        (dict(text=()), r"text: \(\); name one column"),
-        (dict(text=("a", "b", "c")), "text: .*name one column"),
-        (dict(labels=("a",)), "labels: .*two different"),
+        (dict(text=()), "text: Value should have at least 1 item"),
         (dict(labels=("a", "a", "b")), "labels: .*two different"),
         (dict(labels=("a", "b", "c")), "metric: f1 is of two labels"),
         (dict(kind="regression", metric="pearson", metrics=("pearson",)), "labels: .*else none"),
-        (dict(folder=None), "files: none; name the file of each split"),
-        (dict(files={"train": "a.csv"}), "files: validation is missing"),
     ],
 )
 def test_a_record_that_cannot_work_is_refused(change, message):
@@ -84,32 +79,27 @@ def test_a_record_that_cannot_work_is_refused(change, message):
 
 
 WRONG = [dict(text=3), dict(labels=3), dict(labels=None), dict(metrics=3), dict(eval_splits=[]), dict(sha256=3)]
-WRONG += [dict(also=3), dict(hub=["a", "b", "c"]), dict(official_rows=3), dict(text=["text", "text"]), dict(papers=3)]
-WRONG += [dict(text="label"), dict(files=["train.csv"]), dict(name=None), dict(labl="x")]
+WRONG += [dict(also=3), dict(hub=["a", "b", "c"]), dict(official_rows=3), dict(papers=3)]
+WRONG += [dict(files=["train.csv"]), dict(name=None), dict(labl="x")]
 
 
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: f"{change}")
 def test_a_field_of_another_kind_is_refused_by_name(change):
     usual = {"name": "mine", "files": {"train": "train.csv", "validation": "dev.csv"}}
-    assert from_definition(usual).text == ("text",)
+    assert Task(**usual).text == ("text",)
     with pytest.raises(ValueError, match=f"^{next(iter(change))}: "):
-        from_definition(usual | change)
+        Task(**usual | change)
 
 
 def test_a_record_of_lists_and_single_names_is_one_of_tuples():
     task = Task(**OWN | dict(text="text", metrics=["accuracy", "f1"], hub="a/b", official_rows={"train": 5}))
     assert (task.text, task.metrics, task.hub) == (("text",), ("accuracy", "f1"), ("a/b", None))
-    assert Task("mine", labels=[False, True], folder="mine").labels == ("False", "True")  # as YAML reads no and yes
+    assert Task("mine", labels=[0, 1], folder="mine").labels == ("0", "1")
 
 
-def test_rows_of_a_definition_are_a_table_or_pairs_and_keep_their_key():
-    values = {"name": "mine", "hub": "a/b", "labels": ["a", "b"]}
-    pairs = [["train", 5], ["validation", 3]]  # as stored runs have them
-    for rows in (dict(pairs), pairs):
-        config = RunConfig(task="mine", definition=values | {"official_rows": rows})
-        assert config.definition["official_rows"] == pairs and config.key.endswith("-cd14171604")
-        assert RunConfig.from_record(config.to_record()).key == config.key
-    assert from_definition(config.definition).official_rows == dict(pairs)
+def test_the_key_of_a_task_of_ones_own_stays():
+    config = RunConfig(task="mine", definition={"name": "mine", "hub": "a/b", "labels": ["a", "b"]})
+    assert config.key.endswith("-1fe10520ed") and RunConfig.from_record(config.to_record()).key == config.key
 
 
 @given(bits)
@@ -142,9 +132,8 @@ def test_correlations_against_numpy(n, seed):
     "p, r",
     [([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0], [1.0]), ([float("nan"), 1.0], [1.0, 2.0])],
 )
-def test_undefined_correlation_is_zero_and_warned(p, r):
-    with pytest.warns(UserWarning, match="reported as 0.0"):
-        assert load_metric("stsb").compute(predictions=p, references=r) == {"pearson": 0.0, "spearman": 0.0}
+def test_undefined_correlation_is_zero(p, r):
+    assert compute("stsb", p, r) == {"pearson": 0.0, "spearman": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +141,6 @@ def test_undefined_correlation_is_zero_and_warned(p, r):
     [
         ("the Normans", ["Normans"], 1, 1),
         ("Normans!", ["normans"], 1, 1),
-        ("", [""], 1, 1),
         ("", ["x"], 0, 0),
         ("the", ["a"], 1, 1),
         ("in 1066 AD", ["1066"], 0, 1 / 2),
@@ -176,12 +164,6 @@ def test_squad_invariants(a, b, c):
     assert both == tuple(map(max, (exact, f1), squad_scores(a, [c])))  # the best reference counts
     assert squad_scores(f"The {a}.", [b]) == (exact, f1)  # articles, case and punctuation do not
     assert normalize_answer(normalize_answer(a)) == normalize_answer(a)
-
-
-def test_squad_metric_matches_by_id():
-    refs = [{"id": i, "answers": {"text": [i], "answer_start": [0]}} for i in ("q", "w")]
-    said = [{"id": "w", "prediction_text": "w"}, {"id": "q", "prediction_text": "zzz"}]
-    assert compute("squad", said, refs) == {"f1": 0.5, "exact_match": 0.5}
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 99))
@@ -217,21 +199,6 @@ def test_max_rows_are_noted_and_evaluation_does_not_depend_on_the_seed():
     a, b = (load_task("toy-cola", seed=s, max_train=30, max_eval=20) for s in (0, 1))
     assert len(a.train) == 30 and len(a.evaluation) == 20 and len(a.notes) == 2
     assert a.evaluation.to_list() == b.evaluation.to_list() and a.train.to_list() != b.train.to_list()
-
-
-@pytest.mark.parametrize(
-    "arguments, word",
-    [
-        (dict(split_protocol="random"), "protocol: 'random'"),
-        (dict(train_fraction=0), "train_fraction: 0 is out of range"),
-        (dict(train_fraction=1.5), "train_fraction: 1.5"),
-        (dict(max_eval=0), "max_eval: 0"),
-        (dict(eval_split="test"), "split: 'test'"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, word):
-    with pytest.raises(ValueError, match=word):
-        load_task("toy-rte", **arguments)
 
 
 def write(folder, name, rows):
@@ -270,9 +237,6 @@ def test_fingerprint_sees_rows_and_order_and_nothing_else(tmp_path):
         write(tmp_path, f"{name}/glue/rte/validation.parquet", rows[:2])
     a, b, c = (load_task("rte", tmp_path / f).fingerprint for f in "abc")
     assert a == b != c and len(a) == 64
-    data, columns = Dataset.from_list(rows), ("sentence1", "label")
-    parts = data.select(range(3)), data.select(range(3, 6))
-    assert rows_fingerprint(data, columns=columns) != rows_fingerprint(*parts, columns=columns)
 
 
 def test_hub_and_folder_give_the_same_columns_and_fingerprint(tmp_path, monkeypatch):
@@ -310,8 +274,6 @@ def test_labels_are_integers_or_names(tmp_path, labels):
         (dict(text=TEXTS, label=["positive", "neg"] * 3), "such as 'neg'; a label is one of .*'negative', 'positive'"),
         (dict(text=TEXTS, label=[0.5, 1] * 3), "3 of 6 rows have no valid label, such as 0.5"),
         (dict(text=TEXTS, label=[None, 1] * 3), "3 of 6 rows have no valid label, such as None"),
-        (dict(text=TEXTS, label=[None, "positive"] * 3), "3 of 6 rows have no valid label"),
-        (dict(text=TEXTS, label=[0, 2] * 3), "3 of 6 rows have no valid label, such as 2"),
         (dict(text=TEXTS, label=[0, -1] * 3), "3 of 6 rows have no valid label, such as -1"),  # as GLUE's test
         (dict(text=[None] + TEXTS[1:], label=[0, 1] * 3), "1 rows of column text are None"),
         (dict(txt=TEXTS, label=[0, 1] * 3), "no column text; it has"),
@@ -338,12 +300,10 @@ def of_csv(tmp_path, train, evaluation, names=()):
     [
         ((), "1 2 3", "1.0 2.0", ([0, 1, 2], [0, 1])),
         ((), "1.0 2.0 3.0", "2 3", ([0, 1, 2], [1, 2])),
-        ((), "0.5 1.0 1.5", "1.0 1.0", ([0, 1, 2], [1, 1])),
         ((), "1.0 other", "1 1.0", ([0, 1], [0, 0])),
         ((), "none favor against", "favor none", ([2, 1, 0], [1, 2])),
         (("1.0", "2.0"), "1 2", "2.0 1.0", ([0, 1], [1, 0])),
         (("2", "1", "0"), "0.0 1.0 2.0", "2 0", ([2, 1, 0], [0, 2])),
-        (("02", "01", "00"), "00 01 02", "01 01", ([2, 1, 0], [1, 1])),
         (("true", "false"), "true false", "false true", ([0, 1], [1, 0])),
         (("False", "True"), "True False", "False True", ([1, 0], [0, 1])),
         (("no", "yes"), "0 1", "1.0 0.0", ([0, 1], [1, 0])),
@@ -356,7 +316,7 @@ def test_numbers_and_booleans_go_by_their_names_however_they_are_written(tmp_pat
 
 @pytest.mark.parametrize(
     "names, train",
-    [(("1", "2"), "1.0 3.0"), (("1", "0"), "true false"), (("true", "maybe"), "true false"), (("1", "2"), "1.5 2")],
+    [(("1", "2"), "1.0 3.0"), (("1", "0"), "true false"), (("1", "2"), "1.5 2")],
 )
 def test_a_number_or_boolean_without_a_name_is_no_position(tmp_path, names, train):
     with pytest.raises(ValueError, match="train of own: .*no valid label, such as"):
@@ -370,12 +330,7 @@ def test_an_empty_label_is_missing_and_an_empty_text_is_a_text(tmp_path):
         with pytest.raises(ValueError, match="of own: column label: 1 of 3 rows have no valid label"):
             load_task(Task("own", files=split, labels=names))
     assert load_task(Task("own", files=split, label="kind")).train["text"][:] == ["a", "", "c"]
-    for labels, metric in (
-        ((0.0, 1.0, math.nan), "accuracy"),
-        (("None", "some", None), "accuracy"),  # a word, and a gap
-        ((0.5, -1.0, math.inf), "pearson"),
-        ((0.5, -1.0, -math.inf), "pearson"),
-    ):
+    for labels, metric in (((0.0, 1.0, math.nan), "accuracy"), ((0.5, -1.0, math.inf), "pearson")):
         write(tmp_path, "gap.parquet", [{"text": "a", "label": x} for x in labels])
         with pytest.raises(ValueError, match="1 of 3 rows have no valid label"):
             load_task(Task("own", metric=metric, files=dict.fromkeys(split, str(tmp_path / "gap.parquet"))))
@@ -383,14 +338,13 @@ def test_an_empty_label_is_missing_and_an_empty_text_is_a_text(tmp_path):
 
 def test_a_task_is_added_in_one_place(tmp_path, monkeypatch):
     own(tmp_path, text=TEXTS, label=[0, 1] * 3)
-    with pytest.raises(ValueError, match="give the folder that holds polarity/train.parquet"):
+    with pytest.raises(ValueError, match="give the folder of polarity as data_dir"):
         load_task(Task(**OWN))
     with pytest.raises(MissingSplit, match="polarity/dev.parquet.*train, validation"):
         load_task(Task(**OWN), tmp_path, eval_split="dev")
     monkeypatch.setitem(TASKS, "polarity", Task(**OWN))
     monkeypatch.setitem(TASKS, "far", Task(**OWN | dict(name="far", folder=None, hub=("a/b", None))))
     found = lambda *folder: {r["task"]: r["where"] for r in find_tasks(*folder) if r["task"] in ("polarity", "far")}
-    assert found() == {"polarity": "folder: polarity", "far": "hub: a/b"}
     assert found(tmp_path) == {"polarity": "train, validation", "far": "hub: a/b"}
     data = load_task("polarity", tmp_path)
     assert data.majority == 0.5 and encode(data.train, "polarity", toy_tokenizer())["labels"][:] == [0, 1] * 3
@@ -400,12 +354,12 @@ def test_a_task_is_added_in_one_place(tmp_path, monkeypatch):
 
 
 def test_part_files_are_never_asked_of_the_hub_and_what_is_missing_is_named(tmp_path):
-    with pytest.raises(ValueError, match="train_part of qnli is in no place on the hub"):
+    with pytest.raises(ValueError, match="train_part of qnli is not on the hub"):
         load_task("qnli", train_split="train_part")
     write(tmp_path, "glue/qnli/train_rebuilt.parquet", [{"a": 1}])
     write(tmp_path, "glue/qnli/validation.parquet", [{"a": 1}])
     where = lambda task, *folder: next(r["where"] for r in find_tasks(*folder) if r["task"] == task)
-    assert where("qnli", tmp_path) == "train_rebuilt, validation; missing: train" and where("toy-rte") == "toy"
+    assert where("qnli", tmp_path) == "train_rebuilt, validation" and where("toy-rte") == "toy"
 
 
 def test_encode_keeps_segments_labels_and_lengths():
@@ -415,13 +369,6 @@ def test_encode_keeps_segments_labels_and_lengths():
     for f, r in zip(features, rows):
         assert len(f["input_ids"]) == len(f["token_type_ids"]) == f["length"] and set(f["token_type_ids"]) == {0, 1}
         assert f["input_ids"][1] == tokenizer(r["sentence1"])["input_ids"][1]
-
-
-def test_rows_without_labels_are_encoded_for_prediction():
-    rows = Dataset.from_dict({"text": TEXTS})
-    labelled = encode(rows.add_column("label", [0, 1] * 3), Task(**OWN), toy_tokenizer())
-    assert labelled["labels"][:] == [0, 1] * 3
-    assert labelled.remove_columns("labels").to_dict() == encode(rows, Task(**OWN), toy_tokenizer()).to_dict()
 
 
 def questions(*rows):
@@ -458,8 +405,6 @@ def test_squad_predictions_obey_limits_and_sizes():
     start[0, 4], end[0, 9], end[0, 5] = 5, 5, 3  # six tokens, or two
     assert squad_predictions(start, end, windows, examples)[0]["prediction_text"] == examples[0]["context"]
     assert squad_predictions(start, end, windows, examples, max_answer=3)[0]["prediction_text"] == "dog cat"
-    with pytest.raises(ValueError, match=r"zip\(\)"):
-        squad_predictions(np.zeros((2, n)), end, windows, examples)
     with pytest.raises(ValueError, match="examples: the question 'the dog' has no answer; leave such rows out"):
         encode(questions(("the dog sleeps.", [])), "squad", toy_tokenizer())
 

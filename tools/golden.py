@@ -119,12 +119,26 @@ def fisher(name):
     return {"tensor": sums, "diagonal": totals}
 
 
+def orthogonal(model, seed, other):
+    "A direction whose filters are orthogonal to those of another, as the library had it."
+    found = {}
+    for n, o in other.items():
+        stream = int.from_bytes(hashlib.sha256(f"{seed}/{n}".encode()).digest()[:8], "little") >> 1
+        w, o = model.get_parameter(n).detach().flatten(1), o.flatten(1)
+        d = torch.randn(o.shape, generator=torch.Generator().manual_seed(stream))
+        for _ in range(2):
+            d = d - (d * o).sum(1, keepdim=True) / o.square().sum(1, keepdim=True).clamp(min=1e-30) * o
+        longs = [torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64) for x in (w, d)]
+        found[n] = (d * (longs[0] / (longs[1] + 1e-10)).to(d.dtype)).view_as(model.get_parameter(n))
+    return found
+
+
 def surface():
     "Losses of a small plane around the tiny BERT."
     model, batches, loss = tiny("bert")
     one = named("landscape", "direction")(model, seed=0)
-    two = named("landscape", "direction")(model, seed=1, orthogonal_to=one)
-    return named("landscape", "loss_surface")(model, batches, one, two, [-0.5, 0.0, 0.5], loss=loss).losses.tolist()
+    plane = one, orthogonal(model, 1, one)
+    return named("landscape", "loss_surface")(model, batches, *plane, alphas=[-0.5, 0, 0.5], loss=loss).losses.tolist()
 
 
 def gradients():

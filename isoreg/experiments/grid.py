@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['PATHS', 'PLACE', 'METHOD', 'SEARCH_SEEDS', 'expand', 'Run', 'Plan', 'config_class', 'notebook_path', 'Block', 'Grid',
-           'load_grid', 'grid_path', 'Choice', 'choose', 'final_grid']
+           'load_grid', 'Choice', 'choose', 'final_grid']
 
 # %% ../../nbs/experiments/29_grid.ipynb #5f5cbafd
 import itertools
@@ -21,7 +21,8 @@ from fastcore.basics import patch
 
 import isoreg
 from ..checks import one_of
-from .config import CONFIGS, Settings
+from .config import CONFIGS, Settings, method_label
+from .tasks import Checked
 from ..files import LARGEST, from_yaml, read_text
 from .notebook import run_notebook_path
 
@@ -38,16 +39,16 @@ def expand(
     for block in (b for b in grid.blocks if not only or b.name in only):
         combinations, before = block.combinations(overrides or {}), len(runs)
         for given in combinations:
+            own = Path(grid.folder, str(given.get("task")))  # a task in a file beside the grid
+            if own.suffix in (".yaml", ".yml") and own.is_file(): given = given | {"task": str(own)}
             try: config = config_class(block.notebook)(**given)
             except ValueError as error: problems[f"{block.name}: {error}"].append(given)
             else:
                 run = Run(config.key, block.notebook, config.to_dict(), block.name)
                 runs.setdefault(run.key, run)
         plan.combinations += len(combinations)
-        new = len(runs) - before
-        plan.blocks += ((block.name, block.notebook, len(combinations), new),)
+        plan.blocks += ((block.name, block.notebook, len(combinations), len(runs) - before),)
     if problems: raise ValueError(_problems(problems, plan.combinations))
-    if not runs: raise ValueError(f"grid: {grid.name} has no run")
     plan.runs = tuple(runs.values())
     return plan
 
@@ -59,6 +60,10 @@ class Run:
     notebook: str
     config: dict  # all parameters, defaults filled in
     block: str = ""
+
+    def __str__(self):
+        "Return the key, and for fine-tuning the method, which shows the sign of λ: I-STAR λ=-0.1."
+        return f"{self.key}  {method_label(self.config)}" if self.notebook == "finetune" else self.key
 
     @property
     def parameters(self) -> dict:
@@ -103,21 +108,40 @@ def _problems(problems: dict[str, list[dict]], total: int) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/experiments/29_grid.ipynb #55e4b543
-class Block(Settings):
+class Block(Checked):
     "One product of axes."
     name: str = ""
     notebook: str = "finetune"
     fixed: dict[str, Any] = {}
     axes: dict[str, Any] = {}  # name: list of values, or of tables
-    include: list[dict[str, Any]] = []  # further runs
 
 
 class Grid(Block):
     "The content of a grid file."
     description: str = ""
     blocks: list[Block] = []
+    folder: str = "."  # of the file
+
+# %% ../../nbs/experiments/29_grid.ipynb #f254e94f
+@patch
+def combinations(self: Block, overrides: dict) -> list[dict]:
+    "Return the parameters of each combination of the axes, with other values where they are given."
+    axes = self.axes | {n: v for n, v in overrides.items() if n in self.axes}
+    found: list[dict] = []
+    for picks in _product(self.name, [_options(n, values) for n, values in axes.items()]):
+        given = {n: v for pick in picks for n, v in pick.items()}
+        if len(given) < sum(map(len, picks)):
+            raise ValueError(f"{self.name}: axes: two of them set one of {', '.join(given)}")
+        found.append(self.fixed | given)
+    return _with_values(found, {n: v for n, v in overrides.items() if n not in self.axes})
 
 # %% ../../nbs/experiments/29_grid.ipynb #bf5e7d9a
+def _product(name: str, lists: list) -> Iterable[tuple]:
+    "Return the picks of one from each list. `ValueError` for too many."
+    if math.prod(map(len, lists)) <= LARGEST: return itertools.product(*lists)
+    raise ValueError(f"{name}: more than {LARGEST} combinations; split it")
+
+
 def _values(name: str, x) -> list:
     "Return the values of an axis: of a list, a range such as 0..4, or a list with ranges."
     found: list = []
@@ -128,49 +152,21 @@ def _values(name: str, x) -> list:
     raise ValueError(f"{name}: {x!r} has no value; give one, and of a range the lower end first")
 
 
-def _product(table: dict) -> list[dict]:
-    "Return the product of the lists in a table; a table of single values gives one."
-    picks = itertools.product(*itertools.starmap(_values, table.items()))
-    return [dict(zip(table, values)) for values in itertools.islice(picks, LARGEST + 1)]
-
-
 def _options(axis: str, values) -> list[dict]:
-    "Return the parameters of each value of an axis; the name of a table is for its reader."
+    "Return the parameters of each value of an axis; of a table the product of its lists."
     found: list[dict] = []
     for v in _values(axis, values):
-        table = v if isinstance(v, dict) else {axis: v}
-        found += _product({n: w for n, w in table.items() if n != "name"})
+        table = {n: w for n, w in v.items() if n != "name"} if isinstance(v, dict) else {axis: v}
+        found += [dict(zip(table, pick)) for pick in _product(axis, [_values(n, w) for n, w in table.items()])]
     return found
 
 
 def _with_values(found: list[dict], overrides: dict) -> list[dict]:
     "Return combinations with other values where they have the parameter; if none has it, in all."
     for n, given in overrides.items():
-        some = any(n in p for p in found)
-        changed = [{n: v} for v in _values(f"set: {n}", given)]
-        if len(found) * len(changed) > LARGEST:
-            raise ValueError(f"set: {n}: makes more than {LARGEST} combinations")
-        found = [p | c for p in found for c in (changed if n in p or not some else [{}])]
+        some, pairs = any(n in p for p in found), _product(f"set: {n}", [found, _values(f"set: {n}", given)])
+        found = [p | {n: v} if n in p or not some else p for p, v in pairs]
     return list({json.dumps(p, sort_keys=True, default=str): p for p in found}.values())
-
-# %% ../../nbs/experiments/29_grid.ipynb #f254e94f
-@patch
-def combinations(self: Block, overrides: dict) -> list[dict]:
-    "Return the parameters of each combination of the axes, then those of `include`."
-    others = {n: v for n, v in overrides.items() if n not in self.axes}
-    axes = self.axes | {n: v for n, v in overrides.items() if n in self.axes}
-    found: list[dict] = []
-    if axes or not self.include:
-        for picks in itertools.product(*itertools.starmap(_options, axes.items())):
-            if len(found) > LARGEST: break
-            given = {n: v for pick in picks for n, v in pick.items()}
-            if len(given) < sum(map(len, picks)):
-                raise ValueError(f"{self.name}: axes: two of them set one of {', '.join(given)}")
-            found.append(self.fixed | given)
-    more = [self.fixed | given for entry in self.include for given in _product(entry)]
-    found = _with_values(found, others) + _with_values(more, overrides)
-    if len(found) <= LARGEST: return found
-    raise ValueError(f"grid: {self.name} has more than {LARGEST} combinations; split it")
 
 # %% ../../nbs/experiments/29_grid.ipynb #c5fa2793
 def load_grid(path: str | Path) -> Grid:
@@ -179,7 +175,7 @@ def load_grid(path: str | Path) -> Grid:
     try:
         content = from_yaml(read_text(path))
         if not isinstance(content, dict): raise ValueError("is no table; give it axes")
-        grid = Grid(**_with_paths(content, path.parent) | {"name": path.stem})
+        grid = Grid(**{str(n): v for n, v in content.items()} | {"name": path.stem, "folder": str(path.parent)})
     except ValueError as error:
         raise ValueError(f"grid: {path.name}: {error}") from None
     blocks = [block.within(grid, str(i)) for i, block in enumerate(grid.blocks, 1)]
@@ -191,12 +187,11 @@ def load_grid(path: str | Path) -> Grid:
 @patch
 def within(self: Block, above: Block, name: str) -> Block:
     "Return the block with what it inherits, and with this name if it has none."
-    own = self.model_fields_set
     fixed = {n: v for n, v in above.fixed.items() if n not in self.axes}
     axes = {n: v for n, v in above.axes.items() if n not in self.fixed}
-    return self.model_copy(update={
-        "name": self.name or name, "fixed": fixed | self.fixed, "axes": axes | self.axes,
-        "notebook": self.notebook if "notebook" in own else above.notebook})
+    notebook = self.notebook if "notebook" in self.model_fields_set else above.notebook
+    return self.model_copy(update={"name": self.name or name, "notebook": notebook,
+                                   "fixed": fixed | self.fixed, "axes": axes | self.axes})
 
 # %% ../../nbs/experiments/29_grid.ipynb #e1218eb0
 def grid_path(name: str | Path) -> Path:
@@ -209,14 +204,6 @@ def grid_path(name: str | Path) -> Path:
     if stem in shipped: return shipped[stem]
     raise ValueError(f"grid: no file {str(name)!r}, and no shipped grid of that name; "
                      f"there are {', '.join(sorted(shipped))}")
-
-
-def _with_paths(x, folder: Path, name: str = ""):
-    "Return the content with the path of each file of a task that lies in the folder of the grid."
-    if isinstance(x, dict): return {str(n): _with_paths(v, folder, n) for n, v in x.items()}
-    if isinstance(x, list): return [_with_paths(v, folder, name) for v in x]
-    own = name == "task" and isinstance(x, str) and x.endswith((".yaml", ".yml"))
-    return str(folder / x) if own and (folder / x).is_file() else x
 
 # %% ../../nbs/experiments/29_grid.ipynb #361854bf
 # What a search chooses for: one setting of each method for each combination of these.
@@ -239,13 +226,11 @@ class Choice:
 
 # %% ../../nbs/experiments/29_grid.ipynb #8071f4ac
 def choose(plan: Plan, records: Iterable[dict]) -> list[Choice]:
-    """Return the best setting of each task and method, from the records of a search.
+    """Return the best setting of each task and method, from the records of a search of fine-tuning runs.
 
-    Raises `ValueError` for another notebook than finetune, for a seed below 100, and for
-    runs without a record."""
-    if other := {run.notebook for run in plan.runs} - {"finetune"}:
-        raise ValueError(f"grid: {plan.name} has runs of {other.pop()}; only those of finetune have a score")
-    scores = {r.get("key"): _score(r) for r in records}
+    Raises `ValueError` for a seed below 100, and for runs without a record."""
+    values = {r.get("key"): r.get("value") for r in records}
+    scores = {key: -math.inf if value is None else value for key, value in values.items()}
     low = min(r.config["seed"] for r in plan.runs)
     if low < SEARCH_SEEDS:
         raise ValueError(f"seed: {low} is for final runs; search on {SEARCH_SEEDS} and above")
@@ -269,9 +254,8 @@ def _best(settings: list[list[Run]], scores: dict, varied: list[str]) -> Choice:
     place, method = {n: config[n] for n in PLACE if n in varied}, tuple(config[n] for n in METHOD)
     where = " ".join(map(str, [*place.values(), *method]))
     seeds, *others = [sorted(r.config["seed"] for r in runs) for runs in settings]
-    for other in others:
-        if other == seeds: continue
-        raise ValueError(f"seed: settings of {where} have seeds {seeds} and {other}; search on one set")
+    if unlike := [other for other in others if other != seeds]:
+        raise ValueError(f"seed: settings of {where} have seeds {seeds} and {unlike[0]}; search on one set")
     means = [statistics.fmean(scores[r.key] for r in runs) for runs in settings]
     # of equal ones the first of the grid
     first, *rest = sorted(range(len(means)), key=means.__getitem__, reverse=True)
@@ -281,22 +265,14 @@ def _best(settings: list[list[Run]], scores: dict, varied: list[str]) -> Choice:
     next_best = means[rest[0]] if rest else math.nan
     return Choice(place, method, best, chosen, means[first], next_best, len(settings), tuple(seeds))
 
-
-def _score(record: dict) -> float:
-    "Return the value of a record; minus infinity for a run that diverged, or beyond any metric."
-    value = record.get("value")
-    return value if isinstance(value, (int, float)) and abs(value) < 1e9 else -math.inf
-
 # %% ../../nbs/experiments/29_grid.ipynb #b00e4305
 def final_grid(
     choices: list[Choice],
     seeds: str = "0..5",  # of the final runs, as in a grid file
     of: str = "search",  # name of the search, for the description
 ) -> str:
-    "Return the grid file of the final runs. `ValueError` for seeds of the search, and for what is no seed."
+    "Return the grid file of the final runs. `ValueError` for a seed of the search."
     axis = _values("seeds", from_yaml(seeds))
-    if not all(type(seed) is int for seed in axis):
-        raise ValueError(f"seeds: {seeds!r} is no number and no range; write for example 0..5")
     if used := set(axis) & {seed for c in choices for seed in c.seeds}:
         raise ValueError(f"seeds: {min(used)} was searched on; give others: 0..5")
     configs = [{n: v for n, v in c.config.items() if v is not None} for c in choices]

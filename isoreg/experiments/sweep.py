@@ -6,6 +6,7 @@ __all__ = ['sweep', 'Sweep', 'Folder', 'compute', 'Local', 'plan_jobs', 'machine
 
 # %% ../../nbs/experiments/30_sweep.ipynb #5ddb3eaa
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -177,7 +178,8 @@ def work(self: Sweep, waiting: list[Run], on_progress: Callable):
     self.log(self.executor.start())
     keys = [run.key for run in self.plan.runs]
     digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()[:8]
-    write_atomically(self.folder.home / f"plan-{digest}.json", json.dumps({"keys": keys}))
+    plan = {"keys": keys, "names": list(map(str, self.plan.runs))}
+    write_atomically(self.folder.home / f"plan-{digest}.json", json.dumps(plan))
     self.closed, pool = False, ThreadPoolExecutor(self.executor.jobs)
     try:
         runs = {pool.submit(self.do, run): run for run in waiting}
@@ -185,7 +187,7 @@ def work(self: Sweep, waiting: list[Run], on_progress: Callable):
             for future in wait(runs, 0.4, FIRST_COMPLETED).done:
                 run, status = runs.pop(future), future.result()
                 if status == "held": runs[pool.submit(self.do, run)] = run
-                else: self.count(run.key, status)
+                else: self.count(run, status)
             on_progress(self)
     finally:
         self.closed = True
@@ -217,13 +219,13 @@ def do(self: Sweep, run: Run) -> str:
     finally: self.running.discard(run.key)
 
 @patch
-def count(self: Sweep, key: str, status: str):
+def count(self: Sweep, run: Run, status: str):
     "Count what came of a run."
-    if status == "done": self.done.append(key)
+    if status == "done": self.done.append(run.key)
     elif status == "found": self.found += 1
-    else: self.failed[key] = self.folder.failure(key) or {}
-    error = self.failed.get(key, {}).get("error", "")
-    self.log(f"{status}: {key} {error.partition(chr(10))[0]}")
+    else: self.failed[run.key] = self.folder.failure(run.key) or {}
+    error = self.failed.get(run.key, {}).get("error", "")
+    self.log(f"{status}: {run} {error.partition(chr(10))[0]}")
 
 # %% ../../nbs/experiments/30_sweep.ipynb #bfa750d3
 class Local:
@@ -332,7 +334,7 @@ def compute_on_node(run: Run, cwd: str, env: dict) -> tuple[dict | None, dict[st
 # %% ../../nbs/experiments/30_sweep.ipynb #dc40aadc
 def status(
     out: str | Path,  # folder of a sweep, or of isoreg run
-) -> dict:  # done, running, failed, missing; left: seconds, None if no run is on or none is done
+) -> dict:  # done, running, failed, missing; names of the planned; left: seconds, or None
     "Return the state of a folder, from records and locks. `OSError` if there is no such folder."
     folder, done, failed = Folder(out), [], {}
     for key in sorted(p.name for p in folder.out.iterdir() if p.is_dir()):
@@ -342,13 +344,14 @@ def status(
         elif failure := folder.failure(key): failed[key] = failure.get("error", "")
     running = [p.parent.name for p in sorted(folder.home.glob("*/lock")) if _is_held(p)]
     plans = [_json(path) for path in folder.home.glob("plan-*.json")]
-    planned = dict.fromkeys(key for plan in plans for key in plan["keys"])
+    pairs = (zip(plan["keys"], plan.get("names", plan["keys"])) for plan in plans)
+    planned = dict(itertools.chain.from_iterable(pairs))
     missing = [key for key in planned if key not in {*done, *failed, *running}]
     left = None
     if done and running:
         rounds = math.ceil((len(missing) + len(running)) / len(running))
         left = statistics.mean(map(folder.seconds, done)) * rounds
-    return {"done": done, "failed": failed, "missing": missing, "left": left,
+    return {"done": done, "failed": failed, "missing": missing, "names": planned, "left": left,
             "running": [{"key": key} | folder.progress(key) for key in running]}
 
 

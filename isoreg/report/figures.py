@@ -16,32 +16,29 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
-from ..checks import one_of
 from ..files import write_atomically
 from .records import (
-    TUNED, Cell, by_setting, clears_majority, columns_apart, compare, known_texts, load, outcomes, over_tasks, p_text,
-    provenance, setting_text, summarise, to_markdown)
+    TUNED, by_setting, clears_majority, columns_apart, compare, known_texts, load, over_tasks, p_text, setting_text,
+    summarise, to_markdown)
 
 # %% ../../nbs/report/33_figures.ipynb #c65103d6
 def plot_tradeoff(
     df: pd.DataFrame,  # of load: a penalty at several strengths, several seeds
-    value: str = "value",  # as for summarise
     log: bool = False,  # logarithmic axis of the isotropy
 ):
     """Return a figure of the score against the isotropy after training, one panel for each task and setting.
 
     Small: runs; large: means with standard deviations. A cross marks a run that predicts a single class; runs that
-    failed or have no isotropy are counted. `ValueError` if no finished run has an isotropy."""
-    df = df.assign(outcome=outcomes(df, value), shown=(df.status == "done") & df.isoscore_after.notna())
-    if not df.shown.any(): raise NotRecorded("df: no finished run has isoscore_after; there is nothing to draw")
+    failed or have no isotropy are counted."""
+    if not df.isoscore_after.notna().any(): raise NotRecorded("df: no run has isoscore_after")
     (fig, panels), styles = _panels(df), _styles(df)
     for ax, g in panels:
-        done = g[g.shown]
+        done = g[(g.status == "done") & g.isoscore_after.notna()]
         for name, style in styles.items(): _draw_arm(ax, done[done.method == name], style, name)
-        _majority_line(ax, done, value)
+        _majority_line(ax, done)
         ax.axvline(done.isoscore_before.mean(), color="grey", ls="--", lw=0.8)
         ax.margins(0.2)
-        ax.set(xlabel="IsoScore after training", ylabel=_metric_name(g, value), xscale="log" if log else "linear")
+        ax.set(xlabel="IsoScore after training", ylabel=_metric_name(g), xscale="log" if log else "linear")
         lost = f"{len(g) - len(done)} failed or without isotropy" * (len(done) < len(g))
         ax.text(0.98, 0.02, lost, transform=ax.transAxes, ha="right", fontsize=8)
     _legend(fig, panels)
@@ -51,7 +48,7 @@ def plot_tradeoff(
 def _draw_arm(ax, arm: pd.DataFrame, style: tuple, name: str):
     "Draw the runs of a method and their mean."
     if not len(arm): return
-    (colour, mark, _), x, y, stuck = style, arm.isoscore_after, arm.outcome, arm.collapsed
+    (colour, mark, _), x, y, stuck = style, arm.isoscore_after, arm.value, arm.collapsed
     spread = np.nan_to_num([x.std(), y.std()])
     ax.plot(x, y, mark, color=colour, mfc="none", ms=4, alpha=0.7)
     ax.plot(x[stuck], y[stuck], "x", color=colour, ms=9)
@@ -59,15 +56,13 @@ def _draw_arm(ax, arm: pd.DataFrame, style: tuple, name: str):
                 ls="", label=name)
 
 
-def _metric_name(df: pd.DataFrame, value: str) -> str:
-    return (known_texts(df.metric, "score") if value == "value" else value).replace("_", " ")
+def _metric_name(g: pd.DataFrame) -> str: return known_texts(g.metric, "score").replace("_", " ")
 
 
-def _majority_line(ax, g: pd.DataFrame, value: str):
+def _majority_line(ax, g: pd.DataFrame):
     "Draw the score of the majority class, dotted, where it is near the runs."
-    majority, y = g.majority.mean(), g.outcome.dropna()
-    if value == "value" and len(y) and majority > max(0, y.min() - 0.5 * np.ptp(y)):
-        ax.axhline(majority, color="grey", ls=":", lw=1)
+    majority, y = g.majority.mean(), g.value.dropna()
+    if len(y) and majority > max(0, y.min() - 0.5 * np.ptp(y)): ax.axhline(majority, color="grey", ls=":", lw=1)
 
 # %% ../../nbs/report/33_figures.ipynb #f198d5c7
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, for the colour-blind
@@ -122,19 +117,15 @@ def _legend(fig, panels):
 # %% ../../nbs/report/33_figures.ipynb #01d9fc94
 def plot_layers(
     df: pd.DataFrame,  # of load
-    what: str = "isoscore",  # or "intrinsic_dimension"
-    tokens: str = "cls",  # intrinsic dimension: of the first token, "cls", or of the mean over tokens, "mean"
+    what: str = "isoscore",  # or "intrinsic_dimension", of the mean over tokens
     log: bool = False,  # logarithmic axis
 ):
     """Return a figure of a measure of each hidden state, 0 (the embeddings) to L, one line a method.
 
-    Mean over seeds with a band from the lowest to the highest, before training in grey. A layer where the measure is
-    not defined counts for no seed. `ValueError` if no record has it."""
-    one_of("what", what, ("isoscore", "intrinsic_dimension"))
+    Mean over seeds with a band from the lowest to the highest, before training in grey."""
     done = df[df.status == "done"].reset_index(drop=True)  # a row's number is its name below
-    values = {when: [_by_layer(r, what, when, tokens) for r in done.itertuples()] for when in ("before", "after")}
-    if not any(values["after"]):
-        raise NotRecorded(f"df: no finished run has {what} by layer; measure it with a version that records it")
+    values = {when: [_by_layer(r, what, when) for r in done.itertuples()] for when in ("before", "after")}
+    if not any(values["after"]): raise NotRecorded(f"df: no finished run has {what} by layer")
     (fig, panels), styles = _panels(done), _styles(done)
     for ax, g in panels:
         arms = {name: (g[g.method == name], "after", style) for name, style in styles.items()}
@@ -142,10 +133,19 @@ def plot_layers(
             lines = pd.DataFrame([v for i in arm.index if (v := values[when][i])], dtype=float)
             if len(lines): _band(ax, lines.columns, lines.mean(), lines.min(), lines.max(), style, name)
         ax.set(xlabel="hidden state (0: embeddings)", yscale="log" if log else "linear",
-               ylabel="IsoScore" if what == "isoscore" else f"intrinsic dimension ({tokens})")
+               ylabel="IsoScore" if what == "isoscore" else "intrinsic dimension (mean)")
         ax.xaxis.get_major_locator().set_params(integer=True)
     _legend(fig, panels)
     return fig
+
+
+def _by_layer(r, what: str, when: str) -> list | None:
+    "Return the values of hidden states 0 (embeddings) to L of a run; None where the record has none."
+    if what == "intrinsic_dimension":
+        found = getattr(r, f"{what}_{when}")
+        return found["mean"] if isinstance(found, dict) else None
+    layers = getattr(r, f"{what}_layers_{when}")
+    return [getattr(r, f"{what}_embeddings_{when}"), *layers] if isinstance(layers, list) else None
 
 
 def _band(ax, x, middle, low, high, style: tuple, label: str):
@@ -154,33 +154,21 @@ def _band(ax, x, middle, low, high, style: tuple, label: str):
     ax.plot(x, middle, color=colour, marker=mark, ls=dash, ms=4, label=label)
     ax.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
 
-# %% ../../nbs/report/33_figures.ipynb #98ffbc71
-def _by_layer(r, what: str, when: str, tokens: str) -> list | None:
-    "Return the values of hidden states 0 (embeddings) to L of a run; None where the record has none."
-    if what == "intrinsic_dimension":
-        found = getattr(r, f"{what}_{when}")
-        return found.get(tokens) if isinstance(found, dict) else None
-    layers = getattr(r, f"isoscore_layers_{when}")
-    return [getattr(r, f"isoscore_embeddings_{when}"), *layers] if isinstance(layers, list) else None
-
 # %% ../../nbs/report/33_figures.ipynb #50c44aa4
 def plot_fraction(
     df: pd.DataFrame,  # of load: several values of train_fraction
-    value: str = "value",  # as for summarise
 ):
-    """Return a figure of the score by share of the training part: median over seeds, quartiles as a band, runs as dots.
-
-    `ValueError` if all runs have one share."""
+    "Return a figure of the score by share of the training part: median over seeds, quartiles as a band, runs as dots."
     if df.train_fraction.nunique() < 2: raise NotRecorded("df: all runs have one train_fraction; give several")
-    df, styles = df.assign(outcome=outcomes(df, value), share=100 * df.train_fraction), _styles(df)
-    fig, panels = _panels(df, without=("train_fraction",))
+    df, styles = df.assign(share=100 * df.train_fraction), _styles(df)
+    fig, panels = _panels(df, without=["train_fraction"])
     for ax, g in panels:
         for name, arm in g.groupby("method", sort=False):
-            low, middle, high = (arm.groupby("share").outcome.quantile(q) for q in (0.25, 0.5, 0.75))
+            low, middle, high = (arm.groupby("share").value.quantile(q) for q in (0.25, 0.5, 0.75))
             _band(ax, middle.index, middle, low, high, styles[name], name)
-            ax.plot(arm.share, arm.outcome, ".", color=styles[name][0], ms=3, alpha=0.6)
-        _majority_line(ax, g, value)
-        ax.set(xlabel="share of the training data, %", ylabel=_metric_name(g, value))
+            ax.plot(arm.share, arm.value, ".", color=styles[name][0], ms=3, alpha=0.6)
+        _majority_line(ax, g)
+        ax.set(xlabel="share of the training data, %", ylabel=_metric_name(g))
     _legend(fig, panels)
     return fig
 
@@ -190,11 +178,9 @@ def plot_mean_activation(
 ):
     """Return a figure of the mean activation of each dimension of the last layer, averaged over seeds.
 
-    One row a method, one column a task or setting, on one scale; a grey line is the state before training, where
-    recorded. `ValueError` if no record has it."""
+    One row a method, one column a task or setting, on one scale; a grey line is the state before training."""
     done = df[(df.status == "done") & df.mean_activation_after.map(lambda v: isinstance(v, list))]
-    if not len(done):
-        raise NotRecorded("df: no finished run has mean_activation; measure it with a version that records it")
+    if not len(done): raise NotRecorded("df: no finished run has mean_activation")
     styles, by = _styles(done), columns_apart(done, None, paired=True)
     columns = list(done.groupby(by, dropna=False, sort=False))
     size = min(max(5, 3.6 * len(columns)), WIDTH), 0.6 + 1.5 * len(styles)
@@ -217,35 +203,29 @@ def plot_forest(
     comparisons: pd.DataFrame,  # of compare; several can be put together with pandas.concat
     heads: Sequence[str] | None = None,  # one a row: rows with the same head stand together below it
 ):
-    """Return a figure of every difference of a table with its t interval.
+    """Return a figure of every difference of a table with its t interval, its pairs, p after Holm, and verdict.
 
-    Filled: Holm p at or below the level; open: not. At the right the pairs, p after Holm, and the verdict. An interval
-    much wider than the differences spread is cut at the border."""
-    table, place, y = comparisons.reset_index(drop=True), [], 0
-    if heads is not None and len(heads) != len(table):
-        raise ValueError(f"heads: {len(heads)} for {len(table)} rows; give one a row")
-    several = table.baseline.nunique() > 1
+    Filled: Holm p at or below the level; open: not. An interval much wider than the differences spread is cut."""
+    several, place, y = comparisons.baseline.nunique() > 1, [], 0
     fig, ax = plt.subplots(layout="constrained")
-    across = ax.get_yaxis_transform()
-    for i, r in enumerate(table.itertuples()):
+    for i, r in enumerate(comparisons.itertuples()):
         if heads is not None and (i == 0 or heads[i] != heads[i - 1]):
-            ax.text(0, -y, heads[i], transform=across, va="center", fontsize=8, weight="bold", zorder=4,
-                    bbox=dict(facecolor="white", edgecolor="none", pad=1.5))
+            ax.text(0, -y, heads[i], transform=ax.get_yaxis_transform(), va="center", fontsize=8, weight="bold",
+                    zorder=4, bbox=dict(facecolor="white", edgecolor="none", pad=1.5))
             y += 1
         _draw_difference(ax, y, r)
         place.append(-y)
         y += 1
-    settings = table.loc[:, :"method"].itertuples(index=False)
-    names = [", ".join(map(setting_text, r)) + f"\nagainst {b}" * several for r, b in zip(settings, table.baseline)]
-    ax.set_yticks(place, names, fontsize=8)
+    rows = zip(comparisons.loc[:, :"method"].itertuples(index=False), comparisons.baseline)
+    ax.set_yticks(place, [", ".join(map(setting_text, r)) + f"\nagainst {b}" * several for r, b in rows], fontsize=8)
     ax.axvline(0, color="grey", lw=0.8)
     ax.locator_params(axis="x", nbins=5)
-    room = max(np.ptp([0, *table.difference.dropna()]), 2 * (table.high - table.low).median()) / 2
-    low, high = ax.get_xlim()
-    left, right = min(0, table.difference.min()) - room, max(0, table.difference.max()) + room
-    if room > 0: ax.set_xlim(max(low, left), min(high, right))
-    unit = table.metric.iloc[0].replace("_", " ") if table.metric.nunique() == 1 else "the metric of each task"
-    against = "difference in " if several else f"difference to {table.baseline.iloc[0]}, in "
+    d, (low, high) = comparisons.difference, ax.get_xlim()
+    room = max(np.ptp([0, *d.dropna()]), 2 * (comparisons.high - comparisons.low).median()) / 2
+    if room > 0: ax.set_xlim(max(low, min(0, d.min()) - room), min(high, max(0, d.max()) + room))
+    metrics = comparisons.metric.unique()
+    unit = metrics[0].replace("_", " ") if len(metrics) == 1 else "the metric of each task"
+    against = "difference in " if several else f"difference to {comparisons.baseline.iloc[0]}, in "
     ax.set(xlabel=against + unit, ylim=(0.4 - y, 0.6))
     fig.set_size_inches(WIDTH, 0.9 + (0.45 if several else 0.3) * y)
     return fig
@@ -268,16 +248,14 @@ def write_report(
     folder: str | Path,  # gets the files; made if it is not there
     baseline: str | None = "baseline",  # of the comparisons; None: no comparisons
     by: Sequence[str] | None = None,  # as for summarise and compare
-    base: str = "",  # put before the links to records
 ) -> list[Path]:  # the files
     """Write summary.md, comparisons.md, over_tasks.md (several tasks), failures.md and the figures (.png).
 
-    A task whose baseline does not clear the majority rate takes no part in over_tasks, whose caption names it (see
-    `clears_majority`). Links are as seen from the folder. `ValueError` as `load` and `compare` raise it."""
+    A task whose baseline does not clear the majority rate takes no part in over_tasks, whose caption names it."""
     df, folder = source if isinstance(source, pd.DataFrame) else load(source), Path(folder)
     df = df.assign(file=[os.path.relpath(f, folder).replace(os.sep, "/") if f else "" for f in df.file])
     tables = _tables(df, baseline, by)
-    files: dict[str, str | bytes] = {f"{name}.md": to_markdown(t, base=base) for name, t in tables.items()}
+    files: dict[str, str | bytes] = {f"{name}.md": to_markdown(t) for name, t in tables.items()}
     drawn = {name: (draw, df) for name, draw in DRAWN.items()}
     if "comparisons" in tables: drawn["forest"] = plot_forest, tables["comparisons"]
     for name, (draw, shown) in drawn.items():
@@ -302,28 +280,18 @@ def _tables(df: pd.DataFrame, baseline: str | None, by: Sequence[str] | None) ->
     "Return the tables of a report by name."
     tables = {"summary": summarise(df, by)}
     if baseline is not None and set(df.method) - {baseline}:
-        tables["comparisons"] = compare(df, baseline, by)
-        together = _over_judges(tables["comparisons"], clears_majority(df, baseline, by), baseline)
-        if together is not None: tables["over_tasks"] = together
+        tables["comparisons"] = found = compare(df, baseline, by)
+        able = clears_majority(df, baseline, by)
+        keys = able.attrs["by"]
+        kept = found[found.n > 0].merge(able.loc[able.clears, keys])
+        kept.attrs = found.attrs
+        if kept.task.nunique() > 1:
+            tables["over_tasks"] = together = over_tasks(kept)
+            idle = "; ".join(", ".join(map(setting_text, row)) for row in able.loc[~able.clears, keys].to_numpy())
+            left_out = f"Left out, since {baseline} does not clear the majority rate there: {idle}. " if idle else ""
+            together.attrs["caption"] = left_out + found.attrs["caption"]
     lost = df[df.status == "failed"]
-    if len(lost):
-        runs = [Cell(r.key, ((r.seed, r.file, r.line, r.key),)) for r in lost.itertuples()]
-        words = lost.error.map(lambda text: text.strip().splitlines()[-1][:200])
-        found = lost[["task", "method"]].assign(run=runs, attempts=lost.attempts.map(setting_text), error=words)
-        found.attrs = {"caption": provenance(df)}
-        tables["failures"] = found
+    last_lines = lost.error.map(lambda text: text.strip().splitlines()[-1][:200])
+    if len(lost): tables["failures"] = lost[["task", "method", "seed", "file"]].assign(error=last_lines)
     return tables
 
-
-def _over_judges(table: pd.DataFrame, able: pd.DataFrame, baseline: str) -> pd.DataFrame | None:
-    "Return the comparisons over the tasks that can judge; None if no method has two of them."
-    keys = table.attrs["by"][:-1]
-    idle = able[~able.clears]
-    kept = table[~pd.MultiIndex.from_frame(table[keys]).isin(pd.MultiIndex.from_frame(idle[keys])) & (table.n > 0)]
-    together = over_tasks(kept) if len(kept) else None
-    if together is None or together.tasks.max() < 2: return None
-    low = [f"{', '.join(setting_text(r[c]) for c in keys)} ({r['mean']:.3f} beside {r['majority']:.3f}; two standard "
-           f"errors are {2 * r['error']:.3f})" for r in idle.to_dict("records")]
-    left_out = f"Left out, since {baseline} does not clear the majority rate there: {'; '.join(low)}. " if low else ""
-    together.attrs |= {"caption": left_out + together.attrs["caption"]}
-    return together

@@ -35,11 +35,10 @@ def sign_flip(
 ) -> tuple[float, str]:  # two-sided p, and how it was found; p is NaN without pairs
     """Return p of the sign-flip test of paired differences (Fisher 1935), exact up to 16 pairs.
 
-    For more pairs RESAMPLES random sign patterns are drawn, the same at each call.
-    `ValueError` for a difference that is not finite, and for more than one list of them."""
+    For more pairs RESAMPLES random sign patterns are drawn, the same at each call."""
     d = np.asarray(differences, dtype=float)
-    if d.ndim != 1: raise ValueError(f"differences: shape {d.shape}; pass one number a pair")
-    if not np.isfinite(d).all(): raise ValueError(_INCOMPLETE)
+    if d.ndim != 1 or not np.isfinite(d).all():
+        raise ValueError("differences: pass one finite number a pair; leave incomplete pairs out, and say so")
     d, n = np.where(abs(d) <= ROUNDING, 0.0, d), len(d)
     if n < 2: return (1.0, "exact, 2 sign patterns") if n else (math.nan, "no pair")
     exact, scale = 2**n <= RESAMPLES, max(abs(d).max(), 1e-300)
@@ -51,15 +50,12 @@ def sign_flip(
 
 # %% ../../nbs/report/26_statistics.ipynb #ef1a9b45
 RESAMPLES = 99_999  # sign patterns at most: all of them up to 16 pairs, random ones beyond
-_INCOMPLETE = "differences: not all are finite; leave incomplete pairs out, and say so"
 
 # %% ../../nbs/report/26_statistics.ipynb #c1595acb
 def holm(
     p,  # p-values of one table; NaN takes no part
 ) -> np.ndarray:  # in the same order
-    """Return Holm's step-down adjustment (1979): the chance of one false finding or more in the table is held.
-
-    `ValueError` unless p is a list of numbers in [0, 1]."""
+    "Return Holm's step-down adjustment (1979): the chance of one false finding or more in the table is held."
     p = np.asarray(p, dtype=float)
     if p.ndim != 1 or (p < 0).any() or (p > 1).any():
         raise ValueError(f"p: {p.tolist()} is no list of numbers in [0, 1]; pass one p-value a comparison")
@@ -80,11 +76,7 @@ def seeds_needed(
     tests: int = 1,  # comparisons in the table
     alpha: float = 0.05,  # level
 ) -> int:
-    """Return the pairs from which a sign-flip test can reach the level, after Holm's correction for the table.
-
-    This counts all sign patterns; `sign_flip` draws some beyond 16 pairs; its p is never below 2/(RESAMPLES + 1)."""
-    in_range("tests", tests, 1)
-    in_range("alpha", alpha, 0, 1, ends="()")
+    "Return the pairs from which a sign-flip test of all patterns can reach the level, after Holm's correction."
     return math.ceil(math.log2(2 * tests / alpha) - 1e-12)
 
 # %% ../../nbs/report/26_statistics.ipynb #5c60ab6a
@@ -93,9 +85,7 @@ def score_error(
     rows: float,  # of evaluation; NaN if they are not known
     correlation: bool = False,  # the score is a correlation, not a rate
 ) -> float:
-    """Return the standard error of the mean score for other seeds and, where they are known, other evaluation rows.
-
-    NaN for one seed and rows that are not known."""
+    "Return the standard error of the mean score for other seeds and, where they are known, other evaluation rows."
     x = np.asarray(scores, dtype=float)
     if not rows > 1: return float(stats.sem(x)) if len(x) > 1 else math.nan
     mean, few = x.mean(), x.var(ddof=1) / len(x) if len(x) > 1 else 0.0
@@ -108,14 +98,13 @@ def two_errors(
     level: float = 0.95,  # of the interval, between 0 and 1
     pair_errors: Sequence | None = None,  # of each task: row error of each pair, to count what both share once
 ) -> dict:  # difference, error, freedom, low, high, p; all but the first two NaN without any spread
-    """Return the mean of the tasks' differences with its interval for other seeds and evaluation rows, and two-sided p.
-
-    `ValueError` for a task with one pair, without a row error, or none at all."""
+    "Return the mean of the tasks' differences with its interval for other seeds and evaluation rows, and two-sided p."
     in_range("level", level, 0, 1, ends="()")
-    d, r = _whole(differences, row_errors)
-    T, n = len(d), np.array([len(x) for x in d])
-    if pair_errors is not None and [len(x) for x in pair_errors] != n.tolist():
-        raise ValueError("pair_errors: need one number a pair, of each task")
+    d, T = [np.asarray(x, float) for x in differences], len(differences)
+    n, r = np.array([len(x) for x in d]), np.zeros(T) if row_errors is None else np.asarray(row_errors, float)
+    if min(n, default=0) < 2: raise ValueError("differences: a task has one pair; two or more have a spread")
+    if len(r) != T or not (r >= 0).all():
+        raise ValueError(f"row_errors: {r.tolist()} for {T} tasks; give one number a task, known and not negative")
     a = np.array([x.var(ddof=1) for x in d]) / n
     shared = 0 if pair_errors is None else np.array([np.square(x).mean() for x in pair_errors]) - r**2
     rows = r**2 - np.clip(shared / (n - 1), 0, r**2)  # without the part that is in the spread of the seeds too
@@ -127,18 +116,6 @@ def two_errors(
     reach = float(stats.t.ppf((1 + level) / 2, freedom)) * error
     p = 2 * float(stats.t.sf(abs(mean) / error, freedom))
     return {"difference": mean, "error": error, "freedom": freedom, "low": mean - reach, "high": mean + reach, "p": p}
-
-# %% ../../nbs/report/26_statistics.ipynb #132b1737
-def _whole(differences, row_errors) -> tuple[list[np.ndarray], np.ndarray]:
-    "Return both as arrays, or raise a `ValueError` that says what is missing."
-    d = [np.asarray(x, float) for x in differences]
-    r = np.zeros(len(d)) if row_errors is None else np.asarray(row_errors, float)
-    if not d or len(d) != len(r): raise ValueError(f"row_errors: {len(r)} for {len(d)} tasks; give one a task")
-    if min(map(len, d)) < 2: raise ValueError("differences: a task has one pair; two or more have a spread")
-    if not np.isfinite(r).all() or (r < 0).any():
-        raise ValueError("row_errors: not all are known; runs without resamplings have none")
-    if not all(np.isfinite(x).all() for x in d): raise ValueError(_INCOMPLETE)
-    return d, r
 
 # %% ../../nbs/report/26_statistics.ipynb #bb76c93d
 def equivalence(
@@ -156,9 +133,7 @@ def ratio_interval(
     level: float = 0.95,  # of the interval
     rows: Sequence | None = None,  # of each task (2, 2): covariance of the two means from the evaluation rows
 ) -> tuple[float, float, float]:  # ratio, low, high; unbounded (-inf, inf) where the denominator is not clear of zero
-    """Return the ratio of two means over tasks and seeds, with Fieller's interval (1954) for other seeds, and rows.
-
-    `ValueError` for no task, or one with fewer than two seeds."""
+    "Return the ratio of two means over tasks and seeds, with Fieller's interval (1954) for other seeds, and rows."
     in_range("level", level, 0, 1, ends="()")
     x = [np.asarray(task, float) for task in pairs]
     if not x or any(task.ndim != 2 or len(task) < 2 or task.shape[1] != 2 for task in x):

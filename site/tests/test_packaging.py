@@ -102,31 +102,6 @@ def test_no_path_of_a_machine():
     assert not found, "\n".join(found)
 
 
-def test_the_source_distribution_holds_what_the_site_and_the_tests_need(tmp_path, monkeypatch):
-    "MANIFEST.in over empty copies of all tracked files; what setuptools adds by itself is left out of the question."
-    filelist = pytest.importorskip("setuptools.command.egg_info", reason="setuptools is not installed").FileList()
-    names = {path.relative_to(ROOT).as_posix() for path in tracked_files()}
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.chdir(tmp_path)
-    filelist.findall()
-    for line in (ROOT / "MANIFEST.in").read_text().splitlines():
-        filelist.process_template_line(line)
-    by_itself = {"README.md", "LICENSE", "pyproject.toml", "MANIFEST.in"}
-    missing = {n for n in names - set(filelist.files) - by_itself if not n.startswith(("isoreg/", ".github/", ".git"))}
-    assert not missing, "\n".join(sorted(missing))
-    for name in (
-        "site/styles.css",
-        "site/_records.html",
-        "CHANGELOG.md",
-        "nbs/images/favicon.svg",
-        "nbs/results/record.schema.json",
-        "nbs/images/fig-claims.png",
-    ):
-        assert name in filelist.files
-
-
 def test_citation_is_well_formed():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0" and citation["license"] == PROJECT["license"] == "Apache-2.0"
@@ -140,14 +115,8 @@ def test_citation_is_well_formed():
 
 def test_the_readme_gives_the_test_command():
     "The continuous integration takes the command from README.md and runs it, so it has to be there, once."
-    text = re.sub(r"\\\n\s*", "", (ROOT / "README.md").read_text())  # a command may go on in the next line
-    lines = re.findall(r"^python3 -m venv .*pytest.*$", text, re.MULTILINE)
-    steps = [
-        "python3 -m venv .venv",
-        ".venv/bin/pip install -c constraints.txt -e '.[dev]'",
-        ".venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder",
-    ]
-    assert lines == [" && ".join(steps)]
+    (line,) = re.findall(r"^python3 -m venv .*pytest.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert ".venv/bin/pip install -c constraints.txt -e '.[dev]' && .venv/bin/python -m pytest -n 2" in line
 
 
 def test_rooms_import_from_lower_numbers_and_lower_packages_only():

@@ -34,27 +34,7 @@ def text(cell):
     return "".join(cell["source"])
 
 
-def shown(page):
-    "The Markdown that the last cell of a guide shows."
-    return "".join(cells(NBS / "guides" / f"{page}.ipynb")[-1]["outputs"][0]["data"]["text/markdown"])
-
-
-def test_pages_are_what_the_code_says():
-    assert shown("reference") == index_page(NBS) and shown("commands") == commands_page()
-
-
 # ---- the index
-
-
-def test_the_index_begins_with_tasks_and_ends_with_internals():
-    headings = re.findall(r"^## (.+)$", index_page(NBS), re.M)
-    assert headings == [*reference.TASKS, "Internals"]
-    named = [room for rooms in reference.TASKS.values() for room in rooms.split()]
-    assert len(named) == len(set(named)) and re.findall(r"\*\*`isoreg\.([\w.]+)`\*\*", index_page(NBS)) == [
-        room
-        for room in [*named, *(room for room in ROOMS if room not in named)]
-        if room in ROOMS and public_names(room)
-    ]
 
 
 def test_every_public_name_is_linked_to_its_entry_or_has_it_here():
@@ -130,15 +110,6 @@ def test_examples_parse(name, tmp_path, monkeypatch):
 
 
 # ---- the tutorials
-
-
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
-def test_a_tutorial_has_one_picture_and_says_where_to_go(path):
-    code = [c for c in cells(path) if c["cell_type"] == "code"]
-    kinds = [set(output.get("data", {})) for c in code for output in c["outputs"]]
-    assert sum("image/png" in kind for kind in kinds) == 1 and code[-1]["outputs"]
-    last = text(cells(path)[-1])
-    assert "Where to go next" in last and len(re.findall(r"\]\(\.\./", last)) >= 3
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
