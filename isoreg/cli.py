@@ -8,6 +8,7 @@ __all__ = ['app', 'demo_command', 'run_command', 'rerun_command', 'sweep_command
 import inspect
 import json
 import re
+import statistics
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,13 +16,17 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 import isoreg
 from .experiments.config import RunConfig, groups, help_text, method_label, parse_set, plain_type
+from .experiments.grid import Run, choose, expand, final_grid, grid_path, load_grid
+from .experiments.notebook import execute, is_refusal
+from .experiments.record import RunRecord, changed_inputs, read_lines, read_record
+from .experiments.sweep import Folder, Local, OnRay, is_record_of, status, sweep
+from .files import read_text, record_files, write_atomically
 
 # %% ../nbs/31_cli.ipynb #92727564
 class _Commands(TyperGroup):
@@ -34,10 +39,17 @@ class _Commands(TyperGroup):
                 warnings.showwarning = lambda message, *_: _errors.print(_printable(str(message)))
                 return super().invoke(ctx)
         except BrokenPipeError: raise  # of a closed pipe, as of `| head`; typer ends in silence
-        except (ValueError, OSError) as error: message, code = str(error), 2
+        except (ValueError, OSError, ImportError) as error: message, code = str(error), 2
         except KeyboardInterrupt: message, code = "stopped; the same command does the rest", 130
         _errors.print(Text("error:", "red"), _printable(message))
         raise typer.Exit(code)
+
+    def get_params(self, ctx):
+        "Return the options; a flag of any command is shown without a value, where typer shows <bool>."
+        params = super().get_params(ctx)
+        for option in [*params, *(p for command in self.commands.values() for p in command.get_params(ctx))]:
+            if getattr(option, "is_flag", False): option.metavar = ""
+        return params
 
 
 app = typer.Typer(
@@ -45,39 +57,27 @@ app = typer.Typer(
     help="Isotropy and dropout regularisers for fine-tuning language models.")
 
 
-def _option(text: str, *names: str, **more):
-    "Return an option with this help, which names its default if at all."
-    return typer.Option(*names, help=text, show_default=False, **more)
-
-
-def _flag(name: str, text: str): return typer.Option(name, help=text, metavar="")  # by itself it would show <bool>
-
-
 @app.callback(invoke_without_command=True)
-def _main(version: Annotated[bool, _flag("--version", "Print the version and exit.")] = False):
+def _main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False):
     if version: print(isoreg.__version__)
 
 
-_JSON = _flag("--json", "Print JSON.")
+_JSON = typer.Option("--json", help="Print JSON.")
 _OUT = typer.Option(help="Folder for runs; each gets its own below.")
-_ONLY = _option("Only this block; may be given several times.")
-_IN_ALL = _option("name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].", "--set")
+_ONLY = typer.Option(help="Only this block; may be given several times.")
+_SET = typer.Option("--set", help="name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].")
 
 # %% ../nbs/31_cli.ipynb #7f6bcbdf
 @app.command("demo")
 def demo_command(out: Annotated[Path, _OUT] = Path("runs")):
     "Fine-tune the toy model with and without I-STAR, and compare the two (about a minute)."
-    from isoreg.experiments.grid import expand, load_grid
-    from isoreg.experiments.record import RunRecord
     from isoreg.report.figures import plot_layers
     from isoreg.report.records import load
     plan = expand(load_grid("demo"))
     report = _sweep(plan, out, retry_failed=True)
     if report.code: raise typer.Exit(_show_report(report, out))
     records = [RunRecord.load(out / run.key) for run in plan.runs]
-    rows = [[method_label(r.config), _number(r.value),
-             *(_number(r.isoscore[when]["union"]) for when in ("before", "after"))] for r in records]
-    _show("Fine-tuning on toy-cola", rows, ["method"], [records[0].metric, "IsoScore before", "after"])
+    _show_records(records)
     plot_layers(load(records)).savefig(out / "demo.png", dpi=150)
     _console.print(f"isotropy by layer: {out / 'demo.png'}")
     _console.print("next: isoreg score FILE      your vectors\n"
@@ -92,7 +92,7 @@ def _with_settings(command):
         for name, field in fields.items():
             kind = plain_type(field)
             if kind is dict: continue  # the definition of a task comes from its file
-            option = _option(help_text(field), rich_help_panel=heading, metavar="" if kind is bool else None)
+            option = typer.Option(help=help_text(field), rich_help_panel=heading)
             own.append(inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]))
     command.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in own])
@@ -102,92 +102,78 @@ def _with_settings(command):
 @app.command("run")
 @_with_settings
 def run_command(
-    set_: Annotated[list[str] | None, _option("name=value: a setting as a grid has it.", "--set")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: a setting as a grid has it.")] = None,
     out: Annotated[Path, _OUT] = Path("runs"),
-    save_model: Annotated[bool, _flag("--save-model", "Also write the trained model.")] = False,
-    force: Annotated[bool, _flag("--force", "Run again even if the record is there.")] = False,
+    save_model: Annotated[bool, typer.Option("--save-model", help="Also write the trained model.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Run again even if the record is there.")] = False,
     **settings,  # of RunConfig
 ):
     """Fine-tune a model on a task and write the record.
 
     Without options: I-STAR on the embedded toy task, no network, about a minute.
     """
-    from isoreg.experiments.grid import Run
-    from isoreg.experiments.record import RunRecord
-    from isoreg.experiments.sweep import Folder
     config = RunConfig(**parse_set(set_ or ()) | {name: v for name, v in settings.items() if v is not None})
     run, folder = Run(config.key, "finetune", config.to_dict()), out / config.key
-    if force or Folder(out).record(run) is None: _execute(run, out, save_model)
-    elif save_model and not (folder / "model").is_dir():
-        raise ValueError(f"save-model: {folder} has the record of this run, but not its model; --force runs it again")
+    complete = Folder(out).record(run) and ((folder / "model").is_dir() or not save_model)
+    if force or not complete: _execute(run, out, save_model)
     else: _console.print("This run is already done (--force runs it again).")
     record = RunRecord.load(folder)
-    _show_record(record, folder)
-    if record.value is None: raise typer.Exit(1)
+    _show_records([record])
+    notes = record.data["notes"] + record.model["notes"] + record.dropout.get("notes", [])
+    for note in notes + ["predicts a single class"] * record.collapsed: _console.print(_printable(f"note: {note}"))
+    _console.print(f"record and notebook: {folder}")
 
 # %% ../nbs/31_cli.ipynb #1b55a03e
 def _execute(run, out: Path, save_model: bool):
-    "Execute the notebook of a run in its folder. `ValueError` for bad input, and if another process does the run."
-    from filelock import Timeout
+    "Execute the notebook of a run in its folder. `ValueError` for bad input, `OSError` if another process does it."
     from papermill.exceptions import PapermillExecutionError
-    from isoreg.experiments.notebook import execute, is_refusal
-    from isoreg.experiments.sweep import Folder, stop_signals
-    folder, progress = out / run.key, out / run.key / "progress.json"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, notebook = Folder(out), out / run.key / "notebook.ipynb"
     parameters = run.parameters | {"out": str(out), "save_model": save_model}
     try:
-        with Folder(out).lock(run.key), _errors.status("starting the kernel") as shown, stop_signals():
-            progress.unlink(missing_ok=True)  # of an earlier try, as failed.json below
-            execute("finetune", folder / "notebook.ipynb", parameters, progress, lambda s: shown.update(_stage(s)))
-            (folder / "failed.json").unlink(missing_ok=True)
-    except Timeout: raise ValueError(f"out: another process does this run already; see isoreg status {out}") from None
+        with folder.lock(run.key), _errors.status(_Live(lambda: _stage(folder.progress(run.key)))):
+            for earlier in ("progress.json", "failed.json"): (out / run.key / earlier).unlink(missing_ok=True)
+            execute("finetune", notebook, parameters)
     except PapermillExecutionError as error:
         if error.ename == "KeyboardInterrupt": raise KeyboardInterrupt from None
         if not is_refusal(error): raise
-        raise ValueError(f"{error.evalue}\nnotebook: {folder / 'notebook.ipynb'}") from None
+        raise ValueError(f"{error.evalue}\nnotebook: {notebook}") from None
 
-# %% ../nbs/31_cli.ipynb #stage01
+
+class _Live:
+    "A line that is made anew whenever the terminal shows it."
+
+    def __init__(self, line): self.line = line
+
+    def __rich__(self): return self.line()
+
+
 def _stage(state: dict) -> Text:
     "Return how far a run is, by its progress.json."
-    words = [state.get("stage") or "", f"{state.get('step', 0)}/{state['total']}" if state.get("total") else ""]
-    if state.get("loss") is not None: words.append(f"loss {state['loss']:.3f}")
-    return Text(" ".join(filter(None, words)))
+    if "stage" not in state: return Text("starting the kernel")
+    step = f" {state['step']}/{state['total']}" if state["total"] else ""
+    loss = f", loss {state['loss']:.3f}" if state["loss"] is not None else ""
+    return Text(state["stage"] + step + loss)
 
-
-def _show_record(record, folder: Path):
-    "Print scores, isotropy, time and notes of a run, and the files in its folder."
-    score, where = f"{_number(record.value)}  (majority {_number(record.data['majority'])})", record.hardware
-    if record.value is None: score += "  the metric is no finite number"
-    if record.collapsed: score += "  predicts a single class"
-    before, after = (_number(record.isoscore[when]["union"]) for when in ("before", "after"))
-    others = [(name, _number(value)) for name, value in record.metrics.items() if name != record.metric]
-    notes = record.data["notes"] + record.model["notes"] + record.dropout.get("notes", [])
-    hardware = f"{where['gpu'] or where['cpu']}, {where['precision']}"
-    title = f"{record.key}  {method_label(record.config)}"
-    _show(title, [(record.metric, score), *others, ("IsoScore, union", f"{before} -> {after}"),
-                  ("training", f"{record.train_seconds:.0f} s, {hardware}"), *(("note", note) for note in notes)])
-    for name in ("record.json", "notebook.ipynb", "model"):
-        if (folder / name).exists(): _console.print(str(folder / name))
+# %% ../nbs/31_cli.ipynb #stage01
+def _show_records(records: Sequence[RunRecord]):
+    "Print the scores and the isotropy of runs on one task."
+    rows = [[method_label(r.config), _number(r.value),
+             *(_number(r.isoscore[when]["union"]) for when in ("before", "after"))] for r in records]
+    first = records[0]
+    _show(f"Fine-tuning on {first.config['task']}", rows, ["method"], [first.metric, "IsoScore before", "after"])
 
 # %% ../nbs/31_cli.ipynb #03fbac78
-_WHAT = typer.Argument(metavar="KEY|RECORD", help="Key of a stored run, a record.json, or the folder of a run.")
-_WHERE = _option("Records (.jsonl) in which a key is looked up, or a folder of them or of runs (default: nbs/results).")
-
-
 @app.command("rerun")
 def rerun_command(
-    what: Annotated[str, _WHAT],
-    records: Annotated[Path, _WHERE] = Path("nbs/results"),
-    data_dir: Annotated[str | None, _option("Where the data lie now, if elsewhere.")] = None,
-    model: Annotated[str | None, _option("Where the model lies now, if elsewhere.")] = None,
-    scores: Annotated[str | None, _option("Where the tensor scores lie now, if elsewhere.")] = None,
+    what: Annotated[str, typer.Argument(metavar="KEY|RECORD", help="Key of a stored run, record.json or its folder.")],
+    records: Annotated[Path, typer.Option(help="Records (.jsonl) that have the key.")] = Path("nbs/results"),
+    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: where files lie now.")] = None,
 ):
     "Repeat a stored run and say whether score and predictions are equal; exits 1 if they are not."
     from isoreg.experiments.finetune import rerun
     from isoreg.experiments.models import quiet_loading
-    places = {"data_dir": data_dir, "model": model, "scores": scores}
-    record = _stored(what, records)
-    with quiet_loading(): found = rerun(record, **{name: place for name, place in places.items() if place})
+    record = _stored(Path(what), records)
+    with quiet_loading(): found = rerun(record, **parse_set(set_ or ()))
     rows = {name: found[name] for name in ("value", "isoscore", "commit", "cpu")} | found["versions"]
     title = f"{record['key']}  {method_label(record['config'])}"
     _show(title, [(name, *pair) for name, pair in rows.items()], ["", "stored", "now"])
@@ -196,83 +182,56 @@ def rerun_command(
     if not found["equal"]: raise typer.Exit(1)
 
 
-def _stored(what: str, records: Path) -> dict:
-    "Return the record in a file or folder, or that of a key in files of records; `ValueError` if there is none."
-    from isoreg.experiments.record import read_lines, read_record
-    for path in (Path(what), Path(what) / "record.json", records / what / "record.json"):
-        if path.is_file(): return read_record(path)
+def _stored(what: Path, records: Path) -> dict:
+    "Return the record in a file or folder, or the latest of that key in files of records."
+    if what.exists(): return read_record(what / "record.json" if what.is_dir() else what)
     files = sorted(records.glob("*.jsonl")) if records.is_dir() else [records]
-    runs = [r for file in files for r in read_lines(file) if r.get("key") == what]
-    if runs: return max(runs, key=lambda r: str(r.get("started", "")))  # the later, as in a report
-    raise ValueError(f"record: no file {what!r}, and no run of that key in {str(records)!r}; "
-                     "give a record.json, or --records")
+    runs = [r for file in files for r in read_lines(file) if r["key"] == str(what)]
+    if runs: return max(runs, key=lambda r: str(r.get("started", "")))
+    raise ValueError(f"record: no file and no stored run {str(what)!r}; give a record.json, or --records")
 
 # %% ../nbs/31_cli.ipynb #3c934f1c
-_JOBS = _option("Runs at the same time (default: from cores, memory and GPUs; more than GPUs share them).", min=1)
-_DONE = _option("Records (.jsonl) whose runs count as done, such as nbs/results/runs.jsonl.", exists=True)
-
-
 @app.command("sweep")
 def sweep_command(
     grid: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped grid, such as toy.")],
     out: Annotated[Path, _OUT] = Path("runs"),
-    dry_run: Annotated[bool, _flag("--dry-run", "Show and count the runs, and stop.")] = False,
-    jobs: Annotated[int | None, _JOBS] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs and their hours, and stop.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; more than GPUs share them.")] = None,
     only: Annotated[list[str] | None, _ONLY] = None,
-    set_: Annotated[list[str] | None, _IN_ALL] = None,
-    records: Annotated[Path | None, _DONE] = None,
-    retry_failed: Annotated[bool, _flag("--retry-failed", "Take up runs that failed in an earlier sweep.")] = False,
-    ray: Annotated[bool, _flag("--ray", "Run on Ray: the cluster of RAY_ADDRESS, or one of this machine.")] = False,
+    set_: Annotated[list[str] | None, _SET] = None,
+    records: Annotated[Path | None, typer.Option(exists=True, help="Records (.jsonl) that count as done.")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also take up what failed earlier.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Run on the cluster of RAY_ADDRESS, or start one here.")] = False,
 ):
     "Do all runs of a grid that are not done, several at a time."
-    from isoreg.experiments.grid import expand, load_grid
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
-    stored = _stored_times(plan, records) if records else {}
-    done = _show_plan(plan, out, stored, keys=dry_run)
-    if dry_run: return
+    read = {r["key"]: r for r in read_lines(records)} if records else {}
+    same = [run.key for run in plan.runs if is_record_of(read.get(run.key, {}), run)]
+    stored = {key: read[key] for key in same if not changed_inputs(read[key])}
+    done = stored | {run.key: record for run in plan.runs if (record := Folder(out).record(run))}
+    _show(f"{plan.name}: {plan.description}", plan.blocks, ["block", "notebook"], ["combinations", "runs"])
+    more = f"; {plan.duplicates} combinations are equal to others" if plan.duplicates else ""
+    _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
+    if dry_run:
+        _console.print(_cost(grid, done, len(plan.runs) - len(done)))
+        for run in plan.runs: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run}")
+        return
     plan.runs = tuple(run for run in plan.runs if run.key not in stored)
     if not ray: _check_inputs([run.config for run in plan.runs if run.key not in done])
     raise typer.Exit(_show_report(_sweep(plan, out, jobs, ray, retry_failed), out))
 
-
-def _sweep(plan, out: Path, jobs: int | None = None, ray: bool = False, retry_failed: bool = False):
-    "Return the report of a sweep, of which a terminal shows how far it is."
-    from isoreg.experiments.sweep import Local, OnRay, sweep
-    with _errors.status("") as shown:
-        def on_progress(s: dict):
-            shown.update(f"{s['done']} of {s['planned']} done, {len(s['running'])} running, {len(s['failed'])} failed; "
-                         f"{_time(s['seconds'])} gone, {_time(s['left'])} left")
-        return sweep(plan, out, OnRay(None, jobs) if ray else Local(jobs), retry_failed, _errors.print, on_progress)
-
 # %% ../nbs/31_cli.ipynb #a19c548c
-def _stored_times(plan, records: Path) -> dict[str, float]:
-    "Return key and time of the runs of a plan that have a record in the file, of the files that they would read now."
-    from isoreg.experiments.record import changed_inputs, read_lines
-    from isoreg.experiments.sweep import is_record_of
-    found = {r["key"]: r for r in read_lines(records)}
-    have = [run for run in plan.runs if is_record_of(found.get(run.key), run)]
-    return {run.key: found[run.key].get("total_seconds", 0.0) for run in have if not changed_inputs(found[run.key])}
-
-
-def _show_plan(plan, out: Path, stored: dict[str, float], keys: bool) -> set[str]:
-    "Print the blocks of a plan, count its runs, and return the keys of those that are done."
-    from isoreg.experiments.sweep import Folder, time_left
-    title = f"{plan.name}: {plan.description}" if plan.description else plan.name
-    _show(title, plan.blocks, ["block", "notebook"], ["combinations", "runs"])
-    found = {run.key: record for run in plan.runs if (record := Folder(out).record(run))}
-    done = stored | {key: record.get("total_seconds", 0.0) for key, record in found.items()}
-    more = f"; {plan.duplicates} combinations are equal to others" if plan.duplicates else ""
-    _console.print(f"{len(plan.runs)} runs: {len(done)} done, {len(plan.runs) - len(done)} to do{more}")
-    if not keys: return set(done)
-    if left := time_left(list(done.values()), len(plan.runs) - len(done), 1):
-        _console.print(f"one after another they take about {_time(left)}, by the median time of those that are done")
-    for run in plan.runs: _console.print(f"  {'done   ' if run.key in done else 'missing'} {run}")
-    return set(done)
+def _cost(grid: str, done: dict[str, dict], missing: int) -> str:
+    "Return how long the missing runs take: by those that are done, or by the head of the grid file."
+    if done:
+        mean = statistics.mean(record.get("total_seconds", 0.0) for record in done.values())
+        return f"one after another they take about {_time(mean * missing)}, by the mean of those that are done"
+    head = re.search(r"(?:Estimate|Measured): ([\d.,]+ \w+ \w+)", read_text(grid_path(grid)))
+    return f"the whole grid takes about {head[1]}" if head else "how long they take is known when one of them is done"
 
 
 def _check_inputs(configs: Sequence[dict]):
     "Raise `ValueError` for a model that is not here, and for files of an own task that cannot be learned from."
-    if not configs: return
     from isoreg.experiments.data import load_task
     from isoreg.experiments.models import model_source
     from isoreg.experiments.tasks import get_task
@@ -281,44 +240,36 @@ def _check_inputs(configs: Sequence[dict]):
     for c in {json.dumps(c["definition"], sort_keys=True): c for c in own}.values():
         load_task(get_task("", c["definition"]), None, c["train_split"], c["eval_split"])
 
+
+def _sweep(plan, out: Path, jobs: int | None = None, ray: bool = False, retry_failed: bool = False):
+    "Return the report of a sweep, of which a terminal shows how far it is."
+    with _errors.status("") as shown:
+        def on_progress(s):
+            shown.update(f"{s.found + len(s.done)} of {len(s.plan.runs)} done, {len(s.running)} running, "
+                         f"{len(s.failed)} failed; {_time(s.seconds)} gone")
+        return sweep(plan, out, OnRay(None, jobs) if ray else Local(jobs), retry_failed, _errors.print, on_progress)
+
 # %% ../nbs/31_cli.ipynb #096625ec
 def _show_report(report, out: Path) -> int:
-    "Print how a sweep ended: failures first, each error once, then the counts. Returns the exit code."
-    by_error: dict[str, list[str]] = {}
-    for key, failure in report.failed.items(): by_error.setdefault(failure.get("error", ""), []).append(key)
-    for error, keys in by_error.items():
-        trace = "\n".join(report.failed[keys[0]].get("traceback", "").strip().splitlines()[-25:])
-        files = "\n".join(f"  {out / key / 'failed.json'}" for key in keys)
-        _errors.print(_printable(f"\nfailed, {len(keys)} run{'s' * (len(keys) > 1)}: {error}\n{trace}\n{files}"))
-    ours = f"{len(report.done)} by this sweep, {_time(report.seconds)}"
-    counts = f"{report.found + len(report.done)} of {report.planned} runs are done ({ours})"
-    _console.print(f"{counts}, {len(report.failed)} failed; records in {out}")
-    if report.empty:
-        _console.print(f"{len(report.empty)} of them are done without a number, the metric is undefined "
-                       f"(a report counts them as failed): {', '.join(report.empty)}")
-    if report.stopped: _errors.print(Text("error:", "red"), report.stopped)
-    elif report.failed: _console.print("When the cause is mended, the same command with --retry-failed does them.")
+    "Print how a sweep ended, and return the exit code."
+    made = f"{len(report.done)} by this sweep, {_time(report.seconds)}"
+    _console.print(f"{report.found + len(report.done)} of {len(report.plan.runs)} runs are done ({made}), "
+                   f"{len(report.failed)} failed; records in {out}")
+    for key in report.failed: _console.print(f"  failed: see {out / key / 'failed.json'}")
+    if report.failed: _console.print("When the cause is mended, the same command with --retry-failed does them.")
     return report.code
 
 # %% ../nbs/31_cli.ipynb #6b56ec45
-_SEARCH = typer.Argument(help="The grid of the search, its seeds 100 and above: a YAML file, or a shipped one.")
-
-
 @app.command("select")
 def select_command(
-    grid: Annotated[str, _SEARCH],
+    grid: Annotated[str, typer.Argument(help="The grid of the search, its seeds 100 and above.")],
     records: Annotated[list[Path], typer.Argument(exists=True, help="Folders of runs, or files of records (.jsonl).")],
-    out: Annotated[Path | None, _option("File for the grid of the final runs.")] = None,
-    seeds: Annotated[str, _option("Seeds of the final runs (default 0..5).")] = "0..5",
+    out: Annotated[Path | None, typer.Option(help="File for the grid of the final runs.")] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds of the final runs.")] = "0..5",
     only: Annotated[list[str] | None, _ONLY] = None,
-    set_: Annotated[list[str] | None, _IN_ALL] = None,
+    set_: Annotated[list[str] | None, _SET] = None,
 ):
     "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
-    from isoreg.files import record_files, write_atomically
-    from isoreg.experiments.grid import choose, expand, final_grid, grid_path, load_grid
-    from isoreg.experiments.record import read_lines, read_record
-    if out is not None and out.exists() and out.samefile(grid_path(grid)):
-        raise ValueError(f"out: {str(out)!r} is the grid of the search; give another file")
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
     parts = [map(read_record, record_files(p)) if p.is_dir() else read_lines(p) for p in records]
     runs = [r for part in parts for r in part if r.get("status") != "failed"]
@@ -334,8 +285,8 @@ def select_command(
 
 def _choice(one) -> tuple:
     "Return the row of a chosen setting: its score, that of the next best, and what it was chosen from."
-    chosen = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in one.settings.items())
-    scores = f"{one.score:.4f}", f"{one.runner_up:.4f}" if one.candidates > 1 else "-", one.candidates
+    chosen = ", ".join(f"{name} {value}" for name, value in one.settings.items())
+    scores = _number(one.score), _number(one.runner_up) if one.candidates > 1 else "-", one.candidates
     return one.config["task"], " ".join(one.method), chosen, *scores, ", ".join(map(str, one.seeds))
 
 # %% ../nbs/31_cli.ipynb #a8c326f1
@@ -344,62 +295,50 @@ def status_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a sweep, or of isoreg run.")],
     as_json: Annotated[bool, _JSON] = False,
 ):
-    "What is done, running, failed and missing in a folder, and the time left."
-    from isoreg.experiments.sweep import status
+    "What is done, running, failed and missing in a folder, and the time left while runs are on."
     state = status(folder)
     if as_json: return print(json.dumps(state, indent=1))
-    empty = f", {len(state['empty'])} of them without a number" if state["empty"] else ""
-    names = state.pop("names")
-    running = [f"{names.get(r['key'], r['key'])}  {_stage(r)}".rstrip() for r in state["running"]]
+    names = state["names"]
+    running = [f"{names.get(r['key'], r['key'])}  {_stage(r)}" for r in state["running"]]
     failed = [f"{names.get(key, key)}  {error.partition(chr(10))[0]}" for key, error in state["failed"].items()]
-    rows = [("done", f"{len(state['done'])}{empty}"), ("running", "\n".join([str(len(running)), *running])),
-            ("failed", "\n".join([str(len(failed)), *failed])), ("missing", len(state["missing"])),
-            ("time left", _time(state["left"]))]
+    rows = [("done", len(state["done"])), ("running", "\n".join([str(len(running)), *running])),
+            ("failed", "\n".join([str(len(failed)), *failed])), ("missing", len(state["missing"]))]
+    if state["left"] is not None: rows.append(("time left", f"about {_time(state['left'])}"))
     _show(str(folder), rows)
-
-# %% ../nbs/31_cli.ipynb #6c46dd64
-_FILES = typer.Argument(metavar="[FILE]...", show_default=False, help="Vectors: .npy, .npz, .parquet, .safetensors, "
-                        "folders of them, or patterns; together they are one cloud.")
-_MODEL = _option("Score this model on the texts: toy-bert, a folder or a name on the hub; may be given several times.")
-_TEXTS = _option("Texts: a file, one a line, or a table, or a data set on the hub as name:configuration:split.")
-_POOLING = _option("tokens, or one vector a text: mean, cls, last (default: what a SentenceTransformers model says "
-                   "itself, else tokens).")
-_MEASURE = _option("Also this measure of geometry, such as effective_rank; may be given several times.")
 
 # %% ../nbs/31_cli.ipynb #831a25cd
 @app.command("score")
 def score_command(
-    ctx: typer.Context,
-    files: Annotated[list[str] | None, _FILES] = None,
-    each: Annotated[bool, _flag("--each", "Compare the files or folders instead of joining them.")] = False,
-    paired: Annotated[bool, _flag("--paired", "Row i is the same text in all that are compared.")] = False,
-    array: Annotated[str | None, _option("Name of the array or column in the files.")] = None,
-    measure: Annotated[list[str] | None, _MEASURE] = None,
-    model: Annotated[list[str] | None, _MODEL] = None,
-    texts: Annotated[str | None, _TEXTS] = None,
-    pooling: Annotated[str | None, _POOLING] = None,
+    files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Vectors, joined as one cloud.")] = None,
+    each: Annotated[bool, typer.Option("--each", help="Compare the files or folders instead of joining them.")] = False,
+    paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all that are compared.")] = False,
+    array: Annotated[str | None, typer.Option(help="Name of the array or column in the files.")] = None,
+    measure: Annotated[list[str] | None, typer.Option(help="Also this measure, such as effective_rank.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="A model that is scored on the texts.")] = None,
+    texts: Annotated[str | None, typer.Option(help="A file, or a data set as name:configuration:split.")] = None,
+    pooling: Annotated[str | None, typer.Option(help="tokens, mean, cls, last (default: the model's own).")] = None,
     layer: Annotated[int, typer.Option(help="Layer that is compared: 0 is the embeddings, -1 the last.")] = -1,
-    normalize: Annotated[bool, _flag("--normalize", "Bring each vector to length one.")] = False,
+    normalize: Annotated[bool, typer.Option("--normalize", help="Bring each vector to length one.")] = False,
     column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",
     max_lines: Annotated[int, typer.Option(min=1, help="Texts at most, drawn at random.")] = 500,
     max_length: Annotated[int, typer.Option(min=1, help="Tokens of a text at most; what is longer is cut.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draw of texts.")] = 0,
-    out: Annotated[Path | None, _option("Folder for the scores as a page (score.md) with a picture.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the scores as a page (score.md) with a picture.")] = None,
     as_json: Annotated[bool, _JSON] = False,
 ):
     """IsoScore of vectors with its interval, dimensions in use and outlier dimensions.
 
     Higher is not better: whitened from 0.27 to 0.73, all-MiniLM-L6-v2 lost 0.027 ± 0.011 of its correlation on STS-B.
     """
-    from isoreg.embeddings import compare, write_page
-    _check_score(ctx, files, model, texts, paired and not each, out)
+    from isoreg.embeddings import compare, draw_texts, measure_model, write_page
+    if bool(files) == bool(model) or bool(model) != bool(texts):
+        raise ValueError("file: give files of vectors, or --model and --texts")
     if model:
-        drawn = texts, max_lines, seed, column
-        measured, about, read = _score_models(model, drawn, pooling, layer, normalize, max_length)
-        if len(model) > 1 and not paired: about["differences"] = "not paired; --paired compares text by text"
-    else:
-        sources = [[f] for f in files] if each else [files]
-        measured, about, read = _score_files(sources, array, normalize, measure or ())
+        drawn, total = draw_texts(texts, max_lines, seed, column)
+        measured = [measure_model(m, drawn, pooling, layer, normalize, max_length) for m in model]
+        about: dict = {"texts": f"{texts}, {len(drawn)} of {total}, drawn with seed {seed}"}
+        read = [Path(texts)] if Path(texts).is_file() else []
+    else: measured, about, read = _score_files([[f] for f in files] if each else [files], array, normalize, measure)
     scored = [m for m in measured if "corrected" in m.row]
     differences = [compare(m, scored[0], paired=paired) for m in scored[1:]]
     about["dimensions in use"] = "the participation ratio, 1 + (d - 1) IsoScore"
@@ -407,35 +346,19 @@ def score_command(
     _show_scores(measured, differences, about, made, as_json)
 
 # %% ../nbs/31_cli.ipynb #b06d9474
-def _score_files(sources: Sequence[Sequence[str]], array: str | None, normalize: bool, measures: Sequence[str]):
+def _score_files(sources: Sequence[Sequence[str]], array: str | None, normalize: bool, measures: Sequence[str] | None):
     "Return the scores of each list of sources, what the page says of them, and all files."
-    from rich.progress import Progress
     from isoreg.embeddings import measure_points
     from isoreg.vectors import read_points
     measured, about, read = [], {}, []
     for parts in sources:
         v, name = read_points(*parts, array=array), parts[0] + f" and {len(parts) - 1} more" * (len(parts) > 1)
-        with Progress(console=_errors, transient=True, disable=not _errors.is_terminal) as bar:
-            row = bar.add_task(escape(name), total=2 * v.shape[0])
-            measured.append(measure_points(v, name, normalize, measures, lambda rows: bar.advance(row, rows)))
+        with _errors.status(Text(name)): measured.append(measure_points(v, name, normalize, measures or ()))
         if len(v.files) > 1: about[name] = f"{len(v.files)} files, joined as one; to compare, name each with --each"
         read += v.files
     return measured, about, read
 
 
-def _score_models(models: Sequence[str], drawn: tuple[str, int, int, str], pooling: str | None, *options):
-    "Return the scores of models on texts, what the page says of them, and the file. `ValueError` for mixed points."
-    from isoreg.embeddings import draw_texts, is_sentence_transformer, measure_model
-    if pooling is None and len({is_sentence_transformer(m) for m in models}) > 1:
-        raise ValueError("pooling: some of the models give a vector a text, others one a token, and such scores are "
-                         "not comparable; give --pooling mean")
-    texts, total = draw_texts(*drawn)
-    measured = [measure_model(m, texts, pooling, *options) for m in models]
-    about = {"texts": f"{drawn[0]}, {len(texts)} of {total}, drawn with seed {drawn[2]}"}
-    if measured[0].row["unit"] == "token": about["points"] = "each token is a point; --pooling mean makes each text one"
-    return measured, about, [Path(drawn[0])] if Path(drawn[0]).is_file() else []
-
-# %% ../nbs/31_cli.ipynb #b06d9474s0
 def _show_scores(measured: Sequence, differences: Sequence, about: dict, made: Sequence[Path], as_json: bool):
     "Print the scores as a table with what is said of them, or as JSON."
     from isoreg.embeddings import as_table, in_words
@@ -448,34 +371,20 @@ def _show_scores(measured: Sequence, differences: Sequence, about: dict, made: S
     for line in [*map(in_words, differences), *(f"{name}: {value}" for name, value in about.items()), *made]:
         _console.print(_printable(str(line)))
 
-
-def _check_score(ctx: typer.Context, files, model, texts, paired: bool, out: Path | None):
-    "Raise `ValueError` for arguments that do not go together, and for an option that would have no effect."
-    if bool(files) == bool(model) or bool(model) != bool(texts):
-        raise ValueError("file: give files of vectors, or --model and --texts")
-    if paired and not model: raise ValueError("paired: compares row by row; give --each with it")
-    if out and out.is_file(): raise ValueError(f"out: {out} is a file; name a folder")
-    of_files, of_models = "array measure each", "pooling layer column max_lines max_length seed"
-    for name in (of_files if model else of_models).split():
-        if ctx.get_parameter_source(name).name == "COMMANDLINE":
-            raise ValueError(f"{name.replace('_', '-')}: is for {'files' if model else 'models'} only; leave it out")
-
 # %% ../nbs/31_cli.ipynb #0f45d5da
 @app.command("report")
 def report_command(
     source: Annotated[list[Path], typer.Argument(help="Folders of runs, or .jsonl files of records.")],
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
     baseline: Annotated[str, typer.Option(help="Method that the others are compared with.")] = "baseline",
-    by: Annotated[list[str] | None, _option("A setting that tells rows apart, beside task and method.")] = None,
+    by: Annotated[list[str] | None, typer.Option(help="A setting that tells rows apart as well.")] = None,
 ):
     "Tables (.md) and figures (.png) from records: intervals, paired tests, failed and collapsed runs."
-    from isoreg.checks import one_of
     from isoreg.report.figures import write_report
     from isoreg.report.records import load, readable, summarise
     with _errors.status("tables and figures"):
         runs = load([str(s) for s in source])
         methods = list(runs.method.unique())
-        if baseline != "baseline": one_of("baseline", baseline, methods)
         compared = baseline in methods and len(methods) > 1
         files, summary = write_report(runs, out, baseline if compared else None, by), summarise(runs, by)
     if not compared:
@@ -487,7 +396,7 @@ def report_command(
 
 # %% ../nbs/31_cli.ipynb #8261207b
 @app.command("tasks")
-def tasks_command(data_dir: Annotated[str | None, _option("Folder with glue/, sst5/, squad/.")] = None):
+def tasks_command(data_dir: Annotated[str | None, typer.Option(help="Folder with glue/, sst5/, squad/.")] = None):
     "The tasks, their metrics, and where each was found."
     from isoreg.experiments.data import find_tasks
     columns = ["task", "papers", "metric", "where"]
@@ -515,12 +424,10 @@ def _show(title: str, rows: Iterable, left: Sequence[str] = (), right: Sequence[
 def _number(x: float | None) -> str: return "undefined" if x is None else f"{x:.4f}"
 
 
-def _time(seconds: float | None) -> str:
-    "Return a duration in its two largest units."
-    if seconds is None: return "unknown"
-    minutes, s = divmod(int(seconds), 60)
-    h, m = divmod(minutes, 60)
-    return f"{h} h {m:02d} min" if h else f"{m} min {s:02d} s" if m else f"{s} s"
+def _time(seconds: float) -> str:
+    "Return a duration in hours, minutes or seconds."
+    if seconds >= 3600: return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 # %% ../nbs/31_cli.ipynb #7f9845ae
 if __name__ == "__main__" and "__file__" in globals(): app()  # not inside this notebook

@@ -5,10 +5,8 @@ __all__ = ['write_atomically', 'pack', 'unpack']
 
 # %% ../nbs/08_files.ipynb #25715b8a
 import base64
-import errno
 import json
 import os
-import re
 import zlib
 from pathlib import Path
 
@@ -35,20 +33,16 @@ def write_atomically(
             os.fsync(file.fileno())
         if target.exists(): temporary.chmod(target.stat().st_mode & 0o777)
         temporary.replace(target)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError): error.filename = str(path)
-        raise
+    finally: temporary.unlink(missing_ok=True)
 
 # %% ../nbs/08_files.ipynb #c4fca8d3
 def record_files(folder: str | Path, *names: str) -> list[Path]:
     "Return, sorted, the files of these names (default: record.json) below a folder, without `.sweep`."
-    names = names or ("record.json",)
-    found = [file for name in names for file in Path(folder).glob(f"*/{name}")]  # this follows links
-    for place, folders, files in os.walk(folder):
+    found = []
+    for place, folders, files in os.walk(folder, followlinks=True):
         if ".sweep" in folders: folders.remove(".sweep")
-        found += [Path(place, name) for name in names if name in files]
-    return sorted({os.path.realpath(file): file for file in found}.values())
+        found += [Path(place, name) for name in names or ("record.json",) if name in files]
+    return sorted(found)
 
 # %% ../nbs/08_files.ipynb #bdcf34c0
 LARGEST = 100_000  # values of an axis, runs of a grid
@@ -59,10 +53,9 @@ def expanded(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def read_text(path: str | Path, **options) -> str:
-    "Return the text of a file. `ValueError` for what is no plain file, such as a device."
-    if Path(path).is_file(): return Path(path).read_text(**{"encoding": "utf-8-sig"} | options)
-    raise ValueError(f"path: {str(path)!r} is no file; give one that holds text")
+def read_text(path: str | Path, errors: str = "strict") -> str:
+    "Return the text of a file, without the mark at its beginning that Windows may write."
+    return Path(path).read_text(encoding="utf-8-sig", errors=errors)
 
 
 def from_json(text: str):
@@ -70,35 +63,12 @@ def from_json(text: str):
     try: return json.loads(text)
     except RecursionError: raise ValueError("its brackets nest too deep") from None
 
-# %% ../nbs/08_files.ipynb #bdcf34s1
-class _Loader(yaml.SafeLoader): "The reader of `yaml.safe_load`, for which 1e-5 is a number and no a word."
-
-
-class _Dumper(yaml.SafeDumper): "Its counterpart, which puts the text 1e-5 in quotes."
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in pairs if not tag.endswith(":bool")]
-    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_TRUTH = re.compile(r"(true|True|TRUE|false|False|FALSE)\Z")
-_FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}\Z")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _TRUTH, list("tTfF"))
-for _kind in (_Loader, _Dumper): _kind.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, None)
-
 
 def from_yaml(text: str):
-    "Return the content of a YAML text. `ValueError` if it is damaged, nests too deep or holds itself."
-    try:
-        found = yaml.load(text, _Loader)
-        json.dumps(found, default=str)
-        return found
+    "Return the content of a YAML text. `ValueError` if it is damaged."
+    try: return yaml.safe_load(text)
     except Exception as error:  # PyYAML lets through the errors of the constructors of its types
         raise ValueError(f"is no readable YAML ({' '.join(str(error).split())})") from None
-
-
-def to_yaml(content) -> str:
-    "Return a table as YAML that `from_yaml` reads back."
-    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 # %% ../nbs/08_files.ipynb #306168e8
 _KINDS = {".txt": "text", ".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
@@ -119,52 +89,32 @@ def read_table(
     texts: list[str] | None = None,  # columns of a .csv or .tsv that hold texts; None: all
 ):
     "Return the rows of a file as a pyarrow table. `ValueError` if it is damaged."
+    import csv
+
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
     kind = file_kind(str(path))
-    if kind == "csv": return _read_csv(path, texts)
     if kind == "parquet":
         table = pq.read_table(path)
         fields = [f.with_type(pa.string()) if pa.types.is_binary(f.type) else f for f in table.schema]
         return table.cast(pa.schema(fields))
-    content = read_text(path).strip()
-    if not content.startswith("["):
-        lines = [line for line in content.split("\n") if line.strip()]
-        content = f"[{','.join(lines)}]"
+    content = read_text(path)
+    if kind == "csv":
+        mark, lines = "\t" if str(path).lower().endswith(".tsv") else ",", content.strip("\n").split("\n")
+        odd = any(line.count('"') % 2 for line in lines) and len({line.count(mark) for line in lines}) == 1
+        names = texts or next(csv.reader(lines, delimiter=mark))
+        types = ConvertOptions(column_types=dict.fromkeys(names, pa.string()), true_values=[], false_values=[])
+        form = ParseOptions(delimiter=mark, quote_char=False if odd else '"', newlines_in_values=True)
+        whole = ReadOptions(block_size=len(content.encode()) + 1)
+        return read_csv(pa.BufferReader(content.encode()), whole, form, types)
+    if not content.lstrip().startswith("["): content = f"[{','.join(filter(str.strip, content.split(chr(10))))}]"
     rows = from_json(content)
-    if not rows or not all(isinstance(row, dict) for row in rows): raise ValueError("its rows are no objects")
+    if not all(isinstance(row, dict) for row in rows): raise ValueError("its rows are no objects")
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [row.get(name) for row in rows] for name in names})
 
-# %% ../nbs/08_files.ipynb #2de8b56d
-def _read_csv(path: str | Path, texts: list[str] | None):
-    "Return a .csv or .tsv as a pyarrow table; columns other than texts become numbers if all their cells are."
-    import csv
-
-    import pandas as pd
-    import pyarrow as pa
-    separator = "\t" if str(path).lower().endswith(".tsv") else ","
-    lines = [line for line in read_text(path).split("\n") if line.strip()]
-    odd = any(line.count('"') % 2 for line in lines) and len({line.count(separator) for line in lines}) == 1
-    quoting = csv.QUOTE_NONE if odd else csv.QUOTE_MINIMAL
-    rows = pd.read_csv(path, sep=separator, quoting=quoting, header=None, dtype=object,
-                       keep_default_na=False, encoding="utf-8-sig")
-    if rows.isna().any(axis=None): raise ValueError("a row has fewer values than the first line has names")
-    names, columns = rows.iloc[0].tolist(), []
-    for i, name in enumerate(names):
-        cells = rows[i][1:]
-        numbers = pd.to_numeric(cells.replace("", None), errors="coerce")
-        is_text = texts is None or name in texts or (numbers.isna() & (cells != "")).any()
-        columns.append(pa.array(cells if is_text else numbers, from_pandas=True))
-    return pa.table(columns, names)
-
 # %% ../nbs/08_files.ipynb #lacksroo
-def lacks_room(error: BaseException) -> bool:
-    "Return whether memory or disk was short, by an error or by the one from which it was raised."
-    both = error, error.__cause__
-    return any(isinstance(e, MemoryError) or getattr(e, "errno", 0) in (errno.ENOSPC, errno.EDQUOT) for e in both)
-
-
 def load_rows(*names, **options):
     "Return the result of `datasets.load_dataset`. `ValueError` for all that its readers raise."
     import datasets
@@ -172,7 +122,6 @@ def load_rows(*names, **options):
     if int(datasets.__version__.split(".")[0]) < 4: options["trust_remote_code"] = False  # later ones run no code
     try: return datasets.load_dataset(*names, **options)
     except Exception as error:
-        if lacks_room(error): raise
         why = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise ValueError(f"{why:.300}") from None
 
@@ -180,15 +129,14 @@ def load_rows(*names, **options):
 def pack(
     predictions,  # class numbers, real numbers, or a list of dicts (answers to questions)
 ) -> dict:  # kind: int16, int32, float32 or json; rows; data: zlib, then base64
-    "Return predictions as a record keeps them. `ValueError` for whole ones beyond 32 bits."
+    "Return predictions as a record keeps them."
     import numpy as np  # here and below: the command line reads files without it
     if isinstance(predictions, list): kind, content = "json", json.dumps(predictions).encode()
     else:
         x = np.asarray(predictions)
-        whole = np.issubdtype(x.dtype, np.integer)
-        kinds = [k for k in ("int16", "int32") if (x.astype(k) == x).all()] if whole else ["float32"]
-        if not kinds: raise ValueError("predictions: a class number exceeds 32 bits")
-        kind, content = kinds[0], x.astype(np.dtype(kinds[0]).newbyteorder("<")).tobytes()
+        if not np.issubdtype(x.dtype, np.integer): kind = "float32"
+        else: kind = "int16" if (x.astype("int16") == x).all() else "int32"
+        content = x.astype(np.dtype(kind).newbyteorder("<")).tobytes()
     data = base64.b64encode(zlib.compress(content, 9)).decode()
     return {"kind": kind, "rows": len(predictions), "data": data}
 
@@ -196,12 +144,8 @@ def pack(
 def unpack(
     packed: dict,  # predictions of a record
 ):  # array of class numbers or of real numbers, or list of dicts
-    "Return the predictions that `pack` was given. `ValueError` for damaged ones."
+    "Return the predictions that `pack` was given."
     import numpy as np
-    try:
-        content = zlib.decompress(base64.b64decode(packed["data"]))
-        if packed["kind"] == "json": found = json.loads(content)
-        else: found = np.frombuffer(content, dtype=np.dtype(packed["kind"]).newbyteorder("<"))
-        if len(found) == packed["rows"]: return found
-    except (KeyError, TypeError, ValueError, zlib.error): pass
-    raise ValueError("predictions: cannot be read; give another record")
+    content = zlib.decompress(base64.b64decode(packed["data"]))
+    if packed["kind"] == "json": return json.loads(content)
+    return np.frombuffer(content, dtype=np.dtype(packed["kind"]).newbyteorder("<"))

@@ -157,6 +157,4 @@ if __name__ == "__main__":
         report = sweep(expand(load_grid(grid)), out, executor, log=lambda line: print(line, flush=True), **options)
     except KeyboardInterrupt:
         sys.exit(130)
-    if report.stopped:
-        print("stopped:", report.stopped)
     sys.exit(report.code)

@@ -100,15 +100,6 @@ def test_a_damaged_record_is_a_run_to_do_and_no_record_to_read(text):
     ends(2, "rerun", folder / "record.json", words=["error: "])
 
 
-def test_the_grid_of_a_search_is_not_written_over():
-    Path("g.yaml").write_text("axes: {seed: [100, 101]}\n")
-    Path("r.jsonl").write_text(json.dumps(RECORD) + "\n")
-    Path("link.yaml").symlink_to("g.yaml")
-    for out in ("g.yaml", "./g.yaml", "link.yaml"):
-        ends(2, "select", "g.yaml", "r.jsonl", "--out", out, words=["is the grid of the search"])
-    assert Path("g.yaml").read_text() == "axes: {seed: [100, 101]}\n"
-
-
 LONG = ["axes: {seed: 0..5000000000}", "axes: {seed: 0..9999, lam: 0..9999}"]
 CODE = "fixed: {lr: !!python/object/apply:os.mkdir [ran]}"
 

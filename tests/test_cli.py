@@ -17,8 +17,7 @@ from isoreg.cli import app
 from isoreg.experiments.config import RunConfig
 from isoreg.experiments.grid import Run, load_grid
 from isoreg.experiments.record import RunRecord
-from isoreg.experiments.notebook import execute
-from isoreg.experiments.notebook import KernelDied
+from isoreg.experiments.notebook import KernelDied, execute
 from isoreg.experiments.sweep import status
 
 ROOT = Path(__file__).parents[1]
@@ -60,29 +59,24 @@ def test_finished_run_is_not_repeated_and_a_damaged_record_is_with_its_model(don
     folder, _ = done
     key = RunConfig(**TINY, lam=0.5, seed=3).key
     path, again = folder / "runs" / key / "record.json", ["run", *OPTIONS, "--lam", "0.5", "--seed", "3"]
-    before = path.stat().st_mtime_ns
-    assert "already done" in isoreg(*again, cwd=folder).stdout
-    refused = isoreg(*again, "--save-model", cwd=folder)
-    assert refused.returncode == 2 and "--force" in refused.stderr
-    assert path.stat().st_mtime_ns == before and not (path.parent / "model").exists()
-    text = path.read_text()
+    before, text = path.stat().st_mtime_ns, path.read_text()
+    assert "already done" in isoreg(*again, cwd=folder).stdout and path.stat().st_mtime_ns == before
     path.write_text(text[: len(text) // 2])
     assert isoreg(*again, "--save-model", cwd=folder).returncode == 0
     assert RunRecord.load(path).value == json.loads(text)["value"]
     saved = {p.name for p in (path.parent / "model").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= saved
-    assert isoreg(*again, "--save-model", cwd=folder).returncode == 0
+    assert "already done" in isoreg(*again, "--save-model", cwd=folder).stdout
 
 
 def test_a_run_is_repeated_and_compared(done, tmp_path):
     folder, _ = done
     path = folder / "runs" / RunConfig(**TINY, lam=0.5, seed=3).key / "record.json"
     assert "equal: score and all predictions" in invoke("rerun", path).output
-    assert "equal: score and all predictions" in invoke("rerun", path.parent.name, "--records", path.parents[1]).output
     record = json.loads(path.read_text())
     changed = record | {"value": record["value"] + 0.1, "versions": record["versions"] | {"torch": "1.0"}}
-    (tmp_path / "record.json").write_text(json.dumps(changed))
-    result = invoke("rerun", tmp_path)
+    (tmp_path / "r.jsonl").write_text(json.dumps(changed))
+    result = invoke("rerun", record["key"], "--records", tmp_path, "--set", "model=toy-bert")
     assert result.exit_code == 1 and "not equal: 0 predictions differ" in result.output
     assert re.search(r"torch +│ 1.0 ", result.output), "the version that differs is shown"
 
@@ -102,7 +96,7 @@ def test_a_run_is_repeated_and_compared(done, tmp_path):
         (["run", "--regularizer", ".a:b"], ["regularizer", ".a:b"]),
         (["run", "--regularizer", "os:nothing"], ["regularizer", "os:nothing"]),
         (["rerun", __file__], ["no record", "test_cli.py"]),
-        (["rerun", "nothing", "--records", "nowhere"], ["record", "nothing", "nowhere"]),
+        (["rerun", "nothing", "--records", "nowhere"], ["record", "nothing", "--records"]),
         (["select", "toy", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["run", "--seed", "x"], ["--seed"]),
         (["score", "nowhere.npy"], ["nowhere.npy"]),
@@ -113,14 +107,6 @@ def test_bad_input_exits_with_2(arguments, words):
     assert result.exit_code == 2
     for word in words:
         assert word in result.stderr
-
-
-def test_names_are_printed_as_they_are(tmp_path, monkeypatch):
-    "Not as the styles and faces that rich would read in them."
-    name = "[bold]a :smile:"
-    (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert name in invoke("status", name).stdout and name in invoke("score", name).stderr
 
 
 def cell(name, value=""):
@@ -141,7 +127,7 @@ def test_what_a_user_can_mend_ends_a_command_with_one_line(tmp_path, monkeypatch
     def ends(*a):
         raise error
 
-    monkeypatch.setattr("isoreg.experiments.notebook.execute", ends)
+    monkeypatch.setattr("isoreg.cli.execute", ends)
     result = invoke("run", "--out", tmp_path)
     assert result.exit_code == code and words in result.stderr and "Traceback" not in result.stderr
 
@@ -151,7 +137,7 @@ def test_anything_else_shows_its_traceback(tmp_path, monkeypatch, error):
     def ends(*a):
         raise error
 
-    monkeypatch.setattr("isoreg.experiments.notebook.execute", ends)
+    monkeypatch.setattr("isoreg.cli.execute", ends)
     assert invoke("run", "--out", tmp_path).exception is error
 
 
@@ -165,18 +151,23 @@ def test_a_run_takes_every_setting_by_its_option_or_as_a_grid_has_it(tmp_path, m
     for words in (flags, pairs):
         invoke("run", *words, "--out", tmp_path)
     assert seen == 2 * [RunConfig(**given).to_dict()]
-    options = {o for p in typer.main.get_command(app).commands["run"].params for o in p.opts}
-    assert {f"--{n.replace('_', '-')}" for n in RunConfig.model_fields if n != "definition"} < options
+    shown = invoke("run", "--help").stdout
+    assert all(f"--{n.replace('_', '-')}" in shown for n in RunConfig.model_fields if n != "definition")
 
 
-@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
-def test_an_interrupted_run_leaves_no_record_and_is_done_again(tmp_path, sent):
+@pytest.mark.parametrize("command", ["", *typer.main.get_command(app).commands])
+def test_help_shows_flags_as_flags(command):
+    shown = invoke(*command.split(), "--help").stdout
+    assert "--help" in shown and "<bool>" not in shown
+
+
+def test_an_interrupted_run_leaves_no_record(tmp_path):
     command = [sys.executable, "-m", "isoreg.cli", "run", "--epochs", "50", "--out", str(tmp_path)]
     heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run in the background it is ignored
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     while process.poll() is None and not any("training" in p.read_text() for p in tmp_path.glob("*/progress.json")):
         time.sleep(0.05)
-    process.send_signal(signal.Signals[sent])
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "") and "Traceback" not in err
     assert err.splitlines()[-1] == "error: stopped; the same command does the rest"
@@ -201,7 +192,7 @@ def test_tasks_and_version():
 
 
 def test_help_does_not_import_torch():
-    script = "import sys; from typer.testing import CliRunner; from isoreg.cli import app; assert CliRunner().invoke(app, ['--help']).exit_code == 0; print([m for m in ('torch', 'transformers', 'numpy', 'datasets') if m in sys.modules])"  # noqa: E501
+    script = "import sys; from typer.testing import CliRunner; from isoreg.cli import app; assert CliRunner().invoke(app, ['--help']).exit_code == 0; print([m for m in ('torch', 'transformers', 'pandas', 'datasets') if m in sys.modules])"  # noqa: E501
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
         == "[]"
@@ -217,24 +208,11 @@ def test_report_of_stored_records(tmp_path):
     assert "I-STAR λ=-1" in (tmp_path / "report" / "summary.md").read_text()
     assert {"task", "method", "metric", "λ=-1"} <= set(done.stdout.replace(",", " ").split())  # the summary
     for wrong, words in (
-        (["report", str(tmp_path / "nothing")], "is no file"),
+        (["report", str(tmp_path / "nothing")], "nothing"),
         (["report", str(tmp_path)], "no record"),
-        (["report", str(results / "istar_first.jsonl"), "--baseline", "Baseline"], "did you mean 'baseline'"),
     ):
         failed = CliRunner().invoke(app, [*wrong, "--out", str(tmp_path / "other")])
         assert failed.exit_code == 2 and words in failed.output and not (tmp_path / "other").exists()
-
-
-def test_report_of_two_models_whose_folders_have_one_name(tmp_path):
-    stored = (Path(__file__).parents[1] / "nbs" / "results" / "istar_first.jsonl").read_text().splitlines()
-    other = [json.loads(r) for r in stored]
-    other = [r | {"key": r["key"] + "-b", "config": r["config"] | {"model": "b/minilm-l6-h384"}} for r in other]
-    (tmp_path / "r.jsonl").write_text("\n".join([*stored, *map(json.dumps, other)]))
-    command = ["report", str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "report")]
-    told, apart = (CliRunner().invoke(app, [*command, *more]) for more in ([], ["--by", "model"]))
-    words = "differ in model: add that to by"
-    assert words in " ".join(told.output.split()) and words not in " ".join(apart.output.split())
-    assert apart.exit_code == 0
 
 
 def test_demo_compares_two_runs_and_draws_them(tmp_path, monkeypatch):
@@ -242,7 +220,7 @@ def test_demo_compares_two_runs_and_draws_them(tmp_path, monkeypatch):
     small = lambda block: block.model_copy(update={"fixed": block.fixed | {"max_train": 320, "max_eval": 50}})
     demo = load_grid("demo")
     demo = demo.model_copy(update={"blocks": tuple(map(small, demo.blocks))})
-    monkeypatch.setattr("isoreg.experiments.grid.load_grid", lambda name: demo)
+    monkeypatch.setattr("isoreg.cli.load_grid", lambda name: demo)
     result = invoke("demo", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     loaded = [json.loads(p.read_text()) for p in tmp_path.glob("*/record.json")]

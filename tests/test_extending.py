@@ -189,7 +189,7 @@ def test_a_change_of_a_data_folder_is_seen(folder):
 
 
 def test_a_sweep_looks_at_models_and_rows_before_it_starts(folder, monkeypatch):
-    monkeypatch.setattr("isoreg.experiments.sweep.sweep", lambda *a: pytest.fail("it was started"))
+    monkeypatch.setattr("isoreg.cli.sweep", lambda *a: pytest.fail("it was started"))
     (folder / "train.csv").write_text("a,x\nb,y\n")
     for fixed, message in (("model: my bert", "no folder 'my bert'"), ("task: polarity.yaml", "no column sentence")):
         (folder / "g.yaml").write_text(f"fixed: {{regularizer: none, {fixed}}}\naxes: {{seed: [0, 1]}}\n")

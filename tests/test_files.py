@@ -9,16 +9,7 @@ import pandas as pd
 import pytest
 
 from isoreg.corpus import load_texts
-from isoreg.files import (
-    from_yaml,
-    load_rows,
-    pack,
-    read_table,
-    record_files,
-    to_yaml,
-    unpack,
-    write_atomically,
-)
+from isoreg.files import from_yaml, load_rows, pack, read_table, record_files, unpack, write_atomically
 
 
 def test_permissions_are_those_of_the_file_or_of_the_umask(tmp_path):
@@ -61,27 +52,12 @@ def test_records_are_found_while_a_sweep_moves_its_folders(tmp_path, monkeypatch
 def test_class_numbers_of_32_bits_come_back(kind, largest):
     packed = pack(np.array([0, largest, -1]))
     assert packed["kind"] == kind and unpack(packed).tolist() == [0, largest, -1]
-    with pytest.raises(ValueError, match="predictions: a class number exceeds 32 bits"):
-        pack(np.array([2**31]))
 
 
-@pytest.mark.parametrize(
-    "damage", [{"data": "aGVsbG8="}, {"data": "@@@@"}, {"data": None}, {"rows": 4}, {"kind": "O"}, {"kind": "json"}]
-)
-def test_damaged_predictions_are_refused(damage):
-    packed = pack(np.array([0.5, 1.5, 2.5]))
-    assert unpack(packed).tolist() == [0.5, 1.5, 2.5]
-    with pytest.raises(ValueError, match="predictions: cannot be read"):
-        unpack(packed | damage)
-
-
-@pytest.mark.parametrize("value", [[1e-5, 2e3, 0.5], ["1e-5", "1234567e12", "no"], {"a": None, "b": [True, "x"]}])
-def test_yaml_comes_back(value):
-    assert from_yaml(to_yaml(value)) == value
-    assert from_yaml("[1e-5, 2E-3, 7, 1234567e12345678]") == [1e-5, 2e-3, 7, "1234567e12345678"]
-    for text in ("!!python/object/apply:os.system [ls]", "a: [", "[" * 5000):
-        with pytest.raises(ValueError, match="is no readable YAML"):
-            from_yaml(text)
+@pytest.mark.parametrize("text", ["!!python/object/apply:os.system [ls]", "a: [", "[" * 5000])
+def test_yaml_that_is_damaged_or_names_code_is_refused(text):
+    with pytest.raises(ValueError, match="is no readable YAML"):
+        from_yaml(text)
 
 
 LONG = "word " * 400_000  # 2 MB

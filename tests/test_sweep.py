@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -29,10 +28,8 @@ from isoreg.experiments.sweep import (
     Folder,
     Local,
     OnRay,
-    Sweep,
     compute_on_node,
     environment,
-    find_gpus,
     is_record_of,
     machine,
     plan_jobs,
@@ -144,7 +141,7 @@ def test_status_checks_as_the_sweep_does(swept, tmp_path):
     file.unlink()
     with Folder(out).lock(done[0].key):
         s = status(out)
-        assert [r["key"] for r in s["running"]] == [done[0].key] and s["missing"] == [] and s["left"] > 0
+        assert [r["key"] for r in s["running"]] == [done[0].key] and s["missing"] == []
         with pytest.raises(Timeout):
             Folder(out).lock(done[0].key).acquire()
     assert status(out)["running"] == [] and len(status(out)["done"]) == 8
@@ -152,13 +149,18 @@ def test_status_checks_as_the_sweep_does(swept, tmp_path):
     assert set(status(out)["failed"]) == {r.key for r in plan.runs if r.config["fail"] in BAD}
 
 
-def test_runs_without_a_number_are_reported(swept, tmp_path):
-    folder, plan, _, _ = swept
-    out = copied(swept, tmp_path)
-    file = out / plan.runs[0].key / "record.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"value": None}))
-    report = sweep(first(plan, 2), out)
-    assert report.code == 1 and report.empty == [plan.runs[0].key] == status(out)["empty"] and report.found == 2
+def test_the_time_left_is_that_of_the_rounds_of_what_runs(tmp_path):
+    plan, folder = expand(load_grid(stub(tmp_path, seeds="0..3"))), Folder(tmp_path / "out")
+    for run, seconds in zip(plan.runs, (10, 30)):
+        record = {"key": run.key, "status": "done", "config": run.config, "kind": "stub", "total_seconds": 1}
+        (folder.out / run.key).mkdir(parents=True)
+        (folder.out / run.key / "record.json").write_text(json.dumps(record))
+        notebook = {"metadata": {"papermill": {"duration": seconds}}}
+        (folder.out / run.key / "notebook.ipynb").write_text(json.dumps(notebook))
+    assert status(folder.out)["left"] is None  # nothing runs
+    with folder.lock(plan.runs[2].key), folder.lock(plan.runs[3].key):
+        (folder.home / "plan-x.json").write_text(json.dumps({"keys": [run.key for run in plan.runs[:7]]}))
+        assert status(folder.out)["left"] == 3 * 20  # 5 runs, 2 at a time
 
 
 # A kill at any moment
@@ -270,9 +272,8 @@ def test_a_record_beside_an_empty_notebook_is_not_done(tmp_path):
     record = json.dumps({"key": run.key, "status": "done", "config": run.config, "kind": "stub", "value": 1})
     half = {"record.json": record, "notebook.ipynb": ""}
     assert "without a record" in sweep(plan, folder.out, Fake(half)).failed[run.key]["error"]
-    whole = half | {"notebook.ipynb": "{}"}
-    with ThreadPoolExecutor() as pool:  # only the main thread may set how signals act
-        report = pool.submit(sweep, plan, folder.out, Fake(whole), retry_failed=True).result()
+    whole = half | {"notebook.ipynb": '{"cells": []}'}
+    report = sweep(plan, folder.out, Fake(whole), retry_failed=True)
     assert report.code == 0 and folder.record(run) and report.done == status(folder.out)["done"]
     for damage in ("", '{"cells": ['):
         (folder.out / run.key / "notebook.ipynb").write_text(damage)
@@ -325,45 +326,33 @@ def test_a_kernel_ends_with_its_parent_and_leaves_no_file(tmp_path, monkeypatch)
 
 
 def test_two_sweeps_share_a_folder(tmp_path):
-    path = stub(tmp_path, wait=0.3, seeds="0..2", extra="blocks: [{}, {fixed: {task: bad, seed: 0, fail: die}}]\n")
-    bad, folder = expand(load_grid(path)).runs[-1].key, Folder(tmp_path / "out")
-    with folder.lock(bad):  # until both have begun
+    path, folder = stub(tmp_path, wait=0.3, seeds="0..2"), Folder(tmp_path / "out")
+    with folder.lock(expand(load_grid(path)).runs[0].key):  # until both have begun
         one, two = start(path, folder.out, jobs=1), start(path, folder.out, jobs=1)
         assert all("to do" in p.stdout.readline() for p in (one, two))
-    assert (one.wait(300), two.wait(300)) == (1, 1)
+    assert (one.wait(300), two.wait(300)) == (0, 0)
     made = logged(tmp_path, "start")
-    assert made.count(bad) == 2 and folder.failure(bad)["attempts"] == 2  # two attempts, not two each
-    made = [k for k in made if k != bad]
     assert len(made) == len(set(made)) == len(records(folder.out)) == 6
-    said = [p.stdout.read() for p in (one, two)]
-    assert all("done: " in s and f"failed: {bad}" in s for s in said)
+    assert all("done: " in p.stdout.read() for p in (one, two))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_interrupts_end_the_workers_unless_they_are_ignored(tmp_path, number):
-    ignored = number == signal.SIGHUP  # as under nohup
-    path = stub(tmp_path, wait=2 if ignored else 30, tasks="[a]" if ignored else "[parent]")
-    before = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)  # is handed on
+def test_an_interrupt_ends_the_workers_and_what_they_started(tmp_path):
+    path = stub(tmp_path, wait=30, tasks="[parent]")
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # is handed on
     try:
         process = start(path, tmp_path / "out", jobs=2)
     finally:
-        signal.signal(number, before)
+        signal.signal(signal.SIGINT, before)
     wait_for(lambda: (tmp_path / "log").exists() and len(logged(tmp_path, "start")) == 2)
     family = psutil.Process(process.pid).children(recursive=True)
-    assert ignored or [p.name() for p in family].count("sleep") == 2
-    process.send_signal(number)
-    assert process.wait(300) == (0 if ignored else 130)
+    assert [p.name() for p in family].count("sleep") == 2
+    process.send_signal(signal.SIGINT)
+    assert process.wait(300) == 130
     wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in family), 30)
-    assert len(records(tmp_path / "out")) == 2 * ignored and not list((tmp_path / "out").glob("*/failed.json"))
+    assert not records(tmp_path / "out") and not list((tmp_path / "out").glob("*/failed.json"))
 
 
 # Folders, disks and records
-
-
-def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError):
-        sweep(expand(load_grid(stub(tmp_path))), tmp_path / "file" / "out", Fake())
 
 
 def test_an_error_before_a_run_begins_leaves_no_lock(tmp_path):
@@ -373,20 +362,12 @@ def test_an_error_before_a_run_begins_leaves_no_lock(tmp_path):
     assert status(folder.out)["running"] == []
 
 
-def test_a_run_does_not_begin_once_its_sweep_ends(tmp_path):
-    executor = Fake({})
-    ending = Sweep(expand(load_grid(stub(tmp_path))), tmp_path / "out", executor, print)
-    ending.closed, (run, *_) = True, ending.look(retry_failed=False)
-    assert ending.do(run) == "stopped" and not executor.asked
-
-
 def test_a_full_disk_stops_the_sweep(tmp_path):
     extra = "blocks: [{}, {fixed: {task: b, seed: 0, fail: full}}, {fixed: {task: c, seed: 0}}]\n"
     path = stub(tmp_path, tasks="[a]", seeds="[0]", extra=extra)
-    out, plan = tmp_path / "out", expand(load_grid(path))
-    report = sweep(plan, out, Local(1))
-    assert report.code == 2 and "disk is full" in report.stopped
-    assert len(records(out)) == 1 and not list(out.glob("*/failed.json")) and status(out)["running"] == []
+    with pytest.raises(OSError, match="No space left"):
+        sweep(expand(load_grid(path)), tmp_path / "out", Local(1))
+    assert len(records(tmp_path / "out")) == 1 and not list((tmp_path / "out").glob("*/failed.json"))
 
 
 def test_a_run_whose_files_changed_is_not_done(tmp_path, monkeypatch):
@@ -432,24 +413,15 @@ def test_errors_are_in_the_same_words_for_all_who_execute_notebooks():
 
 
 def test_workers_and_threads():
-    assert plan_jobs(16) == (16, 1) and plan_jobs(16, jobs=3) == (3, 5) and plan_jobs(2, jobs=8) == (8, 1)
-    assert plan_jobs(8, memory=5) == (2, 4) and plan_jobs(8, memory=0.1) == (1, 8)
+    assert plan_jobs(16, jobs=3) == (3, 5) and plan_jobs(2, jobs=8) == (8, 1) and plan_jobs(8, memory=0.1) == (1, 8)
     assert plan_jobs(32, gpus=2, jobs=18) == (18, 1) and plan_jobs(1, gpus=4) == (1, 1)
-    with pytest.raises(ValueError, match="jobs: 0"):
-        Local(0).start()
 
 
-@pytest.mark.parametrize("given, threads", [("", 4), ("2", 2), ("8", 4), ("4,2", 4), ("0", 4)])
+@pytest.mark.parametrize("given, threads", [("", 4), ("2", 2), ("8", 4)])
 def test_the_threads_of_a_user_are_a_limit_for_each_worker(monkeypatch, given, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
     assert {environment(4)[name] for name in names} == {str(threads)}
-
-
-def test_workers_share_the_memory_that_is_free(monkeypatch):
-    monkeypatch.setattr(Path, "exists", lambda path: True)
-    monkeypatch.setattr(Path, "read_text", lambda path: "MemTotal: 8388608 kB\nMemAvailable: 3145728 kB\n")
-    assert machine()[2] == 3
 
 
 def test_each_worker_has_a_gpu_in_turn(tmp_path, monkeypatch):
@@ -461,20 +433,15 @@ def test_each_worker_has_a_gpu_in_turn(tmp_path, monkeypatch):
     assert "2 workers" in Local().start()
 
 
-def test_gpus_are_found_without_touching_them(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    lines = ("GPU 0: NVIDIA H200 (UUID: GPU-aa)", "  MIG 1g.18gb Device 0: (UUID: MIG-5c)", "GPU 1: NVIDIA H200")
-    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+@pytest.mark.parametrize(
+    "given, found", [(None, ["0", "1"]), ("1,0", ["1", "0"]), ("GPU-aa,MIG-5c", ["GPU-aa", "MIG-5c"])]
+)
+def test_gpus_have_the_names_that_the_user_gave_them(monkeypatch, given, found):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert find_gpus() == ["0", "1"]
-    for given, found in (("1", ["1"]), ("GPU-aa, MIG-5c", ["GPU-aa", "MIG-5c"]), ("", []), ("-1", [])):
+    if given:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        assert find_gpus() == found
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    assert find_gpus() == []
+    assert machine()[1] == found
 
 
 # Real runs
@@ -533,27 +500,17 @@ def test_ray_gives_the_same_records(toy, tmp_path):
         same(records(tmp_path)[key], record)
 
 
-def test_ray_starts_a_cluster_and_a_late_task_is_cancelled(tmp_path, monkeypatch):
+@pytest.mark.parametrize("given, address", [("", "local"), ("ray://head:10001", "ray://head:10001")])
+def test_ray_starts_a_cluster_or_takes_that_of_its_address(monkeypatch, given, address):
     ray = MagicMock()
-    ray.is_initialized.return_value, ray.cluster_resources.return_value = False, {"CPU": 3}
-    ray.get.return_value = None, {}
-    for name, value in (("RAY_ADDRESS", ""), ("RAY_USAGE_STATS_ENABLED", "")):
-        monkeypatch.setenv(name, value)
+    ray.is_initialized.return_value, ray.cluster_resources.return_value = False, {"CPU": 3, "GPU": 2}
+    monkeypatch.setenv("RAY_ADDRESS", given)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "")  # so that it is put back
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr("isoreg.experiments.sweep.machine", lambda: (3, [], 64))
-    executor = OnRay()
-    assert "3 tasks" in executor.start() and os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
-    given = ray.init.call_args
-    assert given.args == ("local",) and given.kwargs["num_cpus"] == 3 and not given.kwargs["include_dashboard"]
-    executor.compute(expand(load_grid("toy")).runs[0], tmp_path)
-    ray.cancel.assert_not_called()
-    executor.stop()
-    executor.compute(expand(load_grid("toy")).runs[0], tmp_path)
-    ray.cancel.assert_called_once()
-    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    executor.start()
-    assert ray.init.call_args.args == ("ray://head:10001",) and "num_cpus" not in ray.init.call_args.kwargs
+    assert "4 tasks at a time" in OnRay(jobs=4).start() and os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert ray.init.call_args.args == (address,)
+    ray.remote.return_value.options.assert_called_with(num_cpus=1, num_gpus=0.5, max_retries=3)
 
 
 def test_runs_in_a_file_of_records_count_as_done_if_they_are_records_of_the_grid(tmp_path, monkeypatch):
@@ -569,25 +526,12 @@ def test_runs_in_a_file_of_records_count_as_done_if_they_are_records_of_the_grid
     given = ["sweep", "toy", "--out", tmp_path, "--records", tmp_path / "r.jsonl"]
     assert f"{len(plan.runs)} runs: {len(good)} done, 2 to do" in invoke(*given).stdout
     assert [run.key for run in seen] == [run.key for run in plan.runs[:2]]
-    assert "about 1 min 40 s" in invoke(*given, "--dry-run").stdout
+    assert "about 1.7 min" in invoke(*given, "--dry-run").stdout
+    new = ["sweep", "toy", "--out", tmp_path / "new", "--dry-run"]
+    assert "the whole grid takes about 2.7 core minutes" in invoke(*new).stdout  # as the head of its file says
     (tmp_path / "r.jsonl").write_text("[1]\n")
     result = invoke(*given)
     assert result.exit_code == 2 and "r.jsonl line 1 is no record" in result.stderr
-
-
-def test_a_later_try_that_fails_leaves_the_record_and_what_lies_beside_it(tmp_path):
-    (run, *_), folder = expand(load_grid("toy")).runs, Folder(tmp_path / "out")
-    kept = folder.out / run.key
-    kept.mkdir(parents=True)
-    for name in ("record.json", "notebook.ipynb"):
-        (kept / name).write_text('{"old": 1}')
-    with folder.lock(run.key):
-        part = folder.begin(run)
-        (part / run.key).mkdir()
-        (part / run.key / "notebook.ipynb").write_text("{}")
-        folder.publish(run, part, {"error": "ValueError: no"})
-    assert (kept / "record.json").read_text() == (kept / "notebook.ipynb").read_text() == '{"old": 1}'
-    assert folder.failure(run.key)["error"] == "ValueError: no" and not list(folder.home.glob("*/part-*"))
 
 
 @pytest.mark.parametrize("change", [{"config": [1]}, {"config": {"definition": 3}}])
@@ -601,7 +545,7 @@ def test_isoreg_run_leaves_a_run_alone_that_another_process_has(tmp_path):
     config = RunConfig(max_train=32, max_eval=20, epochs=1)
     with Folder(tmp_path).lock(config.key):
         result = invoke("run", "--max-train", 32, "--max-eval", 20, "--epochs", 1, "--out", tmp_path)
-    assert result.exit_code == 2 and "another process" in result.output
+    assert result.exit_code == 2 and "lock" in result.stderr
     assert not (tmp_path / config.key / "record.json").exists()
 
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from fastcore.basics import patch
 
 import isoreg
 from ..checks import one_of
 from .config import CONFIGS, Settings, method_label
 from .tasks import Checked
-from ..files import LARGEST, from_yaml, read_text, to_yaml
+from ..files import LARGEST, from_yaml, read_text
 from .notebook import run_notebook_path
 
 # %% ../../nbs/experiments/29_grid.ipynb #13e292db
@@ -283,4 +284,5 @@ def final_grid(
         own = {n: v for n, v in config.items() if n not in common}
         blocks.append({"name": name, "fixed": own})
     title = f"Final runs of {of}, each task and method with its chosen setting"
-    return to_yaml({"description": title, "fixed": common, "axes": {"seed": axis}, "blocks": blocks})
+    grid = {"description": title, "fixed": common, "axes": {"seed": axis}, "blocks": blocks}
+    return yaml.safe_dump(grid, sort_keys=False, allow_unicode=True, width=120)
