@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
 from .checks import in_range
+from .files import from_json, read_text
 from .istar import as_penalties, check_batches, measure_isotropy, reference_covariance
 from .moments import full_precision, world_size
 from .states import encoder_of, eval_mode, inside_wrapper, same_draws, states_of, token_mask
@@ -204,13 +206,38 @@ class IsotropyLog(TrainerCallback):
 @patch
 def train(self: PenaltyMixin, *args, **kwargs):
     "Train as the Trainer does, with the dropout schedule of the model's configuration."
-    from isoreg.dropout import apply_dropout, load_dropout
-    model = self.model
-    if getattr(getattr(model, "config", None), "dropout_schedule", None):
-        # this takes a note out that is not in force, and puts it back at the end
-        with apply_dropout(model, "standard"): in_force = hasattr(model.config, "dropout_schedule")
-        if not in_force: load_dropout(model)
+    _put_schedule(self.model)
     return super(PenaltyMixin, self).train(*args, **kwargs)
+
+
+@patch
+def call_model_init(self: PenaltyMixin, *args, **kwargs):
+    "Return a new model as the Trainer does, with the dropout schedule of its configuration."
+    model = super(PenaltyMixin, self).call_model_init(*args, **kwargs)
+    _put_schedule(model)
+    return model
+
+
+@patch
+def _load_from_checkpoint(self: PenaltyMixin, checkpoint, model=None):
+    "Load as the Trainer does, and the dropout schedule with the weights."
+    super(PenaltyMixin, self)._load_from_checkpoint(checkpoint, model)
+    _put_schedule(self.model, checkpoint)
+
+
+def _put_schedule(model: nn.Module, checkpoint: str | None = None):
+    "Put on the dropout schedule that the configuration of the model, or of a checkpoint, names, unless it is in force."
+    from isoreg.dropout import apply_dropout, load_dropout
+    config, file = getattr(model, "config", None), Path(checkpoint or "", "config.json")
+    noted = mine = getattr(config, "dropout_schedule", None)
+    if checkpoint and file.exists(): noted = from_json(read_text(file)).get("dropout_schedule")
+    if not noted: return
+    if mine and mine != noted:
+        raise ValueError(f"dropout_schedule: {file} has another than the model; apply that of the checkpoint")
+    config.dropout_schedule = noted
+    # this takes a note out that is not in force, and puts it back at the end
+    with apply_dropout(model, "standard"): in_force = hasattr(config, "dropout_schedule")
+    if not in_force: load_dropout(model)
 
 # %% ../nbs/09_trainer.ipynb #d65de4c2
 def split_by_length(

@@ -53,6 +53,7 @@ class InOrder(PenaltyTrainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
+SAVING = dict(steps=-1, num_train_epochs=2, save_strategy="steps", save_steps=2, learning_rate=0.1)  # of 4 an epoch
 OFF = dict(report_to="none", use_cpu=True, save_strategy="no", logging_steps=1, disable_tqdm=True, eval_strategy="no")
 SGD = dict(optim="sgd", learning_rate=1.0, max_grad_norm=0, weight_decay=0, lr_scheduler_type="constant")
 
@@ -390,6 +391,27 @@ def test_a_reloaded_model_trains_with_its_schedule(tmp_path):
     apply_dropout(loaded, "standard")  # by intention
     make_trainer(None, examples(8, 0), model=loaded).train()
     assert set(rates(loaded).values()) == {0.1}
+
+
+def test_a_model_that_the_trainer_makes_has_its_schedule(tmp_path):
+    scheduled().save_pretrained(tmp_path)
+    args = TrainingArguments(output_dir=str(tmp_path / "out"), max_steps=1, **OFF | SGD)
+    make = lambda: BertForSequenceClassification.from_pretrained(tmp_path)
+    trainer = InOrder(None, args, train_dataset=examples(8, 0), model_init=make)
+    trainer.train()
+    assert rates(trainer.model) == pytest.approx(rates(scheduled()))
+
+
+def test_a_resumed_training_has_the_schedule_of_its_checkpoint():
+    out, ends = tempfile.mkdtemp(), []
+    for model, checkpoint in (scheduled(), None), (small_bert(0.1), f"{out}/checkpoint-2"):
+        trainer = make_trainer(None, examples(32, 0), model=model, output_dir=out, **SAVING)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*ends))
+    trainer = make_trainer(None, examples(32, 0), model=scheduled(0.2), output_dir=out, **SAVING)
+    with pytest.raises(ValueError, match="dropout_schedule: .*checkpoint-2/config.json has another"):
+        trainer.train(resume_from_checkpoint=f"{out}/checkpoint-2")
 
 
 def test_noise_is_put_on_again_and_mixout_refused_without_its_weights(tmp_path):

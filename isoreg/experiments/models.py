@@ -27,7 +27,7 @@ from transformers.utils import logging
 from .config import RunConfig
 from .tasks import Task, get_task
 from .toy import toy_model_path
-from ..files import expanded, lacks_room, read_text
+from ..files import expanded, read_text
 
 # %% ../../nbs/experiments/21_models.ipynb #4b57d844
 def load_model(
@@ -138,7 +138,6 @@ def pretrained(kind, model: str, **options):
     source = model_source(model)
     try: found = kind.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:
-        if lacks_room(error): raise
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if "trust_remote_code" in str(error): why = "it brings code of its own, which is never run"
         raise ValueError(f"model: {model!r} cannot be read ({why}); give the folder of a complete checkpoint, "
