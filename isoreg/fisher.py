@@ -291,7 +291,7 @@ class _Squares:
             raise ValueError("model: no parameter requires a gradient; call model.requires_grad_(True)")
         self.device = next(iter(self.parameters.values())).device
         self.widest = torch.float32 if self.device.type == "mps" else torch.float64
-        self.sums = {}
+        self.sums, self.total, self.predicted = {}, torch.zeros((), device=self.device), 0
         for n, p in self.parameters.items():
             if level == "diagonal": self.sums[n] = torch.zeros_like(p, dtype=_wide(p))
             else: self.sums[n] = torch.zeros((), dtype=self.widest, device=p.device)
@@ -334,8 +334,11 @@ def losses(self: _Squares, batch: dict, positions: Sequence[Tensor] | None = Non
     if positions is None and not callable(self.loss): positions = predicted_positions(batch, self.loss)
     with torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False):  # no copy stays
         values = sample_losses(self.model, batch, self.loss, self.reduction, positions)
-    if values.shape == (n := _size(batch),): return values
-    raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
+    if values.shape != (n := _size(batch),):
+        raise ValueError(f"loss: gave a tensor of shape {tuple(values.shape)}; need one loss for each of {n} samples")
+    self.total = self.total + values.detach().sum()
+    self.predicted += len(positions[0]) if positions and self.reduction == "sum" else n
+    return values
 
 # %% ../nbs/11_fisher.ipynb #c804ea47
 @patch
@@ -371,9 +374,10 @@ def _asking(parameters: dict[str, Tensor], names: Set[str]) -> Iterator[None]:
 # %% ../nbs/11_fisher.ipynb #78ae49ab
 @patch
 def check(self: _Squares) -> None:
-    "Raise `ValueError` without a sample, a gradient or finite sums."
+    "Raise `ValueError` without a sample, a gradient or finite sums; warn of a head drawn at random."
     if not self.samples: raise ValueError("batches: hold no sample with a token to predict; give at least one")
-    sums = torch.stack([s.sum().to(self.device, self.widest) for s in self.sums.values()]).tolist()
+    found = [self.total, *(s.sum() for s in self.sums.values())]
+    total, *sums = torch.stack([x.to(self.device, self.widest) for x in found]).tolist()
     for name, value in zip(self.sums, sums):
         if math.isfinite(value): continue
         raise ValueError(f"model: the squared gradient of {name} is not finite; weights or losses hold NaN or "
@@ -381,6 +385,11 @@ def check(self: _Squares) -> None:
     if not any(sums):
         raise ValueError("loss: no sample alone has a gradient; compute it without torch.no_grad() and detach(), and "
                          "do not compare samples: a function is given one at a time")
+    head = None if callable(self.loss) else getattr(self.model, "get_output_embeddings", lambda: None)()
+    mean, uniform = total / self.predicted, math.inf if head is None else math.log(len(head.weight))
+    if mean >= uniform:
+        warnings.warn(f"model: the mean loss of the sample is {mean:.2f} nats, and a uniform guess has ln V = "
+                      f"{uniform:.2f}; the head is probably drawn at random, so load a checkpoint that holds it")
 
 # %% ../nbs/11_fisher.ipynb #4264aa4d
 @dataclass

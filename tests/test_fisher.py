@@ -516,3 +516,16 @@ def test_what_is_refused(model, batches, options, message):
     with pytest.raises(ValueError, match=message):
         empirical_fisher(model, batches(), **options)
     assert state() == before
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_head_drawn_at_random_is_noticed(reduction, recwarn):
+    corpus, model = corpus_of(24), toy_model()
+    empirical_fisher(model, corpus, reduction=reduction)
+    assert not [w for w in recwarn if "drawn at random" in str(w.message)]
+    with torch.no_grad():
+        model.cls.predictions.transform.dense.weight.normal_()
+    mean = torch.cat([sample_losses(model, b) for b in corpus]).mean()
+    with pytest.warns(UserWarning, match="mean loss of the sample is .* ln V = 5.48; the head") as caught:
+        empirical_fisher(model, corpus, reduction=reduction)
+    assert mean > 5.48 and (reduction == "sum" or f"{mean:.2f} nats" in str(caught[0].message))
