@@ -221,12 +221,15 @@ def _usual_recipe(self: RunConfig) -> str: return "toy" if self.model == "toy-be
 
 @patch
 def _fill(self: RunConfig):
-    "Fill in what was left open."
+    "Fill in what was left open, and put paths into one form."
     values, recipe = vars(self), self.recipe or self._usual_recipe()
     usual = RECIPES[recipe] | {"recipe": recipe, "lam": -0.1 if self.regularizer == "istar" else 1.0}
     if self._is_qa(): usual |= {"max_length": 384, "segment_ids": True}
     values.update({n: v for n, v in usual.items() if n in values and values[n] is None})
     if self.data_dir is not None: values["data_dir"] = str(expanded(self.data_dir))
+    for name in ("scores", "dropout"):
+        path = values[name] or ""
+        if path.endswith(".json") and not path.startswith(CORPUS): values[name] = str(Path(path))
 
 @patch
 def fixed(self: RunConfig) -> dict:
