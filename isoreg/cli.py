@@ -231,11 +231,13 @@ def _cost(grid: str, done: dict[str, dict], missing: int) -> str:
 
 
 def _check_inputs(configs: Sequence[dict]):
-    "Raise `ValueError` for a model that is not here, and for files of an own task that cannot be learned from."
+    "Raise `ValueError` for a model or an estimate that is not here, and for files of an own task that cannot be learned from."
     from isoreg.experiments.data import load_task
     from isoreg.experiments.models import model_source
     from isoreg.experiments.tasks import get_task
+    from isoreg.fisher import load_scores
     for model in {c["model"] for c in configs if "model" in c}: model_source(model)
+    for estimate in {c["fisher"] for c in configs if c.get("fisher")}: load_scores(estimate)
     own = [c for c in configs if (c.get("definition") or {}).get("files")]
     for c in {json.dumps(c["definition"], sort_keys=True): c for c in own}.values():
         load_task(get_task("", c["definition"]), None, c["train_split"], c["eval_split"])

@@ -158,6 +158,7 @@ def test_a_run_notebook_has_the_settings_of_its_configuration(name):
         (RunConfig, {"dropout": "guided", "scores": "corpus: ,"}, "scores: 'corpus: ,' cannot be read"),
         (FisherConfig, {"shares": "1,x"}, "shares: String should match pattern"),
         (FisherConfig, {"shares": "33, 100"}, "shares: '33, 100'; give per cent"),
+        (FisherConfig, {"model": "toy-gpt2", "loss": "mlm"}, "loss: toy-gpt2 was made for 'clm'"),
         (LandscapeConfig, {"points": 4}, "points: 4 do not hold the origin"),
         (PretrainConfig, {"heldout_share": 0.0}, "heldout_share: 0 leaves no text"),
         *((kind, {"model": "./nowhere"}, "model: no config.json in folder './nowhere'") for kind in KINDS),

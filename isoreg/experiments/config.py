@@ -403,6 +403,11 @@ class LossSettings(TextSettings):
     span: float = setting(3.0, "seq2seq: mean length of a span that is cut out", ge=1)
     packed: bool = setting(False, "join the texts and cut pieces of max_length")
 
+    @model_validator(mode="after")
+    def _check_loss(self):
+        if self.loss in (None, own := TOY_LOSSES.get(self.model, self.loss)): return self
+        raise ValueError(f"loss: {self.model} was made for {own!r}, not for {self.loss!r}")
+
 # %% ../../nbs/experiments/19_config.ipynb #2268f8df
 class FisherConfig(LossSettings):
     "Hold the settings of a Fisher estimate and of its stability under subsampling."

@@ -28,8 +28,9 @@ from ..checks import in_range, one_of
 from ..corpus import TextBatches, load_texts, predicted_logits
 from .config import PretrainConfig
 from .finetune import SMALL, ProgressFile
-from .models import (
-    check_whole, load_tokenizer, pretrained, process_kept, resolve_precision, save_model, trainer_arguments)
+from isoreg.experiments.models import (
+    check_whole, load_tokenizer, pretrained, process_kept, read_config, resolve_precision, save_model,
+    trainer_arguments)
 from .record import (
     changed_inputs, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions)
 from .toy import toy_corpus, toy_tokenizer
@@ -51,7 +52,8 @@ def pretrain(
     in_range("evaluations", evaluations, 1, whole=True)
     folder = Path(out) / config.key
     file, name = folder / "record.json", Path(config.model).name
-    if file.exists() and not changed_inputs(done := json.loads(file.read_text())): return done
+    if file.exists() and not changed_inputs(done := json.loads(file.read_text())):
+        if (folder / done["model"].get("folder", "model") / "config.json").is_file(): return done
     begun, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
     with process_kept(): trainer, record = train(config, folder, evaluations, checkpoint_steps)
     save_model(trainer.model, trainer.corpus.tokenizer, folder / name)
@@ -130,6 +132,9 @@ def corpus_texts(config: PretrainConfig) -> tuple[list[str], list[str]]:
 def text_batches(config: PretrainConfig) -> tuple[TextBatches, TextBatches]:
     "Return training and held-out batches; the held-out masks do not depend on the run's seed."
     tokenizer, (train, heldout) = load_tokenizer(config.model), corpus_texts(config)
+    places = getattr(read_config(config.model), "max_position_embeddings", None) or math.inf
+    if min(config.max_length, tokenizer.model_max_length) > places:
+        raise ValueError(f"max_length: {config.max_length} is more than the {places} positions of {config.model}")
     settings: dict = {n: getattr(config, n) for n in ("max_length", "probability", "packed")} | {"tokenizer": tokenizer}
     size, name = config.batch_size, config.heldout or f"the last {config.heldout_share:g} of {config.corpus}"
     corpus = TextBatches(train, batch_size=size, seed=config.seed, name=config.corpus, **settings)
