@@ -36,7 +36,7 @@ def exec_module(self, module):
 importlib.machinery.SourceFileLoader.exec_module = exec_module
 """
 POINTS = ["isoreg.trainer.token_mask", "isoreg.experiments.record.write_atomically"]
-POINTS += [f"isoreg.experiments.finetune.{name}" for name in ("load_model", "_fill_record")]
+POINTS += [f"isoreg.experiments.finetune.{name}" for name in ("load_model", "_judged")]
 
 
 @LONG
