@@ -201,10 +201,10 @@ def _label_numbers(task: Task, labels: list, where: str) -> list:
         numbers = pd.to_numeric(pd.Series(labels, dtype=object), errors="coerce").tolist()
         found = [x if math.isfinite(x) and x >= low else None for x in numbers]
     else:
-        place = {_canonical(name): i for i, name in enumerate(task.labels)}
+        place = {f(name): i for f in (_canonical, str) for i, name in enumerate(task.labels)}
         if not any(map(_NUMBER.fullmatch, task.labels)):
             place = {str(i): i for i in range(len(task.labels))} | {"False": 0, "True": 1} | place
-        found = [None if label is None else place.get(_canonical(label)) for label in labels]
+        found = [None if x is None else place.get(str(x), place.get(_canonical(x))) for x in labels]
     wrong = [label for label, number in zip(labels, found) if number is None]
     if not wrong: return found
     known = f"one of {task.labels}" if task.labels else "a number"
@@ -216,7 +216,7 @@ def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     "Return the task with its labels; if it names none, those of the training rows, sorted."
     if task.kind != "classification" or task.labels or task.label not in table.column_names: return task
     values = [v for v in set(table[task.label].to_pylist()) - {None} if str(v).strip().lower() not in ("", "nan")]
-    found = {_canonical(v): v for v in values}
+    found = {v if isinstance(v, str) else _canonical(v): v for v in values}
     order = sorted(found, key=None if any(isinstance(v, str) for v in values) else found.__getitem__)
     if "f1" in task.metrics:
         notes.append(f"f1 is that of the label {order[1]!r}; labels in the definition set another order")
