@@ -229,6 +229,15 @@ def test_folder_gives_columns_in_order_and_notes(tmp_path):
     assert data.majority == 0.5
 
 
+def test_mnli_keeps_its_splits_in_the_joined_protocol_and_shuffles_the_rows(tmp_path):
+    rows = [{"label": i % 3, "premise": f"{i}", "hypothesis": ""} for i in range(8)]
+    write(tmp_path, "glue/mnli/train.parquet", rows)
+    write(tmp_path, "glue/mnli/validation_matched.parquet", rows[:2])
+    data = load_task("mnli", tmp_path, split_protocol="joined", seed=3)
+    order = np.random.default_rng(3).permutation(8)
+    assert data.train["premise"][:] == [f"{i}" for i in order] and data.evaluation["premise"][:] == ["0", "1"]
+
+
 def test_fingerprint_sees_rows_and_order_and_nothing_else(tmp_path):
     rows = rte_rows(6)
     other = [{k: r[k] for k in ("sentence1", "sentence2", "label")} | {"idx": 99} for r in rows]

@@ -67,13 +67,13 @@ def load_task(
     splits = train_split, eval_split or task.eval_splits[0]
     tables, origins = zip(*(_read(task, data_dir, split) for split in splits))
     notes = _notes(task, dict(zip(splits, tables)))
-    if task.folder == "glue/mnli": split_protocol = "official"  # as the released code has it
-    if split_protocol == "joined":
+    rows_by = "official" if task.folder == "glue/mnli" else split_protocol  # as the released code has it
+    if rows_by == "joined":
         notes.append(f"joined protocol: {splits[0]} and {splits[1]} shuffled together with "
                      f"seed {seed}, 80/20; not comparable with the official split")
     task = _with_labels(task, tables[0], notes)
     parts = [_typed(task, table, split) for table, split in zip(tables, splits)]
-    keep, held = split_rows(len(parts[0]), len(parts[1]), split_protocol, seed)
+    keep, held = split_rows(len(parts[0]), len(parts[1]), rows_by, seed)
     wanted = min(max(1, round(train_fraction * len(keep))), max_train or len(keep))
     if wanted < len(keep): notes.append(f"train is {wanted} of {len(keep)} rows")
     elif split_protocol == "official": keep = np.sort(keep)
