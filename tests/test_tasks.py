@@ -22,6 +22,7 @@ from isoreg.experiments.data import (
     load_metric,
     load_task,
     normalize_answer,
+    resample,
     split_rows,
     squad_predictions,
     squad_scores,
@@ -114,6 +115,14 @@ def test_binary_metrics_by_the_confusion_matrix(pairs):
     scores = compute("mrpc", p, r)
     assert math.isclose(scores["accuracy"], (tp + tn) / len(pairs))
     assert math.isclose(scores["f1"], 2 * tp / (2 * tp + fp + fn) if tp else 0.0)
+
+
+@pytest.mark.parametrize("metric", SCORES)
+def test_many_rows_drawn_anew_score_about_the_same_and_constant_ones_zero(metric):
+    task, r = Task("mine", metric=metric, folder="mine"), np.arange(200_000) % 2
+    p = np.where(np.arange(len(r)) % 10 < 2, 0, r)  # wrong in a tenth
+    np.testing.assert_allclose(resample(task, p, r, draws=3), SCORES[metric](p, r), atol=0.01)
+    assert metric == "accuracy" or not resample(task, 0 * p, 0 * r, draws=3).any()
 
 
 @given(st.integers(3, 50), st.integers(0, 10**6))

@@ -305,20 +305,21 @@ def resample(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a draw of one class divides 0 by 0, and scores 0
         found = [score(p[rows], r[rows]) for rows in (rng.integers(n, size=n) for _ in range(draws))]
-    return np.nan_to_num(found).astype(np.float16).astype(float)
+    return np.array(found).astype(np.float16).astype(float)
 
 
 def _matthews(p: np.ndarray, r: np.ndarray) -> float:
     "Return the Matthews correlation by the table of guessed and true classes."
     k, n = max(p.max(), r.max()) + 1, len(p)
-    counts = np.bincount(k * r + p, minlength=k * k).reshape(k, k)
+    counts = np.bincount(k * r + p, minlength=k * k).reshape(k, k).astype(float)  # n ** 4 is above int64
     true, guessed = counts.sum(1), counts.sum(0)
-    return (n * np.trace(counts) - true @ guessed) / np.sqrt((n * n - true @ true) * (n * n - guessed @ guessed))
+    spread = (n * n - true @ true) * (n * n - guessed @ guessed)
+    return (n * np.trace(counts) - true @ guessed) / math.sqrt(spread) if spread else 0.0
 
 
 _QUICK: dict[str, Callable] = {  # the same numbers, for thousands of draws
-    "accuracy": lambda p, r: np.mean(p == r), "f1": lambda p, r: 2 * np.sum(p * r) / np.sum(p + r),
-    "matthews_correlation": _matthews, "pearson": lambda p, r: np.corrcoef(p, r)[0, 1]}
+    "accuracy": lambda p, r: np.mean(p == r), "f1": lambda p, r: 2 * np.sum(p * r) / (np.sum(p + r) or 1),
+    "matthews_correlation": _matthews, "pearson": lambda p, r: np.nan_to_num(np.corrcoef(p, r)[0, 1])}
 
 # %% ../../nbs/experiments/18_data.ipynb #05c34669
 def encode(
