@@ -135,6 +135,7 @@ REFUSED = [  # a change of the definition, the training rows, the message
     ("labels: [right, left]", None, "column label: .*no valid label, such as 'wrong'"),
     ("metric: pearson", None, "polarity: column label: .*such as '(right|wrong)'; a label is a number"),
     ("", "sentence,label\na,x\nb,x\n", "labels: .*'x'.* two different labels or more"),
+    ("metric: f1", "sentence,label\na,x\nb,x\n", "labels: .*'x'.* two different labels or more"),
     ("", "words,label\na,x\nb,y\n", "no column sentence; it has"),
 ]
 

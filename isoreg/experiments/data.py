@@ -218,7 +218,7 @@ def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     values = [v for v in set(table[task.label].to_pylist()) - {None} if str(v).strip().lower() not in ("", "nan")]
     found = {v if isinstance(v, str) else _canonical(v): v for v in values}
     order = sorted(found, key=None if any(isinstance(v, str) for v in values) else found.__getitem__)
-    if "f1" in task.metrics:
+    if "f1" in task.metrics and len(order) > 1:
         notes.append(f"f1 is that of the label {order[1]!r}; labels in the definition set another order")
     return Task(**dict(task) | {"labels": order})
 
