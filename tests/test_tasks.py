@@ -70,6 +70,10 @@ TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
         (dict(metrics=("f1", "pearson")), "metric: 'accuracy' is unknown; use 'f1' or 'pearson'"),
         (dict(text=()), "text: Value should have at least 1 item"),
         (dict(labels=("a", "a", "b")), "labels: .*two different"),
+        (dict(folder=None), "files: train is missing; add train: FILE, or a hub"),
+        (dict(files={"train": "a.csv"}), "files: validation is missing"),
+        (dict(files={"validation": "a.csv"}), "files: train is missing"),
+        (dict(files={"train": "a.csv", "validation": "a.xls"}), "files: validation: '.xls' is unknown"),
         (dict(labels=("a", "b", "c")), "metric: f1 is of two labels"),
         (dict(kind="regression", metric="pearson", metrics=("pearson",)), "labels: .*else none"),
     ],
@@ -81,6 +85,7 @@ def test_a_record_that_cannot_work_is_refused(change, message):
 
 WRONG = [dict(text=3), dict(labels=3), dict(labels=None), dict(metrics=3), dict(eval_splits=[]), dict(sha256=3)]
 WRONG += [dict(also=3), dict(hub=["a", "b", "c"]), dict(official_rows=3), dict(papers=3)]
+WRONG += [dict(text=["text", "text"]), dict(text="label")]
 WRONG += [dict(files=["train.csv"]), dict(name=None), dict(labl="x")]
 
 
