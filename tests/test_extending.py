@@ -128,13 +128,14 @@ def test_a_name_on_the_hub_is_a_definition_too():
 REFUSED = [  # a change of the definition, the training rows, the message
     ("metric: accurac", None, "metric: 'accurac' is unknown; did you mean 'accuracy'"),
     ("labl: x", None, "labl: unknown setting; did you mean 'label'"),
-    ("files: {train: train.csv}", None, "split: 'validation' is unknown; use 'train'"),
+    ("files: {train: train.csv}", None, "files: validation is missing"),
     ("files: {train: no.csv, validation: dev.csv}", None, "files: train: no file .*no.csv"),
     ("name: rte", None, "name: 'rte' is a task of isoreg"),
     ("!!python/object/apply:os.system [id]", None, "polarity.yaml: is no readable YAML"),
     ("labels: [right, left]", None, "column label: .*no valid label, such as 'wrong'"),
     ("metric: pearson", None, "polarity: column label: .*such as '(right|wrong)'; a label is a number"),
     ("", "sentence,label\na,x\nb,x\n", "labels: .*'x'.* two different labels or more"),
+    ("metric: f1", "sentence,label\na,x\nb,x\n", "labels: .*'x'.* two different labels or more"),
     ("", "words,label\na,x\nb,y\n", "no column sentence; it has"),
 ]
 

@@ -22,6 +22,7 @@ from isoreg.experiments.data import (
     load_metric,
     load_task,
     normalize_answer,
+    resample,
     split_rows,
     squad_predictions,
     squad_scores,
@@ -69,6 +70,10 @@ TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
         (dict(metrics=("f1", "pearson")), "metric: 'accuracy' is unknown; use 'f1' or 'pearson'"),
         (dict(text=()), "text: Value should have at least 1 item"),
         (dict(labels=("a", "a", "b")), "labels: .*two different"),
+        (dict(folder=None), "files: train is missing; add train: FILE, or a hub"),
+        (dict(files={"train": "a.csv"}), "files: validation is missing"),
+        (dict(files={"validation": "a.csv"}), "files: train is missing"),
+        (dict(files={"train": "a.csv", "validation": "a.xls"}), "files: validation: '.xls' is unknown"),
         (dict(labels=("a", "b", "c")), "metric: f1 is of two labels"),
         (dict(kind="regression", metric="pearson", metrics=("pearson",)), "labels: .*else none"),
     ],
@@ -80,6 +85,7 @@ def test_a_record_that_cannot_work_is_refused(change, message):
 
 WRONG = [dict(text=3), dict(labels=3), dict(labels=None), dict(metrics=3), dict(eval_splits=[]), dict(sha256=3)]
 WRONG += [dict(also=3), dict(hub=["a", "b", "c"]), dict(official_rows=3), dict(papers=3)]
+WRONG += [dict(text=["text", "text"]), dict(text="label")]
 WRONG += [dict(files=["train.csv"]), dict(name=None), dict(labl="x")]
 
 
@@ -114,6 +120,14 @@ def test_binary_metrics_by_the_confusion_matrix(pairs):
     scores = compute("mrpc", p, r)
     assert math.isclose(scores["accuracy"], (tp + tn) / len(pairs))
     assert math.isclose(scores["f1"], 2 * tp / (2 * tp + fp + fn) if tp else 0.0)
+
+
+@pytest.mark.parametrize("metric", SCORES)
+def test_many_rows_drawn_anew_score_about_the_same_and_constant_ones_zero(metric):
+    task, r = Task("mine", metric=metric, folder="mine"), np.arange(200_000) % 2
+    p = np.where(np.arange(len(r)) % 10 < 2, 0, r)  # wrong in a tenth
+    np.testing.assert_allclose(resample(task, p, r, draws=3), SCORES[metric](p, r), atol=0.01)
+    assert metric == "accuracy" or not resample(task, 0 * p, 0 * r, draws=3).any()
 
 
 @given(st.integers(3, 50), st.integers(0, 10**6))
@@ -229,6 +243,15 @@ def test_folder_gives_columns_in_order_and_notes(tmp_path):
     assert data.majority == 0.5
 
 
+def test_mnli_keeps_its_splits_in_the_joined_protocol_and_shuffles_the_rows(tmp_path):
+    rows = [{"label": i % 3, "premise": f"{i}", "hypothesis": ""} for i in range(8)]
+    write(tmp_path, "glue/mnli/train.parquet", rows)
+    write(tmp_path, "glue/mnli/validation_matched.parquet", rows[:2])
+    data = load_task("mnli", tmp_path, split_protocol="joined", seed=3)
+    order = np.random.default_rng(3).permutation(8)
+    assert data.train["premise"][:] == [f"{i}" for i in order] and data.evaluation["premise"][:] == ["0", "1"]
+
+
 def test_fingerprint_sees_rows_and_order_and_nothing_else(tmp_path):
     rows = rte_rows(6)
     other = [{k: r[k] for k in ("sentence1", "sentence2", "label")} | {"idx": 99} for r in rows]
@@ -301,6 +324,7 @@ def of_csv(tmp_path, train, evaluation, names=()):
         ((), "1 2 3", "1.0 2.0", ([0, 1, 2], [0, 1])),
         ((), "1.0 2.0 3.0", "2 3", ([0, 1, 2], [1, 2])),
         ((), "1.0 other", "1 1.0", ([0, 1], [0, 0])),
+        ((), f"1{'0' * 16}2 1{'0' * 16}1 02 1.10 1.1 x", "1.10 x", ([4, 3, 0, 2, 1, 5], [2, 5])),  # texts
         ((), "none favor against", "favor none", ([2, 1, 0], [1, 2])),
         (("1.0", "2.0"), "1 2", "2.0 1.0", ([0, 1], [1, 0])),
         (("2", "1", "0"), "0.0 1.0 2.0", "2 0", ([2, 1, 0], [0, 2])),

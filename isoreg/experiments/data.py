@@ -67,13 +67,13 @@ def load_task(
     splits = train_split, eval_split or task.eval_splits[0]
     tables, origins = zip(*(_read(task, data_dir, split) for split in splits))
     notes = _notes(task, dict(zip(splits, tables)))
-    if task.folder == "glue/mnli": split_protocol = "official"  # as the released code has it
-    if split_protocol == "joined":
+    rows_by = "official" if task.folder == "glue/mnli" else split_protocol  # as the released code has it
+    if rows_by == "joined":
         notes.append(f"joined protocol: {splits[0]} and {splits[1]} shuffled together with "
                      f"seed {seed}, 80/20; not comparable with the official split")
     task = _with_labels(task, tables[0], notes)
     parts = [_typed(task, table, split) for table, split in zip(tables, splits)]
-    keep, held = split_rows(len(parts[0]), len(parts[1]), split_protocol, seed)
+    keep, held = split_rows(len(parts[0]), len(parts[1]), rows_by, seed)
     wanted = min(max(1, round(train_fraction * len(keep))), max_train or len(keep))
     if wanted < len(keep): notes.append(f"train is {wanted} of {len(keep)} rows")
     elif split_protocol == "official": keep = np.sort(keep)
@@ -201,10 +201,10 @@ def _label_numbers(task: Task, labels: list, where: str) -> list:
         numbers = pd.to_numeric(pd.Series(labels, dtype=object), errors="coerce").tolist()
         found = [x if math.isfinite(x) and x >= low else None for x in numbers]
     else:
-        place = {_canonical(name): i for i, name in enumerate(task.labels)}
+        place = {f(name): i for f in (_canonical, str) for i, name in enumerate(task.labels)}
         if not any(map(_NUMBER.fullmatch, task.labels)):
             place = {str(i): i for i in range(len(task.labels))} | {"False": 0, "True": 1} | place
-        found = [None if label is None else place.get(_canonical(label)) for label in labels]
+        found = [None if x is None else place.get(str(x), place.get(_canonical(x))) for x in labels]
     wrong = [label for label, number in zip(labels, found) if number is None]
     if not wrong: return found
     known = f"one of {task.labels}" if task.labels else "a number"
@@ -216,9 +216,9 @@ def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     "Return the task with its labels; if it names none, those of the training rows, sorted."
     if task.kind != "classification" or task.labels or task.label not in table.column_names: return task
     values = [v for v in set(table[task.label].to_pylist()) - {None} if str(v).strip().lower() not in ("", "nan")]
-    found = {_canonical(v): v for v in values}
+    found = {v if isinstance(v, str) else _canonical(v): v for v in values}
     order = sorted(found, key=None if any(isinstance(v, str) for v in values) else found.__getitem__)
-    if "f1" in task.metrics:
+    if "f1" in task.metrics and len(order) > 1:
         notes.append(f"f1 is that of the label {order[1]!r}; labels in the definition set another order")
     return Task(**dict(task) | {"labels": order})
 
@@ -305,20 +305,21 @@ def resample(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a draw of one class divides 0 by 0, and scores 0
         found = [score(p[rows], r[rows]) for rows in (rng.integers(n, size=n) for _ in range(draws))]
-    return np.nan_to_num(found).astype(np.float16).astype(float)
+    return np.array(found).astype(np.float16).astype(float)
 
 
 def _matthews(p: np.ndarray, r: np.ndarray) -> float:
     "Return the Matthews correlation by the table of guessed and true classes."
     k, n = max(p.max(), r.max()) + 1, len(p)
-    counts = np.bincount(k * r + p, minlength=k * k).reshape(k, k)
+    counts = np.bincount(k * r + p, minlength=k * k).reshape(k, k).astype(float)  # n ** 4 is above int64
     true, guessed = counts.sum(1), counts.sum(0)
-    return (n * np.trace(counts) - true @ guessed) / np.sqrt((n * n - true @ true) * (n * n - guessed @ guessed))
+    spread = (n * n - true @ true) * (n * n - guessed @ guessed)
+    return (n * np.trace(counts) - true @ guessed) / math.sqrt(spread) if spread else 0.0
 
 
 _QUICK: dict[str, Callable] = {  # the same numbers, for thousands of draws
-    "accuracy": lambda p, r: np.mean(p == r), "f1": lambda p, r: 2 * np.sum(p * r) / np.sum(p + r),
-    "matthews_correlation": _matthews, "pearson": lambda p, r: np.corrcoef(p, r)[0, 1]}
+    "accuracy": lambda p, r: np.mean(p == r), "f1": lambda p, r: 2 * np.sum(p * r) / (np.sum(p + r) or 1),
+    "matthews_correlation": _matthews, "pearson": lambda p, r: np.nan_to_num(np.corrcoef(p, r)[0, 1])}
 
 # %% ../../nbs/experiments/18_data.ipynb #05c34669
 def encode(

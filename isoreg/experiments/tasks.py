@@ -90,6 +90,11 @@ def _check(self: Task):
                          "classification, else none")
     if "f1" in self.metrics and different > 2:
         raise ValueError(f"metric: f1 is of two labels, and the task has {different}; use accuracy")
+    if len({*self.text, self.label}) <= len(self.text): raise ValueError("text: name each column once, not the label")
+    elsewhere = self.hub or self.folder or self.name.startswith("toy-")
+    for split in ("train", *self.eval_splits, *self.files) if self.files or not elsewhere else ():
+        if split not in self.files: raise ValueError(f"files: {split} is missing; add {split}: FILE, or a hub")
+        one_of(f"files: {split}", Path(self.files[split]).suffix.lower(), ".csv .tsv .jsonl .json .parquet".split())
 
 # %% ../../nbs/experiments/17_tasks.ipynb #8dc2477es0
 def _in_words(error: ValidationError, known: Iterable[str]) -> str:
