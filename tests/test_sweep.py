@@ -280,6 +280,17 @@ def test_a_record_beside_an_empty_notebook_is_not_done(tmp_path):
         assert folder.record(run) is None and status(folder.out)["done"] == []
 
 
+def test_a_failure_is_put_beside_the_record_of_earlier_files_and_takes_nothing_away(tmp_path):
+    plan, folder = first(expand(load_grid(stub(tmp_path)))), Folder(tmp_path / "out")
+    place = folder.out / plan.runs[0].key
+    place.mkdir(parents=True)
+    for name in ("record.json", "model.safetensors"):
+        (place / name).write_text("{}")
+    assert sweep(plan, folder.out, Fake({"notebook.ipynb": "{}"})).failed
+    assert {p.name for p in place.iterdir()} == {"record.json", "model.safetensors", "failed.json"}
+    assert {p.name for p in (folder.home / place.name).iterdir()} == {"lock"}
+
+
 def test_a_node_sends_the_files_of_a_run(tmp_path):
     extra = "blocks: [{}, {fixed: {task: bad, seed: 0, fail: always}}]\n"
     plan = expand(load_grid(stub(tmp_path, tasks="[a]", seeds="[0]", extra=extra)))

@@ -134,8 +134,10 @@ def publish(self: Folder, run: Run, part: Path, failure: dict | None = None):
     if failure:
         about = {"key": run.key} | failure | {"config": run.config}
         write_atomically(new / "failed.json", json.dumps(about, indent=1) + "\n")
-    if final.exists(): final.rename(old)
-    new.rename(final)
+    if failure and (final / "record.json").exists(): os.replace(new / "failed.json", final / "failed.json")
+    else:
+        if final.exists(): final.rename(old)
+        new.rename(final)
     for left in (old, part): shutil.rmtree(left, ignore_errors=True)
 
 # %% ../../nbs/experiments/30_sweep.ipynb #ac9da0c5
