@@ -347,6 +347,22 @@ def test_two_sweeps_share_a_folder(tmp_path):
     assert all("done: " in p.stdout.read() for p in (one, two))
 
 
+@pytest.mark.parametrize("retry_failed", [False, True])
+def test_a_run_that_failed_for_another_sweep_meanwhile_is_not_tried_again(tmp_path, retry_failed):
+    plan, out, wrong = first(expand(load_grid(stub(tmp_path)))), tmp_path / "out", {"notebook.ipynb": ""}
+    if retry_failed:
+        sweep(plan, out, Fake(wrong))
+
+    class Late(Fake):
+        def start(self):  # after the look at the folder
+            sweep(plan, out, other, retry_failed=retry_failed)
+            return "late"
+
+    late, other = Late(wrong), Fake(wrong)
+    report = sweep(plan, out, late, retry_failed=retry_failed)
+    assert len(other.asked) == 1 and not late.asked and "without a record" in report.failed[plan.runs[0].key]["error"]
+
+
 def test_an_interrupt_ends_the_workers_and_what_they_started(tmp_path):
     path = stub(tmp_path, wait=30, tasks="[parent]")
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # is handed on

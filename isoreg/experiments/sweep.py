@@ -132,7 +132,7 @@ def publish(self: Folder, run: Run, part: Path, failure: dict | None = None):
     final, old, new = self.out / run.key, self.home / run.key / "old", part / run.key
     (new / "progress.json").unlink(missing_ok=True)
     if failure:
-        about = {"key": run.key} | failure | {"config": run.config}
+        about = {"key": run.key, "ended": time.time()} | failure | {"config": run.config}
         write_atomically(new / "failed.json", json.dumps(about, indent=1) + "\n")
     if failure and (final / "record.json").exists(): os.replace(new / "failed.json", final / "failed.json")
     else:
@@ -203,6 +203,7 @@ def do(self: Sweep, run: Run) -> str:
     try:
         with self.folder.lock(run.key):
             if self.folder.record(run): return "found"
+            if (self.folder.failure(run.key) or {}).get("ended", 0) > self.begun: return "failed"
             part = self.folder.begin(run)
             self.running.add(run.key)
             if self.closed: return "stopped"
