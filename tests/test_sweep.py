@@ -397,6 +397,17 @@ def test_a_full_disk_stops_the_sweep(tmp_path):
     assert len(records(tmp_path / "out")) == 1 and not list((tmp_path / "out").glob("*/failed.json"))
 
 
+@pytest.mark.parametrize("words", ["No space left on device", "Disk quota exceeded"])
+def test_a_full_disk_and_a_full_quota_are_the_same(tmp_path, words):
+    class Full(Fake):
+        def compute(self, run, part):
+            return {"error": f"OSError: [Errno 122] {words}"}
+
+    with pytest.raises(OSError, match=words):
+        sweep(expand(load_grid(stub(tmp_path))), tmp_path / "out", Full())
+    assert not list((tmp_path / "out").glob("*/failed.json"))
+
+
 def test_a_run_whose_files_changed_is_not_done(tmp_path, monkeypatch):
     "The key of a surface is of the path of its Fisher scores; the digest in the record is of their content."
     from isoreg.experiments.record import inputs_sha256

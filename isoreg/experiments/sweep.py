@@ -212,7 +212,7 @@ def do(self: Sweep, run: Run) -> str:
             if failure is None and self.folder.record(run, part / run.key) is None:
                 failure = {"error": "RuntimeError: the notebook ended without a record of this "
                                     "run; did isoreg, or a file that it reads, change?"}
-            if failure and "No space left on device" in failure["error"]:
+            if failure and any(s in failure["error"] for s in ("No space left on device", "Disk quota exceeded")):
                 raise OSError(failure["error"])  # every other run would meet it, too
             self.folder.publish(run, part, failure)
             return "failed" if failure else "done"
