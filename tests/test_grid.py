@@ -111,6 +111,7 @@ def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
         ("blocks: [{name: a}, {name: a}]", "g.yaml: blocks: two have the same name"),
         ("blocks: [{name: 2}, {}]", "g.yaml: blocks: two have the same name"),  # the second block is 2
         ("axes: {lam: [.inf, 1]}", "1 of 2 .*lam: Input should be a finite number"),
+        ("axes: {task: [nope.yaml, toy-cola]}", "1 of 2 .*No such file .*nope.yaml"),
         ("axes: {seed: 0..999999999999}", "more than 100000 combinations"),
         ("axes: !!python/object/apply:os.system [ls]", "YAML"),
         ("a: [", "YAML"),

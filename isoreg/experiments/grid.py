@@ -42,7 +42,7 @@ def expand(
             own = Path(grid.folder, str(given.get("task")))  # a task in a file beside the grid
             if own.suffix in (".yaml", ".yml") and own.is_file(): given = given | {"task": str(own)}
             try: config = config_class(block.notebook)(**given)
-            except ValueError as error: problems[f"{block.name}: {error}"].append(given)
+            except (ValueError, OSError) as error: problems[f"{block.name}: {error}"].append(given)
             else:
                 run = Run(config.key, block.notebook, config.to_dict(), block.name)
                 runs.setdefault(run.key, run)
