@@ -222,6 +222,8 @@ def test_selection_takes_the_best_mean_of_each_task_and_method(tmp_path, plan_of
 def test_selection_refuses_what_would_flatter(plan_of):
     with pytest.raises(ValueError, match="seed: 3 is for final runs"):
         choose(plan_of(SEARCH, seed=[3, 100]), [])
+    with pytest.raises(ValueError, match="grid: only runs of finetune have a score"):
+        choose(plan_of("notebook: geometry\naxes: {seed: [100]}"), [])
     plan = plan_of(SEARCH)
     with pytest.raises(ValueError, match="records: 1 of .* finish the search"):
         choose(plan, scored(plan, lambda r: 0.5)[1:])

@@ -229,6 +229,7 @@ def choose(plan: Plan, records: Iterable[dict]) -> list[Choice]:
     """Return the best setting of each task and method, from the records of a search of fine-tuning runs.
 
     Raises `ValueError` for a seed below 100, and for runs without a record."""
+    if any(r.notebook != "finetune" for r in plan.runs): raise ValueError("grid: only runs of finetune have a score")
     values = {r.get("key"): r.get("value") for r in records}
     scores = {key: -math.inf if value is None else value for key, value in values.items()}
     low = min(r.config["seed"] for r in plan.runs)
