@@ -99,6 +99,8 @@ def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
     "text, words",
     [
         ("axes: {seed: [0]}\nfix: {}", "g.yaml: fix: unknown setting; did you mean 'fixed'"),
+        ("folder: x", "g.yaml: folder: unknown setting"),
+        ("_folder: x", "g.yaml: _folder: unknown setting"),
         ("axes: {sed: [0, 1]}", "2 of 2 .*sed: unknown setting; did you mean 'seed'"),
         ("axes: {seed: [4..0, 7]}\nfixed: {lr: 9}", "1 of 1 .*lr: .* less than 1"),  # an empty range has no value
         ("axes: {m: [{name: a, seed: []}]}", r"seed: \[\] has no value"),
