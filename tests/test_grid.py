@@ -99,6 +99,8 @@ def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
     "text, words",
     [
         ("axes: {seed: [0]}\nfix: {}", "g.yaml: fix: unknown setting; did you mean 'fixed'"),
+        ("folder: x", "g.yaml: folder: unknown setting"),
+        ("_folder: x", "g.yaml: _folder: unknown setting"),
         ("axes: {sed: [0, 1]}", "2 of 2 .*sed: unknown setting; did you mean 'seed'"),
         ("axes: {seed: [4..0, 7]}\nfixed: {lr: 9}", "1 of 1 .*lr: .* less than 1"),  # an empty range has no value
         ("axes: {m: [{name: a, seed: []}]}", r"seed: \[\] has no value"),
@@ -111,6 +113,7 @@ def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
         ("blocks: [{name: a}, {name: a}]", "g.yaml: blocks: two have the same name"),
         ("blocks: [{name: 2}, {}]", "g.yaml: blocks: two have the same name"),  # the second block is 2
         ("axes: {lam: [.inf, 1]}", "1 of 2 .*lam: Input should be a finite number"),
+        ("axes: {task: [nope.yaml, toy-cola]}", "1 of 2 .*No such file .*nope.yaml"),
         ("axes: {seed: 0..999999999999}", "more than 100000 combinations"),
         ("axes: !!python/object/apply:os.system [ls]", "YAML"),
         ("a: [", "YAML"),
@@ -221,6 +224,8 @@ def test_selection_takes_the_best_mean_of_each_task_and_method(tmp_path, plan_of
 def test_selection_refuses_what_would_flatter(plan_of):
     with pytest.raises(ValueError, match="seed: 3 is for final runs"):
         choose(plan_of(SEARCH, seed=[3, 100]), [])
+    with pytest.raises(ValueError, match="grid: only runs of finetune have a score"):
+        choose(plan_of("notebook: geometry\naxes: {seed: [100]}"), [])
     plan = plan_of(SEARCH)
     with pytest.raises(ValueError, match="records: 1 of .* finish the search"):
         choose(plan, scored(plan, lambda r: 0.5)[1:])

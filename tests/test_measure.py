@@ -166,6 +166,15 @@ def test_the_encoder_of_an_encoder_decoder_model_alone_is_measured(tmp_path, say
         load_body(GeometryConfig(model=str(tmp_path)))
 
 
+@pytest.mark.parametrize("finished", ["2026-05-01", "2026-04-01", "2026-06-01"])
+def test_a_measurement_found_again_takes_the_place_of_its_line(tmp_path, finished):
+    line = {"key": "k", "kind": "fisher", "status": "done", "finished": "2026-05-01", "notes": []}
+    again = line | {"finished": finished, "notes": ["again"]}
+    (tmp_path / "all.jsonl").write_text(json.dumps(line))
+    (tmp_path / "record.json").write_text(json.dumps(again))
+    assert collect_measurements(tmp_path, tmp_path / "all.jsonl") == [again]
+
+
 def test_collecting_goes_on_after_broken_records(tmp_path, fisher_run):
     for name, text in (
         ("a", '{"key": "x", "kind": "fis'),

@@ -44,6 +44,9 @@ def test_failed_runs_are_collected_until_they_are_done(tmp_path):
         (tmp_path / "failed" / "odd" / "failed.json").write_text(json.dumps(odd))
         with pytest.warns(UserWarning, match="left out: .*failed.json"):
             assert len(collect(tmp_path / "failed", lines)) == 1
+    (tmp_path / "failed" / "failed.json").write_text(json.dumps(kept | {"error": "another"}))
+    with pytest.warns(UserWarning, match="left out"):
+        assert collect(tmp_path / "failed", lines)[0]["error"] == "another"
     collect(lay(tmp_path / "again"), lines)
     collect(tmp_path / "failed", lines)  # a failure does not take the place of the finished run
     assert list(load(lines).value) == [0.5] and list(load(lines).status) == ["done"]

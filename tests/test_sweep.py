@@ -280,6 +280,17 @@ def test_a_record_beside_an_empty_notebook_is_not_done(tmp_path):
         assert folder.record(run) is None and status(folder.out)["done"] == []
 
 
+def test_a_failure_is_put_beside_the_record_of_earlier_files_and_takes_nothing_away(tmp_path):
+    plan, folder = first(expand(load_grid(stub(tmp_path)))), Folder(tmp_path / "out")
+    place = folder.out / plan.runs[0].key
+    place.mkdir(parents=True)
+    for name in ("record.json", "model.safetensors"):
+        (place / name).write_text("{}")
+    assert sweep(plan, folder.out, Fake({"notebook.ipynb": "{}"})).failed
+    assert {p.name for p in place.iterdir()} == {"record.json", "model.safetensors", "failed.json"}
+    assert {p.name for p in (folder.home / place.name).iterdir()} == {"lock"}
+
+
 def test_a_node_sends_the_files_of_a_run(tmp_path):
     extra = "blocks: [{}, {fixed: {task: bad, seed: 0, fail: always}}]\n"
     plan = expand(load_grid(stub(tmp_path, tasks="[a]", seeds="[0]", extra=extra)))
@@ -336,6 +347,22 @@ def test_two_sweeps_share_a_folder(tmp_path):
     assert all("done: " in p.stdout.read() for p in (one, two))
 
 
+@pytest.mark.parametrize("retry_failed", [False, True])
+def test_a_run_that_failed_for_another_sweep_meanwhile_is_not_tried_again(tmp_path, retry_failed):
+    plan, out, wrong = first(expand(load_grid(stub(tmp_path)))), tmp_path / "out", {"notebook.ipynb": ""}
+    if retry_failed:
+        sweep(plan, out, Fake(wrong))
+
+    class Late(Fake):
+        def start(self):  # after the look at the folder
+            sweep(plan, out, other, retry_failed=retry_failed)
+            return "late"
+
+    late, other = Late(wrong), Fake(wrong)
+    report = sweep(plan, out, late, retry_failed=retry_failed)
+    assert len(other.asked) == 1 and not late.asked and "without a record" in report.failed[plan.runs[0].key]["error"]
+
+
 def test_an_interrupt_ends_the_workers_and_what_they_started(tmp_path):
     path = stub(tmp_path, wait=30, tasks="[parent]")
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # is handed on
@@ -368,6 +395,17 @@ def test_a_full_disk_stops_the_sweep(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         sweep(expand(load_grid(path)), tmp_path / "out", Local(1))
     assert len(records(tmp_path / "out")) == 1 and not list((tmp_path / "out").glob("*/failed.json"))
+
+
+@pytest.mark.parametrize("words", ["No space left on device", "Disk quota exceeded"])
+def test_a_full_disk_and_a_full_quota_are_the_same(tmp_path, words):
+    class Full(Fake):
+        def compute(self, run, part):
+            return {"error": f"OSError: [Errno 122] {words}"}
+
+    with pytest.raises(OSError, match=words):
+        sweep(expand(load_grid(stub(tmp_path))), tmp_path / "out", Full())
+    assert not list((tmp_path / "out").glob("*/failed.json"))
 
 
 def test_a_run_whose_files_changed_is_not_done(tmp_path, monkeypatch):

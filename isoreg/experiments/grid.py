@@ -39,10 +39,10 @@ def expand(
     for block in (b for b in grid.blocks if not only or b.name in only):
         combinations, before = block.combinations(overrides or {}), len(runs)
         for given in combinations:
-            own = Path(grid.folder, str(given.get("task")))  # a task in a file beside the grid
+            own = Path(grid._folder, str(given.get("task")))  # a task in a file beside the grid
             if own.suffix in (".yaml", ".yml") and own.is_file(): given = given | {"task": str(own)}
             try: config = config_class(block.notebook)(**given)
-            except ValueError as error: problems[f"{block.name}: {error}"].append(given)
+            except (ValueError, OSError) as error: problems[f"{block.name}: {error}"].append(given)
             else:
                 run = Run(config.key, block.notebook, config.to_dict(), block.name)
                 runs.setdefault(run.key, run)
@@ -120,7 +120,7 @@ class Grid(Block):
     "The content of a grid file."
     description: str = ""
     blocks: list[Block] = []
-    folder: str = "."  # of the file
+    _folder: str = "."  # of the file
 
 # %% ../../nbs/experiments/29_grid.ipynb #f254e94f
 @patch
@@ -175,7 +175,8 @@ def load_grid(path: str | Path) -> Grid:
     try:
         content = from_yaml(read_text(path))
         if not isinstance(content, dict): raise ValueError("is no table; give it axes")
-        grid = Grid(**{str(n): v for n, v in content.items()} | {"name": path.stem, "folder": str(path.parent)})
+        grid = Grid(**{str(n): v for n, v in content.items()} | {"name": path.stem})
+        grid._folder = str(path.parent)
     except ValueError as error:
         raise ValueError(f"grid: {path.name}: {error}") from None
     blocks = [block.within(grid, str(i)) for i, block in enumerate(grid.blocks, 1)]
@@ -229,6 +230,7 @@ def choose(plan: Plan, records: Iterable[dict]) -> list[Choice]:
     """Return the best setting of each task and method, from the records of a search of fine-tuning runs.
 
     Raises `ValueError` for a seed below 100, and for runs without a record."""
+    if any(r.notebook != "finetune" for r in plan.runs): raise ValueError("grid: only runs of finetune have a score")
     values = {r.get("key"): r.get("value") for r in records}
     scores = {key: -math.inf if value is None else value for key, value in values.items()}
     low = min(r.config["seed"] for r in plan.runs)

@@ -221,12 +221,13 @@ def collect(
 
 
 def better(kept: dict, new: dict) -> dict:
-    "Return the finished one of two records of a run, the later of two finished ones, the first of equal ones."
-    def rank(r): return r.get("status") == "done", str(r.get("started") or r.get("finished") or "")
-    if rank(kept)[0] and rank(new)[0] and kept.get("value") != new.get("value"):
+    "Return the new one of two failures or measurements; of runs the finished one, the later, or else the first."
+    if "kind" in new or kept.get("status") != "done": return new
+    if new.get("status") != "done": return kept
+    if kept.get("value") != new.get("value"):
         both = f"{kept.get('value')} and {new.get('value')}"
         warnings.warn(f"{new['key']}: recorded twice with values {both}; the later one counts")
-    return max(kept, new, key=rank)
+    return max(kept, new, key=lambda r: str(r.get("started") or ""))
 
 # %% ../../nbs/experiments/20_record.ipynb #5b1d0c2s
 def _below(folder: str | Path) -> Iterator[dict]:

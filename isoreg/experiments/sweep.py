@@ -132,10 +132,12 @@ def publish(self: Folder, run: Run, part: Path, failure: dict | None = None):
     final, old, new = self.out / run.key, self.home / run.key / "old", part / run.key
     (new / "progress.json").unlink(missing_ok=True)
     if failure:
-        about = {"key": run.key} | failure | {"config": run.config}
+        about = {"key": run.key, "ended": time.time()} | failure | {"config": run.config}
         write_atomically(new / "failed.json", json.dumps(about, indent=1) + "\n")
-    if final.exists(): final.rename(old)
-    new.rename(final)
+    if failure and (final / "record.json").exists(): os.replace(new / "failed.json", final / "failed.json")
+    else:
+        if final.exists(): final.rename(old)
+        new.rename(final)
     for left in (old, part): shutil.rmtree(left, ignore_errors=True)
 
 # %% ../../nbs/experiments/30_sweep.ipynb #ac9da0c5
@@ -201,6 +203,7 @@ def do(self: Sweep, run: Run) -> str:
     try:
         with self.folder.lock(run.key):
             if self.folder.record(run): return "found"
+            if (self.folder.failure(run.key) or {}).get("ended", 0) > self.begun: return "failed"
             part = self.folder.begin(run)
             self.running.add(run.key)
             if self.closed: return "stopped"
@@ -209,7 +212,7 @@ def do(self: Sweep, run: Run) -> str:
             if failure is None and self.folder.record(run, part / run.key) is None:
                 failure = {"error": "RuntimeError: the notebook ended without a record of this "
                                     "run; did isoreg, or a file that it reads, change?"}
-            if failure and "No space left on device" in failure["error"]:
+            if failure and any(s in failure["error"] for s in ("No space left on device", "Disk quota exceeded")):
                 raise OSError(failure["error"])  # every other run would meet it, too
             self.folder.publish(run, part, failure)
             return "failed" if failure else "done"
