@@ -131,7 +131,8 @@ def entry(
 
 def _short(signature: str) -> str:
     "Return a signature without the types that say nothing, and without the modules of the others."
-    lines = [line.partition(" # ") for line in signature.replace("<lambda>", "...").split("\n")]
+    signature = re.sub(r"<function <lambda> at 0x\w+>|<lambda>", "...", signature)  # an address is another each time
+    lines = [line.partition(" # ") for line in signature.split("\n")]
     bare = lambda code: re.sub(r":(NoneType|Annotated)(?=[=,]|$)|\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", code)
     return "\n".join(bare(code) + mark + comment for code, mark, comment in lines)
 

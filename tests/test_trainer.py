@@ -425,7 +425,7 @@ def test_noise_is_put_on_again_and_mixout_refused_without_its_weights(tmp_path):
     loaded, mixed = (BertForSequenceClassification.from_pretrained(tmp_path / how) for how in ("gaussian", "mixout"))
     make_trainer(None, examples(8, 0), model=loaded).train()
     assert any("Noise" in type(vars(m).get("forward")).__name__ for m in loaded.modules())
-    with pytest.raises(ValueError, match="pretrained: .*Mixout"):
+    with pytest.raises(ValueError, match="trained with Mixout, whose pretrained weights"):
         make_trainer(None, examples(8, 0), model=mixed).train()
 
 
