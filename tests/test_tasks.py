@@ -84,7 +84,7 @@ def test_a_record_that_cannot_work_is_refused(change, message):
 
 
 WRONG = [dict(text=3), dict(labels=3), dict(labels=None), dict(metrics=3), dict(eval_splits=[]), dict(sha256=3)]
-WRONG += [dict(also=3), dict(hub=["a", "b", "c"]), dict(official_rows=3), dict(papers=3)]
+WRONG += [dict(also=3), dict(hub=["a", "b", "c"]), dict(official_rows=3), dict(official_rows=[3]), dict(papers=3)]
 WRONG += [dict(text=["text", "text"]), dict(text="label")]
 WRONG += [dict(files=["train.csv"]), dict(name=None), dict(labl="x")]
 
@@ -104,8 +104,12 @@ def test_a_record_of_lists_and_single_names_is_one_of_tuples():
 
 
 def test_the_key_of_a_task_of_ones_own_stays():
-    config = RunConfig(task="mine", definition={"name": "mine", "hub": "a/b", "labels": ["a", "b"]})
-    assert config.key.endswith("-1fe10520ed") and RunConfig.from_record(config.to_record()).key == config.key
+    pairs = [["train", 5], ["validation", 3]]  # as stored runs have them
+    for rows, key in (({}, "1fe10520ed"), (dict(pairs), "cd14171604"), (pairs, "cd14171604")):
+        own = {"name": "mine", "hub": "a/b", "labels": ["a", "b"], "official_rows": rows}
+        config = RunConfig(task="mine", definition=own)
+        assert config.key.endswith(f"-{key}") and RunConfig.from_record(config.to_record()).key == config.key
+        assert Task(**config.definition).official_rows == dict(rows)
 
 
 @given(bits)
