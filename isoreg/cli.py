@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -231,7 +232,7 @@ def _cost(grid: str, done: dict[str, dict], missing: int) -> str:
 
 
 def _check_inputs(configs: Sequence[dict]):
-    "Raise `ValueError` for a model or an estimate that is not here, and for files of an own task that cannot be learned from."
+    "Raise `ValueError` for a model or an estimate that is not here, and for files of an own task that do not load."
     from isoreg.experiments.data import load_task
     from isoreg.experiments.models import model_source
     from isoreg.experiments.tasks import get_task
@@ -272,6 +273,8 @@ def select_command(
     set_: Annotated[list[str] | None, _SET] = None,
 ):
     "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
+    if out is not None and out.exists() and out.samefile(grid_path(grid)):
+        raise ValueError(f"out: {str(out)!r} is the grid of the search; give another file")
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
     parts = [map(read_record, record_files(p)) if p.is_dir() else read_lines(p) for p in records]
     runs = [r for part in parts for r in part if r.get("status") != "failed"]
@@ -332,10 +335,13 @@ def score_command(
 
     Higher is not better: whitened from 0.27 to 0.73, all-MiniLM-L6-v2 lost 0.027 ± 0.011 of its correlation on STS-B.
     """
-    from isoreg.embeddings import compare, draw_texts, measure_model, write_page
+    from isoreg.embeddings import compare, draw_texts, is_sentence_transformer, measure_model, write_page
     if bool(files) == bool(model) or bool(model) != bool(texts):
         raise ValueError("file: give files of vectors, or --model and --texts")
+    if paired and files and not each: raise ValueError("paired: compares row by row; give --each with it")
     if model:
+        if pooling is None and len({is_sentence_transformer(m) for m in model}) > 1:
+            raise ValueError("pooling: some models give a vector a text, others one a token; give --pooling mean")
         drawn, total = draw_texts(texts, max_lines, seed, column)
         measured = [measure_model(m, drawn, pooling, layer, normalize, max_length) for m in model]
         about: dict = {"texts": f"{texts}, {len(drawn)} of {total}, drawn with seed {seed}"}
@@ -350,12 +356,15 @@ def score_command(
 # %% ../nbs/31_cli.ipynb #b06d9474
 def _score_files(sources: Sequence[Sequence[str]], array: str | None, normalize: bool, measures: Sequence[str] | None):
     "Return the scores of each list of sources, what the page says of them, and all files."
+    from rich.progress import Progress
     from isoreg.embeddings import measure_points
     from isoreg.vectors import read_points
     measured, about, read = [], {}, []
     for parts in sources:
         v, name = read_points(*parts, array=array), parts[0] + f" and {len(parts) - 1} more" * (len(parts) > 1)
-        with _errors.status(Text(name)): measured.append(measure_points(v, name, normalize, measures or ()))
+        with Progress(console=_errors, transient=True, disable=not _errors.is_terminal) as bar:
+            row = bar.add_task(escape(name), total=2 * v.shape[0])
+            measured.append(measure_points(v, name, normalize, measures or (), lambda rows: bar.advance(row, rows)))
         if len(v.files) > 1: about[name] = f"{len(v.files)} files, joined as one; to compare, name each with --each"
         read += v.files
     return measured, about, read

@@ -104,7 +104,8 @@ def read_table(
         mark, lines = "\t" if str(path).lower().endswith(".tsv") else ",", content.strip("\n").split("\n")
         odd = any(line.count('"') % 2 for line in lines) and len({line.count(mark) for line in lines}) == 1
         names = texts or next(csv.reader(lines, delimiter=mark))
-        types = ConvertOptions(column_types=dict.fromkeys(names, pa.string()), true_values=[], false_values=[])
+        words = dict.fromkeys(names, pa.string())
+        types = ConvertOptions(column_types=words, true_values=[], false_values=[], null_values=[""])
         form = ParseOptions(delimiter=mark, quote_char=False if odd else '"', newlines_in_values=True)
         whole = ReadOptions(block_size=len(content.encode()) + 1)
         return read_csv(pa.BufferReader(content.encode()), whole, form, types)

@@ -246,6 +246,7 @@ def transformed(
     in_range("strength", strength, 0, 1)
     fitted_on = points if fitted_on is None else fitted_on
     x, y = cloud_rows(points, None, 1), cloud_rows(fitted_on, None, 2)
+    if x.shape[1] != y.shape[1]: raise ValueError(f"fitted_on: has {y.shape[1]} dimensions, the points {x.shape[1]}")
     error = torch.finfo(floating(fitted_on, "fitted_on").dtype).eps / 2 * y.abs()  # of each entry, as it was given
     for step in steps:
         if step == "normalise":

@@ -89,7 +89,7 @@ def participation_ratio(
     cov,  # (..., d, d) covariance, tensor or array
 ):
     "Return tr(S)² / tr(S²), (...), the effective number of dimensions, 1 to d. `ValueError` for no covariance."
-    return 1 + (len(cov[-1]) - 1) * isoscore_from_cov(cov)
+    return 1 + (check_cov(cov).shape[-1] - 1) * isoscore_from_cov(cov)
 
 # %% ../nbs/02_isoscore.ipynb #c2e9d60c
 class Invariants(NamedTuple):
@@ -209,7 +209,9 @@ def check_cov(cov, name: str = "cov", dims: int | None = None) -> Tensor:
                          f"{tuple(S.shape)}; pass that of the same layer, not the points")
     faults = {
         "holds NaN or infinite values; drop the points that caused them": ~S.isfinite(),
-        "not symmetric; pass (cov + cov.T) / 2 if that is meant": (S - S.mT).abs() > 1e-3 * S.abs().max(),
+        "not symmetric; pass (cov + cov.T) / 2 if that is meant":
+            (S - S.mT).abs() > 1e-3 * S.abs().amax((-2, -1), keepdim=True),
+        "has a negative variance on its diagonal; pass a covariance": S.diagonal(dim1=-2, dim2=-1) < 0,
         "has zero variance, which has no isotropy; take more tokens, or leave it out":
             S.diagonal(dim1=-2, dim2=-1).sum(-1) <= 0}
     for fault, found in faults.items():

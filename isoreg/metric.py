@@ -35,7 +35,7 @@ class IsoScore(torchmetrics.Metric):
         self.correction = one_of("correction", correction, CORRECTIONS)
         self.convention = one_of("convention", convention, CONVENTIONS)
         given, weighed = reference_cov is not None, reference_weight(zeta, convention) != 0
-        if given if correction else weighed and not given:
+        if given or zeta if correction else weighed and not given:
             state = "given" if given else "missing"
             raise ValueError(f"reference_cov: {state} with {correction=}, {zeta=}, {convention=}; a corrected score "
                              "reads none, a weight needs one")

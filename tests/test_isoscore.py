@@ -493,3 +493,17 @@ def test_the_path_of_an_accelerator_gives_the_same_score_and_gradient(request, o
     (a, g), (b, h) = found
     assert_close(b, a, rtol=1e-6, atol=0)
     assert float((h - g).norm() / g.norm()) < 1e-5
+
+
+def test_what_is_no_covariance_or_no_real_cloud_is_refused():
+    many = torch.eye(6).expand(2, 3, 6, 6).clone()
+    assert participation_ratio(many).shape == (2, 3) and torch.all(participation_ratio(many) == 6)
+    with pytest.raises(ValueError, match="negative variance"):
+        isoscore_from_cov(torch.diag(torch.tensor([3.0, -1, 1])))
+    with pytest.raises(ValueError, match="not symmetric"):
+        isoscore_from_cov(torch.stack([1e4 * torch.eye(2), torch.tensor([[1.0, 1], [0, 1]])]))
+    for points in (torch.randn(9, 3, dtype=torch.complex64), np.ones((9, 3), complex)):
+        with pytest.raises(ValueError, match="complex numbers"):
+            isoscore(points)
+    with pytest.raises(ValueError, match="reference_cov: missing with correction='ustat', zeta=0.3"):
+        IsoScore(3, correction="ustat", zeta=0.3)
