@@ -55,6 +55,11 @@ def empirical_fisher(
     loss = _loss_of(model, batches, loss)
     # a causal model predicts all positions in one pass
     one_of("sample", sample, ("sequence",) if loss == "clm" else ("sequence", "position"))
+    for forward in (vars(m).get("forward") for m in model.modules()):
+        if hasattr(forward, "groups"):
+            raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
+        if getattr(forward, "kind", "") == "gaussian-released":
+            raise ValueError("model: has noise that stays on in evaluation; undo it first")
     squares = _Squares(model, loss, level, reduction, precision)
     with eval_mode(model):
         for number, batch in enumerate(batches, 1):

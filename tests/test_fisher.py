@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isoreg.corpus import TextBatches, sample_losses
+from isoreg.dropout import gaussian_dropout
 from isoreg.experiments.toy import toy_corpus, toy_model_path
 from isoreg.fisher import (
     TAPED,
@@ -497,7 +498,7 @@ REFUSED = [  # model, batches, options, message
     (lambda: bert().requires_grad_(False), masked, {}, "model: no parameter requires a gradient"),
     (idle, masked, {}, "loss: no sample alone has a gradient"),
     (not_finite, masked, {}, "model: the squared gradient of bert.* is not finite"),
-    (lambda: split_by_length(toy_model(), 2), corpus_of, {}, "model: .* sees .* rows for .* samples"),
+    (lambda: split_by_length(toy_model(), 2), corpus_of, {}, "model: reads its batches in groups"),
     (causal_model, lambda: corpus_of(12, loss="clm"), dict(loss="mlm"), "loss: 'mlm', but the batches were made for"),
     (two_part_model, corpus_of, {}, "loss: 'mlm', but T5ForConditionalGeneration was made for 'seq2seq'"),
     (toy_model, seq2seq, {}, "loss: 'seq2seq', but BertForMaskedLM was made for 'mlm'"),
@@ -516,6 +517,14 @@ def test_what_is_refused(model, batches, options, message):
     with pytest.raises(ValueError, match=message):
         empirical_fisher(model, batches(), **options)
     assert state() == before
+
+
+def test_noise_that_stays_on_in_evaluation_mode_is_refused():
+    model = model_of("bert")
+    with gaussian_dropout(model, 0.2, released=True):
+        with pytest.raises(ValueError, match="model: has noise that stays on"):
+            empirical_fisher(model, [batch_of("mlm", (9, 5, 12))])
+    empirical_fisher(model, [batch_of("mlm", (9, 5, 12))])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
