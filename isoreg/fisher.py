@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .checks import one_of
 from .corpus import (
-    LOSSES, TextBatches, check_head, head_input, model_losses, predicted_positions, sample_losses)
+    LOSSES, TextBatches, check_head, head_input, looks_ahead, model_losses, predicted_positions, sample_losses)
 from .files import from_json, read_text, write_atomically
 from .states import eval_mode, inside_wrapper, named_weights
 
@@ -488,6 +488,8 @@ def _loss_of(model: nn.Module, batches, loss: str | Callable | None) -> str | Ca
     if one_of("loss", loss, LOSSES, also="a function of model and sample") != (made or loss):
         raise ValueError(f"loss: {loss!r}, but the batches were made for {made!r}; leave it out or rebuild the batches")
     check_head(model, loss)
+    if loss == "clm" and looks_ahead(model):
+        raise ValueError("loss: 'clm', but the model sees the tokens on the right; load it with is_decoder=True")
     return loss
 
 # %% ../nbs/11_fisher.ipynb #8cab9906

@@ -480,6 +480,7 @@ def idle():
 
 
 bert, masked = (lambda: model_of("bert")), (lambda: [batch_of("mlm")])
+ahead = lambda: T.BertLMHeadModel(T.BertConfig(**TEXT))
 seq2seq = lambda: TextBatches(toy_corpus(12), tokenizer_of("t5"), loss="seq2seq")
 REFUSED = [  # model, batches, options, message
     (bert, masked, dict(level="row"), "level: 'row'"),
@@ -506,6 +507,7 @@ REFUSED = [  # model, batches, options, message
     (lambda: toy_model().bert, corpus_of, {}, "model: BertModel has no language-model head"),
     (causal_model, lambda: list(corpus_of(12)), dict(loss="mlm"), "loss: 'mlm', but GPT2LMHeadModel was made"),
     (causal_model, lambda: corpus_of(12), {}, "loss: 'mlm', but GPT2LMHeadModel was made for 'clm'"),
+    (ahead, lambda: [batch_of("clm")], {}, "loss: 'clm', but the model sees the tokens on the right"),
 ]
 
 
