@@ -49,12 +49,12 @@ def empirical_fisher(
     for unknown settings, a loss that the batches or the class were not made for, batches without a sample, and squares
     that are not finite."""
     one_of("level", level, ("tensor", "diagonal"))
-    one_of("reduction", reduction, ("mean", "sum"))
     one_of("precision", precision, ("fp32", "bf16"))
     model = inside_wrapper(getattr(model, "_orig_mod", model))  # of torch.compile
     loss = _loss_of(model, batches, loss)
-    # a causal model predicts all positions in one pass
-    one_of("sample", sample, ("sequence",) if loss == "clm" else ("sequence", "position"))
+    # a function decides for itself, and a causal model predicts all positions in one pass
+    one_of("reduction", reduction, ("mean",) if callable(loss) else ("mean", "sum"))
+    one_of("sample", sample, ("sequence",) if loss == "clm" or callable(loss) else ("sequence", "position"))
     for forward in (vars(m).get("forward") for m in model.modules()):
         if hasattr(forward, "groups"):
             raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
@@ -416,8 +416,9 @@ class FisherEstimate:
     @property
     def unit(self) -> str:
         "What the numbers are."
-        return ("sum over samples of the squared gradient of "
-                f"the {self.reduction} loss of a {self.sample} (nats squared per squared weight)")
+        what = f"the {self.reduction} loss of a {self.sample} (nats squared per squared weight)"
+        if self.reduction == "own": what = f"what {self.loss} gives for a sample"
+        return f"sum over samples of the squared gradient of {what}"
 
     def mean(self) -> dict[str, Tensor]:
         "Return the mean over the samples: the empirical Fisher per scalar, or its trace over a tensor."

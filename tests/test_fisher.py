@@ -291,6 +291,7 @@ def test_losses_and_layouts_of_ones_own():
                 right[n] += 0 if model.get_parameter(n).grad is None else model.get_parameter(n).grad.square()
     ours = empirical_fisher(model, batches, "diagonal", loss)
     agree(ours, right)
+    assert ours.unit == "sum over samples of the squared gradient of what <lambda> gives for a sample"
     assert ours.by_function == sorted(right) and not model.frozen.weight.requires_grad and model.a.weight.requires_grad
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -488,6 +489,8 @@ REFUSED = [  # model, batches, options, message
     (bert, masked, dict(reduction="max"), "reduction: 'max'"),
     (bert, masked, dict(sample="token"), "sample: 'token'"),
     (bert, masked, dict(precision="fp8"), "precision: 'fp8'"),
+    (bert, masked, dict(loss=contrastive, sample="position"), "sample: 'position'"),
+    (bert, masked, dict(loss=contrastive, reduction="sum"), "reduction: 'sum'"),
     (bert, masked, dict(loss=lambda m, b: m(**b).loss), "loss: gave a tensor .* need one loss for each of"),
     (bert, masked, dict(loss=lambda m, b: m(b["input_ids"]).logits.sum((1, 2)).detach()), "loss: no sample alone has"),
     (bert, masked, dict(loss=contrastive), "loss: no sample alone has a gradient"),
