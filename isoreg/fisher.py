@@ -505,7 +505,9 @@ def agreement(
     it). Raises `ValueError` for estimates of different models or without a diagonal."""
     for name, e in (("part", part), ("full", full)):
         if e.level != "diagonal": raise ValueError(f"{name}: level is {e.level!r}; agreement needs level='diagonal'")
-    if part.fingerprint != full.fingerprint: raise ValueError("part: is of other weights than full")
+    for key in ("fingerprint", "loss", "reduction", "sample", "numel"):
+        if getattr(part, key) != getattr(full, key): raise ValueError(f"part: has another {key} than full")
+    if not all(0 < t <= 100 for t in top): raise ValueError(f"top: {top}; need per cent in (0, 100]")
     a, b, rows = part.mean(), full.mean(), []
     for share in top:
         found = (_agreement(a[n].flatten(), b[n].flatten(), share) for n in b)

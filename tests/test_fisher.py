@@ -2,6 +2,7 @@
 
 import gc
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -407,10 +408,16 @@ def test_agreement_measures():
         and few["difference"] > many["difference"]
     )
     nn.init.zeros_(model.cls.predictions.bias)
-    with pytest.raises(ValueError, match="part: is of other weights"):
+    with pytest.raises(ValueError, match="part: has another fingerprint"):
         agreement(empirical_fisher(model, corpus, "diagonal"), full)
     with pytest.raises(ValueError, match="part: level"):
         agreement(empirical_fisher(model, corpus), full)
+    for key in ("loss", "reduction", "sample", "numel"):
+        with pytest.raises(ValueError, match=f"part: has another {key}"):
+            agreement(replace(full, **{key: None}), full)
+    for top in ((0,), (5, 101)):
+        with pytest.raises(ValueError, match="top"):
+            agreement(full, full, top)
 
 
 def test_entries_that_are_zero_in_both_do_not_agree():
