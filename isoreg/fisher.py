@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 import torch
 from fastcore.basics import patch
+from safetensors import SafetensorError
 from safetensors import torch as tensor_files
 from scipy import stats
 from torch import Tensor, nn
@@ -453,12 +454,15 @@ def save(self: FisherEstimate, folder: str | Path) -> Path:
 
 @patch(cls_method=True)
 def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
-    "Return the estimate in a folder, or in the fisher.json of one."
+    "Return the estimate in a folder, or in the fisher.json of one. Raises `ValueError` if there is none."
     path = Path(folder) if Path(folder).is_file() else Path(folder) / "fisher.json"
-    about = from_json(read_text(path))
-    sums = tensor_files.load_file(path.parent / about["tensors"])
-    known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
-    return FisherEstimate(sums={n: sums[n] for n in about["numel"]}, **known)
+    try:
+        about = from_json(read_text(path))
+        sums = tensor_files.load_file(path.parent / about["tensors"])
+        known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
+        return FisherEstimate(sums={n: sums[n] for n in about["numel"]}, **known)
+    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+        raise ValueError(f"folder: {str(folder)!r} holds no complete estimate ({error}); compute it again") from None
 
 # %% ../nbs/11_fisher.ipynb #d7e7eafc
 def _samples(model, batch, loss, sample: str) -> Iterator[tuple[Mapping, tuple[Tensor, ...] | None]]:

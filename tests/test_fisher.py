@@ -463,6 +463,11 @@ def test_the_file_that_was_saved_is_read(tmp_path):
         plain.write_text(text)
         with pytest.raises(ValueError, match="holds no tensor scores"):
             load_scores(plain)
+    tensors = next(file.parent.glob("*.safetensors"))
+    tensors.write_bytes(tensors.read_bytes()[:-9])
+    for read, wrong in ((FisherEstimate.load, plain), (FisherEstimate.load, file), (load_scores, file.parent)):
+        with pytest.raises(ValueError, match="folder: .* holds no complete estimate .* compute it again"):
+            read(wrong)
 
 
 # ---- what is refused
