@@ -485,6 +485,13 @@ def not_finite():
     return model
 
 
+def flat():
+    "A layer that is given all tokens in one row, so that no hook tells the samples apart."
+    model = model_of("bert")
+    model.bert.encoder.layer[0].intermediate.dense.register_forward_pre_hook(lambda m, args: (args[0].flatten(0, 1),))
+    return model
+
+
 def idle():
     "Its only weights with a gradient are in no loss."
     model = model_of("bert").requires_grad_(False)
@@ -515,6 +522,7 @@ REFUSED = [  # model, batches, options, message
     (idle, masked, {}, "loss: no sample alone has a gradient"),
     (not_finite, masked, {}, "model: the squared gradient of bert.* is not finite"),
     (lambda: split_by_length(toy_model(), 2), corpus_of, {}, "model: reads its batches in groups"),
+    (flat, masked, {}, "model: Linear sees .* rows for 4 samples"),
     (causal_model, lambda: corpus_of(12, loss="clm"), dict(loss="mlm"), "loss: 'mlm', but the batches were made for"),
     (two_part_model, corpus_of, {}, "loss: 'mlm', but T5ForConditionalGeneration was made for 'seq2seq'"),
     (toy_model, seq2seq, {}, "loss: 'seq2seq', but BertForMaskedLM was made for 'mlm'"),
