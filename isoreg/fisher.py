@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 import torch
 from fastcore.basics import patch
+from safetensors import SafetensorError
 from safetensors import torch as tensor_files
 from scipy import stats
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .checks import one_of
 from .corpus import (
-    LOSSES, TextBatches, check_head, head_input, model_losses, predicted_positions, sample_losses)
+    LOSSES, TextBatches, check_head, head_input, looks_ahead, model_losses, predicted_positions, sample_losses)
 from .files import from_json, read_text, write_atomically
 from .states import eval_mode, inside_wrapper, named_weights
 
@@ -49,12 +50,17 @@ def empirical_fisher(
     for unknown settings, a loss that the batches or the class were not made for, batches without a sample, and squares
     that are not finite."""
     one_of("level", level, ("tensor", "diagonal"))
-    one_of("reduction", reduction, ("mean", "sum"))
     one_of("precision", precision, ("fp32", "bf16"))
     model = inside_wrapper(getattr(model, "_orig_mod", model))  # of torch.compile
     loss = _loss_of(model, batches, loss)
-    # a causal model predicts all positions in one pass
-    one_of("sample", sample, ("sequence",) if loss == "clm" else ("sequence", "position"))
+    # a function decides for itself, and a causal model predicts all positions in one pass
+    one_of("reduction", reduction, ("mean",) if callable(loss) else ("mean", "sum"))
+    one_of("sample", sample, ("sequence",) if loss == "clm" or callable(loss) else ("sequence", "position"))
+    for forward in (vars(m).get("forward") for m in model.modules()):
+        if hasattr(forward, "groups"):
+            raise ValueError("model: reads its batches in groups; call split_by_length(model, 1) first")
+        if getattr(forward, "kind", "") == "gaussian-released":
+            raise ValueError("model: has noise that stays on in evaluation; undo it first")
     squares = _Squares(model, loss, level, reduction, precision)
     with eval_mode(model):
         for number, batch in enumerate(batches, 1):
@@ -411,8 +417,9 @@ class FisherEstimate:
     @property
     def unit(self) -> str:
         "What the numbers are."
-        return ("sum over samples of the squared gradient of "
-                f"the {self.reduction} loss of a {self.sample} (nats squared per squared weight)")
+        what = f"the {self.reduction} loss of a {self.sample} (nats squared per squared weight)"
+        if self.reduction == "own": what = f"what {self.loss} gives for a sample"
+        return f"sum over samples of the squared gradient of {what}"
 
     def mean(self) -> dict[str, Tensor]:
         "Return the mean over the samples: the empirical Fisher per scalar, or its trace over a tensor."
@@ -447,12 +454,15 @@ def save(self: FisherEstimate, folder: str | Path) -> Path:
 
 @patch(cls_method=True)
 def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
-    "Return the estimate in a folder, or in the fisher.json of one."
+    "Return the estimate in a folder, or in the fisher.json of one. Raises `ValueError` if there is none."
     path = Path(folder) if Path(folder).is_file() else Path(folder) / "fisher.json"
-    about = from_json(read_text(path))
-    sums = tensor_files.load_file(path.parent / about["tensors"])
-    known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
-    return FisherEstimate(sums={n: sums[n] for n in about["numel"]}, **known)
+    try:
+        about = from_json(read_text(path))
+        sums = tensor_files.load_file(path.parent / about["tensors"])
+        known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
+        return FisherEstimate(sums={n: sums[n] for n in about["numel"]}, **known)
+    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+        raise ValueError(f"folder: {str(folder)!r} holds no complete estimate ({error}); compute it again") from None
 
 # %% ../nbs/11_fisher.ipynb #d7e7eafc
 def _samples(model, batch, loss, sample: str) -> Iterator[tuple[Mapping, tuple[Tensor, ...] | None]]:
@@ -483,6 +493,8 @@ def _loss_of(model: nn.Module, batches, loss: str | Callable | None) -> str | Ca
     if one_of("loss", loss, LOSSES, also="a function of model and sample") != (made or loss):
         raise ValueError(f"loss: {loss!r}, but the batches were made for {made!r}; leave it out or rebuild the batches")
     check_head(model, loss)
+    if loss == "clm" and looks_ahead(model):
+        raise ValueError("loss: 'clm', but the model sees the tokens on the right; load it with is_decoder=True")
     return loss
 
 # %% ../nbs/11_fisher.ipynb #8cab9906
@@ -497,7 +509,9 @@ def agreement(
     it). Raises `ValueError` for estimates of different models or without a diagonal."""
     for name, e in (("part", part), ("full", full)):
         if e.level != "diagonal": raise ValueError(f"{name}: level is {e.level!r}; agreement needs level='diagonal'")
-    if part.fingerprint != full.fingerprint: raise ValueError("part: is of other weights than full")
+    for key in ("fingerprint", "loss", "reduction", "sample", "numel"):
+        if getattr(part, key) != getattr(full, key): raise ValueError(f"part: has another {key} than full")
+    if not all(0 < t <= 100 for t in top): raise ValueError(f"top: {top}; need per cent in (0, 100]")
     a, b, rows = part.mean(), full.mean(), []
     for share in top:
         found = (_agreement(a[n].flatten(), b[n].flatten(), share) for n in b)

@@ -2,6 +2,7 @@
 
 import gc
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isoreg.corpus import TextBatches, sample_losses
+from isoreg.dropout import gaussian_dropout
 from isoreg.experiments.toy import toy_corpus, toy_model_path
 from isoreg.fisher import (
     TAPED,
@@ -290,6 +292,7 @@ def test_losses_and_layouts_of_ones_own():
                 right[n] += 0 if model.get_parameter(n).grad is None else model.get_parameter(n).grad.square()
     ours = empirical_fisher(model, batches, "diagonal", loss)
     agree(ours, right)
+    assert ours.unit == "sum over samples of the squared gradient of what <lambda> gives for a sample"
     assert ours.by_function == sorted(right) and not model.frozen.weight.requires_grad and model.a.weight.requires_grad
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -405,10 +408,16 @@ def test_agreement_measures():
         and few["difference"] > many["difference"]
     )
     nn.init.zeros_(model.cls.predictions.bias)
-    with pytest.raises(ValueError, match="part: is of other weights"):
+    with pytest.raises(ValueError, match="part: has another fingerprint"):
         agreement(empirical_fisher(model, corpus, "diagonal"), full)
     with pytest.raises(ValueError, match="part: level"):
         agreement(empirical_fisher(model, corpus), full)
+    for key in ("loss", "reduction", "sample", "numel"):
+        with pytest.raises(ValueError, match=f"part: has another {key}"):
+            agreement(replace(full, **{key: None}), full)
+    for top in ((0,), (5, 101)):
+        with pytest.raises(ValueError, match="top"):
+            agreement(full, full, top)
 
 
 def test_entries_that_are_zero_in_both_do_not_agree():
@@ -454,6 +463,11 @@ def test_the_file_that_was_saved_is_read(tmp_path):
         plain.write_text(text)
         with pytest.raises(ValueError, match="holds no tensor scores"):
             load_scores(plain)
+    tensors = next(file.parent.glob("*.safetensors"))
+    tensors.write_bytes(tensors.read_bytes()[:-9])
+    for read, wrong in ((FisherEstimate.load, plain), (FisherEstimate.load, file), (load_scores, file.parent)):
+        with pytest.raises(ValueError, match="folder: .* holds no complete estimate .* compute it again"):
+            read(wrong)
 
 
 # ---- what is refused
@@ -471,6 +485,13 @@ def not_finite():
     return model
 
 
+def flat():
+    "A layer that is given all tokens in one row, so that no hook tells the samples apart."
+    model = model_of("bert")
+    model.bert.encoder.layer[0].intermediate.dense.register_forward_pre_hook(lambda m, args: (args[0].flatten(0, 1),))
+    return model
+
+
 def idle():
     "Its only weights with a gradient are in no loss."
     model = model_of("bert").requires_grad_(False)
@@ -479,6 +500,7 @@ def idle():
 
 
 bert, masked = (lambda: model_of("bert")), (lambda: [batch_of("mlm")])
+ahead = lambda: T.BertLMHeadModel(T.BertConfig(**TEXT))
 seq2seq = lambda: TextBatches(toy_corpus(12), tokenizer_of("t5"), loss="seq2seq")
 REFUSED = [  # model, batches, options, message
     (bert, masked, dict(level="row"), "level: 'row'"),
@@ -486,6 +508,8 @@ REFUSED = [  # model, batches, options, message
     (bert, masked, dict(reduction="max"), "reduction: 'max'"),
     (bert, masked, dict(sample="token"), "sample: 'token'"),
     (bert, masked, dict(precision="fp8"), "precision: 'fp8'"),
+    (bert, masked, dict(loss=contrastive, sample="position"), "sample: 'position'"),
+    (bert, masked, dict(loss=contrastive, reduction="sum"), "reduction: 'sum'"),
     (bert, masked, dict(loss=lambda m, b: m(**b).loss), "loss: gave a tensor .* need one loss for each of"),
     (bert, masked, dict(loss=lambda m, b: m(b["input_ids"]).logits.sum((1, 2)).detach()), "loss: no sample alone has"),
     (bert, masked, dict(loss=contrastive), "loss: no sample alone has a gradient"),
@@ -497,7 +521,8 @@ REFUSED = [  # model, batches, options, message
     (lambda: bert().requires_grad_(False), masked, {}, "model: no parameter requires a gradient"),
     (idle, masked, {}, "loss: no sample alone has a gradient"),
     (not_finite, masked, {}, "model: the squared gradient of bert.* is not finite"),
-    (lambda: split_by_length(toy_model(), 2), corpus_of, {}, "model: .* sees .* rows for .* samples"),
+    (lambda: split_by_length(toy_model(), 2), corpus_of, {}, "model: reads its batches in groups"),
+    (flat, masked, {}, "model: Linear sees .* rows for 4 samples"),
     (causal_model, lambda: corpus_of(12, loss="clm"), dict(loss="mlm"), "loss: 'mlm', but the batches were made for"),
     (two_part_model, corpus_of, {}, "loss: 'mlm', but T5ForConditionalGeneration was made for 'seq2seq'"),
     (toy_model, seq2seq, {}, "loss: 'seq2seq', but BertForMaskedLM was made for 'mlm'"),
@@ -505,6 +530,7 @@ REFUSED = [  # model, batches, options, message
     (lambda: toy_model().bert, corpus_of, {}, "model: BertModel has no language-model head"),
     (causal_model, lambda: list(corpus_of(12)), dict(loss="mlm"), "loss: 'mlm', but GPT2LMHeadModel was made"),
     (causal_model, lambda: corpus_of(12), {}, "loss: 'mlm', but GPT2LMHeadModel was made for 'clm'"),
+    (ahead, lambda: [batch_of("clm")], {}, "loss: 'clm', but the model sees the tokens on the right"),
 ]
 
 
@@ -516,6 +542,14 @@ def test_what_is_refused(model, batches, options, message):
     with pytest.raises(ValueError, match=message):
         empirical_fisher(model, batches(), **options)
     assert state() == before
+
+
+def test_noise_that_stays_on_in_evaluation_mode_is_refused():
+    model = model_of("bert")
+    with gaussian_dropout(model, 0.2, released=True):
+        with pytest.raises(ValueError, match="model: has noise that stays on"):
+            empirical_fisher(model, [batch_of("mlm", (9, 5, 12))])
+    empirical_fisher(model, [batch_of("mlm", (9, 5, 12))])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
