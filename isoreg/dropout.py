@@ -201,7 +201,10 @@ _GAUSSIAN = ("gaussian", "gaussian-released")
 
 def _own_rates(model: nn.Module, batch) -> Applied:
     "Return the model's own rates; take a note of others, which an earlier training left, out of its configuration."
-    config, done = getattr(model, "config", model), Applied(model, ExitStack(), find_sites(model, batch).sites, {})
+    # a model that reads no text needs a batch: what the last change has set then tells its rates
+    try: sites, rates = find_sites(model, batch).sites, {}
+    except ValueError: sites, rates = [], (vars(model).get("_dropout_changes") or [{"rates": {}}])[-1]["rates"]
+    config, done = getattr(model, "config", model), Applied(model, ExitStack(), sites, rates)
     note, done["notes"] = getattr(config, _NOTE, None), ["the model's own rates"]
     in_force = note and note["kind"] == (_noise_of(model) or "rates") and note["rates"].items() <= done["rates"].items()
     if note and not in_force:
