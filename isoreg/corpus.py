@@ -49,7 +49,7 @@ class TextBatches:
 
     def __post_init__(self, texts):
         one_of("loss", self.loss, LOSSES)
-        for n, low in (("batch_size", 1), ("max_length", 4), ("seed", 0)): in_range(n, getattr(self, n), low, whole=True)
+        for n, low in (("batch_size", 1), ("max_length", 4), ("seed", 0)): in_range(n, vars(self)[n], low, whole=True)
         in_range("probability", self.probability, 0, 1, ends="()")
         in_range("span", self.span, 1)
         table = isinstance(texts, (str, Mapping)) or hasattr(texts, "columns")

@@ -153,6 +153,8 @@ class Applied(dict):
         body = [now[s.name] for s in sites if s.kind != "classifier"]
         mean = math.fsum(body) / max(1, len(body))
         notes = [f"mean rate {mean:.4f} over {len(body)} sites, {calls} calls checked"]
+        new = sum(s.p == 0 < now[s.name] for s in sites if s.kind != "classifier")
+        if new: notes.append(f"{new} of {len(body)} sites drop now and did not before")
         super().__init__(rates=now, mean=mean, calls=calls, notes=notes, **about)
         self._undo, self._changes = undo.pop_all(), vars(model).setdefault("_dropout_changes", [])
         self._changes.append(self)

@@ -356,7 +356,8 @@ def test_mask_fn_tells_which_patches_count():
 
 
 def test_a_model_of_images_trains_with_the_schedule_in_force_and_not_without_it(tmp_path):
-    model, images = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, **SMALL)), torch.randn(8, 3, 16, 16)
+    images = torch.randn(8, 3, 16, 16)
+    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, **SMALL))
     batch, data = {"pixel_values": images}, examples({"pixel_values": images, "labels": torch.arange(8) % 2})
     sites = [s.name for s in dropout_sites(model, batch=batch) if s.kind != "classifier"]
     apply_dropout(model, dict.fromkeys(sites, 0.03), batch=batch)
