@@ -33,7 +33,7 @@ def apply_dropout(
     model: nn.Module,  # with its pretrained weights, before training
     how: str | Path | Mapping[str, float] = "standard",  # a name of SCHEMES, a schedule, or a file (.json) of one
     *,
-    p: float | None = None,  # constant, gaussian: the rate (None: the model's); mixout: probability (None: 0.7)
+    p: float | None = None,  # constant: rate; gaussian: rate (None: the model's); mixout: probability (None: 0.7)
     scores: Mapping[str, float] | FisherEstimate | str | Path | None = None,  # guided, controls: as for site_scores
     p_max: float = 0.1,  # guided, controls: rate of the least informative site
     p_min: float = 0.0,  # guided, controls: rate of the most informative site
