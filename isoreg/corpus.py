@@ -49,7 +49,11 @@ class TextBatches:
 
     def __post_init__(self, texts):
         one_of("loss", self.loss, LOSSES)
-        if isinstance(texts, (str, Mapping)) or hasattr(texts, "columns"):
+        for n, low in (("batch_size", 1), ("max_length", 4), ("seed", 0)): in_range(n, vars(self)[n], low, whole=True)
+        in_range("probability", self.probability, 0, 1, ends="()")
+        in_range("span", self.span, 1)
+        table = isinstance(texts, (str, Mapping)) or hasattr(texts, "columns")
+        if table or not all(isinstance(t, str) for t in texts):
             raise ValueError("texts: need a list of strings; of a table pass the column, such as data['text']")
         self.epoch, self.drawn = 0, None
         self.max_length = min(self.max_length, self.tokenizer.model_max_length)

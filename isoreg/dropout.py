@@ -33,7 +33,7 @@ def apply_dropout(
     model: nn.Module,  # with its pretrained weights, before training
     how: str | Path | Mapping[str, float] = "standard",  # a name of SCHEMES, a schedule, or a file (.json) of one
     *,
-    p: float | None = None,  # constant, gaussian: the rate (None: the model's); mixout: probability (None: 0.7)
+    p: float | None = None,  # constant: rate; gaussian: rate (None: the model's); mixout: probability (None: 0.7)
     scores: Mapping[str, float] | FisherEstimate | str | Path | None = None,  # guided, controls: as for site_scores
     p_max: float = 0.1,  # guided, controls: rate of the least informative site
     p_min: float = 0.0,  # guided, controls: rate of the most informative site
@@ -153,6 +153,8 @@ class Applied(dict):
         body = [now[s.name] for s in sites if s.kind != "classifier"]
         mean = math.fsum(body) / max(1, len(body))
         notes = [f"mean rate {mean:.4f} over {len(body)} sites, {calls} calls checked"]
+        new = sum(s.p == 0 < now[s.name] for s in sites if s.kind != "classifier")
+        if new: notes.append(f"{new} of {len(body)} sites drop now and did not before")
         super().__init__(rates=now, mean=mean, calls=calls, notes=notes, **about)
         self._undo, self._changes = undo.pop_all(), vars(model).setdefault("_dropout_changes", [])
         self._changes.append(self)
@@ -201,7 +203,10 @@ _GAUSSIAN = ("gaussian", "gaussian-released")
 
 def _own_rates(model: nn.Module, batch) -> Applied:
     "Return the model's own rates; take a note of others, which an earlier training left, out of its configuration."
-    config, done = getattr(model, "config", model), Applied(model, ExitStack(), find_sites(model, batch).sites, {})
+    # a model that reads no text needs a batch: what the last change has set then tells its rates
+    try: sites, rates = find_sites(model, batch).sites, {}
+    except ValueError: sites, rates = [], (vars(model).get("_dropout_changes") or [{"rates": {}}])[-1]["rates"]
+    config, done = getattr(model, "config", model), Applied(model, ExitStack(), sites, rates)
     note, done["notes"] = getattr(config, _NOTE, None), ["the model's own rates"]
     in_force = note and note["kind"] == (_noise_of(model) or "rates") and note["rates"].items() <= done["rates"].items()
     if note and not in_force:

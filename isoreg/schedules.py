@@ -7,6 +7,7 @@ __all__ = ['CONTROLS', 'SCHEMES', 'guided_schedule', 'released_schedule', 'contr
 # %% ../nbs/14_schedules.ipynb #b895c32b
 import json
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,8 @@ def guided_schedule(
     "Return rates by rank, p_max for the lowest score (Sharma et al. 2024, eqs 9, 10); `ValueError` for NaN scores."
     in_range("p_min", p_min, 0, check_rate("p_max", p_max))
     for name, score in scores.items(): in_range(f"scores[{name!r}]", score)
+    if len(scores) > 1 and len(set(scores.values())) == 1:
+        warnings.warn("scores: all are equal, so the rates follow the order of the sites alone")
     rates = {}
     for i, name in enumerate(sorted(scores, key=scores.get)):
         share = 1 - i / max(1, len(scores) - 1)

@@ -379,6 +379,12 @@ def arguments(how, model):
     return {"scores": scores_of(model)} if how == "guided" else {}
 
 
+def test_sites_that_did_not_drop_before_are_counted():
+    models = make("llama", attention_dropout=0.0), make()
+    first, second = (apply_dropout(m, "guided", scores=scores_of(m)) for m in models)
+    assert first["notes"][1:] == ["1 of 2 sites drop now and did not before"] and len(second["notes"]) == 1
+
+
 def test_standard_takes_out_the_note_of_rates_that_are_not_in_force(tmp_path):
     "A second training, with the model's own rates, from a checkpoint of a guided one."
     model = make()

@@ -355,6 +355,19 @@ def test_mask_fn_tells_which_patches_count():
     torch.testing.assert_close(drawn.reference_cov, own, rtol=1e-3, atol=1e-5)
 
 
+def test_a_model_of_images_trains_with_the_schedule_in_force_and_not_without_it(tmp_path):
+    images = torch.randn(8, 3, 16, 16)
+    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, **SMALL))
+    batch, data = {"pixel_values": images}, examples({"pixel_values": images, "labels": torch.arange(8) % 2})
+    sites = [s.name for s in dropout_sites(model, batch=batch) if s.kind != "classifier"]
+    apply_dropout(model, dict.fromkeys(sites, 0.03), batch=batch)
+    PenaltyTrainer(model, arguments(), train_dataset=data).train()
+    assert model.config.dropout_schedule["rates"] == dict.fromkeys(sites, 0.03)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="batch: none given"):
+        PenaltyTrainer(type(model).from_pretrained(tmp_path), arguments(), train_dataset=data).train()
+
+
 def test_stages_of_swin_have_one_score_each_and_the_message_says_so():
     torch.manual_seed(0)
     stages = dict(embed_dim=16, depths=[1, 1, 2], num_heads=[2, 2, 2], window_size=4)

@@ -116,6 +116,12 @@ def test_controls_keep_the_mean_and_the_sites(values, seed):
     assert all(mirrored[a] >= mirrored[b] for a in plan for b in plan if plan[a] < plan[b])
 
 
+def test_equal_scores_warn_and_follow_the_order():
+    with pytest.warns(UserWarning, match="scores: all are equal, so the rates follow the order"):
+        plan = guided_schedule(dict.fromkeys("abcde", 1.0))
+    assert list(plan) == list("abcde") and list(plan.values()) == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0])
+
+
 def test_controls_of_the_released_schedule():
     plan, deep = released_schedule(), make(num_hidden_layers=12)
     sites = dropout_sites(deep)
