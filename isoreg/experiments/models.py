@@ -134,7 +134,7 @@ def load_language_head(kind, model: str, loss: str) -> nn.Module:
 def pretrained(kind, model: str, **options):
     """Return what `kind.from_pretrained` gives for "toy-bert", a folder or a name on the hub.
 
-    Code that a checkpoint brings along is never run. `ValueError` for what is not there, damaged, stored as integers, or NaN."""
+    Code that a checkpoint brings along is never run. `ValueError` for what is missing, damaged, in integers, or NaN."""
     source = model_source(model)
     try: found = kind.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:
@@ -146,7 +146,7 @@ def pretrained(kind, model: str, **options):
     for file in Path(source).glob("*.safetensors") if isinstance(loaded, nn.Module) else ():
         with safe_open(file, "pt") as stored:
             if any(k.endswith("weight") and stored.get_slice(k).get_dtype()[0] in "IU" for k in stored.keys()):
-                raise ValueError(f"model: {model!r} stores weights as integers; give the checkpoint before it was quantised")
+                raise ValueError(f"model: {model!r} stores weights as integers; give it as it was before quantisation")
     named = loaded.named_parameters() if isinstance(loaded, nn.Module) else ()
     if odd := [name for name, w in named if not bool(w.isfinite().all())]:
         raise ValueError(f"model: {model!r} has NaN or infinity in {len(odd)} of its weights ({odd[0]}, ...); "
