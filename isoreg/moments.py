@@ -244,7 +244,7 @@ def check_finite(points: Tensor, mask: Tensor | None = None):
 # %% ../nbs/01_moments.ipynb #4968c872
 def floating(x, name: str) -> Tensor:
     "Return what holds numbers as a tensor in floating point, on the same memory where PyTorch can read that."
-    if x.is_complex() if isinstance(x, Tensor) else np.iscomplexobj(x):
+    if "complex" in str(getattr(x, "dtype", "")):
         raise ValueError(f"{name}: holds complex numbers; pass their .real and .imag as columns")
     if isinstance(x, Tensor): return x if x.is_floating_point() else x.to(wide_dtype(x))
     try:

@@ -131,8 +131,7 @@ def entry(
 
 def _short(signature: str) -> str:
     "Return a signature without the types that say nothing, and without the modules of the others."
-    signature = re.sub(r"<function <lambda> at 0x\w+>|<lambda>", "...", signature)  # an address is another each time
-    lines = [line.partition(" # ") for line in signature.split("\n")]
+    lines = [line.partition(" # ") for line in signature.replace("<lambda>", "...").split("\n")]
     bare = lambda code: re.sub(r":(NoneType|Annotated)(?=[=,]|$)|\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", code)
     return "\n".join(bare(code) + mark + comment for code, mark, comment in lines)
 
@@ -195,7 +194,8 @@ def index_page(
         text = "\n\n".join(filter(None, listed))
         folded = f"<details><summary>What the library itself calls</summary>\n\n{text}\n\n</details>"
         parts.append(f"## {task}\n\n{folded if task == 'Internals' else text}")
-    return "\n\n".join(parts) + "\n"
+    # the address of a function is another each time
+    return re.sub(r"<function <lambda>( at 0x\w+)?>", "...", "\n\n".join(parts) + "\n")
 
 
 def _room(room: str, file: str, title: str, folder: Path) -> str:
