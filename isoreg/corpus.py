@@ -48,13 +48,7 @@ class TextBatches:
     by_length: bool = True  # neighbours in length share a batch; False: drawn at random
 
     def __post_init__(self, texts):
-        one_of("loss", self.loss, LOSSES)
-        for n, low in (("batch_size", 1), ("max_length", 4), ("seed", 0)): in_range(n, vars(self)[n], low, whole=True)
-        in_range("probability", self.probability, 0, 1, ends="()")
-        in_range("span", self.span, 1)
-        table = isinstance(texts, (str, Mapping)) or hasattr(texts, "columns")
-        if table or not all(isinstance(t, str) for t in texts):
-            raise ValueError("texts: need a list of strings; of a table pass the column, such as data['text']")
+        self._check(texts)
         self.epoch, self.drawn = 0, None
         self.max_length = min(self.max_length, self.tokenizer.model_max_length)
         self.find_ids()
@@ -71,6 +65,18 @@ class TextBatches:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for numbers in self.order(): yield self.collate([self.sample(i) for i in numbers])
+
+# %% ../nbs/10_corpus.ipynb #textchk1
+@patch
+def _check(self: TextBatches, texts):
+    "Raise `ValueError` for a setting out of its range, and for what is no list of strings."
+    one_of("loss", self.loss, LOSSES)
+    for n, low in (("batch_size", 1), ("max_length", 4), ("seed", 0)): in_range(n, vars(self)[n], low, whole=True)
+    in_range("probability", self.probability, 0, 1, ends="()")
+    in_range("span", self.span, 1)
+    table = isinstance(texts, (str, Mapping)) or hasattr(texts, "columns")
+    if table or not all(isinstance(t, str) for t in texts):
+        raise ValueError("texts: need a list of strings; of a table pass the column, such as data['text']")
 
 # %% ../nbs/10_corpus.ipynb #68a65817
 @patch

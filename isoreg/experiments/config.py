@@ -195,22 +195,25 @@ class RunConfig(DataSettings, TrainingSettings, DropoutSettings, PenaltySettings
         self._simplify()
         return self
 
-    def identity(self) -> dict:
-        "Return what the hash is of, with the digests of the files that are named."
-        found, whole = super().identity() | {"recipe": self._usual_recipe()}, self.to_record()
-        if self.dropout != "standard": found |= {n: whole[n] for n in _BY_DROPOUT}
-        if self.definition is not None:  # its files by what they hold, not by where they lie
-            found["definition"] = {n: v for n, v in self.definition.items() if n != "files"}
-        if digest := scores_digest(self.scores): found["scores_sha256"] = digest
-        if self.dropout.endswith(".json"): found["dropout_sha256"] = scores_digest(self.dropout)
-        return found
+# %% ../../nbs/experiments/19_config.ipynb #runident
+@patch
+def identity(self: RunConfig) -> dict:
+    "Return what the hash is of, with the digests of the files that are named."
+    found, whole = super(RunConfig, self).identity() | {"recipe": self._usual_recipe()}, self.to_record()
+    if self.dropout != "standard": found |= {n: whole[n] for n in _BY_DROPOUT}
+    if self.definition is not None:  # its files by what they hold, not by where they lie
+        found["definition"] = {n: v for n, v in self.definition.items() if n != "files"}
+    if digest := scores_digest(self.scores): found["scores_sha256"] = digest
+    if self.dropout.endswith(".json"): found["dropout_sha256"] = scores_digest(self.dropout)
+    return found
 
-    def title(self) -> str:
-        "Return task, model, penalty, dropout and seed."
-        how = self.regularizer.rpartition(":")[2]
-        if how != "none": how += f"{self.lam:g}"
-        if self.dropout != "standard": how += f"-{Path(self.dropout).stem.rpartition(':')[2]}"
-        return f"{self.task}-{Path(self.model).name}-{how}-seed{self.seed}"
+@patch
+def title(self: RunConfig) -> str:
+    "Return task, model, penalty, dropout and seed."
+    how = self.regularizer.rpartition(":")[2]
+    if how != "none": how += f"{self.lam:g}"
+    if self.dropout != "standard": how += f"-{Path(self.dropout).stem.rpartition(':')[2]}"
+    return f"{self.task}-{Path(self.model).name}-{how}-seed{self.seed}"
 
 # %% ../../nbs/experiments/19_config.ipynb #7f0b9583
 @patch

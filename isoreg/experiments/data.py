@@ -121,7 +121,7 @@ class TaskData:
         known = set(train)
         return sum(row in known for row in judged)
 
-
+# %% ../../nbs/experiments/18_data.ipynb #notescel
 def _notes(task: Task, tables: dict[str, pa.Table]) -> list[str]:
     "Return how the rows differ from those of the official splits."
     notes = [f"{split} is not the official split" for split in tables if split.endswith(UNOFFICIAL)]

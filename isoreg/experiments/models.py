@@ -53,7 +53,7 @@ def load_model(
     if new: notes.append(f"{', '.join(new)} absent from the checkpoint: drawn with the seed")
     return model, tokenizer, notes
 
-
+# %% ../../nbs/experiments/21_models.ipynb #withhead
 def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.Module, list[str]]:
     "Return the model, the keys that the checkpoint lacks, the part below the head, and the layers not read."
     kind, options = AutoModelForQuestionAnswering, dict[str, Any](ignore_mismatched_sizes=True)

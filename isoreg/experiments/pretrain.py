@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -220,20 +221,23 @@ class LikelihoodTrainer(Trainer):
         self.corpus.epoch = int((self.state.epoch or 0) + 1e-6)
         return self.corpus.collate([self.corpus.sample(n) for n in numbers])
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        "Return the mean negative log-likelihood of the predicted tokens of the batch, in nats."
-        if self.frozen: model.base_model.eval()
-        logits, target, _ = predicted_logits(model, inputs, self.corpus.loss)
-        loss = F.cross_entropy(logits.float(), target)
-        return (loss, {"logits": logits}) if return_outputs else loss
+# %% ../../nbs/experiments/24_pretrain.ipynb #likeloss
+@patch
+def compute_loss(self: LikelihoodTrainer, model, inputs, return_outputs=False, num_items_in_batch=None):
+    "Return the mean negative log-likelihood of the predicted tokens of the batch, in nats."
+    if self.frozen: model.base_model.eval()
+    logits, target, _ = predicted_logits(model, inputs, self.corpus.loss)
+    loss = F.cross_entropy(logits.float(), target)
+    return (loss, {"logits": logits}) if return_outputs else loss
 
-    def evaluate(self, *args, **kwargs):
-        "Return loss and accuracy per predicted token of the held-out text."
-        with self.compute_loss_context_manager(): score = heldout_loss(self.model, self.heldout)
-        metrics = {f"eval_{k}": v for k, v in score.items()}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+@patch
+def evaluate(self: LikelihoodTrainer, *args, **kwargs):
+    "Return loss and accuracy per predicted token of the held-out text."
+    with self.compute_loss_context_manager(): score = heldout_loss(self.model, self.heldout)
+    metrics = {f"eval_{k}": v for k, v in score.items()}
+    self.log(metrics)
+    self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+    return metrics
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #1d509d7c
 @torch.no_grad()
