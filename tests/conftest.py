@@ -1,4 +1,9 @@
-"The files that take longest come first, so that no worker is left with one of them at the end."
+"""The tests use one thread each, as in CI: of small models, more threads mostly wait for each other.
+The files that take longest come first, so that no worker is left with one of them at the end."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, also by the processes that tests start
 
 LONGEST = "cli sweep results finetune istar faults extending pretrain run_dropout".split()
 
