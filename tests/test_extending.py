@@ -21,9 +21,12 @@ from isoreg.experiments.config import RunConfig, make_penalty
 from isoreg.experiments.data import task_scores, load_task
 from isoreg.experiments.finetune import rerun, run
 from isoreg.experiments.grid import Run, expand, load_grid
-from isoreg.istar import CosReg, IStar
+from isoreg.dropout import NOISES, gaussian_dropout
+from isoreg.istar import PENALTY_CLASSES, CosReg, IStar
 from isoreg.experiments.record import changed_inputs, inputs_sha256
+from isoreg.report import records
 from isoreg.report.records import load
+from isoreg.schedules import SCHEMES, Scheme
 from isoreg.experiments.sweep import Folder, is_record_of
 from isoreg.experiments.tasks import TASKS, Task, definition, read_task
 from isoreg.experiments.toy import toy_model_path, toy_task, toy_tokenizer
@@ -240,7 +243,37 @@ def test_a_class_of_isoreg_that_is_passed_is_the_run_of_its_name():
 def test_a_constructor_gets_the_settings_that_it_has_parameters_for(monkeypatch):
     taken = SimpleNamespace(Mine=lambda lam, layers, **more: (lam, layers, more))
     monkeypatch.setitem(sys.modules, "mine", taken)
-    assert make_penalty(RunConfig(regularizer="mine:Mine", layers=3)) == (1.0, 3, {})
+    config = RunConfig(regularizer="mine:Mine", layers=3)
+    assert make_penalty(config) == (1.0, 3, {})
+    more = dict(zeta=0.5, correction="ustat", convention="text", padding=True)  # which it does not take
+    assert RunConfig(regularizer="mine:Mine", layers=3, **more).key == config.key
+
+
+def test_a_penalty_of_the_library_is_one_line(monkeypatch):
+    class Norm(CosReg):
+        "A penalty of another name."
+
+    monkeypatch.setitem(PENALTY_CLASSES, "norm", Norm)
+    record = run(RunConfig(regularizer="norm", lam=0.1, correction="ustat", **TINY))
+    assert load(record).method.tolist() == ["norm λ=0.1"]
+    with pytest.raises(ValueError, match="did you mean 'norm'"):
+        RunConfig(regularizer="nrm2")
+
+
+def test_a_column_is_a_line_in_recorded_and_one_in_heads(monkeypatch):
+    monkeypatch.setitem(records.RECORDED, "memory", "peak_memory_mib")
+    monkeypatch.setitem(records.HEADS["summary"], "MiB", lambda r, digits: f"{r.memory:.0f}")
+    runs = [run(RunConfig(regularizer="none", seed=seed, **TINY)) for seed in (0, 1)]
+    table = records.summarise(load(runs))
+    assert records.readable(table).MiB.tolist() == [f"{(runs[0].peak_memory_mib + runs[1].peak_memory_mib) / 2:.0f}"]
+    assert "| MiB" in records.to_markdown(table)
+
+
+def test_a_scheme_is_one_line_and_its_noise_another(monkeypatch):
+    monkeypatch.setitem(SCHEMES, "twice", Scheme("twice the noise", rate=True))
+    monkeypatch.setitem(NOISES, "twice", lambda model, p, batch=None: gaussian_dropout(model, 2 * p, batch=batch))
+    record = run(RunConfig(regularizer="none", dropout="twice", dropout_p=0.1, **TINY))
+    assert set(record.dropout["rates"].values()) == {0.2} and load(record).method.tolist() == ["twice the noise p=0.1"]
 
 
 def test_a_schedule_of_ones_own_sets_the_rates(example, tmp_path):
