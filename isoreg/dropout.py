@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from .checks import in_range, one_of
-from .fisher import FisherEstimate, scores_and_sizes
+from .files import from_json, read_text
+from .fisher import FisherEstimate
 from .schedules import SCHEMES, Scheme, check_names, check_rate, check_schedule, guided_schedule, load_schedule
 from .sites import (
     Found, Site, applied_rate, dropout_sites, find_sites, rates_at, record_calls, recorders, seen_in_output, set_rate,
@@ -89,7 +90,7 @@ def _tensor_scores(sites: Sequence[Site], scores) -> dict[str, float]:
     "Return the score of each tensor of the sites, by its name in the model; `ValueError` where they do not fit."
     if isinstance(scores, FisherEstimate): scores, numel = scores.scores(), scores.numel
     elif isinstance(scores, Mapping): numel = {}
-    else: scores, numel = scores_and_sizes(scores)
+    else: scores, numel = load_scores(scores)
     wanted = {t: m for s in sites for t, m in zip(s.tensors, s.sizes)}
     names = {n.partition(".")[2]: n for n in scores} | {n: n for n in scores}
     missing = [t for t in wanted if t not in names]
@@ -108,6 +109,25 @@ def _tensor_scores(sites: Sequence[Site], scores) -> dict[str, float]:
             raise ValueError(f"scores: {t!r} has {numel[names[t]]} scalars in the estimate, {size} in the model; take "
                              "the scores of the same model")
     return {t: scores[names[t]] for t in wanted}
+
+# %% ../nbs/15_dropout.ipynb #1bbe2503
+def load_scores(
+    path: str | Path,  # folder of FisherEstimate.save, its fisher.json, a record.json of the Fisher run, {name: score}
+) -> tuple[dict[str, float], dict[str, int]]:  # by tensor: mean squared gradient of its scalars; their number if known
+    "Return the scores in a file. Raises `ValueError` for one without them."
+    path = Path(path)
+    file = next((path / n for n in ("fisher.json", "record.json") if (path / n).is_file()), path)
+    try: content = from_json(read_text(file))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error})") from None
+    content = content if isinstance(content, dict) else {}
+    if {"tensors", "numel"} <= content.keys():
+        estimate = FisherEstimate.load(file)
+        return estimate.scores(), estimate.numel
+    scores = content.get("tensor_scores", content)
+    if not scores or not all(type(v) in (int, float) for v in scores.values()):
+        raise ValueError(f"scores: {str(path)!r} holds no tensor scores; give what the notebook runs/fisher wrote")
+    return {n: float(v) for n, v in scores.items()}, content.get("numel", {}) if "tensor_scores" in content else {}
 
 # %% ../nbs/15_dropout.ipynb #4ad43b35
 def set_dropout(
@@ -147,7 +167,6 @@ def _change(model: nn.Module, found: Found, rates: Mapping[str, float], batch, n
 # %% ../nbs/15_dropout.ipynb #c9c6e057
 class Applied(dict):
     "What was done to a model, for JSON; `undo()`, or leaving a `with` block, takes it back with all later changes."
-
     def __init__(self, model: nn.Module, undo: ExitStack, sites, rates: Mapping, calls=0, **about):
         now = {s.name: s.p for s in sites} | rates
         body = [now[s.name] for s in sites if s.kind != "classifier"]
@@ -188,7 +207,6 @@ def _verify(model: nn.Module, found: Found, rates: Mapping[str, float], batch) -
 # %% ../nbs/15_dropout.ipynb #b1b2c3d5
 class _Noise:
     "Stands in the place of a module's forward, whose signature it has."
-
     def __init__(self, module: nn.Module, kind: str):
         self.module, self.kind, self.__wrapped__ = module, kind, module.forward
 
@@ -262,7 +280,6 @@ _REPLACED = {F.dropout: _noisy, F.scaled_dot_product_attention: _noisy_attention
 # %% ../nbs/15_dropout.ipynb #b1b2c3d6
 class _GaussianNoise(_Noise):
     "Turns dropout calls into Gaussian noise of the same rate; as released also in eval mode."
-
     def __call__(self, *args, **kwargs):
         training, released = self.module.training, self.kind == "gaussian-released"
         self.module.training |= released  # where it finds its rate
@@ -317,7 +334,6 @@ _HEAD = re.compile(r"pooler|lm_head|classifier|\bcls\b|predictions")
 
 class _MixoutNoise(_Noise):
     "Puts the mixed weight before the parameter while a module runs: an instance attribute is found before a parameter."
-
     def __init__(self, module: nn.Module, p: float):
         super().__init__(module, "mixout")
         self.p, self.u = p, module.weight.detach().clone()

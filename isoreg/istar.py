@@ -72,7 +72,7 @@ def score(self: IStar, hidden_states: tuple[Tensor, ...], attention_mask: Tensor
         else: m = union_moments(rows, keep, order)
         m = all_reduce(m)
         score = self.mixed(m) if self.needs_reference else self.unmixed(m)
-    some = varies(m)
+    some = m.varies()
     if score.ndim: score, some = score.mean(), some.any()
     note_batch(self, mask, keep, (score.detach().abs() < torch.inf) & some)
     return score
@@ -152,13 +152,6 @@ def check_batches(p: nn.Module) -> None:
     if not sound:
         raise ValueError("hidden_states: a batch has no score, because too few tokens count, all are equal, or "
                          "values are NaN; use larger batches, or lower lam or the learning rate")
-
-# %% ../nbs/07_istar.ipynb #5853360d
-def varies(m: Moments) -> Tensor:
-    "Return whether the tokens differ by more than rounding, (...)."
-    rounding = 8 * torch.finfo(m.m2.dtype).eps
-    trace = m.m2.detach().diagonal(dim1=-2, dim2=-1).sum(-1)
-    return trace > m.count * rounding**2 * m.mean.detach().square().sum(-1)
 
 # %% ../nbs/07_istar.ipynb #b3f1d852
 def logged_term(penalty: nn.Module, name: str, term: Tensor, **parts: Tensor) -> Tensor:
@@ -241,7 +234,7 @@ def measure_isotropy(
 
 def plain_score(m: Moments) -> Tensor:
     "Return the IsoScore (...), NaN where all tokens of a cloud are equal."
-    return score_from_cov(m.m2).masked_fill(~varies(m), torch.nan)
+    return score_from_cov(m.m2).masked_fill(~m.varies(), torch.nan)
 
 # %% ../nbs/07_istar.ipynb #8261d4bb
 class CosReg(nn.Module):

@@ -61,19 +61,14 @@ def grid(
 def _filter_normalised(seed: int, name: str, weight: Tensor) -> Tensor:
     "Return one tensor of a direction, on the CPU, in float32 or better."
     weight = weight.detach().cpu().to(torch.promote_types(weight.dtype, torch.float32))
-    w, d = _rows(weight), _rows(_noise(seed, name, weight.shape).to(weight.dtype))
-    return (_lengths(w) / (_lengths(d) + 1e-10)).to(d.dtype).mul(d).view(weight.shape)
+    _, long = _filters(weight)
+    d, drawn = _filters(_noise(seed, name, weight.shape).to(weight.dtype))
+    return (long / (drawn + 1e-10)).to(d.dtype).mul(d).view(weight.shape)
 
-
-def _rows(x: Tensor) -> Tensor:
-    "Return the filters of a tensor: its slices on axis 0; a tensor of one dimension is one filter."
-    return x.flatten(1) if x.ndim > 1 else x.reshape(1, -1)
-
-
-def _lengths(rows: Tensor) -> Tensor:
-    "Return the length of each row, (rows, 1), in float64."
-    return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
-
+def _filters(x: Tensor) -> tuple[Tensor, Tensor]:
+    "Return the slices on axis 0, one for a tensor of one dimension, (rows, size), and their lengths in float64."
+    rows = x.flatten(1) if x.ndim > 1 else x.reshape(1, -1)
+    return rows, torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
 
 def _noise(seed: int, name: str, shape: torch.Size, draw: Callable = torch.randn) -> Tensor:
     "Return random float32 numbers that depend on seed, name and shape alone."
@@ -105,7 +100,6 @@ def direction(
     stretch = step_length(whole) / step_length(moved) if norm == "equal" else 1.0
     return {n: (d * stretch).to(params[n].device) for n, d in moved.items() if d.any()}
 
-
 def step_length(
     direction: Mapping[str, Tensor],  # parameter name -> tensor
 ) -> float:
@@ -124,11 +118,9 @@ def _fitting(name: str, given: Mapping, params: dict) -> dict[str, Tensor]:
             raise ValueError(f"{name}: {n} has shape {tuple(x.shape)}; the parameter has {tuple(params[n].shape)}")
     return tensors
 
-
 def _check_mask(mask: Mapping | None, params: dict) -> dict[str, Tensor]:
     "Return booleans for every parameter: all true without a mask, false where it names none."
-    if mask is None: return {n: torch.tensor(True) for n in params}
-    masks = {n: torch.tensor(False) for n in params} | _fitting("mask", mask, params)
+    masks = {n: torch.tensor(mask is None) for n in params} | _fitting("mask", mask or {}, params)
     if any(m.dtype != torch.bool for m in masks.values()):
         raise ValueError("mask: need booleans, for example scores > threshold")
     return masks
@@ -148,14 +140,12 @@ def displaced(
     directions = [_fitting(f"d{i}", d, params) for i, d in enumerate(directions, 1)]
     moving = [n for n in params if any(n in d for d in directions)]
     kept = {n: params[n].detach().clone() for n in moving}
-
     def place(*at: float) -> None:
         torch.clear_autocast_cache()  # a bf16 copy of the last place would be stale
         for n, weight in kept.items():
             for a, d in zip(at, directions, strict=True):
                 if n in d and a: weight = torch.add(weight, d[n], alpha=float(a))
             params[n].data.copy_(weight)
-
     try: yield place
     finally: place(*[0.0] * len(directions))
 
@@ -177,10 +167,8 @@ def mean_loss(
     if not samples: raise ValueError("batches: no sample came; a generator can be read only once")
     return float(total) / samples
 
-
 class _BatchLosses(nn.Module):
     "The losses of a batch as a module, so that `functional_call` can replace the weights."
-
     def __init__(self, model: nn.Module, loss: str | Callable, reduction: str):
         super().__init__()
         self.model, self.loss, self.reduction = model, loss, reduction
@@ -230,7 +218,6 @@ def _check_scores(scores: Mapping, params: dict) -> dict[str, Tensor]:
             raise ValueError(f"scores: {n} is missing or holds NaN; score every parameter")
     return {n: x.cpu().double() for n, x in tensors.items()}
 
-
 def _best(values: np.ndarray, k: int, seed: int) -> np.ndarray:
     "Return booleans: the k largest of (n,) values; equal ones at the cut are drawn by the seed."
     cut = np.partition(values, -k)[-k]
@@ -253,7 +240,6 @@ class Surface:
     @property
     def radii(self) -> np.ndarray: return np.hypot(self.alphas[:, None], self.betas).round(9)
 
-
 @patch
 def curvature(
     self: Surface,
@@ -274,7 +260,6 @@ def curvature(
 
 # %% ../nbs/12_landscape.ipynb #863dab5b
 RINGS = (0, 0.2, 0.35, 0.5, 0.65, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2.2)  # edges for a grid that reaches 1.5
-
 
 @patch
 def radius_profile(self: Surface) -> pd.DataFrame:
@@ -324,9 +309,8 @@ def expected_curvature(
     masks, scores = _check_mask(mask, params), _check_scores(scores, params)
     for n, p in params.items():
         if p.ndim < 2 and one_d == "zero": continue
-        w, diagonal = _rows(p.detach().cpu()), (scores[n] * masks[n].cpu()).expand(p.shape)
-        mean_square = _lengths(w) ** 2 / w.shape[1]
-        total += float((_rows(diagonal) * mean_square).sum())
+        (w, long), diagonal = _filters(p.detach().cpu()), (scores[n] * masks[n].cpu()).expand(p.shape)
+        total += float((diagonal.reshape(w.shape) * (long**2 / w.shape[1])).sum())
     return total
 
 # %% ../nbs/12_landscape.ipynb #86090409

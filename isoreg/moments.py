@@ -52,6 +52,11 @@ class Moments(NamedTuple):
         "Return the moments with `f` applied to each field that is there."
         return Moments(*(None if field is None else f(field) for field in self))
 
+    def varies(self) -> Tensor:
+        "Return whether the rows of each cloud differ by more than rounding, (...)."
+        rounding = (8 * torch.finfo(self.m2.dtype).eps) ** 2 * self.count * self.mean.detach().square().sum(-1)
+        return self.m2.detach().diagonal(dim1=-2, dim2=-1).sum(-1) > rounding
+
 # %% ../nbs/01_moments.ipynb #e33f9bb8
 def _accumulate(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Moments:
     "Return the moments of the union of clouds (n, d), in float32 or better, in one pass over chunks of rows."

@@ -13,19 +13,8 @@ from hypothesis import given, settings
 from papermill import inspect_notebook
 
 from isoreg.experiments import config as module
-from isoreg.experiments.config import (
-    RECIPES,
-    FisherConfig,
-    GeometryConfig,
-    LandscapeConfig,
-    PretrainConfig,
-    RunConfig,
-    choices,
-    help_text,
-    make_penalty,
-    method_label,
-    parse_set,
-)
+from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig, RunConfig
+from isoreg.experiments.config import RECIPES, choices, help_text, make_penalty, method_label, parse_set
 from isoreg.experiments.notebook import run_notebook_path
 from isoreg.experiments.tasks import Task
 from isoreg.istar import PENALTY_CLASSES
@@ -142,11 +131,7 @@ def test_a_run_notebook_has_the_settings_of_its_configuration(name):
         (RunConfig, {"data_dir": "no/such/folder"}, "data_dir: no folder 'no/such/folder'"),
         (RunConfig, {"lam": float("nan")}, "lam: Input should be a finite number (nan)"),
         (RunConfig, {"lr": 2}, "lr: Input should be less than 1 (2)"),
-        (
-            RunConfig,
-            {"layers": "middle", "zeta": 2},
-            "layers: Input should be 'union' or 'mean' ('middle')\nzeta: Input",
-        ),
+        (RunConfig, {"layers": "mid", "zeta": 2}, "layers: Input should be 'union' or 'mean' ('mid')\nzeta: Input"),
         (RunConfig, {"regularizer": "istr"}, "regularizer: 'istr' is unknown; did you mean 'istar'"),
         (RunConfig, {"regularizer": "no_such:Penalty"}, "regularizer: 'no_such:Penalty' cannot be imported"),
         (RunConfig, {"length_groups": 4, "padding": True}, "length_groups: 4 leaves padding out"),

@@ -568,9 +568,7 @@ def test_three_columns_keep_protocols_apart():
 
 
 TWO = lambda: arms(none=[0.6, 0.7], plus=[0.5, 0.4])
-TWICE = lambda: load(
-    [record(m, s, 0.6, settings={"lr": lr}) for m in (NONE, PLUS) for s in (0, 1) for lr in (1e-5, 3e-5)]
-)
+LRS = [record(m, s, 0.6, settings={"lr": lr}) for m in (NONE, PLUS) for s in (0, 1) for lr in (1e-5, 3e-5)]
 
 
 @pytest.mark.parametrize(
@@ -584,7 +582,7 @@ TWICE = lambda: load(
         (lambda: clears_majority(TWO(), "best"), "baseline: 'best' is unknown"),
         (lambda: compare(TWO(), "Baseline"), "baseline: 'Baseline' is unknown; did you mean 'baseline'"),
         (lambda: compare(TWO(), of="Baseline"), "of: 'Baseline' is unknown; did you mean 'baseline'"),
-        (lambda: compare(TWICE(), by=[]), "by: two runs of .* have seed 0; they differ in lr"),
+        (lambda: compare(load(LRS), by=[]), "by: two runs of .* have seed 0; they differ in lr"),
         (lambda: published(table="Table 9"), "table: 'Table 9' is unknown; did you mean .*use 'Table 1'"),
         (lambda: three_columns(TWO(), published(table="Table 1"), {"Bse": "baseline"}), "methods: 'Bse' is unknown"),
     ],
@@ -697,15 +695,12 @@ def test_null_scores_are_undefined_in_tables_and_figures(isoscore, every):
             assert every and ("union" in isoscore or "layers" in isoscore)
 
 
-def test_forest_fills_only_differences():
+def test_forest_fills_only_differences_cuts_wide_intervals_and_has_heads():
     base = np.random.default_rng(0).normal(0.6, 0.02, 8)
     ax = plot_forest(compare(arms(none=base, plus=base - 0.1, minus=base + 0.001 * np.array([1, -1] * 4)))).axes[0]
     marks = {line.get_markerfacecolor() for line in ax.lines if line.get_marker() in ("o", "s")}
     assert marks == {figures.PALETTE[1], "white"} and any("lower" in t.get_text() for t in ax.texts)
-
-
-def test_forest_cuts_a_wide_interval_and_puts_rows_below_their_heads():
-    base = np.full(4, 0.6)
+    base = np.full(4, 0.6)  # a wide interval is cut, rows stand below their heads
     table = compare(arms(none=base, plus=base + [0.3, -0.3, 0.1, -0.2], minus=base + 0.01 * np.array([1, 2, 1, 2])))
     rows = pd.concat([table] + 2 * [table[table.method == "I-STAR λ=-1"]])
     ax = plot_forest(rows, heads=["one", "one", "two", "two"]).axes[0]
@@ -754,8 +749,5 @@ def test_when_every_run_failed_the_table_still_comes(tmp_path):
     df = load([failed(NONE, 0), failed(NONE, 1), failed(PLUS, 0)])
     s, c = summarise(df), compare(df).iloc[0]
     assert list(s.n) == [0, 0] and list(s.failed) == [2, 1] and "no finished run" in to_markdown(s)
-    assert c.verdict == "no pair to compare" and c.incomplete == [
-        "rte seed 0: a run failed",
-        "rte seed 1: a run failed",
-    ]
+    assert c.verdict == "no pair to compare" and c.incomplete == [f"rte seed {s}: a run failed" for s in (0, 1)]
     assert {p.name for p in write_report(df, tmp_path)} >= {"summary.md", "failures.md"}
