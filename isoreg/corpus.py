@@ -27,14 +27,12 @@ from .files import file_kind, load_rows, read_table
 # %% ../nbs/10_corpus.ipynb #bb6ad3ec
 LOSSES = ("mlm", "clm", "seq2seq")
 
-
 @dataclass(eq=False, repr=False)
 class TextBatches:
     """Yield the batches of a text corpus for a language-model loss, the same at every pass.
 
     A batch is a dict of `input_ids`, `attention_mask` and `labels` (-100: not predicted), each (batch, length). Raises
-    `ValueError` for texts without a token to predict, and for a tokenizer that does not fit the loss.
-    """
+    `ValueError` for texts without a token to predict, and for a tokenizer that does not fit the loss."""
     texts: InitVar[Sequence[str]]  # one sample each; blank ones are left out
     tokenizer: PreTrainedTokenizerBase
     loss: str = "mlm"  # "mlm", "clm" or "seq2seq"
@@ -219,8 +217,7 @@ def sample_losses(
 def predicted_logits(model: nn.Module, batch: dict, loss: str = "mlm", positions=None) -> tuple[Tensor, ...]:
     """Return logits (M, vocabulary) of the predicted positions, their targets (M,) and rows of the batch (M,).
 
-    Raises `ValueError` for a model that was not made for the loss, and for a batch without labels to predict.
-    """
+    Raises `ValueError` for a model that was not made for the loss, and for a batch without labels to predict."""
     check_head(model, one_of("loss", loss, LOSSES, also="a function of model and batch"))
     row, column, target = predicted_positions(batch, loss) if positions is None else positions
     if not len(row): raise ValueError("batch: has no label to predict; all labels are -100")
@@ -303,7 +300,6 @@ def load_texts(
     texts = [t for t in lines if t and not re.fullmatch(r"=.*=", t)][:limit]
     if not texts: raise ValueError(f"source: {str(source)!r} holds no text; blank lines and headings are left out")
     return texts
-
 
 def read_lines(source: str, column: str) -> Iterable[str]:
     "Return the lines of a text file, or the column of a table or of a data set on the hub."

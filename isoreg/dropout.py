@@ -41,9 +41,8 @@ def apply_dropout(
     seed: int = 0,  # seed of "shuffled"; the others ignore it
     batch=None,  # as for dropout_sites
 ) -> "Applied":  # how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
-    """Put a scheme of dropout on a model; `standard` leaves the model's own rates.
-
-    Raises `ValueError` for an unknown name, and for an argument that is missing or has no meaning for the scheme."""
+    """Put a scheme of dropout on a model; `standard` leaves the model's own rates. Raises `ValueError` for an unknown
+    name, and for an argument that is missing or has no meaning for the scheme."""
     model, schedule = unwrapped(model), None
     about: dict[str, Any] = {}
     if isinstance(how, (str, Path)) and str(how).endswith(".json"): how = load_schedule(how)
@@ -72,10 +71,9 @@ def site_scores(
     scores: Mapping[str, float] | FisherEstimate | str | Path,  # parameter -> mean squared gradient; a path
     aggregate: str = "mean_of_means",  # "mean_of_means" (as released), or "mean" (over scalars)
 ) -> dict[str, float]:  # site -> score, in the order of the sites, without the classifier's
-    """Return the scores of the sites from those of their tensors, of any head: means over tensors.
-
-    Raises `ValueError` for a tensor without a score (one that was frozen has none), a negative score or NaN, and scores
-    of another model: of other layers or sizes (embeddings may grow)."""
+    """Return the scores of the sites from those of their tensors, of any head: means over tensors. Raises `ValueError`
+    for a tensor without a score, as a frozen one, a negative score or NaN, and scores of a model of other layers or
+    sizes (embeddings may grow)."""
     by_scalar = one_of("aggregate", aggregate, ("mean_of_means", "mean")) == "mean"
     if isinstance(sites, nn.Module): sites = dropout_sites(sites)
     sites = [s for s in sites if s.kind != "classifier"]
@@ -242,7 +240,6 @@ def gaussian_dropout(
     batch=None,  # as for dropout_sites
 ) -> Applied:
     """Replace every dropout by Gaussian noise: N(1, p/(1-p)) in train mode, none at evaluation (Wang, Manning 2013).
-
     Raises `ValueError` if noise is on already or a site lies in a kernel, and `RuntimeError` where a mask would stay a
     mask: only `F.dropout` and `F.scaled_dot_product_attention` are replaced."""
     model = unwrapped(model)
@@ -318,7 +315,6 @@ def mixout(
     batch=None,  # as for dropout_sites
 ) -> Applied:
     """Mix every linear map of the encoder with the weights that it has now, in train mode (Lee, Cho and Kang 2020).
-
     Pooler, head and biases are not mixed. It holds one more copy of the mixed weights, which `save_pretrained` does not
     save. Raises `ValueError` for a bad p, and a model with noise on it."""
     model, p = unwrapped(model), check_rate("p", p)
@@ -352,10 +348,8 @@ def load_dropout(
     *,
     batch=None,  # as for dropout_sites
 ) -> Applied:  # as of set_dropout or gaussian_dropout
-    """Put on again what `set_dropout` or `gaussian_dropout` left in the configuration.
-
-    A classifier's rate is skipped where the model has another head. Raises `ValueError` if the configuration holds no
-    note, and for Mixout, whose pretrained weights are not in the file."""
+    """Put on again what `set_dropout` or `gaussian_dropout` left in the configuration, without the rate of a classifier
+    that is another one. Raises `ValueError` if there is no note, and for Mixout, whose pretrained weights are lost."""
     model = unwrapped(model)
     note = getattr(getattr(model, "config", model), _NOTE, None)
     if not note: raise ValueError(f"model: its configuration has no {_NOTE}; use load_schedule and set_dropout")

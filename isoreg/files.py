@@ -19,10 +19,8 @@ def write_atomically(
     path: str | Path,  # file to write; its folder is made
     content: str | bytes,  # whole content
 ) -> None:
-    """Write a file so that it is either the old one or the new one, never a part.
-
-    An existing file keeps its permissions, and a link stays a link. `OSError` for a
-    place that cannot be written, `ValueError` for a folder or a device."""
+    """Write a file so that it is either the old one or the new one, never a part. It keeps its
+    permissions, and a link stays a link. `ValueError` for a folder or a device."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise ValueError(f"path: {str(path)!r} is no plain file; give the name of a file")
@@ -162,10 +160,8 @@ def pack(
     data = base64.b64encode(zlib.compress(content, 9)).decode()
     return {"kind": kind, "rows": len(predictions), "data": data}
 
-def unpack(
-    packed: dict,  # predictions of a record
-):  # array of class numbers or of real numbers, or list of dicts
-    "Return the predictions that `pack` was given."
+def unpack(packed: dict):
+    "Return the predictions that `pack` was given: an array of class numbers or of real numbers, or a list of dicts."
     import numpy as np
     content = zlib.decompress(base64.b64decode(packed["data"]))
     if packed["kind"] == "json": return json.loads(content)

@@ -25,8 +25,7 @@ def geometry(
     """Return all measures of a cloud by name, from one set of moments and two decompositions.
 
     Keys: points, dims, those of `MEASURES`, NaN for one that the cloud does not have, and dimensions (`Dimensions`).
-    `ValueError` for fewer than 3 points, NaN or infinite values.
-    """
+    `ValueError` for fewer than 3 points, NaN or infinite values."""
     c = as_cloud(points, mask, 3)
     found = {"points": c.n, "dims": c.d}
     for name, measure in MEASURES.items():
@@ -68,7 +67,6 @@ def as_cloud(points, mask=None, least: int = 2) -> Cloud:
     "Return a cloud; `geometry` makes one for all measures."
     return points if isinstance(points, Cloud) else Cloud(points, mask, least)
 
-
 def cloud_rows(points, mask, least: int) -> Tensor:
     "Return the rows that count, (n, d), in float64; `ValueError` for no cloud."
     x, keep = check_points(points, mask)
@@ -80,7 +78,6 @@ def cloud_rows(points, mask, least: int) -> Tensor:
         raise ValueError(f"points: {len(x)} rows count, need {least} or more; add points or check the mask")
     # the mps device has no float64
     return (x.cpu() if x.device.type == "mps" else x).double()
-
 
 def _descending(values: Tensor) -> Tensor:
     "Return ascending eigenvalues in descending order; those that are rounding of the largest are 0."
@@ -94,8 +91,7 @@ def average_cosine(
 ) -> float:
     """Return the mean cosine similarity of all pairs of different points, -1 / (n - 1) to 1 (Ethayarajh 2019).
 
-    Exact in O(n d). `ValueError` for fewer than 2 points and for a point at the origin: it has no direction.
-    """
+    Exact in O(n d). `ValueError` for fewer than 2 points and for a point at the origin: it has no direction."""
     c = as_cloud(points, mask)
     return float(unit_rows(c.x).sum(0).square().sum() - c.n) / (c.n * (c.n - 1))
 
@@ -116,8 +112,7 @@ def partition_score(
 ) -> float:
     """Return the smallest over the largest Z(c) = sum exp(c'x), in [0, 1] (Mu and Viswanath 2018).
 
-    c are the unit eigenvectors of X'X with both their signs. `ValueError` for fewer than 2 points or zeros alone.
-    """
+    c are the unit eigenvectors of X'X with both their signs. `ValueError` for fewer than 2 points or zeros alone."""
     c = as_cloud(points, mask)
     values, V = c.raw
     # for n < d, X V = U sqrt(values)
@@ -134,8 +129,7 @@ def variance_explained(
 ) -> float:
     """Return VarEx, the share k/d of k components over the share of variance that they explain (Rudman et al. 2022).
 
-    k = floor(0.3 d), at least 1. `ValueError` for fewer than 2 points or zero variance.
-    """
+    k = floor(0.3 d), at least 1. `ValueError` for fewer than 2 points or zero variance."""
     c = as_cloud(points, mask)
     v, k = c.centred, max(1, math.floor(0.3 * c.d + 1e-9))
     return k / c.d / float(v[:k].sum() / v.sum())
@@ -147,8 +141,7 @@ def effective_rank(
 ) -> float:
     """Return the exponential of the entropy of the normalised singular values about the mean, in [1, min(n, d)].
 
-    After Roy and Vetterli 2007. `ValueError` for fewer than 2 points or zero variance.
-    """
+    After Roy and Vetterli 2007. `ValueError` for fewer than 2 points or zero variance."""
     σ = as_cloud(points, mask).centred.sqrt()
     return math.exp(torch.special.entr(σ / σ.sum()).sum())
 
@@ -159,8 +152,7 @@ def rankme(
 ) -> float:
     """Return RankMe, the effective rank of the cloud as it is, with 1e-7 added to each share (Garrido et al. 2023).
 
-    `ValueError` for fewer than 2 points and where all are zero.
-    """
+    `ValueError` for fewer than 2 points and where all are zero."""
     σ = as_cloud(points, mask).raw[0].sqrt()
     return math.exp(torch.special.entr(σ / σ.sum() + 1e-7).sum())
 
@@ -172,8 +164,7 @@ def two_nn(
     """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(rho)) on log(rho) (Facco et al. 2017).
 
     rho is the second over the first neighbour's distance; equal points count once, and the largest tenth of rho is left
-    out. Warns of rows that are nearly equal. `ValueError` for too few different points.
-    """
+    out. Warns of rows that are nearly equal. `ValueError` for too few different points."""
     x = as_cloud(points, mask, 3).x
     near = nearest_two(x)
     if not near[:, 0].all():  # some are equal
@@ -223,7 +214,6 @@ def outlier_dimensions(
 ) -> Dimensions:
     "Return mean and standard deviation of each dimension, and those that stand out. `ValueError` below 2 points."
     return stand_out(as_cloud(points, mask).moments, sigmas, ratio)
-
 
 def stand_out(m: Moments, sigmas: float = 3.0, ratio: float = 5.0) -> Dimensions:
     "Return what `outlier_dimensions` gives, from the moments of the rows."
@@ -278,13 +268,11 @@ def _isoscore(c: Cloud) -> float:
     eigenvalues = c.centred
     return float((eigenvalues.sum() ** 2 / eigenvalues.square().sum() - 1) / (c.d - 1))
 
-
 class Measure(NamedTuple):
     "A measure of a cloud."
     of: Callable[[Cloud], float]  # raises `ValueError` where it is not defined
     heading: str  # in tables and figures
     digits: int  # after the point, where it is printed
-
 
 MEASURES = {
     "isoscore": Measure(_isoscore, "IsoScore", 4),

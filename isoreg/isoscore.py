@@ -26,8 +26,7 @@ def isoscore(
     """Return the IsoScore of each cloud, (...); differentiable (Rudman et al. 2022; in closed form, corrections ours).
 
     Users of the package IsoScore 1.0, whose arrays were (d, n): pass `points.T`. Raises `ValueError` for a wrong shape,
-    too few rows, NaN or zero variance, and, corrected, for variances that are as even as so few rows allow.
-    """
+    too few rows, NaN or zero variance, and, corrected, for variances that are as even as so few rows allow."""
     one_of("correction", correction, CORRECTIONS)
     X, keep = check_cloud(points, mask)  # (..., n, d), (..., n)
     order, d = 4 if correction == "ustat" else 2, X.shape[-1]
@@ -44,7 +43,6 @@ def isoscore(
 # %% ../nbs/02_isoscore.ipynb #7489b59a
 MIN_ROWS = {None: 2, "gaussian": 3, "ustat": 4}  # rows that a score needs, by its correction
 CORRECTIONS = tuple(MIN_ROWS)
-
 
 def closed_form(t2: Tensor, f: Tensor, d: int) -> Tensor:
     "Return (PR - 1) / (d - 1) with PR = t2 / f, of tr(S)² and tr(S²) or estimates of them, (...); NaN for zeros."
@@ -195,7 +193,6 @@ def check_cloud(points, mask=None) -> tuple[Tensor, Tensor | None]:
     raise ValueError(f"points: shape {tuple(X.shape)} has one dimension, which has no isotropy; "
                      "need (..., n, d) with d >= 2")
 
-
 def as_score(score: Tensor, given, dtype: torch.dtype):
     "Return the score in the precision of the points, float32 at least, as the kind of object that the caller passed."
     return as_given(score.to(torch.promote_types(dtype, torch.float32)), given)
@@ -223,7 +220,6 @@ def check_zeta(zeta: float) -> None:
     "Raise a `ValueError` unless zeta is a number in [0, 1]."
     in_range("zeta", zeta, 0, 1, hint="0 is the sample alone (released convention), the paper uses 0.2 to 0.8")
 
-
 def check_reference_cov(reference_cov, dims: int | None = None) -> Tensor:
     "Return a reference (..., d, d) as a detached copy; `ValueError` as `check_cov`."
     return check_cov(reference_cov, "reference_cov", dims).detach().clone()
@@ -244,8 +240,7 @@ def isoscore_with_error(
     """Return the bias-corrected IsoScore of one cloud with its standard error, without resampling or gradient.
 
     It is not cut to [0, 1]: 5 normal rows in 16 dimensions gave 1.8 ± 2.9, 8 rows 1.5 ± 0.3. Raises `ValueError` as
-    `isoscore`, and for fewer than 5 rows.
-    """
+    `isoscore`, and for fewer than 5 rows."""
     one_of("correction", correction, CORRECTIONS[1:])
     X, keep = check_cloud(points, mask)
     if X.ndim != 2:
@@ -316,8 +311,7 @@ def isoscore_star(
 ):
     """Return the `IsoScore*` of each cloud, (...); differentiable in `points` (Rudman and Eickhoff 2024, Algorithm 1).
 
-    Raises `ValueError` as `isoscore`, and for a zeta outside [0, 1] or a reference that is no covariance.
-    """
+    Raises `ValueError` as `isoscore`, and for a zeta outside [0, 1] or a reference that is no covariance."""
     check_zeta(zeta)
     one_of("convention", convention, CONVENTIONS)
     X, keep = check_cloud(points, mask)
@@ -337,7 +331,6 @@ def mix(cov: Tensor, reference_cov: Tensor, zeta: float, convention: str = "rele
 # %% ../nbs/02_isoscore.ipynb #a1b00016
 CONVENTIONS = ("released", "text")
 
-
 def reference_weight(zeta: float, convention: str) -> float:
     "Return the weight of the reference in the mixture; at 0 no reference is needed."
     return float(zeta if convention == "released" else 1 - zeta)
@@ -348,6 +341,5 @@ class _Module(type(sys)):
 
     def __call__(self, *args, **kwargs): return self.isoscore(*args, **kwargs)
     def __reduce__(self): return importlib.import_module, (self.__name__,)
-
 
 if "__file__" in globals(): sys.modules[__name__].__class__ = _Module  # not inside this notebook

@@ -32,9 +32,8 @@ def loss_surface(
     loss: str | Callable = "mlm",  # as in mean_loss
     reduction: str = "mean",  # as in mean_loss
 ) -> "Surface":
-    """Return the mean loss at weights + alpha d1 + beta d2 (guided dropout eq. 5), in nats.
-
-    Raises `ValueError` for directions that do not fit, and for a grid without the origin."""
+    """Return the mean loss at weights + alpha d1 + beta d2 (guided dropout eq. 5), in nats. Raises `ValueError` for
+    directions that do not fit, and for a grid without the origin."""
     alphas = grid() if alphas is None else np.array(alphas, dtype=np.float64)
     if 0 not in alphas or (np.diff(alphas) <= 0).any():
         raise ValueError(f"alphas: {alphas.tolist()} must increase and hold 0; use grid(span, n)")
@@ -47,11 +46,8 @@ def loss_surface(
     return Surface(losses, alphas, betas)
 
 # %% ../nbs/12_landscape.ipynb #bbcdc391
-def grid(
-    span: float = 1.5,  # largest coordinate
-    n: int = 17,  # number of points, odd
-) -> np.ndarray:
-    "Return n equidistant coordinates from -span to span, exactly symmetric, with 0 in the middle."
+def grid(span: float = 1.5, n: int = 17) -> np.ndarray:
+    "Return n equidistant coordinates from -span to span, an odd number, exactly symmetric, with 0 in the middle."
     if n % 2 == 0:
         raise ValueError(f"n: {n} points do not hold the origin; use an odd number")
     half = np.linspace(0, span, n // 2 + 1)
@@ -85,9 +81,8 @@ def direction(
     mask: Mapping[str, Tensor] | None = None,  # parameter name -> booleans, or one; others stay
     norm: str = "filter",  # "filter", or "equal": as long as without the mask
 ) -> dict[str, Tensor]:
-    """Return a random direction with filters as long as those of the weights (Li et al. 2018).
-
-    Raises `ValueError` for a mask that does not fit the model, and one that moves nothing."""
+    """Return a random direction with filters as long as those of the weights (Li et al. 2018). Raises `ValueError` for
+    a mask that does not fit the model, and one that moves nothing."""
     one_of("one_d", one_d, ("zero", "scale"))
     one_of("norm", norm, ("filter", "equal"))
     params = dict(model.named_parameters())
@@ -100,9 +95,7 @@ def direction(
     stretch = step_length(whole) / step_length(moved) if norm == "equal" else 1.0
     return {n: (d * stretch).to(params[n].device) for n, d in moved.items() if d.any()}
 
-def step_length(
-    direction: Mapping[str, Tensor],  # parameter name -> tensor
-) -> float:
+def step_length(direction: Mapping[str, Tensor]) -> float:
     "Return the Euclidean norm of a direction over all its tensors."
     norms = [torch.linalg.vector_norm(d, dtype=torch.float64) for d in direction.values()]
     return sum(float(norm) ** 2 for norm in norms) ** 0.5
@@ -191,9 +184,8 @@ def subset(
     by: str = "scalar",  # "scalar", or "tensor" as released
     seed: int = 0,  # seed of the random choice, and of the choice among equal scores
 ) -> dict[str, Tensor]:
-    """Return a share of the parameters, a `mask` for `direction`: name -> booleans of its shape.
-
-    Raises `ValueError` for a share outside (0, 1], and scores that are missing, misshapen or NaN."""
+    """Return a share of the parameters, a `mask` for `direction`: name -> booleans of its shape. `ValueError` for a
+    share outside (0, 1], and scores that are missing, misshapen or NaN."""
     in_range("share", share, 0, 1, ends="(]")
     one_of("which", which, ("top", "bottom", "random"))
     one_of("by", by, ("scalar", "tensor"))
@@ -241,11 +233,8 @@ class Surface:
     def radii(self) -> np.ndarray: return np.hypot(self.alphas[:, None], self.betas).round(9)
 
 @patch
-def curvature(
-    self: Surface,
-    radius: float = 0.35,  # largest distance from the origin
-) -> np.ndarray:
-    "Return the Hessian of the least-squares quadratic, (2, 2), or (1, 1); raise `ValueError` for too few points."
+def curvature(self: Surface, radius: float = 0.35) -> np.ndarray:
+    "Return the Hessian of the least-squares quadratic within the radius, (k, k); `ValueError` for too few points."
     i, j = np.nonzero((self.radii < radius) & np.isfinite(self.losses))
     z = np.stack([self.alphas[i], self.betas[j]], 1)[:, : 1 if self.is_line else 2]
     a, b = np.triu_indices(z.shape[1])

@@ -24,8 +24,7 @@ def hidden_states(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return the hidden states of a batch, L + 1 tensors (batch, length, d), and its mask (batch, length) or None.
 
-    A model with an encoder and a decoder gives those of the encoder. `ValueError` for a model that returns none.
-    """
+    A model with an encoder and a decoder gives those of the encoder. `ValueError` for a model that returns none."""
     encoder = encoder_of(model)
     device = next(encoder.parameters()).device
     names = set(inspect.signature(encoder.forward).parameters) - {"args", "kwargs"} or USUAL
@@ -39,11 +38,9 @@ def hidden_states(
 # %% ../nbs/06_states.ipynb #84750e3c
 USUAL = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 
-
 def inside_wrapper(model: nn.Module) -> nn.Module:
     "Return the model inside DistributedDataParallel, or the model itself."
     return getattr(model, "module", model)
-
 
 def encoder_of(model: nn.Module) -> nn.Module:
     "Return the model without wrapper, head and decoder. Raises `ValueError` for a learned prompt of PEFT."
@@ -119,7 +116,6 @@ def base_prefix(model: nn.Module) -> str:
     "Return the path of the base model with a dot, empty if the model is its own base."
     base = getattr(model, "base_model", model)
     return next((path + "." for path, m in model.named_modules() if m is base and path), "")
-
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     "Return the parameters by name. A tied parameter has its name in the base model."

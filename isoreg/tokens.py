@@ -21,7 +21,6 @@ def isoscore_by_sequence(
     groups: int = 20,  # groups of sequences, drawn with a fixed seed, each left out once
 ) -> IsoScoreEstimate:  # its count is that of the sequences with tokens
     """Return the IsoScore of sequences, corrected for the dependence of their tokens, with its jackknife error.
-
     Raises `ValueError` for a wrong shape, NaN, fewer than 6 sequences with tokens, or a group that leaves no score."""
     in_range("groups", groups, 2, whole=True, hint="20 is usual")
     X, keep = check_cloud(points, mask)
@@ -58,7 +57,6 @@ def _estimates(lengths: Tensor, vectors: Tensor, single: Tensor, products: Tenso
 # %% ../nbs/03_tokens.ipynb #d592b341
 class SequenceStream:
     """Score by sequence, with its jackknife error, of sequences that stream by twice, in float64.
-
     Call `first` with all of them; then, for each group, `second` with all of the group and `close`; then `estimate`."""
     def __init__(self, groups: int, d: int, device: torch.device):
         zeros = functools.partial(torch.zeros, dtype=wide_dtype(torch.empty(0, device=device)), device=device)

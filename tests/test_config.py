@@ -47,8 +47,6 @@ def test_no_torch_is_imported():
 
 
 # ---- keys
-
-
 def test_stored_runs_keep_their_keys_and_read_back(project):
     runs = list(stored())
     assert len(runs) > 700
@@ -103,8 +101,6 @@ def test_one_folder_has_one_key_however_it_is_written(tmp_path, monkeypatch):
 
 
 # ---- values
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_defaults_survive_json_and_every_setting_has_its_line_of_help(kind):
     config = kind()
@@ -244,8 +240,6 @@ def test_a_run_makes_the_penalty_that_its_class_makes_by_default(name):
 
 
 # ---- names and pairs
-
-
 def test_method_labels_tell_the_stored_methods_apart():
     usual = {n: RunConfig.model_fields[n].default for n in module.METHOD}
     labels = {}

@@ -75,8 +75,3 @@ def test_states_without_a_learned_prompt_are_refused(kind):
     model = peft.get_peft_model(model, kind(task_type="SEQ_CLS", num_virtual_tokens=4))
     with pytest.raises(ValueError, match="model: its learned prompt"):
         measure_isotropy(model, [texts()])
-
-
-def test_a_causal_loss_of_a_decoder_is_taken():
-    batch, model = texts(12, 12), T.BertLMHeadModel(T.BertConfig(**TEXT, is_decoder=True))
-    assert empirical_fisher(model, [batch | {"labels": batch["input_ids"]}]).loss == "clm"

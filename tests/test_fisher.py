@@ -16,14 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isoreg.corpus import TextBatches, sample_losses
 from isoreg.dropout import gaussian_dropout, load_scores
 from isoreg.experiments.toy import toy_corpus, toy_model_path
-from isoreg.fisher import (
-    TAPED,
-    FisherEstimate,
-    _Squares,
-    agreement,
-    empirical_fisher,
-    squared_norms,
-)
+from isoreg.fisher import TAPED, FisherEstimate, _Squares, agreement, empirical_fisher, squared_norms
 from isoreg.states import model_fingerprint
 from isoreg.trainer import split_by_length
 
@@ -417,9 +410,11 @@ def tokenizer_of(name: str):
 
 causal_model = lambda: made("gpt2", vocab_size=300, n_positions=64)
 two_part_model = lambda: made("t5", vocab_size=300)
+decoder = lambda: T.BertLMHeadModel(T.BertConfig(**BASE | dict(vocab_size=300), is_decoder=True))
+MAKERS = [("gpt2", "clm", causal_model), ("t5", "seq2seq", two_part_model), ("bert", "clm", decoder)]
 
 
-@pytest.mark.parametrize("name, loss, make", [("gpt2", "clm", causal_model), ("t5", "seq2seq", two_part_model)])
+@pytest.mark.parametrize("name, loss, make", MAKERS)
 def test_the_loss_is_that_of_the_batches(name, loss, make):
     model, batches = make(), TextBatches(toy_corpus(12), tokenizer_of(name), loss=loss)
     ours = empirical_fisher(model, batches)
@@ -447,9 +442,6 @@ def test_the_file_that_was_saved_is_read(tmp_path):
     for read, wrong in ((FisherEstimate.load, plain), (FisherEstimate.load, file), (load_scores, file.parent)):
         with pytest.raises(ValueError, match="folder: .* holds no complete estimate .* compute it again"):
             read(wrong)
-
-
-# ---- what is refused
 
 
 def contrastive(m, b):

@@ -25,7 +25,6 @@ from isoreg.experiments.pretrain import LikelihoodTrainer, corpus_texts, heldout
 from isoreg.experiments.pretrain import pretrain, toy_batches, toy_language_model, unigram_loss, with_mlm_head
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 
-DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 V, H = len(toy_tokenizer()), 16
 BASE = dict(vocab_size=V, hidden_size=H, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
 BASE |= dict(max_position_embeddings=70)
@@ -39,14 +38,6 @@ ENCODERS = {
     "ModernBert": BASE | SPECIAL,
     "MPNet": BASE,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -271,18 +262,16 @@ def test_bad_models_and_texts_are_named_before_training(text, tmp_path):
     maskless.save_pretrained(other)
     empty.write_text("\n \n")
     for values, words in [
-        (dict(model=str(gpt2)), ["model", "gpt2", "AutoModelForMaskedLM"]),
-        (dict(model=str(other)), ["tokenizer", "mask token"]),
-        (dict(corpus=str(empty)), ["source", "no text"]),
-        (dict(model="models/nix"), ["model: no folder 'models/nix' here", "owner/name"]),
-        (dict(corpus=str(tmp_path / "none.txt")), ["source", "none.txt"]),
-        (dict(heldout="toy"), ["corpus", "held out"]),
-        (dict(model="no/such-model-anywhere"), ["model", "no/such-model-anywhere"]),
+        (dict(model=str(gpt2)), "(?s)model.*gpt2.*AutoModelForMaskedLM"),
+        (dict(model=str(other)), "tokenizer.*mask token"),
+        (dict(corpus=str(empty)), "source.*no text"),
+        (dict(model="models/nix"), "model: no folder 'models/nix' here.*owner/name"),
+        (dict(corpus=str(tmp_path / "none.txt")), "source.*none.txt"),
+        (dict(heldout="toy"), "corpus.*held out"),
+        (dict(model="no/such-model-anywhere"), "model.*no/such-model-anywhere"),
     ]:
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=words):
             pretrain(PretrainConfig(limit=20, steps=1, **values), out)
-        for word in words:
-            assert word in str(error.value), (values, str(error.value))
         assert not out.exists()
     with pytest.raises(ValueError, match="lacks .* weights of its encoder"):
         with_mlm_head(str(other), text[0])
@@ -323,15 +312,3 @@ def test_notebook_writes_its_record(tmp_path):
     (record,) = (json.loads(p.read_text()) for p in (tmp_path / "runs").rglob("record.json"))
     assert (record["status"], record["steps"]) == ("done", 4)
     assert record["key"] == PretrainConfig(steps=4, limit=100).key
-
-
-@pytest.mark.skipif(not (DATA and MODELS), reason="needs ISOREG_DATA and ISOREG_MODELS")
-def test_a_real_encoder_starts_near_the_baseline():
-    source = Path(MODELS) / "minilm-l6-h384"
-    config = PretrainConfig(model=str(source), corpus=str(Path(DATA) / "text" / "wikipedia.parquet"), limit=150)
-    tokenizer, (train, heldout) = hf.AutoTokenizer.from_pretrained(source), corpus_texts(config)
-    corpus = TextBatches(train, tokenizer, packed=True)
-    held = TextBatches(heldout, tokenizer, packed=True, batch_size=8).draw(0.3)
-    model, notes = with_mlm_head(str(source), corpus)
-    assert any("identity" in n for n in notes)
-    assert abs(heldout_loss(model, held)["loss"] - unigram_loss(corpus, held)["loss"]) < 0.6

@@ -63,7 +63,6 @@ threading.Thread(target=watch, daemon=True).start()
 runpy.run_module("ipykernel_launcher", run_name="__main__")
 """
 
-
 @contextlib.contextmanager
 def _kernel_manager(folder: str, env: dict, on_start: Callable) -> Iterator[type]:
     "Give a class of kernel managers; a kernel that dies raises `KernelDied` with its last words."
@@ -98,7 +97,6 @@ def is_refusal(error: BaseException, kinds: tuple = (ValueError, OSError)) -> bo
     name = getattr(error, "ename", type(error).__name__)
     return name == "MissingSplit" or issubclass(getattr(builtins, name, type(error)), kinds)
 
-
 def error_words(error: BaseException) -> tuple[str, str]:
     "Return the error in a line, and the traceback, or the last words of a kernel that died."
     if hasattr(error, "ename"):
@@ -129,7 +127,6 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message="IProgress not found")
     shell = builtins.get_ipython()
     if hasattr(shell, "kernel"): shell.kernel.log.setLevel(logging.CRITICAL)
-
 
 def run_notebook_path(name: str) -> Path:
     "Return the papermill notebook of that name, in a checkout or in the package."

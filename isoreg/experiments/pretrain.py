@@ -46,7 +46,6 @@ def pretrain(
     checkpoint_steps: int = 500,  # steps between checkpoints
 ) -> dict:
     """Train as the configuration says and return the record: a finished run as it is, an interrupted one goes on.
-
     Leaves the model with its tokenizer and `record.json`. Raises `ValueError` before training for a model or a text
     that is missing, and for a tokenizer without a mask token."""
     in_range("evaluations", evaluations, 1, whole=True)
@@ -149,9 +148,8 @@ def with_mlm_head(
     new: bool = False,  # whether to throw away the head that the checkpoint has
     seed: int = 0,  # seed of whatever is drawn
 ) -> tuple[nn.Module, list[str]]:
-    """Return an encoder with a masked-language-model head, in float32, and notes on how the head starts.
-
-    Raises `ValueError` for a model that is missing or damaged, or that lacks weights of its encoder."""
+    """Return an encoder with a masked-language-model head, in float32, and notes on how the head starts. `ValueError`
+    for a model that is missing or damaged, or that lacks weights of its encoder."""
     set_seed(seed)
     m, info = pretrained(AutoModelForMaskedLM, model, dtype=torch.float32, output_loading_info=True)
     missing, prefix = info["missing_keys"], f"{m.base_model_prefix}."
@@ -183,8 +181,7 @@ def start_head(model: nn.Module, new: set[nn.Parameter], log_p: np.ndarray) -> l
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #fe1fe08b
 class LikelihoodTrainer(Trainer):
-    """Train a language model on `TextBatches`, and evaluate it on others whose masks stay as they are.
-
+    """Train a language model on `TextBatches`, and evaluate it on others whose masks stay as they are:
     AdamW with betas 0.9 and 0.98, warm-up over a tenth of the steps, linear decay, gradients clipped at norm 1.
     """
     def __init__(

@@ -200,9 +200,8 @@ def collect(
     path: str | Path,  # JSON lines file, into which several processes may collect
     below: Callable[[str | Path], Iterable[dict]] | None = None,  # yields other records of a folder
 ) -> list[dict]:
-    """Add the records of a folder to a JSON lines file, one a key, written atomically; return them.
-
-    Of a failed run stay key, configuration, error and attempts. `ValueError` if there is no such folder."""
+    """Add the records of a folder to a JSON lines file, one a key, written atomically; return them. Of a failed run
+    stay key, configuration, error and attempts. `ValueError` if there is no such folder."""
     if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}; give one of runs")
     path, records = Path(path), {}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -65,18 +65,13 @@ def holm(
     return adjusted
 
 # %% ../../nbs/report/26_statistics.ipynb #0424f5fc
-def smallest_p(
-    n: int,  # pairs that differ
-) -> float:
+def smallest_p(n: int) -> float:
     "Return the smallest two-sided p that `sign_flip` of n pairs can give: 2^(1 - n), and 2/(RESAMPLES + 1) at least."
     return max(min(1.0, 2.0 ** (1 - n)), 2 / (RESAMPLES + 1))
 
 # %% ../../nbs/report/26_statistics.ipynb #62d7fdf0
-def seeds_needed(
-    tests: int = 1,  # comparisons in the table
-    alpha: float = 0.05,  # level
-) -> int:
-    "Return the pairs from which a sign-flip test of all patterns can reach the level, after Holm's correction."
+def seeds_needed(tests: int = 1, alpha: float = 0.05) -> int:
+    "Return the pairs with which an exact sign-flip test can reach alpha, after Holm's correction over so many tests."
     return math.ceil(math.log2(2 * tests / alpha) - 1e-12)
 
 # %% ../../nbs/report/26_statistics.ipynb #d1a66eef
