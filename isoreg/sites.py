@@ -36,8 +36,7 @@ def dropout_sites(
     """Return every site where the model applies dropout in train mode, found by one forward pass.
 
     Layers that are shared, as in ALBERT, are one site that is called several times. The model is left as it was.
-    Raises `ValueError` if there is no site, and warns if a rate arrives that cannot be set.
-    """
+    Raises `ValueError` if there is no site, and warns if a rate arrives that cannot be set."""
     found = find_sites(unwrapped(model), batch, one_of("grouping", grouping, ("released", "preceding")))
     if not found.sites:
         raise ValueError(f"model: {type(model).__name__} has no dropout site" + f"; {found.stray}" * bool(found.stray))
@@ -362,9 +361,6 @@ def _tensors_of_site(
 
 # %% ../nbs/13_sites.ipynb #40e085a2
 def unwrapped(model: nn.Module) -> nn.Module:
-    "Return the model inside DistributedDataParallel, torch.compile or PEFT; `ValueError` for what is no torch module."
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: {model!r:.80} is a {type(model).__name__}, no torch module; load it first, "
-                         "for example with AutoModel.from_pretrained")
+    "Return the model inside DistributedDataParallel, torch.compile or PEFT."
     inner = inside_wrapper(getattr(model, "_orig_mod", model))
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # adapters stay in it

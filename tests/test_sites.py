@@ -44,7 +44,6 @@ def test_sites_and_tensors_do_not_depend_on_the_attention_implementation(name):
     assert bare("eager") == bare("sdpa")
 
 
-DEBERTA = "query", "key", "value", "pos_key", "pos_query"
 HEADS = {
     "bert": "Model ForMaskedLM ForSequenceClassification ForQuestionAnswering ForTokenClassification",
     "roberta": "Model ForMaskedLM",
@@ -68,42 +67,31 @@ def test_released_grouping_of_bert_is_that_of_the_released_notebook():
     groups = {s.name: set(s.tensors) for s in dropout_sites(make())}
     both = lambda *modules: {f"{m}.{k}" for m in modules for k in ("weight", "bias")}
     layer = "encoder.layer.1."
-    embeddings = {f"embeddings.{k}_embeddings.weight" for k in ("word", "position", "token_type")}
-    assert groups["embeddings"] == embeddings | both("embeddings.LayerNorm")
+    tables = {f"embeddings.{k}_embeddings.weight" for k in ("word", "position", "token_type")}
+    assert groups["embeddings"] == tables | both("embeddings.LayerNorm")
     assert groups[layer + "attention_probs"] == both(*(f"{layer}attention.self.{k}" for k in ("query", "key", "value")))
-    for site, place in ("attention_output", "attention.output"), ("ffn_output", "output"):
+    for site, place in (("attention_output", "attention.output"), ("ffn_output", "output")):
         assert groups[layer + site] == both(f"{layer}{place}.dense", f"{layer}{place}.LayerNorm")
     assert not any("intermediate" in t for g in groups.values() for t in g)
 
 
-def test_preceding_grouping_takes_every_tensor_in_the_order_of_execution():
-    model = make()
-    groups = {s.name: set(s.tensors) for s in dropout_sites(model, "preceding")}
-    both = lambda *modules: {f"encoder.layer.1.{m}.{k}" for m in modules for k in ("weight", "bias")}
-    assert groups["encoder.layer.1.attention_output"] == both("attention.output.dense")
-    used = both("attention.output.LayerNorm", "intermediate.dense", "output.dense")
-    assert groups["encoder.layer.1.ffn_output"] == used
-    everything = {n.removeprefix("bert.") for n, _ in model.named_parameters() if not n.startswith("classifier")}
-    assert set().union(*groups.values()) == everything
-    assert sum(map(len, groups.values())) == len(everything)  # each once
+LAYER, PROJECTIONS = "encoder.layer.0.", "query key value pos_key pos_query".split()
+OF_SITE = {
+    ("gpt2", "h.0.attention_probs"): "h.0.attn.c_attn",
+    ("gpt2", "h.0.attention_output"): "h.0.attn.c_proj",
+    ("gpt2", "embeddings"): "wte wpe",
+    ("t5", "encoder.block.0.layer.0.attention_output"): "encoder.block.0.layer.0.SelfAttention.o",
+    ("t5", "decoder.embeddings"): "shared",
+    ("mpnet", LAYER + "attention_output"): f"{LAYER}attention.attn.o {LAYER}attention.LayerNorm",
+    ("deberta", LAYER + "attention_probs"): " ".join(LAYER + f"attention.self.{k}_proj" for k in PROJECTIONS),
+    ("modernbert", "layers.0.attention_output"): "layers.0.attn.Wo",
+}
 
 
-OF_SITE = [  # model, layer, site, its modules in this layer
-    ("gpt2", "h.0.", "attention_probs", "attn.c_attn"),
-    ("gpt2", "h.0.", "attention_output", "attn.c_proj"),
-    ("gpt2", "", "embeddings", "wte wpe"),
-    ("t5", "encoder.block.0.layer.0.", "attention_output", "SelfAttention.o"),
-    ("t5", "", "decoder.embeddings", "shared"),
-    ("mpnet", "encoder.layer.0.attention", "_output", ".attn.o .LayerNorm"),
-    ("deberta", "encoder.layer.0.attention", "_probs", " ".join(f".self.{k}_proj" for k in DEBERTA)),
-    ("modernbert", "layers.0.", "attention_output", "attn.Wo"),
-]
-
-
-@pytest.mark.parametrize("name, layer, site, modules", OF_SITE)
-def test_tensors_of_modules_with_several_sites_are_shared_out(name, layer, site, modules):
-    found = next(s for s in dropout_sites(make(name)) if s.name == layer + site)
-    assert {t.rpartition(".")[0] for t in found.tensors} == {layer + module for module in modules.split()}
+@pytest.mark.parametrize("name, site", OF_SITE)
+def test_tensors_of_modules_with_several_sites_are_shared_out(name, site):
+    found = next(s for s in dropout_sites(make(name)) if s.name == site)
+    assert {t.rpartition(".")[0] for t in found.tensors} == set(OF_SITE[name, site].split())
 
 
 def test_albert_has_one_site_for_all_its_layers_and_its_unused_dropout_is_none():

@@ -244,7 +244,6 @@ def _check(self: RunConfig):
     "Raise `ValueError` for what is not there, and for settings that do not go together."
     if self.data_dir is not None and not Path(self.data_dir).is_dir():
         raise ValueError(f"data_dir: no folder {self.data_dir!r}; give the one with glue/")
-    if self.regularizer not in BUILT_IN: penalty_class(self.regularizer)
     if self._is_qa() and self.model == "toy-bert":
         raise ValueError("model: the embedded model reads 64 words; give squad a real encoder")
     if self.length_groups > 1 and (self._is_qa() or (self.padding and self.regularizer != "none")):
@@ -269,6 +268,9 @@ def _simplify(self: RunConfig):
     if self._reads_no_reference(): values.update(zeta=0.0, convention="released")
     if self.regularizer == "none": values.update(lam=0.0, padding=False)
     if self.regularizer in ("none", "cosreg"): values.update(layers="union", correction=None)
+    if self.regularizer not in BUILT_IN:
+        usual = {"layers": "union", "zeta": 0.2, "correction": None, "convention": "released", "padding": False}
+        values.update({n: v for n, v in usual.items() if n not in penalty_settings(self.regularizer)})
     if self.eval_split == task.eval_splits[0]: values["eval_split"] = None
     is_own = self.definition is not None and task.folder is None
     if is_own or task.name.startswith("toy-"): values["data_dir"] = None
@@ -279,15 +281,19 @@ BUILT_IN = ("none", "istar", "cosreg")
 def make_penalty(config: RunConfig) -> Any:
     "Return the penalty of a run, a module that takes (hidden_states, attention_mask), or None."
     if config.regularizer == "none": return None
-    kind = penalty_class(config.regularizer)
-    taken = inspect.signature(kind).parameters
-    return kind(**{n: getattr(config, n) for n in PenaltySettings.model_fields if n in taken})
+    taken = penalty_settings(config.regularizer)
+    return penalty_class(config.regularizer)(**{n: getattr(config, n) for n in taken})
+
+
+def penalty_settings(name: str) -> set[str]:
+    "Return the settings of a run that the constructor of a penalty takes."
+    return PenaltySettings.model_fields.keys() & inspect.signature(penalty_class(name)).parameters.keys()
 
 def penalty_class(name: str) -> type:
     "Return the class that a name or an import path means. `ValueError` if there is none."
     from isoreg.istar import PENALTY_CLASSES
     if name in PENALTY_CLASSES: return PENALTY_CLASSES[name]
-    if ":" not in name: one_of("regularizer", name, BUILT_IN, also="your class as module:Class")
+    if ":" not in name: one_of("regularizer", name, ("none", *PENALTY_CLASSES), also="your class as module:Class")
     try: return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"regularizer: {name!r} cannot be imported ({error})") from None

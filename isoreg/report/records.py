@@ -165,11 +165,11 @@ def summarise(
         done, x, metric = g[g.status == "done"], g.outcome.dropna(), known_texts(g.metric)
         check_seeds(done)
         low, high = t_interval(x)
-        rows.append(dict(zip([*by, "method"], names)) | {
+        means = done[list(RECORDED)].select_dtypes("number").mean(skipna=False)
+        rows.append(dict(zip([*by, "method"], names)) | dict(means) | {
             "metric": metric, "n": len(x), "failed": len(g) - len(done), "mean": x.mean(),
             "sd": x.std(), "low": low, "high": high, "median": x.median(), "worst": x.min(),
-            "collapsed": int(done.collapsed.sum()), "isoscore_before": done.isoscore_before.mean(skipna=False),
-            "isoscore_after": done.isoscore_after.mean(skipna=False), "isoscore_after_sd": done.isoscore_after.std(),
+            "collapsed": int(done.collapsed.sum()), "isoscore_after_sd": done.isoscore_after.std(),
             "majority": done.majority.mean() if value == "value" else math.nan, "records": _records(g),
             "error": score_error(x, g.evaluation_rows.min(), metric in CORRELATIONS) if len(x) else math.nan})
     return _table(rows, "summary", [*by, "method"], provenance(df))
