@@ -9,6 +9,7 @@ import csv
 import hashlib
 import json
 import os
+import re
 import zlib
 from pathlib import Path
 
@@ -50,6 +51,12 @@ LARGEST = 100_000  # values of an axis, runs of a grid
 def expanded(path: str | Path) -> Path:
     "Return a path with the home folder in the place of its ~."
     return Path(os.path.expanduser(path))
+
+def path_label(path: str) -> str:
+    "Return the last part of a path that says which model, scores or schedule it is."
+    general = r"/|model|best|full|(fisher|record)(\.json)?|checkpoint-\d+"
+    telling = [part for part in Path(path).parts if not re.fullmatch(general, part)]
+    return telling[-1].removesuffix(".json") if telling else path
 
 def read_text(path: str | Path, errors: str = "strict") -> str:
     "Return the text of a file, without the mark at its beginning that Windows may write."

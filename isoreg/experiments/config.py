@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from ..checks import one_of
-from ..files import CORPUS, expanded, file_kind, from_yaml, scores_digest, scores_texts
+from ..files import CORPUS, expanded, file_kind, from_yaml, path_label, scores_digest, scores_texts
 from ..schedules import SCHEMES, load_schedule
 from .tasks import TASKS, Checked, Task, definition, get_task, read_task
 
@@ -284,7 +284,6 @@ def make_penalty(config: RunConfig) -> Any:
     taken = penalty_settings(config.regularizer)
     return penalty_class(config.regularizer)(**{n: getattr(config, n) for n in taken})
 
-
 def penalty_settings(name: str) -> set[str]:
     "Return the settings of a run that the constructor of a penalty takes."
     return PenaltySettings.model_fields.keys() & inspect.signature(penalty_class(name)).parameters.keys()
@@ -336,12 +335,6 @@ def _dropout_label(c: dict, scores: bool) -> str:
 
 # %% ../../nbs/experiments/19_config.ipynb #39b97190
 def _number(x) -> str: return "?" if x is None else str(x).removesuffix(".0")
-
-def path_label(path: str) -> str:
-    "Return the last part of a path that says which model, scores or schedule it is."
-    general = r"/|model|best|full|(fisher|record)(\.json)?|checkpoint-\d+"
-    telling = [part for part in Path(path).parts if not re.fullmatch(general, part)]
-    return telling[-1].removesuffix(".json") if telling else path
 
 # %% ../../nbs/experiments/19_config.ipynb #503bacca
 class TextSettings(Settings):

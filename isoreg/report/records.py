@@ -21,10 +21,10 @@ import numpy as np
 import pandas as pd
 
 from ..checks import one_of
-from ..experiments.config import GUIDED, METHOD, RunConfig, path_label
+from ..experiments.config import GUIDED, METHOD, RunConfig
 from ..experiments.config import method_label as label
 from ..experiments.record import better
-from ..files import from_json, read_text, record_files
+from ..files import from_json, path_label, read_text, record_files
 from .statistics import (
     ROUNDING, judged, p_text, ratio_interval, score_error, sign_flip, t_interval, two_errors)
 
