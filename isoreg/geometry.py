@@ -36,7 +36,6 @@ def geometry(
 # %% ../nbs/05_geometry.ipynb #37aed510
 class Cloud:
     "The rows of a cloud and what the measures share, in float64, computed on demand."
-
     def __init__(self, points, mask=None, least: int = 2):
         self.x = cloud_rows(points, mask, least)
         self.n, self.d = self.x.shape
@@ -121,7 +120,7 @@ def variance_explained(points, mask=None) -> float:
 
 # %% ../nbs/05_geometry.ipynb #4d5ca8ca
 def effective_rank(points, mask=None) -> float:
-    "Return exp of the entropy of the normalised singular values about the mean, 1 to min(n, d) (Roy and Vetterli 2007)."
+    "Return exp of the entropy of normalised singular values about the mean, at most min(n, d) (Roy, Vetterli 2007)."
     σ = as_cloud(points, mask).centred.sqrt()
     return math.exp(torch.special.entr(σ / σ.sum()).sum())
 

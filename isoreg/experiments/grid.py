@@ -205,7 +205,7 @@ class Choice:
 
 # %% ../../nbs/experiments/29_grid.ipynb #8071f4ac
 def choose(plan: Plan, records: Iterable[dict]) -> list[Choice]:
-    "Return the best setting of each task and method of a search. `ValueError` for a seed below 100 or a missing record."
+    "Return the best setting of each task and method of a search. `ValueError` for a seed below 100 or a lost record."
     if any(r.notebook != "finetune" for r in plan.runs): raise ValueError("grid: only runs of finetune have a score")
     values = {r.get("key"): r.get("value") for r in records}
     scores = {key: -math.inf if value is None else value for key, value in values.items()}
