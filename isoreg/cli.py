@@ -45,6 +45,13 @@ class _Commands(TyperGroup):
         _errors.print(Text("error:", "red"), _printable(message))
         raise typer.Exit(code)
 
+    def get_params(self, ctx):
+        "Return the options; a flag of any command is shown without a value, where typer shows <bool>."
+        params = super().get_params(ctx)
+        for option in [*params, *(p for command in self.commands.values() for p in command.get_params(ctx))]:
+            if getattr(option, "is_flag", False): option.metavar = ""
+        return params
+
 app = typer.Typer(
     name="isoreg", no_args_is_help=True, cls=_Commands, pretty_exceptions_enable=False, add_completion=False,
     help="Isotropy and dropout regularisers for fine-tuning language models.")
@@ -309,6 +316,9 @@ def score_command(
     from isoreg.embeddings import compare, draw_texts, is_sentence_transformer, measure_model, write_page
     if bool(files) == bool(model) or bool(model) != bool(texts):
         raise ValueError("file: give files of vectors, or --model and --texts")
+    if files and (pooling or layer != -1 or max_lines != 500):
+        raise ValueError("pooling, layer, max_lines: are for --model; files of vectors are read whole")
+    if model and (measure or array or each): raise ValueError("measure, array, each: are for files of vectors")
     if paired and files and not each: raise ValueError("paired: compares row by row; give --each with it")
     if model:
         if pooling is None and len({is_sentence_transformer(m) for m in model}) > 1:
@@ -316,27 +326,33 @@ def score_command(
         drawn, total = draw_texts(texts, max_lines, seed, column)
         measured = [measure_model(m, drawn, pooling, layer, normalize, max_length) for m in model]
         about: dict = {"texts": f"{texts}, {len(drawn)} of {total}, drawn with seed {seed}"}
-    else: measured, about = _score_files([[f] for f in files] if each else [files], array, normalize, measure)
+        read = [Path(texts)] if Path(texts).is_file() else []
+    else: measured, about, read = _score_files([[f] for f in files] if each else [files], array, normalize, measure)
     scored = [m for m in measured if "corrected" in m.row]
     differences = [compare(m, scored[0], paired=paired) for m in scored[1:]]
+    if differences and not paired and len({m.row["points"] for m in scored}) == 1:
+        about["paired"] = "add --paired if row i is the same text in all of them"
+    axes = [str(m.row["spectrum"]["axes_for"]["90%"]) for m in measured if "spectrum" in m.row]
+    about["principal axes for 90 % of the variance"] = ", ".join(axes)
     about["dimensions in use"] = "the participation ratio, 1 + (d - 1) IsoScore"
-    made = write_page(out, measured, differences, about) if out else []
+    made = write_page(out, measured, differences, about, read) if out else []
     _show_scores(measured, differences, about, made, as_json)
 
 # %% ../nbs/31_cli.ipynb #b06d9474
 def _score_files(sources: Sequence[Sequence[str]], array: str | None, normalize: bool, measures: Sequence[str] | None):
-    "Return the scores of each list of sources, and what the page says of them."
+    "Return the scores of each list of sources, what the page says of them, and all files."
     from rich.progress import Progress
     from isoreg.embeddings import measure_points
     from isoreg.vectors import read_points
-    measured, about = [], {}
+    measured, about, read = [], {}, []
     for parts in sources:
         v, name = read_points(*parts, array=array), parts[0] + f" and {len(parts) - 1} more" * (len(parts) > 1)
         with Progress(console=_errors, transient=True, disable=not _errors.is_terminal) as bar:
             row = bar.add_task(escape(name), total=2 * v.shape[0])
             measured.append(measure_points(v, name, normalize, measures or (), lambda rows: bar.advance(row, rows)))
         if len(v.files) > 1: about[name] = f"{len(v.files)} files, joined as one; to compare, name each with --each"
-    return measured, about
+        read += v.files
+    return measured, about, read
 
 def _show_scores(measured: Sequence, differences: Sequence, about: dict, made: Sequence[Path], as_json: bool):
     "Print the scores as a table with what is said of them, or as JSON."

@@ -215,7 +215,7 @@ def sample_losses(
 
 # %% ../nbs/10_corpus.ipynb #d1f62655
 def predicted_logits(model: nn.Module, batch: dict, loss: str = "mlm", positions=None) -> tuple[Tensor, ...]:
-    "Return logits of the predicted positions, (M, V), targets and rows, (M,). `ValueError` for another loss."
+    "Return logits (M, V) of M predicted positions, targets (M,), rows (M,). `ValueError` for a model of another loss."
     check_head(model, one_of("loss", loss, LOSSES, also="a function of model and batch"))
     row, column, target = predicted_positions(batch, loss) if positions is None else positions
     if not len(row): raise ValueError("batch: has no label to predict; all labels are -100")

@@ -5,6 +5,7 @@ __all__ = ['measure_points', 'Measured', 'draw_texts', 'measure_model', 'embed',
            'compare', 'as_table', 'in_words', 'write_page', 'draw_scores']
 
 # %% ../nbs/36_embeddings.ipynb #a46f1be8
+import hashlib
 import io
 import json
 import math
@@ -60,7 +61,7 @@ def measure_points(
     except ValueError as error: warnings.warn(f"{name}: no corrected score: {error}")
     if repeated:
         warnings.warn(f"{name}: {repeated} of {n} {unit}s repeat another one, exactly or nearly; the interval "
-                      "counts them as independent and is too narrow: leave them out")
+                      "counts them as independent and is too narrow: leave them out, as np.unique(x, axis=0) does")
     row = {"unit": unit, "points": n, "repeated": repeated} | _row(m, best, n - 1)
     if chosen: cloud = Cloud(torch.cat([*read()]))
     return Measured(name, [row | {k: measure.of(cloud) for k, measure in chosen.items()}], 0, without)
@@ -338,7 +339,7 @@ def _cells(row: dict) -> dict[str, str]:
 
 def in_words(d: Difference) -> str:
     "Return a difference as a sentence."
-    digits, why = (4, "") if d.measure == "IsoScore" else (1, "; the score divides by d - 1, and their d differ")
+    digits, why = (4, "") if d.measure == "IsoScore" else (1, "; scores of different dimensions are not subtracted")
     number, low, high = (f"{v:+.{digits}f}" for v in (d.difference, d.low, d.high))
     how = "paired" if d.paired else "not paired"
     return f"{d.measure} of {d.one} minus {d.minus}: {number} [{low}, {high}], {how}{why}"
@@ -349,11 +350,16 @@ def write_page(
     measured: Sequence[Measured],
     differences: Sequence[Difference] = (),
     about: dict[str, object] | None = None,  # further lines: seed, texts, ...
+    files: Sequence[Path] = (),  # files behind the scores; the page has their digests
 ) -> list[Path]:
     "Write the scores as a page of Markdown and a picture, and return both."
     import pandas as pd
     table, made = pd.DataFrame(as_table(measured)).fillna("").map(_plain), [in_words(d) for d in differences]
+    made += [f"{m.name}: {m.row['repeated']} rows repeat another one; the interval is too narrow"
+             for m in measured if m.row.get("repeated")]
     about = {"isoreg": isoreg.__version__, "date": f"{datetime.now(UTC):%Y-%m-%d}"} | (about or {})
+    for path in files:
+        with open(path, "rb") as file: about[f"sha256 of {path.name}"] = hashlib.file_digest(file, "sha256").hexdigest()
     notes = [f"- {_plain(line)}" for line in made + [f"{name}: {value}" for name, value in about.items()]]
     text = ["# IsoScore", table.to_markdown(index=False, disable_numparse=True), "![Spectra and scores](score.png)",
             "\n".join(notes), "[Read a score](https://isoreg.github.io/isoreg/nbs/guides/reading.html)\n"]

@@ -120,7 +120,7 @@ def variance_explained(points, mask=None) -> float:
 
 # %% ../nbs/05_geometry.ipynb #4d5ca8ca
 def effective_rank(points, mask=None) -> float:
-    "Return exp of the entropy of normalised singular values about the mean, at most min(n, d) (Roy, Vetterli 2007)."
+    "Return exp of the entropy of the singular values about the mean, as shares, 1 to min(n, d) (Roy, Vetterli 2007)."
     σ = as_cloud(points, mask).centred.sqrt()
     return math.exp(torch.special.entr(σ / σ.sum()).sum())
 

@@ -64,9 +64,11 @@ def _open(path: Path, array: str | None) -> Vectors:
         raise ValueError(f"file: {str(path)!r} is no file of vectors; give .npy, .npz, .parquet or .safetensors")
     try: found = READERS[kind](path)
     except Exception as error: raise ValueError(f"file: {path.name}: {error}") from None  # readers raise what they meet
-    name = next(iter(found)) if array is None and len(found) == 1 else array
+    if not found: raise ValueError(f"file: {path.name} holds no vectors; in Parquet they are one column of lists")
+    tables = [name for name, v in found.items() if len(v.shape) == 2] or list(found)
+    name = tables[0] if array is None and len(tables) == 1 else array
     if name not in found:
-        given, names = "none given" if array is None else repr(array), ", ".join(list(found)[:20]) or "no vectors"
+        given, names = "none given" if array is None else repr(array), ", ".join(list(found)[:20])
         raise ValueError(f"array: {given}, and {path.name} holds {names}; choose one with --array")
     shape, pieces, _ = found[name]
     if len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
@@ -80,7 +82,8 @@ def _checked(pieces: Iterable, name: str) -> Iterator[Tensor]:
         for piece in pieces:
             x = floating(piece, "points").cpu()
             if not x.sum().isfinite() and len(bad := (~x.isfinite().all(1)).nonzero()):
-                raise ValueError(f"row {first + int(bad[0])} (from 0) holds NaN or infinite values; drop it")
+                raise ValueError(f"row {first + int(bad[0])} (from 0) holds NaN or infinite values; drop such rows: "
+                                 "x[np.isfinite(x).all(1)]")
             yield x
             first += len(x)
     except Exception as error: raise ValueError(f"{name}: {error}") from None

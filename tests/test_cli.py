@@ -10,6 +10,7 @@ from pathlib import Path
 
 import papermill
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from isoreg.cli import app
@@ -202,3 +203,9 @@ def test_demo_compares_two_runs_and_draws_them(tmp_path, monkeypatch):
     after = {r["config"]["regularizer"]: r["isoscore"]["after"]["union"] for r in loaded}
     assert after["istar"] < after["none"]  # a negative strength lowers isotropy
     assert "isoreg score" in result.output.split("demo.png")[1]  # what to do next
+
+
+@pytest.mark.parametrize("command", ["", *typer.main.get_command(app).commands])
+def test_help_shows_flags_as_flags(command):
+    shown = invoke(*command.split(), "--help").stdout
+    assert "--help" in shown and "<bool>" not in shown

@@ -1,5 +1,6 @@
 """Vectors in files and of models against plain loops, comparisons against the jackknife by hand, and `isoreg score`."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -659,12 +660,15 @@ def test_the_page_holds_the_scores_and_where_they_come_from(tmp_path):
         row = measure_points(read(name)).row
         (line,) = [line for line in page.splitlines() if line.startswith("| ") and f" {n} rows " in line]
         assert f"{row['corrected']:.4f}" in line and "{:.4f} to {:.4f}".format(*row["interval"]) in line
+        assert hashlib.sha256(name.read_bytes()).hexdigest() in page
     assert isoreg.__version__ in page and "date: 20" in page and "[Read a score](https://" in page
     assert r"a\|b\_c.npy" in page and "IsoScore of" in page and "(score.png)" in page
     (tmp_path / "t.txt").write_text("\n".join(toy_corpus(40)))
     given = ["--model", "toy-bert", "--texts", tmp_path / "t.txt", "--max-lines", 20, "--seed", 3]
     assert invoke(*given, "--out", tmp_path / "model").exit_code == 0
-    assert "20 of 40, drawn with seed 3" in (tmp_path / "model/score.md").read_text()
+    page = (tmp_path / "model/score.md").read_text()
+    assert "20 of 40, drawn with seed 3" in page
+    assert hashlib.sha256((tmp_path / "t.txt").read_bytes()).hexdigest() in page
 
 
 def test_the_picture_shows_the_scores_and_the_spectra(texts):
@@ -694,3 +698,32 @@ def test_what_the_command_refuses(arguments, words, tmp_path, monkeypatch):
     Path("few.txt").write_text("a\nb\n")
     result = invoke(*arguments.split())
     assert result.exit_code == 2 and words in result.stderr
+
+
+def test_one_score_of_all_rows_with_their_number(tmp_path):
+    x = cloud(3000, 8)
+    np.save(tmp_path / "x.npy", x)
+    shown = invoke(tmp_path / "x.npy").stdout
+    assert f"{isoscore(x, correction='ustat'):.4f}" in shown and "3000 rows" in shown
+    assert "participation" in shown and f"{1 + 7 * isoscore(x, correction='ustat'):.1f} of 8" in shown
+
+
+def test_help_names_the_effect():
+    shown = " ".join(CliRunner().invoke(app, ["score", "--help"]).stdout.split())
+    assert "STS-B" in shown and "0.027" in shown
+
+
+def test_options_of_the_other_kind_are_refused_and_rows_of_equal_number_get_a_hint(tmp_path):
+    x = cloud(60)
+    np.savez(tmp_path / "x.npz", x=np.concatenate([x, x[:1]]), ids=np.arange(61))
+    np.save(tmp_path / "y.npy", x)
+    (tmp_path / "t.txt").write_text("\n".join(toy_corpus(9)))
+    assert "are for --model" in invoke(tmp_path / "y.npy", "--layer", 3).stderr
+    given = ["--model", "toy-bert", "--texts", tmp_path / "t.txt"]
+    assert "are for files" in invoke(*given, "--measure", "rankme").stderr
+    done = invoke(tmp_path / "x.npz", "--out", tmp_path / "page")  # its one table
+    assert "61 rows" in done.stdout and "1 rows repeat another one" in (tmp_path / "page/score.md").read_text()
+    assert f"90 % of the variance: {measure_points(x).row['spectrum']['axes_for']['90%']}" in done.stdout
+    np.save(tmp_path / "z.npy", 2 * x)
+    compared = invoke(tmp_path / "y.npy", tmp_path / "z.npy", "--each")
+    assert "--paired" in compared.stdout and "--paired" not in done.stdout

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from isoreg.cli import sweep_command
 from isoreg.experiments.config import RunConfig, make_penalty
-from isoreg.experiments.data import task_scores, load_task
+from isoreg.experiments.data import load_metric, load_task
 from isoreg.experiments.finetune import rerun, run
 from isoreg.experiments.grid import Run, expand, load_grid
 from isoreg.dropout import NOISES, gaussian_dropout
@@ -107,7 +107,7 @@ def test_the_majority_is_the_best_constant_answer_by_the_metric(tmp_path, metric
     pq.write_table(pa.table({"text": list("abcdefghij"), "label": labels}), tmp_path / "t.parquet")
     files = dict.fromkeys(("train", "validation"), str(tmp_path / "t.parquet"))
     task = Task("own", labels=("no", "yes"), metric=metric, metrics=(metric,), files=files)
-    best = max(task_scores(task, [c] * 10, labels)[metric] for c in (0, 1))
+    best = max(load_metric(task).compute(predictions=[c] * 10, references=labels)[metric] for c in (0, 1))
     assert load_task(task).majority == pytest.approx(best)
 
 

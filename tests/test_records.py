@@ -20,7 +20,7 @@ from isoreg.experiments.record import RunRecord, changed_inputs, collect, inputs
 from isoreg.report.records import load
 from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig
 from isoreg.experiments.measure import measure
-from isoreg.experiments.data import encode, task_scores, load_task
+from isoreg.experiments.data import encode, load_metric, load_task
 from isoreg.experiments.toy import toy_model_path
 
 RESULTS = Path(__file__).parents[1] / "nbs" / "results"
@@ -105,7 +105,7 @@ def test_metric_follows_from_the_kept_predictions(task):
     config = RunConfig(task=task, max_train=96, max_eval=90, epochs=1, regularizer="none")
     record = RunRecord(**json.loads(json.dumps(run(config).to_dict())))
     data = load_task(task, max_train=96, max_eval=90)
-    again = task_scores(data.task, unpack(record.predictions), data.evaluation["label"])
+    again = load_metric(data.task).compute(predictions=unpack(record.predictions), references=data.evaluation["label"])
     assert {m: again[m] for m in record.metrics} == pytest.approx(record.metrics, abs=1e-12)
 
 

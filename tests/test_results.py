@@ -15,7 +15,7 @@ from isoreg.experiments.config import RunConfig
 from isoreg.experiments.grid import expand, load_grid
 from isoreg.files import unpack
 from isoreg.report.records import load
-from isoreg.experiments.data import task_scores, load_task, resample
+from isoreg.experiments.data import load_metric, load_task, resample
 
 ROOT = Path(__file__).parents[1]
 NBS = ROOT / "nbs"
@@ -240,7 +240,7 @@ def test_metrics_follow_from_the_kept_predictions(as_it_ran):
         c = r["config"]
         data = truth.setdefault(c["task"], load_task(c["task"], c["data_dir"], c["train_split"], c["eval_split"]))
         labels = np.array(data.evaluation["label"])
-        metric = task_scores(data.task, unpack(r["predictions"]), labels)
+        metric = load_metric(data.task).compute(predictions=unpack(r["predictions"]), references=labels)
         assert {m: metric[m] for m in r["metrics"]} == pytest.approx(r["metrics"], abs=1e-6), r["key"]
 
 

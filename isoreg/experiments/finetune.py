@@ -30,7 +30,7 @@ from ..dropout import apply_dropout
 from .config import (
     GUIDED, RATED, PenaltySettings, RunConfig, make_penalty, scores_source, scores_texts)
 from .data import (
-    MissingSplit, TaskData, encode, load_task, resample, squad_predictions, task_scores)
+    MissingSplit, TaskData, encode, load_metric, load_task, resample, squad_predictions)
 from isoreg.experiments.models import (
     check_vocabulary, load_language_head, load_model, model_source, process_kept, resolve_precision, save_model,
     trainer_arguments)
@@ -237,7 +237,7 @@ def training_arguments(config: RunConfig, folder: str, steps: int, task_kind: st
 class Scores:
     "Compute the metrics of predictions, and keep the predictions seen last."
     def __init__(self, data: TaskData, rows):  # evaluation rows as tokens
-        self.data, self.rows, self.predictions = data, rows, None
+        self.data, self.rows, self.metric, self.predictions = data, rows, load_metric(data.task), None
 
     def __call__(self, p) -> dict[str, float]:
         kind, evaluation, references = self.data.task.kind, self.data.evaluation, p.label_ids
@@ -250,7 +250,7 @@ class Scores:
         if not all(np.isfinite(x).all() for x in logits):
             warnings.warn("the predictions are not all finite: the run has diverged, and its metrics are undefined")
             return dict.fromkeys(self.data.task.metrics, math.nan) | {"classes": 0}
-        found = task_scores(self.data.task, self.predictions, references)
+        found = self.metric.compute(predictions=self.predictions, references=references)
         return found | ({"classes": len(np.unique(self.predictions))} if kind == "classification" else {})
 
 # %% ../../nbs/experiments/23_finetune.ipynb #scoreof1

@@ -186,7 +186,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 # %% ../../nbs/experiments/21_models.ipynb #0e179944
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module, texts: Sequence[str]) -> list[str]:
-    "Warn of over 5 % unknown tokens or few embedding rows in use, and return it. `ValueError` for an id beyond them."
+    "Warn of over 5 % unknown tokens or few rows in use, and return it. `ValueError` for an id beyond the rows."
     odd, rows = [], model.get_input_embeddings().num_embeddings
     if (last := max(tokenizer.get_vocab().values())) >= rows:
         raise ValueError(f"model: its tokenizer has the id {last} and the model {rows} embedding rows; "
