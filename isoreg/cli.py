@@ -33,7 +33,6 @@ from .files import read_text, record_files, write_atomically
 # %% ../nbs/31_cli.ipynb #92727564
 class _Commands(TyperGroup):
     "The commands; bad input ends each of them with one line."
-
     def invoke(self, ctx):
         try:
             with warnings.catch_warnings():
@@ -127,7 +126,6 @@ def _execute(run, out: Path, save_model: bool):
     folder, notebook = Folder(out), out / run.key / "notebook.ipynb"
     parameters = run.parameters | {"out": str(out), "save_model": save_model}
     def stage(): return _stage(folder.progress(run.key))
-
     try:
         with folder.lock(run.key), Live(get_renderable=stage, console=_errors, transient=True):
             for earlier in ("progress.json", "failed.json"): (out / run.key / earlier).unlink(missing_ok=True)

@@ -235,7 +235,6 @@ def training_arguments(config: RunConfig, folder: str, steps: int, task_kind: st
 # %% ../../nbs/experiments/23_finetune.ipynb #f295842a
 class Scores:
     "Compute the metrics of predictions, and keep the predictions seen last."
-
     def __init__(self, data: TaskData, rows):  # evaluation rows as tokens
         self.data, self.rows, self.metric, self.predictions = data, rows, load_metric(data.task), None
 
@@ -307,7 +306,6 @@ def _measured(entry: dict) -> dict:
 # %% ../../nbs/experiments/23_finetune.ipynb #9221bdc6
 class ProgressFile(TrainerCallback):
     "Write {stage, step, total, loss} to a JSON file, at most twice a second, for the process that waits."
-
     def __init__(self, path: str | Path | None):  # None writes nothing
         self.path, self.last, self.loss = path, 0.0, None
 
