@@ -104,8 +104,8 @@ OPENINGS = {  # page: what its numbers have to say, for its first paragraph to b
         r"I-STAR λ=5 \([^)]*\) scored lower than the baseline; Gaussian dropout \([^)]*\), "
         r"constant rate \(mean of guided\) \([^)]*\), guided dropout \([^)]*\), type only \([^)]*\) "
         r"scored higher than the baseline",
-        "Task by task there are too few seeds for this test",
-        r"1: guided dropout minus constant rate \(mean of guided\) \| 12 of 12 (?:\|[^|]*){5}\| inconclusive \|",
+        "For one task alone there are too few seeds",
+        r"1: guided dropout minus constant rate \(mean of guided\) \| 12 of 12 (?:\|[^|]*){6}\| inconclusive \|",
         *(
             rf"{one} minus {other} \| 12 of 12 \| \+\S+ \| \[\+"
             for one, other in (
@@ -116,12 +116,13 @@ OPENINGS = {  # page: what its numbers have to say, for its first paragraph to b
                 (r"constant rate \(mean of guided\)", "baseline"),
             )
         ),
-        r"2: I-STAR λ=-0.1 minus baseline \| 6 of 6 \| -0.013 \| \[-0.025, 0.000\] (?:\|[^|]*){3}\| inconclusive \|",
-        r"1: guided dropout minus constant rate \(mean of guided\) \| 12 of 12 (?:\|[^|]*){2}\| equivalent \|",
-        r"has 81 %, with a 95 % interval of \[51, 12[67]\] for other seeds and evaluation rows",
-        r"the upper limit is 0\.000\..*a gain of 0\.01 or more is excluded \(a test that was not planned, p = 0\.0002",
-        r"1e-4 instead of 5e-5 gives \+0\.033, \+0\.012, \+0\.011 .*guided dropout gives \+0\.039, \+0\.011, \+0\.014",
-        r"±0\.01 is 6 times the paper's mean gain, \+0\.15\d points over the 8 cells",
+        r"2: I-STAR λ=-0.1 minus baseline \| 6 of 6 \| -0.013 \| \[-0.025, -0.0001\] (?:\|[^|]*){4}\| inconclusive \|",
+        r"1: guided dropout minus constant rate \(mean of guided\) \| 12 of 12 (?:\|[^|]*){4}\| equivalent \|",
+        r"has 81 % of the gain .* interval of this share is \[51, 12[67]\] if it counts seeds and evaluation rows",
+        r"A gain of 0\.01 or more is excluded at this λ, untuned \(a one-sided test that we did not plan, p = 0\.0002",
+        r"1e-4 .* the baseline gains \+0\.033, \+0\.012, \+0\.011 .* dropout gains \+0\.039, \+0\.011, \+0\.014",
+        r"±0\.01 is 6 times the paper's mean gain, which is \+0\.0016 over the 8 of 27 cells",
+        r"on CoLA 5 of 5 seeds on processors and 5 of 6 seeds on the GPU lie below zero",
         rf"472 of {len(SECOND)} runs enter an outcome",
     ],
 }
@@ -139,7 +140,7 @@ def test_pages_repeat_the_numbers_of_the_registered_round(page, count):
     tables = " ".join(" ".join(shown(nbformat.read(NBS / "tables" / "found.ipynb", 4).cells)).split())
     cells = nbformat.read(NBS / f"{page}.ipynb", 4).cells
     cells = [c.source for c in cells if "registered round" in c.source]
-    told = re.findall(r"([+-]0\.\d{3}) (\[[+-]?0\.\d{3}, [+-]?0\.\d{3}\])", " ".join(" ".join(cells).split()))
+    told = re.findall(r"([+-]0\.\d{3}) (\[[+-]?0\.\d+, [+-]?0\.\d+\])", " ".join(" ".join(cells).split()))
     assert len(told) == count and all(f"| {d} | {interval}" in re.sub(" +", " ", tables) for d, interval in told), told
 
 
@@ -371,9 +372,9 @@ def test_the_front_page_answers_as_the_page_of_the_registered_round():
     "Its differences and the share are computed there in another way."
     readme = " ".join((ROOT / "README.md").read_text().split())
     page = " ".join(" ".join(shown(nbformat.read(NBS / "tables" / "found.ipynb", 4).cells)).split())
-    told = re.findall(r"([+-]0\.\d{3}) (\[[+-]?0\.\d{3}, [+-]?0\.\d{3}\])", readme)
-    assert len(told) == 4 and all(f"| {d} | {interval}" in page for d, interval in told), told
-    assert "81 % [51, 126] of this gain" in readme and "interval of [51, 126]" in page
+    told = re.findall(r"([+-]0\.\d{3}) (\[[+-]?0\.\d+, [+-]?0\.\d+\])", readme)
+    assert len(told) == 5 and all(f"| {d} | {i}" in page or f"| {d} {i}" in page for d, i in told), told
+    assert "81 % [51, 126] of this gain" in readme and "interval of this share is [51, 126]" in page
     assert "p = 0.0002" in readme and "p = 0.0002" in page
     collapsed = [r["collapsed"] for r in question_2(-1) if r["config"]["task"] == "cola"]
     assert f"{sum(collapsed)} of {len(collapsed)} runs on CoLA predict a single class" in readme
