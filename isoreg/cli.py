@@ -221,7 +221,7 @@ def _check_inputs(configs: Sequence[dict]):
     from isoreg.experiments.data import load_task
     from isoreg.experiments.models import model_source
     from isoreg.experiments.tasks import get_task
-    from isoreg.fisher import load_scores
+    from isoreg.dropout import load_scores
     for model in {c["model"] for c in configs if "model" in c}: model_source(model)
     for estimate in {c["fisher"] for c in configs if c.get("fisher")}: load_scores(estimate)
     own = [c for c in configs if (c.get("definition") or {}).get("files")]
