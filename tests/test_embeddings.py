@@ -588,7 +588,7 @@ def test_of_different_dimensions_those_in_use_are_compared(tmp_path):
     for name, values in {"wide": y, "narrow": x}.items():
         np.save(tmp_path / f"{name}.npy", values)
     shown = invoke(tmp_path / "narrow.npy", tmp_path / "wide.npy", "--each").stdout
-    assert "dimensions in use of" in shown and "divides by d - 1" in shown and "IsoScore of" not in shown
+    assert "dimensions in use of" in shown and "are not subtracted" in shown and "IsoScore of" not in shown
 
 
 def test_unlike_things_are_not_compared(texts):

@@ -27,8 +27,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 # %% ../../nbs/experiments/23_finetune.ipynb #1bdfce06s0
 from ..corpus import TextBatches, load_texts
 from ..dropout import apply_dropout
-from .config import (
-    GUIDED, RATED, PenaltySettings, RunConfig, make_penalty, scores_source, scores_texts)
+from .config import GUIDED, RATED, PenaltySettings, RunConfig, make_penalty
 from .data import (
     MissingSplit, TaskData, encode, load_metric, load_task, resample, squad_predictions)
 from isoreg.experiments.models import (
@@ -38,7 +37,7 @@ from .record import (
     RunRecord, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
 from .tasks import Task, get_task
 from .toy import toy_corpus
-from ..files import expanded, file_kind, pack, unpack, write_atomically
+from ..files import expanded, file_kind, pack, scores_source, scores_texts, unpack, write_atomically
 from ..fisher import empirical_fisher
 from ..geometry import two_nn
 from ..istar import PENALTY_CLASSES, measure_isotropy
