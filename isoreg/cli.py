@@ -61,7 +61,7 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
     if version: print(isoreg.__version__)
 
 _JSON = typer.Option("--json", help="Print JSON.")
-_OUT = typer.Option(help="Folder for runs; each gets its own below.")
+_OUT = typer.Option(help="Folder for the runs; each run gets a subfolder.")
 _ONLY = typer.Option(help="Only this block; may be given several times.")
 _SET = typer.Option("--set", help="name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].")
 
@@ -99,7 +99,7 @@ def _with_settings(command):
 @app.command("run")
 @_with_settings
 def run_command(
-    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: a setting as a grid has it.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: a setting, named as in a grid.")] = None,
     out: Annotated[Path, _OUT] = Path("runs"),
     save_model: Annotated[bool, typer.Option("--save-model", help="Also write the trained model.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Run again even if the record is there.")] = False,
@@ -155,7 +155,7 @@ def _show_records(records: Sequence[RunRecord]):
 def rerun_command(
     what: Annotated[str, typer.Argument(metavar="KEY|RECORD", help="Key of a stored run, record.json or its folder.")],
     records: Annotated[Path, typer.Option(help="Records (.jsonl) that have the key.")] = Path("nbs/results"),
-    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: where files lie now.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: new place of model or data_dir.")] = None,
 ):
     "Repeat a stored run and say whether score and predictions are equal; exits 1 if they are not."
     from isoreg.experiments.finetune import rerun
@@ -183,11 +183,11 @@ def sweep_command(
     grid: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped grid, such as toy.")],
     out: Annotated[Path, _OUT] = Path("runs"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs and their hours, and stop.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; more than GPUs share them.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; more runs than GPUs share these.")] = None,
     only: Annotated[list[str] | None, _ONLY] = None,
     set_: Annotated[list[str] | None, _SET] = None,
     records: Annotated[Path | None, typer.Option(exists=True, help="Records (.jsonl) that count as done.")] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also take up what failed earlier.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also repeat runs that failed earlier.")] = False,
     ray: Annotated[bool, typer.Option("--ray", help="Run on the cluster of RAY_ADDRESS, or start one here.")] = False,
 ):
     "Do all runs of a grid that are not done, several at a time."
@@ -256,7 +256,7 @@ def select_command(
     only: Annotated[list[str] | None, _ONLY] = None,
     set_: Annotated[list[str] | None, _SET] = None,
 ):
-    "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
+    "For each task and method, choose the setting with the highest mean score, and write the grid of the final runs."
     if out is not None and out.exists() and out.samefile(grid_path(grid)):
         raise ValueError(f"out: {str(out)!r} is the grid of the search; give another file")
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
@@ -279,7 +279,7 @@ def status_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a sweep, or of isoreg run.")],
     as_json: Annotated[bool, _JSON] = False,
 ):
-    "What is done, running, failed and missing in a folder, and the time left while runs are on."
+    "List which runs of a folder are done, running, failed or missing, and estimate the time left."
     state = status(folder)
     if as_json: return print(json.dumps(state, indent=1))
     names = state["names"]
@@ -295,7 +295,7 @@ def status_command(
 def score_command(
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Vectors, joined as one cloud.")] = None,
     each: Annotated[bool, typer.Option("--each", help="Compare the files or folders instead of joining them.")] = False,
-    paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all that are compared.")] = False,
+    paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all files compared.")] = False,
     array: Annotated[str | None, typer.Option(help="Name of the array or column in the files.")] = None,
     measure: Annotated[list[str] | None, typer.Option(help="Also this measure, such as effective_rank.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="A model that is scored on the texts.")] = None,
@@ -305,7 +305,7 @@ def score_command(
     normalize: Annotated[bool, typer.Option("--normalize", help="Bring each vector to length one.")] = False,
     column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",
     max_lines: Annotated[int, typer.Option(min=1, help="Texts at most, drawn at random.")] = 500,
-    max_length: Annotated[int, typer.Option(min=1, help="Tokens of a text at most; what is longer is cut.")] = 128,
+    max_length: Annotated[int, typer.Option(min=1, help="Tokens of a text at most; longer texts are cut.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draw of texts.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the scores as a page (score.md) with a picture.")] = None,
     as_json: Annotated[bool, _JSON] = False,
@@ -372,7 +372,7 @@ def report_command(
     source: Annotated[list[Path], typer.Argument(help="Folders of runs, or .jsonl files of records.")],
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
     baseline: Annotated[str, typer.Option(help="Method that the others are compared with.")] = "baseline",
-    by: Annotated[list[str] | None, typer.Option(help="A setting that tells rows apart as well.")] = None,
+    by: Annotated[list[str] | None, typer.Option(help="One more setting by which the table has separate rows.")] = None,
 ):
     "Tables (.md) and figures (.png) from records: intervals, paired tests, failed and collapsed runs."
     from isoreg.report.figures import write_report

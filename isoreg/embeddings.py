@@ -233,7 +233,7 @@ def _part(batch: dict, rows: Tensor) -> dict:
 
 # %% ../nbs/36_embeddings.ipynb #d1c0a002
 def is_sentence_transformer(model: str) -> bool:
-    "Return whether a model says itself how its tokens become one vector."
+    "Return whether the model defines how its tokens become one vector."
     return os.path.isfile(expanded(model) / "modules.json") or str(model).startswith("sentence-transformers/")
 
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:

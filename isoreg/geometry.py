@@ -169,7 +169,7 @@ def nearest_two(x: Tensor, chunk: int = 1024) -> Tensor:
 
 # %% ../nbs/05_geometry.ipynb #52951c87
 class Dimensions(NamedTuple):
-    "What stands out among the coordinates; lists begin with the most extreme."
+    "The coordinates that stand out; lists begin with the most extreme."
     mean: Tensor  # (d,) float64
     std: Tensor  # (d,) float64, divisor n - 1
     by_mean: list[int]  # mean at least 3 standard deviations of the means, and 4 errors, from their mean

@@ -305,7 +305,7 @@ def _measured(entry: dict) -> dict:
 
 # %% ../../nbs/experiments/23_finetune.ipynb #9221bdc6
 class ProgressFile(TrainerCallback):
-    "Write {stage, step, total, loss} to a JSON file, at most twice a second, for the process that waits."
+    "Write {stage, step, total, loss} to a JSON file at most twice a second, for the process that waits for the run."
     def __init__(self, path: str | Path | None):  # None writes nothing
         self.path, self.last, self.loss = path, 0.0, None
 
