@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from .checks import in_range, one_of
-from .fisher import FisherEstimate, scores_and_sizes
+from .files import from_json, read_text
+from .fisher import FisherEstimate
 from .schedules import SCHEMES, Scheme, check_names, check_rate, check_schedule, guided_schedule, load_schedule
 from .sites import (
     Found, Site, applied_rate, dropout_sites, find_sites, rates_at, record_calls, recorders, seen_in_output, set_rate,
@@ -42,9 +43,8 @@ def apply_dropout(
     seed: int = 0,  # seed of "shuffled"; the others ignore it
     batch=None,  # as for dropout_sites
 ) -> "Applied":  # how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
-    """Put a scheme of dropout on a model; `standard` leaves the model's own rates.
-
-    Raises `ValueError` for an unknown name, and for an argument that is missing or has no meaning for the scheme."""
+    """Put a scheme of dropout on a model; `standard` leaves the model's own rates. Raises `ValueError` for an unknown
+    name, and for an argument that is missing or has no meaning for the scheme."""
     model, schedule = unwrapped(model), None
     about: dict[str, Any] = {}
     if isinstance(how, (str, Path)) and str(how).endswith(".json"): how = load_schedule(how)
@@ -72,10 +72,9 @@ def site_scores(
     scores: Mapping[str, float] | FisherEstimate | str | Path,  # parameter -> mean squared gradient; a path
     aggregate: str = "mean_of_means",  # "mean_of_means" (as released), or "mean" (over scalars)
 ) -> dict[str, float]:  # site -> score, in the order of the sites, without the classifier's
-    """Return the scores of the sites from those of their tensors, of any head: means over tensors.
-
-    Raises `ValueError` for a tensor without a score (one that was frozen has none), a negative score or NaN, and scores
-    of another model: of other layers or sizes (embeddings may grow)."""
+    """Return the scores of the sites from those of their tensors, of any head: means over tensors. Raises `ValueError`
+    for a tensor without a score, as a frozen one, a negative score or NaN, and scores of a model of other layers or
+    sizes (embeddings may grow)."""
     by_scalar = one_of("aggregate", aggregate, ("mean_of_means", "mean")) == "mean"
     if isinstance(sites, nn.Module): sites = dropout_sites(sites)
     sites = [s for s in sites if s.kind != "classifier"]
@@ -90,7 +89,7 @@ def _tensor_scores(sites: Sequence[Site], scores) -> dict[str, float]:
     "Return the score of each tensor of the sites, by its name in the model; `ValueError` where they do not fit."
     if isinstance(scores, FisherEstimate): scores, numel = scores.scores(), scores.numel
     elif isinstance(scores, Mapping): numel = {}
-    else: scores, numel = scores_and_sizes(scores)
+    else: scores, numel = load_scores(scores)
     wanted = {t: m for s in sites for t, m in zip(s.tensors, s.sizes)}
     names = {n.partition(".")[2]: n for n in scores} | {n: n for n in scores}
     missing = [t for t in wanted if t not in names]
@@ -109,6 +108,25 @@ def _tensor_scores(sites: Sequence[Site], scores) -> dict[str, float]:
             raise ValueError(f"scores: {t!r} has {numel[names[t]]} scalars in the estimate, {size} in the model; take "
                              "the scores of the same model")
     return {t: scores[names[t]] for t in wanted}
+
+# %% ../nbs/15_dropout.ipynb #1bbe2503
+def load_scores(
+    path: str | Path,  # folder of FisherEstimate.save, its fisher.json, a record.json of the Fisher run, {name: score}
+) -> tuple[dict[str, float], dict[str, int]]:  # by tensor: mean squared gradient of its scalars; their number if known
+    "Return the scores in a file. Raises `ValueError` for one without them."
+    path = Path(path)
+    file = next((path / n for n in ("fisher.json", "record.json") if (path / n).is_file()), path)
+    try: content = from_json(read_text(file))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"scores: {str(path)!r} cannot be read as JSON ({error})") from None
+    content = content if isinstance(content, dict) else {}
+    if {"tensors", "numel"} <= content.keys():
+        estimate = FisherEstimate.load(file)
+        return estimate.scores(), estimate.numel
+    scores = content.get("tensor_scores", content)
+    if not scores or not all(type(v) in (int, float) for v in scores.values()):
+        raise ValueError(f"scores: {str(path)!r} holds no tensor scores; give what the notebook runs/fisher wrote")
+    return {n: float(v) for n, v in scores.items()}, content.get("numel", {}) if "tensor_scores" in content else {}
 
 # %% ../nbs/15_dropout.ipynb #4ad43b35
 def set_dropout(
@@ -148,7 +166,6 @@ def _change(model: nn.Module, found: Found, rates: Mapping[str, float], batch, n
 # %% ../nbs/15_dropout.ipynb #c9c6e057
 class Applied(dict):
     "What was done to a model, for JSON; `undo()`, or leaving a `with` block, takes it back with all later changes."
-
     def __init__(self, model: nn.Module, undo: ExitStack, sites, rates: Mapping, calls=0, **about):
         now = {s.name: s.p for s in sites} | rates
         body = [now[s.name] for s in sites if s.kind != "classifier"]
@@ -189,7 +206,6 @@ def _verify(model: nn.Module, found: Found, rates: Mapping[str, float], batch) -
 # %% ../nbs/15_dropout.ipynb #b1b2c3d5
 class _Noise:
     "Stands in the place of a module's forward, whose signature it has."
-
     def __init__(self, module: nn.Module, kind: str):
         self.module, self.kind, self.__wrapped__ = module, kind, module.forward
 
@@ -225,7 +241,6 @@ def gaussian_dropout(
     batch=None,  # as for dropout_sites
 ) -> Applied:
     """Replace every dropout by Gaussian noise: N(1, p/(1-p)) in train mode, none at evaluation (Wang, Manning 2013).
-
     Raises `ValueError` if noise is on already or a site lies in a kernel, and `RuntimeError` where a mask would stay a
     mask: only `F.dropout` and `F.scaled_dot_product_attention` are replaced."""
     model = unwrapped(model)
@@ -263,7 +278,6 @@ _REPLACED = {F.dropout: _noisy, F.scaled_dot_product_attention: _noisy_attention
 # %% ../nbs/15_dropout.ipynb #b1b2c3d6
 class _GaussianNoise(_Noise):
     "Turns dropout calls into Gaussian noise of the same rate; as released also in eval mode."
-
     def __call__(self, *args, **kwargs):
         training, released = self.module.training, self.kind == "gaussian-released"
         self.module.training |= released  # where it finds its rate
@@ -302,7 +316,6 @@ def mixout(
     batch=None,  # as for dropout_sites
 ) -> Applied:
     """Mix every linear map of the encoder with the weights that it has now, in train mode (Lee, Cho and Kang 2020).
-
     Pooler, head and biases are not mixed. It holds one more copy of the mixed weights, which `save_pretrained` does not
     save. Raises `ValueError` for a bad p, and a model with noise on it."""
     model, p = unwrapped(model), check_rate("p", p)
@@ -318,7 +331,6 @@ _HEAD = re.compile(r"pooler|lm_head|classifier|\bcls\b|predictions")
 
 class _MixoutNoise(_Noise):
     "Puts the mixed weight before the parameter while a module runs: an instance attribute is found before a parameter."
-
     def __init__(self, module: nn.Module, p: float):
         super().__init__(module, "mixout")
         self.p, self.u = p, module.weight.detach().clone()
@@ -340,10 +352,8 @@ def load_dropout(
     *,
     batch=None,  # as for dropout_sites
 ) -> Applied:  # as of set_dropout or gaussian_dropout
-    """Put on again what `set_dropout` or `gaussian_dropout` left in the configuration.
-
-    A classifier's rate is skipped where the model has another head. Raises `ValueError` if the configuration holds no
-    note, and for Mixout, whose pretrained weights are not in the file."""
+    """Put on again what `set_dropout` or `gaussian_dropout` left in the configuration, without the rate of a classifier
+    that is another one. Raises `ValueError` if there is no note, and for Mixout, whose pretrained weights are lost."""
     model = unwrapped(model)
     note = getattr(getattr(model, "config", model), _NOTE, None)
     if not note: raise ValueError(f"model: its configuration has no {_NOTE}; use load_schedule and set_dropout")

@@ -51,7 +51,6 @@ def closed_form(t2: Tensor, f: Tensor, d: int) -> Tensor:
 # %% ../nbs/02_isoscore.ipynb #a7b58197
 class _TraceAndSquare(torch.autograd.Function):
     "tr S and ‖S‖² of S (..., d, d), in float64 where the device has it."
-
     @staticmethod
     def forward(ctx, S: Tensor):
         ctx.save_for_backward(S)
@@ -112,7 +111,6 @@ def invariants(points, mask=None, order: int = 2) -> Invariants:
 # %% ../nbs/02_isoscore.ipynb #few00004
 class _Gram(torch.autograd.Function):
     "The products of all pairs of rows of X (..., n, d), whose gradient is one product too."
-
     @staticmethod
     def forward(ctx, X: Tensor):
         ctx.save_for_backward(X)
@@ -325,7 +323,6 @@ def reference_weight(zeta: float, convention: str) -> float:
 # %% ../nbs/02_isoscore.ipynb #4087a876
 class _Module(type(sys)):
     "The module of the score, which may be called as its function."
-
     def __call__(self, *args, **kwargs): return self.isoscore(*args, **kwargs)
     def __reduce__(self): return importlib.import_module, (self.__name__,)
 

@@ -178,7 +178,6 @@ def _forward(model: nn.Module, batch):
     "Return the output of one forward pass; the batch is a mapping by name, a tuple or tensor by position, or None."
     device = _device(model)
     def moved(v): return v.to(device) if isinstance(v, Tensor) else v
-
     if batch is None: batch = _example(model)
     if isinstance(batch, Mapping): return model(**{k: moved(v) for k, v in batch.items()})
     return model(*map(moved, batch if isinstance(batch, (tuple, list)) else (batch,)))
@@ -215,7 +214,6 @@ class _Call:
 
 class _Recorder(TorchFunctionMode):
     "Records the dropout calls of a forward pass, and the parameters used before each."
-
     def __init__(self, model: nn.Module):
         super().__init__()
         self.names = {id(t): name for name, t in named_weights(model).items()}
@@ -290,7 +288,6 @@ def record_calls(model: nn.Module, batch) -> _Recorder:
     r, hooks, paths = _Recorder(model), nn.modules.module, {m: path for path, m in model.named_modules()}
     def enter(module, args): r.stack.append(paths.get(module, ""))
     def leave(module, args, output): r.stack.pop()
-
     used = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules()}
     kernels = {n: k for n, k in ALL_ATTENTION_FUNCTIONS.items() if n in used - {"eager", "sdpa"}}
     watched = {n: partial(_watched, r, k) for n, k in kernels.items()}

@@ -11,7 +11,8 @@ import torch
 from jsonschema import Draft202012Validator
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
+from isoreg.dropout import load_scores
+from isoreg.fisher import FisherEstimate, empirical_fisher
 from isoreg.landscape import direction, mean_loss, step_length, subset
 from isoreg.experiments.config import FisherConfig, LandscapeConfig
 from isoreg.experiments.measure import as_surface, collect_measurements, load_language_model, measure
@@ -48,8 +49,8 @@ def test_fisher_record(fisher_run):
     rates = record["sites"]["rates"]
     assert len(rates) == 13 and max(rates.values()) == pytest.approx(0.1) and min(rates.values()) == 0
     stored = json.loads((folder / "a" / "record.json").read_text())
-    assert stored["tensor_scores"] == record["tensor_scores"] == load_scores(folder / "a") and {*stored} == {*record}
-    for n, v in load_scores(folder / "a" / "full").items():
+    assert stored["tensor_scores"] == record["tensor_scores"] == load_scores(folder / "a")[0] and {*stored} == {*record}
+    for n, v in load_scores(folder / "a" / "full")[0].items():
         assert v == pytest.approx(record["tensor_scores"][n])
 
 

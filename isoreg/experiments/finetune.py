@@ -27,8 +27,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 # %% ../../nbs/experiments/23_finetune.ipynb #1bdfce06s0
 from ..corpus import TextBatches, load_texts
 from ..dropout import apply_dropout
-from .config import (
-    GUIDED, RATED, PenaltySettings, RunConfig, make_penalty, scores_source, scores_texts)
+from .config import GUIDED, RATED, PenaltySettings, RunConfig, make_penalty
 from .data import (
     MissingSplit, TaskData, encode, load_metric, load_task, resample, squad_predictions)
 from isoreg.experiments.models import (
@@ -38,7 +37,7 @@ from .record import (
     RunRecord, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
 from .tasks import Task, get_task
 from .toy import toy_corpus
-from ..files import expanded, file_kind, pack, unpack, write_atomically
+from ..files import expanded, file_kind, pack, scores_source, scores_texts, unpack, write_atomically
 from ..fisher import empirical_fisher
 from ..geometry import two_nn
 from ..istar import PENALTY_CLASSES, measure_isotropy
@@ -236,7 +235,6 @@ def training_arguments(config: RunConfig, folder: str, steps: int, task_kind: st
 # %% ../../nbs/experiments/23_finetune.ipynb #f295842a
 class Scores:
     "Compute the metrics of predictions, and keep the predictions seen last."
-
     def __init__(self, data: TaskData, rows):  # evaluation rows as tokens
         self.data, self.rows, self.metric, self.predictions = data, rows, load_metric(data.task), None
 
@@ -308,7 +306,6 @@ def _measured(entry: dict) -> dict:
 # %% ../../nbs/experiments/23_finetune.ipynb #9221bdc6
 class ProgressFile(TrainerCallback):
     "Write {stage, step, total, loss} to a JSON file, at most twice a second, for the process that waits."
-
     def __init__(self, path: str | Path | None):  # None writes nothing
         self.path, self.last, self.loss = path, 0.0, None
 

@@ -45,7 +45,6 @@ def execute(
 # %% ../../nbs/experiments/28_notebook.ipynb #5d2d40ff
 class KernelDied(RuntimeError):
     "The process that computed a run is gone; `log` holds its last output."
-
     def __init__(self, code: int | None, log: str = ""):
         why = ": out of memory, or killed by somebody" if code == -9 else ""
         super().__init__(f"the kernel died with exit code {code}{why}")

@@ -49,7 +49,6 @@ def sweep(
 # %% ../../nbs/experiments/30_sweep.ipynb #53ccd60c
 class Sweep:
     "The state of a sweep, and how it ended."
-
     def __init__(self, plan: Plan, out: str | Path, executor, log: Callable[[str], None]):
         self.plan, self.folder, self.executor, self.log = plan, Folder(out), executor, log
         self.begun = time.time()
@@ -69,7 +68,6 @@ class Sweep:
 # %% ../../nbs/experiments/30_sweep.ipynb #a5d4469b
 class Folder:
     "Where the runs of a sweep lie."
-
     def __init__(self, out: str | Path):
         self.out, self.home = Path(out), Path(out) / ".sweep"
 
@@ -219,7 +217,6 @@ def count(self: Sweep, run: Run, status: str):
 # %% ../../nbs/experiments/30_sweep.ipynb #bfa750d3
 class Local:
     "Run on this machine."
-
     def __init__(self, jobs: int | None = None):  # workers; None: see plan_jobs
         self.asked, self.stopped = jobs, False
         self.kernels, self.gpus = [], queue.SimpleQueue()
@@ -274,7 +271,6 @@ def environment(threads: int) -> dict[str, str]:
 # %% ../../nbs/experiments/30_sweep.ipynb #97992d5c
 class OnRay:
     "Run on the nodes of a cluster. `ImportError` if Ray is not installed."
-
     def __init__(self, address: str | None = None, jobs: int | None = None):  # None: see RAY_ADDRESS and plan_jobs
         import ray
         self.ray, self.asked, self.tasks = ray, jobs, set()
