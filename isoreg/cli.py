@@ -33,7 +33,6 @@ from .files import read_text, record_files, write_atomically
 # %% ../nbs/31_cli.ipynb #92727564
 class _Commands(TyperGroup):
     "The commands; bad input ends each of them with one line."
-
     def invoke(self, ctx):
         try:
             with warnings.catch_warnings():
@@ -127,7 +126,6 @@ def _execute(run, out: Path, save_model: bool):
     folder, notebook = Folder(out), out / run.key / "notebook.ipynb"
     parameters = run.parameters | {"out": str(out), "save_model": save_model}
     def stage(): return _stage(folder.progress(run.key))
-
     try:
         with folder.lock(run.key), Live(get_renderable=stage, console=_errors, transient=True):
             for earlier in ("progress.json", "failed.json"): (out / run.key / earlier).unlink(missing_ok=True)
@@ -223,7 +221,7 @@ def _check_inputs(configs: Sequence[dict]):
     from isoreg.experiments.data import load_task
     from isoreg.experiments.models import model_source
     from isoreg.experiments.tasks import get_task
-    from isoreg.fisher import load_scores
+    from isoreg.dropout import load_scores
     for model in {c["model"] for c in configs if "model" in c}: model_source(model)
     for estimate in {c["fisher"] for c in configs if c.get("fisher")}: load_scores(estimate)
     own = [c for c in configs if (c.get("definition") or {}).get("files")]

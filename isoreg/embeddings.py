@@ -92,7 +92,6 @@ def _sum_up(pieces: Iterator[Tensor], name: str) -> Moments:
     if m.m2.trace() <= rounding: raise ValueError(f"{name}: all rows are equal: zero variance has no isotropy")
     return m
 
-
 def _fits(m: Moments) -> bool:
     "Return whether float32 holds fourth powers of the rows; of very short or very long ones it does not."
     return bool(1e-12 < m.m2.trace() / m.count < 1e12)
@@ -116,7 +115,6 @@ def _row_sums(m: Moments, pieces: Iterator[Tensor]) -> tuple[Tensor, int]:
             sums.append(torch.stack([r, w, z[:, 0]]).double())
             marks.append(((places / cell).floor().long() * weights).sum(1))
     return torch.cat(sums, 1), int(m.count) - len(torch.cat(marks).unique())
-
 
 def _estimate(m: Moments, r: Tensor, w: Tensor, z: Tensor) -> tuple[IsoScoreEstimate, Tensor]:
     "Return the corrected score of rows with these sums, with its error, and the scores without each row, (n,)."
@@ -160,7 +158,6 @@ def draw_texts(
 
 # %% ../nbs/36_embeddings.ipynb #eff46717
 _POOLINGS = ("tokens", "mean", "cls", "last")
-
 
 def measure_model(
     model: str,  # toy-bert, a folder or a name on the hub
@@ -229,7 +226,6 @@ def _load(model: str, texts: Sequence[str], max_length: int) -> tuple[torch.nn.M
         warnings.warn(f"max_length: {full} of {len(texts)} texts fill {length} tokens; what is longer is cut")
     return body, batch
 
-
 def _part(batch: dict, rows: Tensor) -> dict:
     "Return some rows of a padded batch, without columns that are padding in all of them."
     end = int(batch["attention_mask"][rows].sum(1).max())
@@ -239,7 +235,6 @@ def _part(batch: dict, rows: Tensor) -> dict:
 def is_sentence_transformer(model: str) -> bool:
     "Return whether a model says itself how its tokens become one vector."
     return os.path.isfile(expanded(model) / "modules.json") or str(model).startswith("sentence-transformers/")
-
 
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     "Return the vectors that a SentenceTransformers model gives, float32."
@@ -274,7 +269,6 @@ def _measure_tokens(model: str, texts, layer: int, normalize: bool, max_length: 
         rows.append(about | _row(m, best, min(20, best.count) - 1))
     return Measured(model, rows, shown, streams[shown].scores()[:-1])
 
-
 def _streams(encoder: torch.nn.Module, batch: dict, normalize: bool) -> list[SequenceStream]:
     "Return a stream for each layer, after all texts went through the model twice."
     group, streams = draw_groups(len(batch["input_ids"]), 20), []
@@ -305,7 +299,6 @@ class Difference(NamedTuple):
     high: float
     paired: bool  # the same rows or texts were taken away from both
 
-
 def compare(one: Measured, other: Measured, paired: bool = False) -> Difference:
     """Return the corrected score of one minus that of the other with its 95 % interval, or, where d differs, that of
     their dimensions in use; paired if row i of both is the same text. `ValueError` for unlike points or no score."""
@@ -335,7 +328,6 @@ def as_table(measured: Sequence[Measured]) -> list[dict[str, str]]:
     if layers: return [{"layer": str(r["layer"])} | _cells(r) for r in measured[0].rows]
     return [{"vectors": m.name} | _cells(m.row) for m in measured]
 
-
 def _cells(row: dict) -> dict[str, str]:
     if "plain" not in row: return {"IsoScore": "undefined"}
     texts = f" of {row['sequences']} texts" if "sequences" in row else ""
@@ -347,7 +339,6 @@ def _cells(row: dict) -> dict[str, str]:
     cells |= {"dimensions in use": f"{row['dimensions_in_use']:.1f} of {row['dims']}",
               "outlier dimensions": ", ".join(map(str, outliers[:8])) + more or "none"}
     return cells | {m.heading: f"{row[k]:.{m.digits}f}" for k, m in MEASURES.items() if k in row and k != "isoscore"}
-
 
 def in_words(d: Difference) -> str:
     "Return a difference as a sentence."
@@ -380,7 +371,6 @@ def write_page(
     write_atomically(picture, content.getvalue())
     write_atomically(page, "\n\n".join(text))
     return [page, picture]
-
 
 def _plain(text: str) -> str: return re.sub(r"([\\|<>\[\]`*_])", r"\\\1", " ".join(text.split()))
 

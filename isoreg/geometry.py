@@ -36,7 +36,6 @@ def geometry(
 # %% ../nbs/05_geometry.ipynb #37aed510
 class Cloud:
     "The rows of a cloud and what the measures share, in float64, computed on demand."
-
     def __init__(self, points, mask=None, least: int = 2):
         self.x = cloud_rows(points, mask, least)
         self.n, self.d = self.x.shape

@@ -5,6 +5,7 @@ __all__ = ['hidden_states', 'eval_mode']
 
 # %% ../nbs/06_states.ipynb #1238143d
 import contextlib
+import hashlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,3 +126,12 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     for name, p in model.named_parameters(remove_duplicate=False):
         if id(p) not in names or name.startswith(prefix) > names[id(p)].startswith(prefix): names[id(p)] = name
     return {names[id(p)]: p for p in model.parameters()}
+
+# %% ../nbs/06_states.ipynb #c15217da
+def model_fingerprint(model: nn.Module) -> str:
+    "Return the sha256 over names, shapes and values of all parameters."
+    digest = hashlib.sha256()
+    for name, p in named_weights(model).items():
+        digest.update(f"{name}{tuple(p.shape)}{p.dtype}".encode())
+        digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -241,7 +241,6 @@ class TaskMetric(evaluate.Metric):
         exact, f1 = np.mean(scores, axis=0)
         return {"f1": float(f1), "exact_match": float(exact)}
 
-
 def load_metric(task: str | Task) -> TaskMetric:
     "Return the metrics of a task, an `evaluate.Metric`: `.compute(predictions=, references=)`."
     return TaskMetric(get_task(task))
