@@ -297,7 +297,7 @@ def penalty_class(name: str) -> type:
     if ":" not in name: one_of("regularizer", name, ("none", *PENALTY_CLASSES), also="your class as module:Class")
     try: return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"regularizer: {name!r} cannot be imported ({error})") from None
+        raise ValueError(f"regularizer: {name!r} cannot be imported ({error}); is it on PYTHONPATH?") from None
 
 # %% ../../nbs/experiments/19_config.ipynb #77d36f3d
 METHOD = (*PenaltySettings.model_fields, *DropoutSettings.model_fields)  # what makes a method
