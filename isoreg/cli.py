@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -32,7 +33,6 @@ from .files import read_text, record_files, write_atomically
 # %% ../nbs/31_cli.ipynb #92727564
 class _Commands(TyperGroup):
     "The commands; bad input ends each of them with one line."
-
     def invoke(self, ctx):
         try:
             with warnings.catch_warnings():
@@ -52,16 +52,13 @@ class _Commands(TyperGroup):
             if getattr(option, "is_flag", False): option.metavar = ""
         return params
 
-
 app = typer.Typer(
     name="isoreg", no_args_is_help=True, cls=_Commands, pretty_exceptions_enable=False, add_completion=False,
     help="Isotropy and dropout regularisers for fine-tuning language models.")
 
-
 @app.callback(invoke_without_command=True)
 def _main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False):
     if version: print(isoreg.__version__)
-
 
 _JSON = typer.Option("--json", help="Print JSON.")
 _OUT = typer.Option(help="Folder for runs; each gets its own below.")
@@ -99,7 +96,6 @@ def _with_settings(command):
     command.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in own])
     return command
 
-
 @app.command("run")
 @_with_settings
 def run_command(
@@ -111,8 +107,7 @@ def run_command(
 ):
     """Fine-tune a model on a task and write the record.
 
-    Without options: I-STAR on the embedded toy task, no network, about a minute.
-    """
+    Without options: I-STAR on the embedded toy task, no network, about a minute."""
     config = RunConfig(**parse_set(set_ or ()) | {name: v for name, v in settings.items() if v is not None})
     run, folder = Run(config.key, "finetune", config.to_dict()), out / config.key
     complete = Folder(out).record(run) and ((folder / "model").is_dir() or not save_model)
@@ -130,23 +125,15 @@ def _execute(run, out: Path, save_model: bool):
     from papermill.exceptions import PapermillExecutionError
     folder, notebook = Folder(out), out / run.key / "notebook.ipynb"
     parameters = run.parameters | {"out": str(out), "save_model": save_model}
+    def stage(): return _stage(folder.progress(run.key))
     try:
-        with folder.lock(run.key), _errors.status(_Live(lambda: _stage(folder.progress(run.key)))):
+        with folder.lock(run.key), Live(get_renderable=stage, console=_errors, transient=True):
             for earlier in ("progress.json", "failed.json"): (out / run.key / earlier).unlink(missing_ok=True)
             execute("finetune", notebook, parameters)
     except PapermillExecutionError as error:
         if error.ename == "KeyboardInterrupt": raise KeyboardInterrupt from None
         if not is_refusal(error): raise
         raise ValueError(f"{error.evalue}\nnotebook: {notebook}") from None
-
-
-class _Live:
-    "A line that is made anew whenever the terminal shows it."
-
-    def __init__(self, line): self.line = line
-
-    def __rich__(self): return self.line()
-
 
 def _stage(state: dict) -> Text:
     "Return how far a run is, by its progress.json."
@@ -181,7 +168,6 @@ def rerun_command(
     _console.print("equal: score and all predictions" if found["equal"]
                    else f"not equal: {found['rows']} predictions differ")
     if not found["equal"]: raise typer.Exit(1)
-
 
 def _stored(what: Path, records: Path) -> dict:
     "Return the record in a file or folder, or the latest of that key in files of records."
@@ -230,19 +216,17 @@ def _cost(grid: str, done: dict[str, dict], missing: int) -> str:
     head = re.search(r"(?:Estimate|Measured): ([\d.,]+ \w+ \w+)", read_text(grid_path(grid)))
     return f"the whole grid takes about {head[1]}" if head else "how long they take is known when one of them is done"
 
-
 def _check_inputs(configs: Sequence[dict]):
     "Raise `ValueError` for a model or an estimate that is not here, and for files of an own task that do not load."
     from isoreg.experiments.data import load_task
     from isoreg.experiments.models import model_source
     from isoreg.experiments.tasks import get_task
-    from isoreg.fisher import load_scores
+    from isoreg.dropout import load_scores
     for model in {c["model"] for c in configs if "model" in c}: model_source(model)
     for estimate in {c["fisher"] for c in configs if c.get("fisher")}: load_scores(estimate)
     own = [c for c in configs if (c.get("definition") or {}).get("files")]
     for c in {json.dumps(c["definition"], sort_keys=True): c for c in own}.values():
         load_task(get_task("", c["definition"]), None, c["train_split"], c["eval_split"])
-
 
 def _sweep(plan, out: Path, jobs: int | None = None, ray: bool = False, retry_failed: bool = False):
     "Return the report of a sweep, of which a terminal shows how far it is."
@@ -280,19 +264,14 @@ def select_command(
     runs = [r for part in parts for r in part if r.get("status") != "failed"]
     choices = choose(plan, sorted(runs, key=lambda r: str(r.get("started", ""))))
     text = final_grid(choices, seeds, plan.name)
-    _show(plan.name, map(_choice, choices), ["task", "method", "chosen", "score", "next", "of", "seeds"])
+    rows = [(c.config["task"], " ".join(c.method), ", ".join(f"{name} {value}" for name, value in c.settings.items()),
+             _number(c.score), _number(c.runner_up), c.candidates, ", ".join(map(str, c.seeds))) for c in choices]
+    _show(plan.name, rows, ["task", "method", "chosen", "score", "next", "of", "seeds"])
     if len({one.candidates for one in choices}) > 1:
         _console.print("The methods chose from different numbers of settings: more of them find a higher best.")
     if out is None: return
     write_atomically(out, text)
     _console.print(str(out))
-
-
-def _choice(one) -> tuple:
-    "Return the row of a chosen setting: its score, that of the next best, and what it was chosen from."
-    chosen = ", ".join(f"{name} {value}" for name, value in one.settings.items())
-    scores = _number(one.score), _number(one.runner_up) if one.candidates > 1 else "-", one.candidates
-    return one.config["task"], " ".join(one.method), chosen, *scores, ", ".join(map(str, one.seeds))
 
 # %% ../nbs/31_cli.ipynb #a8c326f1
 @app.command("status")
@@ -333,11 +312,13 @@ def score_command(
 ):
     """IsoScore of vectors with its interval, dimensions in use and outlier dimensions.
 
-    Higher is not better: whitened from 0.27 to 0.73, all-MiniLM-L6-v2 lost 0.027 ± 0.011 of its correlation on STS-B.
-    """
+    Higher is not better: whitened from 0.27 to 0.73, all-MiniLM-L6-v2 lost 0.027 ± 0.011 of correlation on STS-B."""
     from isoreg.embeddings import compare, draw_texts, is_sentence_transformer, measure_model, write_page
     if bool(files) == bool(model) or bool(model) != bool(texts):
         raise ValueError("file: give files of vectors, or --model and --texts")
+    if files and (pooling or layer != -1 or max_lines != 500):
+        raise ValueError("pooling, layer, max_lines: are for --model; files of vectors are read whole")
+    if model and (measure or array or each): raise ValueError("measure, array, each: are for files of vectors")
     if paired and files and not each: raise ValueError("paired: compares row by row; give --each with it")
     if model:
         if pooling is None and len({is_sentence_transformer(m) for m in model}) > 1:
@@ -349,6 +330,10 @@ def score_command(
     else: measured, about, read = _score_files([[f] for f in files] if each else [files], array, normalize, measure)
     scored = [m for m in measured if "corrected" in m.row]
     differences = [compare(m, scored[0], paired=paired) for m in scored[1:]]
+    if differences and not paired and len({m.row["points"] for m in scored}) == 1:
+        about["paired"] = "add --paired if row i is the same text in all of them"
+    axes = [str(m.row["spectrum"]["axes_for"]["90%"]) for m in measured if "spectrum" in m.row]
+    about["principal axes for 90 % of the variance"] = ", ".join(axes)
     about["dimensions in use"] = "the participation ratio, 1 + (d - 1) IsoScore"
     made = write_page(out, measured, differences, about, read) if out else []
     _show_scores(measured, differences, about, made, as_json)
@@ -368,7 +353,6 @@ def _score_files(sources: Sequence[Sequence[str]], array: str | None, normalize:
         if len(v.files) > 1: about[name] = f"{len(v.files)} files, joined as one; to compare, name each with --each"
         read += v.files
     return measured, about, read
-
 
 def _show_scores(measured: Sequence, differences: Sequence, about: dict, made: Sequence[Path], as_json: bool):
     "Print the scores as a table with what is said of them, or as JSON."
@@ -407,21 +391,20 @@ def report_command(
 
 # %% ../nbs/31_cli.ipynb #8261207b
 @app.command("tasks")
-def tasks_command(data_dir: Annotated[str | None, typer.Option(help="Folder with glue/, sst5/, squad/.")] = None):
-    "The tasks, their metrics, and where each was found."
-    from isoreg.experiments.data import find_tasks
-    columns = ["task", "papers", "metric", "where"]
-    _show("", [[row[name] for name in columns] for row in find_tasks(data_dir)], columns)
+def tasks_command():
+    "The tasks, their metrics, and their places on the hub and in a data folder."
+    from isoreg.experiments.tasks import TASKS
+    rows = [(t.name, ", ".join(t.papers), t.metric, "/".join(filter(None, t.hub or ())), t.folder or "embedded")
+            for t in TASKS.values()]
+    _show("", rows, ["task", "papers", "metric", "hub", "data folder"])
 
 # %% ../nbs/31_cli.ipynb #be305037
 _PLAIN = dict(soft_wrap=True, highlight=False, markup=False, emoji=False, force_jupyter=False)
 _console, _errors = Console(**_PLAIN), Console(stderr=True, **_PLAIN)  # type: ignore[arg-type]
 
-
 def _printable(text: str) -> str:
     "Return a text with its control characters written out: what a file holds is no command to the terminal."
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
-
 
 def _show(title: str, rows: Iterable, left: Sequence[str] = (), right: Sequence[str] = ()):
     "Print rows as a table with these columns; without any it gets no heads."
@@ -431,9 +414,7 @@ def _show(title: str, rows: Iterable, left: Sequence[str] = (), right: Sequence[
     for row in rows: table.add_row(*(_printable(str(cell)) for cell in row))
     _console.print(table)
 
-
 def _number(x: float | None) -> str: return "undefined" if x is None else f"{x:.4f}"
-
 
 def _time(seconds: float) -> str:
     "Return a duration in hours, minutes or seconds."

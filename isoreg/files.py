@@ -5,8 +5,11 @@ __all__ = ['write_atomically', 'pack', 'unpack']
 
 # %% ../nbs/08_files.ipynb #25715b8a
 import base64
+import csv
+import hashlib
 import json
 import os
+import re
 import zlib
 from pathlib import Path
 
@@ -17,10 +20,8 @@ def write_atomically(
     path: str | Path,  # file to write; its folder is made
     content: str | bytes,  # whole content
 ) -> None:
-    """Write a file so that it is either the old one or the new one, never a part.
-
-    An existing file keeps its permissions, and a link stays a link. `OSError` for a
-    place that cannot be written, `ValueError` for a folder or a device."""
+    """Write a file so that it is either the old one or the new one, never a part. It keeps its
+    permissions, and a link stays a link. `ValueError` for a folder or a device."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise ValueError(f"path: {str(path)!r} is no plain file; give the name of a file")
@@ -47,22 +48,24 @@ def record_files(folder: str | Path, *names: str) -> list[Path]:
 # %% ../nbs/08_files.ipynb #bdcf34c0
 LARGEST = 100_000  # values of an axis, runs of a grid
 
-
 def expanded(path: str | Path) -> Path:
     "Return a path with the home folder in the place of its ~."
     return Path(os.path.expanduser(path))
 
+def path_label(path: str) -> str:
+    "Return the last part of a path that says which model, scores or schedule it is."
+    general = r"/|model|best|full|(fisher|record)(\.json)?|checkpoint-\d+"
+    telling = [part for part in Path(path).parts if not re.fullmatch(general, part)]
+    return telling[-1].removesuffix(".json") if telling else path
 
 def read_text(path: str | Path, errors: str = "strict") -> str:
     "Return the text of a file, without the mark at its beginning that Windows may write."
     return Path(path).read_text(encoding="utf-8-sig", errors=errors)
 
-
 def from_json(text: str):
     "Return the content of a JSON text. `ValueError` if it is damaged or nests too deep."
     try: return json.loads(text)
     except RecursionError: raise ValueError("its brackets nest too deep") from None
-
 
 def from_yaml(text: str):
     "Return the content of a YAML text. `ValueError` if it is damaged."
@@ -72,7 +75,6 @@ def from_yaml(text: str):
 
 # %% ../nbs/08_files.ipynb #306168e8
 _KINDS = {".txt": "text", ".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
-
 
 def file_kind(source: str) -> str | None:
     "Return text, parquet, json or csv for a file, None for a data set on the hub. `ValueError` for another file."
@@ -89,8 +91,6 @@ def read_table(
     texts: list[str] | None = None,  # columns of a .csv or .tsv that hold texts; None: all
 ):
     "Return the rows of a file as a pyarrow table. `ValueError` if it is damaged."
-    import csv
-
     import pyarrow as pa
     import pyarrow.parquet as pq
     from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
@@ -103,8 +103,7 @@ def read_table(
     if kind == "csv":
         mark, lines = "\t" if str(path).lower().endswith(".tsv") else ",", content.strip("\n").split("\n")
         odd = any(line.count('"') % 2 for line in lines) and len({line.count(mark) for line in lines}) == 1
-        names = texts or next(csv.reader(lines, delimiter=mark))
-        words = dict.fromkeys(names, pa.string())
+        words = dict.fromkeys(texts or next(csv.reader(lines, delimiter=mark)), pa.string())
         types = ConvertOptions(column_types=words, true_values=[], false_values=[], null_values=[""])
         form = ParseOptions(delimiter=mark, quote_char=False if odd else '"', newlines_in_values=True)
         whole = ReadOptions(block_size=len(content.encode()) + 1)
@@ -126,6 +125,33 @@ def load_rows(*names, **options):
         why = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise ValueError(f"{why:.300}") from None
 
+# %% ../nbs/08_files.ipynb #03b14010
+CORPUS = "corpus:"  # before the name of a text in `scores`
+
+def scores_texts(scores: str) -> list[str]:
+    "Return the files, or names on the hub, of the text of `scores`; none for a file of scores."
+    if not scores.startswith(CORPUS): return []
+    return [s.strip() for s in scores.removeprefix(CORPUS).split(",") if s.strip()]
+
+def scores_digest(scores: str | None) -> str | None:
+    "Return 16 digits of the sha256 of a file or of texts; None for a name on the hub."
+    if scores is None: return None
+    if not scores.startswith(CORPUS): return scores_source(scores)["sha256"][:16]
+    files = [s for s in scores_texts(scores) if file_kind(s)]
+    whole = b"".join(hashlib.sha256(Path(f).read_bytes()).digest() for f in files)
+    return hashlib.sha256(whole).hexdigest()[:16] if files else None
+
+def scores_source(path: str | Path) -> dict[str, str]:
+    "Return sha256 and path of a file of scores, and the model and fingerprint that it names."
+    places = [Path(path) / name for name in ("fisher.json", "record.json")]
+    file = next((place for place in places if place.is_file()), Path(path))
+    content = file.read_bytes()
+    about = json.loads(content)
+    about |= about.get("config", {})
+    named = {n: about[n] for n in ("model", "fingerprint") if isinstance(about.get(n), str)}
+    where = file.name if file.is_absolute() else file.as_posix()
+    return {"sha256": hashlib.sha256(content).hexdigest(), "path": where} | named
+
 # %% ../nbs/08_files.ipynb #9de5db96
 def pack(
     predictions,  # class numbers, real numbers, or a list of dicts (answers to questions)
@@ -141,11 +167,8 @@ def pack(
     data = base64.b64encode(zlib.compress(content, 9)).decode()
     return {"kind": kind, "rows": len(predictions), "data": data}
 
-
-def unpack(
-    packed: dict,  # predictions of a record
-):  # array of class numbers or of real numbers, or list of dicts
-    "Return the predictions that `pack` was given."
+def unpack(packed: dict):
+    "Return the predictions that `pack` was given: an array of class numbers or of real numbers, or a list of dicts."
     import numpy as np
     content = zlib.decompress(base64.b64decode(packed["data"]))
     if packed["kind"] == "json": return json.loads(content)

@@ -25,8 +25,7 @@ def geometry(
     """Return all measures of a cloud by name, from one set of moments and two decompositions.
 
     Keys: points, dims, those of `MEASURES`, NaN for one that the cloud does not have, and dimensions (`Dimensions`).
-    `ValueError` for fewer than 3 points, NaN or infinite values.
-    """
+    `ValueError` for fewer than 3 points, NaN or infinite values."""
     c = as_cloud(points, mask, 3)
     found = {"points": c.n, "dims": c.d}
     for name, measure in MEASURES.items():
@@ -37,7 +36,6 @@ def geometry(
 # %% ../nbs/05_geometry.ipynb #37aed510
 class Cloud:
     "The rows of a cloud and what the measures share, in float64, computed on demand."
-
     def __init__(self, points, mask=None, least: int = 2):
         self.x = cloud_rows(points, mask, least)
         self.n, self.d = self.x.shape
@@ -68,7 +66,6 @@ def as_cloud(points, mask=None, least: int = 2) -> Cloud:
     "Return a cloud; `geometry` makes one for all measures."
     return points if isinstance(points, Cloud) else Cloud(points, mask, least)
 
-
 def cloud_rows(points, mask, least: int) -> Tensor:
     "Return the rows that count, (n, d), in float64; `ValueError` for no cloud."
     x, keep = check_points(points, mask)
@@ -81,21 +78,14 @@ def cloud_rows(points, mask, least: int) -> Tensor:
     # the mps device has no float64
     return (x.cpu() if x.device.type == "mps" else x).double()
 
-
 def _descending(values: Tensor) -> Tensor:
     "Return ascending eigenvalues in descending order; those that are rounding of the largest are 0."
     values = values.flip(0)
     return torch.where(values > max(len(values), 32) * torch.finfo(values.dtype).eps * values[0], values, 0)
 
 # %% ../nbs/05_geometry.ipynb #ca80f80a
-def average_cosine(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-) -> float:
-    """Return the mean cosine similarity of all pairs of different points, -1 / (n - 1) to 1 (Ethayarajh 2019).
-
-    Exact in O(n d). `ValueError` for fewer than 2 points and for a point at the origin: it has no direction.
-    """
+def average_cosine(points, mask=None) -> float:
+    "Return the mean cosine similarity of all pairs, exact in O(n d) (Ethayarajh 2019). `ValueError` for a zero point."
     c = as_cloud(points, mask)
     return float(unit_rows(c.x).sum(0).square().sum() - c.n) / (c.n * (c.n - 1))
 
@@ -108,16 +98,10 @@ def unit_rows(x: Tensor) -> Tensor:
     return x / length
 
 # %% ../nbs/05_geometry.ipynb #f07730c0
-def partition_score(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-    *,
-    log: bool = False,  # its logarithm, which stays finite where the score is 0 in floating point
-) -> float:
-    """Return the smallest over the largest Z(c) = sum exp(c'x), in [0, 1] (Mu and Viswanath 2018).
+def partition_score(points, mask=None, *, log: bool = False) -> float:
+    """Return the smallest over the largest Z(c) = sum exp(c'x), in [0, 1], or its logarithm (Mu and Viswanath 2018).
 
-    c are the unit eigenvectors of X'X with both their signs. `ValueError` for fewer than 2 points or zeros alone.
-    """
+    c are the unit eigenvectors of X'X with both their signs. `ValueError` for fewer than 2 points or zeros alone."""
     c = as_cloud(points, mask)
     values, V = c.raw
     # for n < d, X V = U sqrt(values)
@@ -128,52 +112,30 @@ def partition_score(
     return score if log else math.exp(score)
 
 # %% ../nbs/05_geometry.ipynb #6f6994b3
-def variance_explained(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-) -> float:
-    """Return VarEx, the share k/d of k components over the share of variance that they explain (Rudman et al. 2022).
-
-    k = floor(0.3 d), at least 1. `ValueError` for fewer than 2 points or zero variance.
-    """
+def variance_explained(points, mask=None) -> float:
+    "Return VarEx, k/d over the share of variance of k components, k = max(1, floor(0.3 d)) (Rudman et al. 2022)."
     c = as_cloud(points, mask)
     v, k = c.centred, max(1, math.floor(0.3 * c.d + 1e-9))
     return k / c.d / float(v[:k].sum() / v.sum())
 
 # %% ../nbs/05_geometry.ipynb #4d5ca8ca
-def effective_rank(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-) -> float:
-    """Return the exponential of the entropy of the normalised singular values about the mean, in [1, min(n, d)].
-
-    After Roy and Vetterli 2007. `ValueError` for fewer than 2 points or zero variance.
-    """
+def effective_rank(points, mask=None) -> float:
+    "Return exp of the entropy of the singular values about the mean, as shares, 1 to min(n, d) (Roy, Vetterli 2007)."
     σ = as_cloud(points, mask).centred.sqrt()
     return math.exp(torch.special.entr(σ / σ.sum()).sum())
 
 # %% ../nbs/05_geometry.ipynb #e3a73239
-def rankme(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-) -> float:
-    """Return RankMe, the effective rank of the cloud as it is, with 1e-7 added to each share (Garrido et al. 2023).
-
-    `ValueError` for fewer than 2 points and where all are zero.
-    """
+def rankme(points, mask=None) -> float:
+    "Return RankMe, the effective rank of the cloud as it is, with 1e-7 added to each share (Garrido et al. 2023)."
     σ = as_cloud(points, mask).raw[0].sqrt()
     return math.exp(torch.special.entr(σ / σ.sum() + 1e-7).sum())
 
 # %% ../nbs/05_geometry.ipynb #f203105b
-def two_nn(
-    points,  # (n, d) array or tensor
-    mask=None,  # (n,), true or 1 where a row counts
-) -> float:
+def two_nn(points, mask=None) -> float:
     """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(rho)) on log(rho) (Facco et al. 2017).
 
     rho is the second over the first neighbour's distance; equal points count once, and the largest tenth of rho is left
-    out. Warns of rows that are nearly equal. `ValueError` for too few different points.
-    """
+    out. Warns of rows that are nearly equal. `ValueError` for too few different points."""
     x = as_cloud(points, mask, 3).x
     near = nearest_two(x)
     if not near[:, 0].all():  # some are equal
@@ -210,29 +172,22 @@ class Dimensions(NamedTuple):
     "What stands out among the coordinates; lists begin with the most extreme."
     mean: Tensor  # (d,) float64
     std: Tensor  # (d,) float64, divisor n - 1
-    by_mean: list[int]  # mean at least sigmas standard deviations of the means, and 4 errors, from their mean
-    by_variance: list[int]  # variance at least ratio times the average variance
+    by_mean: list[int]  # mean at least 3 standard deviations of the means, and 4 errors, from their mean
+    by_variance: list[int]  # variance at least 5 times the average variance (Rudman, Chen and Eickhoff 2023)
 
 # %% ../nbs/05_geometry.ipynb #52951c86
-def outlier_dimensions(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-    *,
-    sigmas: float = 3.0,  # distance of a dimension's mean from the others' that counts as far
-    ratio: float = 5.0,  # Rudman, Chen and Eickhoff 2023
-) -> Dimensions:
+def outlier_dimensions(points, mask=None) -> Dimensions:
     "Return mean and standard deviation of each dimension, and those that stand out. `ValueError` below 2 points."
-    return stand_out(as_cloud(points, mask).moments, sigmas, ratio)
+    return stand_out(as_cloud(points, mask).moments)
 
-
-def stand_out(m: Moments, sigmas: float = 3.0, ratio: float = 5.0) -> Dimensions:
+def stand_out(m: Moments) -> Dimensions:
     "Return what `outlier_dimensions` gives, from the moments of the rows."
     mean, variance = m.mean, m.m2.diagonal() / (m.count - 1)
     far, spread = (mean - mean.mean()).abs(), mean.std(correction=0)
     farthest, largest = (v.argsort(descending=True, stable=True) for v in (far, variance))
     noise = 4 * (variance / m.count).sqrt()  # of a mean of so many rows
-    by_mean = farthest[((far >= sigmas * spread) & (far > noise))[farthest]]
-    by_variance = largest[((variance >= ratio * variance.mean()) & (variance > 0))[largest]]
+    by_mean = farthest[((far >= 3 * spread) & (far > noise))[farthest]]
+    by_variance = largest[((variance >= 5 * variance.mean()) & (variance > 0))[largest]]
     return Dimensions(mean, variance.sqrt(), by_mean.tolist(), by_variance.tolist())
 
 # %% ../nbs/05_geometry.ipynb #cd5cdd92
@@ -278,13 +233,11 @@ def _isoscore(c: Cloud) -> float:
     eigenvalues = c.centred
     return float((eigenvalues.sum() ** 2 / eigenvalues.square().sum() - 1) / (c.d - 1))
 
-
 class Measure(NamedTuple):
     "A measure of a cloud."
     of: Callable[[Cloud], float]  # raises `ValueError` where it is not defined
     heading: str  # in tables and figures
     digits: int  # after the point, where it is printed
-
 
 MEASURES = {
     "isoscore": Measure(_isoscore, "IsoScore", 4),

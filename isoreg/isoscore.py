@@ -26,8 +26,7 @@ def isoscore(
     """Return the IsoScore of each cloud, (...); differentiable (Rudman et al. 2022; in closed form, corrections ours).
 
     Users of the package IsoScore 1.0, whose arrays were (d, n): pass `points.T`. Raises `ValueError` for a wrong shape,
-    too few rows, NaN or zero variance, and, corrected, for variances that are as even as so few rows allow.
-    """
+    too few rows, NaN or zero variance, and, corrected, for variances that are as even as so few rows allow."""
     one_of("correction", correction, CORRECTIONS)
     X, keep = check_cloud(points, mask)  # (..., n, d), (..., n)
     order, d = 4 if correction == "ustat" else 2, X.shape[-1]
@@ -45,7 +44,6 @@ def isoscore(
 MIN_ROWS = {None: 2, "gaussian": 3, "ustat": 4}  # rows that a score needs, by its correction
 CORRECTIONS = tuple(MIN_ROWS)
 
-
 def closed_form(t2: Tensor, f: Tensor, d: int) -> Tensor:
     "Return (PR - 1) / (d - 1) with PR = t2 / f, of tr(S)² and tr(S²) or estimates of them, (...); NaN for zeros."
     return (t2 - f) / (f * (d - 1))
@@ -53,7 +51,6 @@ def closed_form(t2: Tensor, f: Tensor, d: int) -> Tensor:
 # %% ../nbs/02_isoscore.ipynb #a7b58197
 class _TraceAndSquare(torch.autograd.Function):
     "tr S and ‖S‖² of S (..., d, d), in float64 where the device has it."
-
     @staticmethod
     def forward(ctx, S: Tensor):
         ctx.save_for_backward(S)
@@ -77,18 +74,14 @@ def score_from_cov(S: Tensor) -> Tensor:
     return closed_form(t * t, f, S.shape[-1])
 
 # %% ../nbs/02_isoscore.ipynb #5324799b
-def isoscore_from_cov(
-    cov,  # (..., d, d) covariance, tensor or array
-):
-    "Return the IsoScore of each covariance, (...), in [0, 1]; differentiable. `ValueError` for what is no covariance."
+def isoscore_from_cov(cov):
+    "Return the IsoScore (...) of covariances (..., d, d), in [0, 1]; differentiable. `ValueError` for no covariance."
     S = check_cov(cov)
     return as_score(score_from_cov(S), cov, S.dtype)
 
 # %% ../nbs/02_isoscore.ipynb #5324799c
-def participation_ratio(
-    cov,  # (..., d, d) covariance, tensor or array
-):
-    "Return tr(S)² / tr(S²), (...), the effective number of dimensions, 1 to d. `ValueError` for no covariance."
+def participation_ratio(cov):
+    "Return tr(S)² / tr(S²), the effective number of dimensions, 1 to d, of covariances (..., d, d), each as above."
     return 1 + (check_cov(cov).shape[-1] - 1) * isoscore_from_cov(cov)
 
 # %% ../nbs/02_isoscore.ipynb #c2e9d60c
@@ -118,7 +111,6 @@ def invariants(points, mask=None, order: int = 2) -> Invariants:
 # %% ../nbs/02_isoscore.ipynb #few00004
 class _Gram(torch.autograd.Function):
     "The products of all pairs of rows of X (..., n, d), whose gradient is one product too."
-
     @staticmethod
     def forward(ctx, X: Tensor):
         ctx.save_for_backward(X)
@@ -195,7 +187,6 @@ def check_cloud(points, mask=None) -> tuple[Tensor, Tensor | None]:
     raise ValueError(f"points: shape {tuple(X.shape)} has one dimension, which has no isotropy; "
                      "need (..., n, d) with d >= 2")
 
-
 def as_score(score: Tensor, given, dtype: torch.dtype):
     "Return the score in the precision of the points, float32 at least, as the kind of object that the caller passed."
     return as_given(score.to(torch.promote_types(dtype, torch.float32)), given)
@@ -223,7 +214,6 @@ def check_zeta(zeta: float) -> None:
     "Raise a `ValueError` unless zeta is a number in [0, 1]."
     in_range("zeta", zeta, 0, 1, hint="0 is the sample alone (released convention), the paper uses 0.2 to 0.8")
 
-
 def check_reference_cov(reference_cov, dims: int | None = None) -> Tensor:
     "Return a reference (..., d, d) as a detached copy; `ValueError` as `check_cov`."
     return check_cov(reference_cov, "reference_cov", dims).detach().clone()
@@ -239,14 +229,11 @@ class IsoScoreEstimate(NamedTuple):
 def isoscore_with_error(
     points,  # (n, d) tensor or array
     mask=None,  # (n,), true or 1 where a row counts
-    correction: str = "ustat",  # "gaussian" or "ustat"
 ) -> IsoScoreEstimate:
-    """Return the bias-corrected IsoScore of one cloud with its standard error, without resampling or gradient.
+    """Return the U-statistic IsoScore of one cloud with its standard error, without resampling or gradient.
 
     It is not cut to [0, 1]: 5 normal rows in 16 dimensions gave 1.8 ± 2.9, 8 rows 1.5 ± 0.3. Raises `ValueError` as
-    `isoscore`, and for fewer than 5 rows.
-    """
-    one_of("correction", correction, CORRECTIONS[1:])
+    `isoscore`, and for fewer than 5 rows."""
     X, keep = check_cloud(points, mask)
     if X.ndim != 2:
         raise ValueError(f"points: one cloud wanted, got shape {tuple(X.shape)}; score the clouds one by one")
@@ -254,27 +241,8 @@ def isoscore_with_error(
     rows = X.detach() if keep is None else X.detach()[keep]
     n = len(rows)
     if n < 5: raise ValueError(f"points: {n} rows count, but a standard error needs at least 5; add points")
-    score = float(isoscore(rows, correction=correction))
-    with full_precision(rows): return IsoScoreEstimate(score, _row_error(rows, score, correction), n)
-
-# %% ../nbs/02_isoscore.ipynb #ab85acb6
-def _gaussian_terms(S: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "Return estimates of tr(Σ)² and tr(Σ²) and the two terms of the relative variance, from S or its Gram matrix."
-    S2, t1, s2, ν = S @ S, S.trace(), S.square().sum(), n - 1
-    t2, f = estimate_traces(Invariants(torch.tensor(n), t1 * ν, s2 * ν**2), "gaussian")
-    τ3, τ4 = _unbiased_traces(ν, t1, s2, (S2 * S).sum(), S2.square().sum())
-    first = 8 / n * (f / t2 + τ4 / f**2 - 2 * τ3 / (f * t2.clamp(min=0).sqrt()))
-    return t2, f, first.clamp(min=0), 4 / n**2 * (1 + (τ4 / f**2).clamp(0, 1))
-
-# %% ../nbs/02_isoscore.ipynb #ab85acb7
-def _unbiased_traces(ν: int, s1: Tensor, s2: Tensor, s3: Tensor, s4: Tensor) -> tuple[Tensor, Tensor]:
-    "Return unbiased estimates of tr(Σ³) and tr(Σ⁴) under normality, with s_k = tr(S^k) on ν degrees of freedom."
-    τ3 = ν**4 / ((ν - 1) * (ν - 2) * (ν + 2) * (ν + 4)) * (s3 - 3 / ν * s2 * s1 + 2 / ν**2 * s1**3)
-    c = ν * ν + ν + 2
-    τ4 = ν**5 * c / ((ν + 1) * (ν + 2) * (ν + 4) * (ν + 6) * (ν - 1) * (ν - 2) * (ν - 3)) * (
-        s4 - 4 / ν * s3 * s1 - (2 * ν * ν + 3 * ν - 6) / (ν * c) * s2 * s2
-        + 2 * (5 * ν + 6) / (ν * c) * s2 * s1 * s1 - (5 * ν + 6) / (ν * ν * c) * s1**4)
-    return τ3, τ4
+    score = float(isoscore(rows, correction="ustat"))
+    with full_precision(rows): return IsoScoreEstimate(score, _row_error(rows, score), n)
 
 # %% ../nbs/02_isoscore.ipynb #904a5b0f
 def scores_without(d: int, r: Tensor, w: Tensor, z: Tensor) -> Tensor:
@@ -285,26 +253,38 @@ def scores_without(d: int, r: Tensor, w: Tensor, z: Tensor) -> Tensor:
     left = Invariants(torch.full_like(r, n - 1), t - h * r, a - 2 * h * w + (h * r) ** 2, quartic)
     return closed_form(*estimate_traces(left, "ustat"), d)
 
+# %% ../nbs/02_isoscore.ipynb #jackerr1
+def jackknife_error(without: Tensor, score: float, S: Tensor, d: int) -> float:
+    "Return the standard error of a score from those without each row, (n,), and the covariance or Gram matrix S."
+    n, variance = len(without), (len(without) - 1) / len(without) * (without - without.mean()).square().sum()
+    return float(torch.maximum(variance - (score + 1 / (d - 1)) ** 2 * _counted_twice(S, n), variance / 2).sqrt())
+
+# %% ../nbs/02_isoscore.ipynb #ab85acb6
+def _counted_twice(S: Tensor, n: int) -> Tensor:
+    "Return the relative variance that the square of E adds to the score, from S or its Gram matrix."
+    S2, t1, s2, ν = S @ S, S.trace(), S.square().sum(), n - 1
+    f = estimate_traces(Invariants(torch.tensor(n), t1 * ν, s2 * ν**2), "gaussian")[1]
+    τ4 = _unbiased_fourth(ν, t1, s2, (S2 * S).sum(), S2.square().sum())
+    return 4 / n**2 * (1 + (τ4 / f**2).clamp(0, 1))
+
+# %% ../nbs/02_isoscore.ipynb #ab85acb7
+def _unbiased_fourth(ν: int, s1: Tensor, s2: Tensor, s3: Tensor, s4: Tensor) -> Tensor:
+    "Return an unbiased estimate of tr(Σ⁴) under normality, with s_k = tr(S^k) on ν degrees of freedom."
+    c = ν * ν + ν + 2
+    return ν**5 * c / ((ν + 1) * (ν + 2) * (ν + 4) * (ν + 6) * (ν - 1) * (ν - 2) * (ν - 3)) * (
+        s4 - 4 / ν * s3 * s1 - (2 * ν * ν + 3 * ν - 6) / (ν * c) * s2 * s2
+        + 2 * (5 * ν + 6) / (ν * c) * s2 * s1 * s1 - (5 * ν + 6) / (ν * ν * c) * s1**4)
+
 # %% ../nbs/02_isoscore.ipynb #714f97f1
-def _row_error(X: Tensor, score: float, correction: str) -> float:
+def _row_error(X: Tensor, score: float) -> float:
     "Return the standard error of the corrected score of X (n, d)."
     (n, d), X = X.shape, X.to(torch.promote_types(X.dtype, torch.float32))
     X = X - X.mean(0)
     X = X * 2.0 ** -math.frexp(float(X.abs().max()))[1]  # fourth powers fit; the score does not depend on the scale
     r, wide = X.square().sum(-1), wide_dtype(X)
     A = X @ X.mT if n < d else moments(X).m2  # K or M2, whichever is smaller
-    if correction == "gaussian":
-        t2, f, first, second = _gaussian_terms(A.to(wide) / (n - 1), n)
-        return float(t2 / f / (d - 1) * (first + second).sqrt())
     w, z = (A.square().sum(-1), A @ r) if n < d else (((X @ A) * X).sum(-1), X @ (X.mT @ r))
     return jackknife_error(scores_without(d, r.to(wide), w.to(wide), z.to(wide)), score, A.to(wide) / (n - 1), d)
-
-# %% ../nbs/02_isoscore.ipynb #jackerr1
-def jackknife_error(without: Tensor, score: float, S: Tensor, d: int) -> float:
-    "Return the standard error of a score from those without each row, (n,), and the covariance or Gram matrix S."
-    n, second = len(without), _gaussian_terms(S, len(without))[3]
-    variance = (n - 1) / n * (without - without.mean()).square().sum()
-    return float(torch.maximum(variance - (score + 1 / (d - 1)) ** 2 * second, variance / 2).sqrt())
 
 # %% ../nbs/02_isoscore.ipynb #b8f0de0e
 def isoscore_star(
@@ -316,8 +296,7 @@ def isoscore_star(
 ):
     """Return the `IsoScore*` of each cloud, (...); differentiable in `points` (Rudman and Eickhoff 2024, Algorithm 1).
 
-    Raises `ValueError` as `isoscore`, and for a zeta outside [0, 1] or a reference that is no covariance.
-    """
+    Raises `ValueError` as `isoscore`, and for a zeta outside [0, 1] or a reference that is no covariance."""
     check_zeta(zeta)
     one_of("convention", convention, CONVENTIONS)
     X, keep = check_cloud(points, mask)
@@ -337,7 +316,6 @@ def mix(cov: Tensor, reference_cov: Tensor, zeta: float, convention: str = "rele
 # %% ../nbs/02_isoscore.ipynb #a1b00016
 CONVENTIONS = ("released", "text")
 
-
 def reference_weight(zeta: float, convention: str) -> float:
     "Return the weight of the reference in the mixture; at 0 no reference is needed."
     return float(zeta if convention == "released" else 1 - zeta)
@@ -345,9 +323,7 @@ def reference_weight(zeta: float, convention: str) -> float:
 # %% ../nbs/02_isoscore.ipynb #4087a876
 class _Module(type(sys)):
     "The module of the score, which may be called as its function."
-
     def __call__(self, *args, **kwargs): return self.isoscore(*args, **kwargs)
     def __reduce__(self): return importlib.import_module, (self.__name__,)
-
 
 if "__file__" in globals(): sys.modules[__name__].__class__ = _Module  # not inside this notebook

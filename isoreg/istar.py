@@ -24,8 +24,7 @@ from .states import check_layer, check_states, eval_mode, hidden_states
 class IStar(nn.Module):
     """Return the I-STAR term `lam * (1 - IsoScore*)` of hidden states (Rudman and Eickhoff 2024, eq. 4), a scalar.
 
-    Over several ranks the term is that of the whole batch, gradient included. `parts` holds the last term and score.
-    """
+    Over several ranks the term is that of the whole batch, gradient included. `parts` holds the last term and score."""
     def __init__(
         self,
         lam: float,  # strength; > 0 raises isotropy, < 0 lowers it; begin with 0.1 or -0.1
@@ -61,8 +60,7 @@ class IStar(nn.Module):
 def score(self: IStar, hidden_states: tuple[Tensor, ...], attention_mask: Tensor | None = None) -> Tensor:
     """Return `IsoScore*`, or the corrected score, of a batch, a scalar. Below 8 tokens a corrected score is 1.
 
-    Raises `ValueError` for states, mask or reference that do not fit, and below 2 tokens ("gaussian" 3, "ustat" 4).
-    """
+    Raises `ValueError` for states, mask or reference that do not fit, and below 2 tokens ("gaussian" 3, "ustat" 4)."""
     mask = None if self.padding else attention_mask
     rows = [X_l.flatten(0, 1) for X_l in self.chosen(hidden_states, mask)]
     keep = None if mask is None else mask.flatten() != 0
@@ -72,7 +70,7 @@ def score(self: IStar, hidden_states: tuple[Tensor, ...], attention_mask: Tensor
         else: m = union_moments(rows, keep, order)
         m = all_reduce(m)
         score = self.mixed(m) if self.needs_reference else self.unmixed(m)
-    some = varies(m)
+    some = m.varies()
     if score.ndim: score, some = score.mean(), some.any()
     note_batch(self, mask, keep, (score.detach().abs() < torch.inf) & some)
     return score
@@ -87,7 +85,6 @@ def chosen(self: IStar, states: tuple[Tensor, ...], mask: Tensor | None) -> Sequ
     if len({h.shape for h in X}) == 1: return X
     raise ValueError(f"layers: shapes {[tuple(h.shape) for h in X]} have no union and no mean; take one layer, "
                      "such as layers=-1, with zeta=0 or a correction")
-
 
 def check_layers(layers: str | int) -> None:
     "Raise `ValueError` unless the layers are union, mean or an index."
@@ -126,7 +123,6 @@ def set_reference(self: IStar, reference_cov: Tensor) -> None:
     "Take a reference covariance, (d, d) or (L, d, d), detached. A `PenaltyTrainer` keeps it."
     self.reference_cov, self.given = check_reference_cov(reference_cov), True
 
-
 @patch(as_prop=True)
 def needs_reference(self: IStar) -> bool:
     "Whether the score reads a reference."
@@ -153,13 +149,6 @@ def check_batches(p: nn.Module) -> None:
         raise ValueError("hidden_states: a batch has no score, because too few tokens count, all are equal, or "
                          "values are NaN; use larger batches, or lower lam or the learning rate")
 
-# %% ../nbs/07_istar.ipynb #5853360d
-def varies(m: Moments) -> Tensor:
-    "Return whether the tokens differ by more than rounding, (...)."
-    rounding = 8 * torch.finfo(m.m2.dtype).eps
-    trace = m.m2.detach().diagonal(dim1=-2, dim2=-1).sum(-1)
-    return trace > m.count * rounding**2 * m.mean.detach().square().sum(-1)
-
 # %% ../nbs/07_istar.ipynb #b3f1d852
 def logged_term(penalty: nn.Module, name: str, term: Tensor, **parts: Tensor) -> Tensor:
     "Return the term, keep its parts for the log, and warn if it has no gradient in training."
@@ -169,7 +158,6 @@ def logged_term(penalty: nn.Module, name: str, term: Tensor, **parts: Tensor) ->
             f"penalty: the term of this {type(penalty).__name__} has no gradient, so it trains nothing; its hidden "
             "states come from a frozen encoder, from torch.no_grad() or from a loss that detaches them")
     return term
-
 
 def as_penalties(penalty) -> list[nn.Module]:
     "Return one penalty, several or None as a list of modules."
@@ -191,8 +179,7 @@ def reference_covariance(
 ) -> Tensor:
     """Return the covariance of token vectors of the training set, the paper's Sigma_S, the same on all ranks.
 
-    Raises `ValueError` for no batch, a layer that is missing, and fewer than two tokens.
-    """
+    Raises `ValueError` for no batch, a layer that is missing, and fewer than two tokens."""
     check_layers(layers)
     one = not isinstance(layers, str)
     m = token_moments(model, batches, max_points, padding, released, one, progress, mask_fn)
@@ -231,24 +218,21 @@ def measure_isotropy(
 ) -> dict:
     """Return the IsoScore of the tokens: `union` of layers 1..L, `layers`, `embeddings`, and `points`, their number.
 
-    A layer without variance scores NaN. Raises `ValueError` if no batch comes.
-    """
+    A layer without variance scores NaN. Raises `ValueError` if no batch comes."""
     m = token_moments(model, batches, max_points, mask_fn=mask_fn)
     union = pool(m.map(lambda f: f[1:]))
     embeddings, *layers = plain_score(m).tolist()
     return {"union": float(plain_score(union)), "layers": layers, "embeddings": embeddings, "points": int(union.count)}
 
-
 def plain_score(m: Moments) -> Tensor:
     "Return the IsoScore (...), NaN where all tokens of a cloud are equal."
-    return score_from_cov(m.m2).masked_fill(~varies(m), torch.nan)
+    return score_from_cov(m.m2).masked_fill(~m.varies(), torch.nan)
 
 # %% ../nbs/07_istar.ipynb #8261d4bb
 class CosReg(nn.Module):
     """Return `lam` times the sum of cosines of distinct tokens / N² (formula of Gao et al. 2019), a scalar.
 
-    Over several ranks it is that of the whole batch. `parts` holds the last term (`cosreg`) and that sum (`cosine`).
-    """
+    Over several ranks it is that of the whole batch. `parts` holds the last term (`cosreg`) and that sum (`cosine`)."""
     needs_reference = False
 
     def __init__(

@@ -32,9 +32,8 @@ def loss_surface(
     loss: str | Callable = "mlm",  # as in mean_loss
     reduction: str = "mean",  # as in mean_loss
 ) -> "Surface":
-    """Return the mean loss at weights + alpha d1 + beta d2 (guided dropout eq. 5), in nats.
-
-    Raises `ValueError` for directions that do not fit, and for a grid without the origin."""
+    """Return the mean loss at weights + alpha d1 + beta d2 (guided dropout eq. 5), in nats. Raises `ValueError` for
+    directions that do not fit, and for a grid without the origin."""
     alphas = grid() if alphas is None else np.array(alphas, dtype=np.float64)
     if 0 not in alphas or (np.diff(alphas) <= 0).any():
         raise ValueError(f"alphas: {alphas.tolist()} must increase and hold 0; use grid(span, n)")
@@ -47,11 +46,8 @@ def loss_surface(
     return Surface(losses, alphas, betas)
 
 # %% ../nbs/12_landscape.ipynb #bbcdc391
-def grid(
-    span: float = 1.5,  # largest coordinate
-    n: int = 17,  # number of points, odd
-) -> np.ndarray:
-    "Return n equidistant coordinates from -span to span, exactly symmetric, with 0 in the middle."
+def grid(span: float = 1.5, n: int = 17) -> np.ndarray:
+    "Return n equidistant coordinates from -span to span, an odd number, exactly symmetric, with 0 in the middle."
     if n % 2 == 0:
         raise ValueError(f"n: {n} points do not hold the origin; use an odd number")
     half = np.linspace(0, span, n // 2 + 1)
@@ -61,19 +57,14 @@ def grid(
 def _filter_normalised(seed: int, name: str, weight: Tensor) -> Tensor:
     "Return one tensor of a direction, on the CPU, in float32 or better."
     weight = weight.detach().cpu().to(torch.promote_types(weight.dtype, torch.float32))
-    w, d = _rows(weight), _rows(_noise(seed, name, weight.shape).to(weight.dtype))
-    return (_lengths(w) / (_lengths(d) + 1e-10)).to(d.dtype).mul(d).view(weight.shape)
+    _, long = _filters(weight)
+    d, drawn = _filters(_noise(seed, name, weight.shape).to(weight.dtype))
+    return (long / (drawn + 1e-10)).to(d.dtype).mul(d).view(weight.shape)
 
-
-def _rows(x: Tensor) -> Tensor:
-    "Return the filters of a tensor: its slices on axis 0; a tensor of one dimension is one filter."
-    return x.flatten(1) if x.ndim > 1 else x.reshape(1, -1)
-
-
-def _lengths(rows: Tensor) -> Tensor:
-    "Return the length of each row, (rows, 1), in float64."
-    return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
-
+def _filters(x: Tensor) -> tuple[Tensor, Tensor]:
+    "Return the slices on axis 0, one for a tensor of one dimension, (rows, size), and their lengths in float64."
+    rows = x.flatten(1) if x.ndim > 1 else x.reshape(1, -1)
+    return rows, torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
 
 def _noise(seed: int, name: str, shape: torch.Size, draw: Callable = torch.randn) -> Tensor:
     "Return random float32 numbers that depend on seed, name and shape alone."
@@ -90,9 +81,8 @@ def direction(
     mask: Mapping[str, Tensor] | None = None,  # parameter name -> booleans, or one; others stay
     norm: str = "filter",  # "filter", or "equal": as long as without the mask
 ) -> dict[str, Tensor]:
-    """Return a random direction with filters as long as those of the weights (Li et al. 2018).
-
-    Raises `ValueError` for a mask that does not fit the model, and one that moves nothing."""
+    """Return a random direction with filters as long as those of the weights (Li et al. 2018). Raises `ValueError` for
+    a mask that does not fit the model, and one that moves nothing."""
     one_of("one_d", one_d, ("zero", "scale"))
     one_of("norm", norm, ("filter", "equal"))
     params = dict(model.named_parameters())
@@ -105,10 +95,7 @@ def direction(
     stretch = step_length(whole) / step_length(moved) if norm == "equal" else 1.0
     return {n: (d * stretch).to(params[n].device) for n, d in moved.items() if d.any()}
 
-
-def step_length(
-    direction: Mapping[str, Tensor],  # parameter name -> tensor
-) -> float:
+def step_length(direction: Mapping[str, Tensor]) -> float:
     "Return the Euclidean norm of a direction over all its tensors."
     norms = [torch.linalg.vector_norm(d, dtype=torch.float64) for d in direction.values()]
     return sum(float(norm) ** 2 for norm in norms) ** 0.5
@@ -124,11 +111,9 @@ def _fitting(name: str, given: Mapping, params: dict) -> dict[str, Tensor]:
             raise ValueError(f"{name}: {n} has shape {tuple(x.shape)}; the parameter has {tuple(params[n].shape)}")
     return tensors
 
-
 def _check_mask(mask: Mapping | None, params: dict) -> dict[str, Tensor]:
     "Return booleans for every parameter: all true without a mask, false where it names none."
-    if mask is None: return {n: torch.tensor(True) for n in params}
-    masks = {n: torch.tensor(False) for n in params} | _fitting("mask", mask, params)
+    masks = {n: torch.tensor(mask is None) for n in params} | _fitting("mask", mask or {}, params)
     if any(m.dtype != torch.bool for m in masks.values()):
         raise ValueError("mask: need booleans, for example scores > threshold")
     return masks
@@ -148,14 +133,12 @@ def displaced(
     directions = [_fitting(f"d{i}", d, params) for i, d in enumerate(directions, 1)]
     moving = [n for n in params if any(n in d for d in directions)]
     kept = {n: params[n].detach().clone() for n in moving}
-
     def place(*at: float) -> None:
         torch.clear_autocast_cache()  # a bf16 copy of the last place would be stale
         for n, weight in kept.items():
             for a, d in zip(at, directions, strict=True):
                 if n in d and a: weight = torch.add(weight, d[n], alpha=float(a))
             params[n].data.copy_(weight)
-
     try: yield place
     finally: place(*[0.0] * len(directions))
 
@@ -177,10 +160,8 @@ def mean_loss(
     if not samples: raise ValueError("batches: no sample came; a generator can be read only once")
     return float(total) / samples
 
-
 class _BatchLosses(nn.Module):
     "The losses of a batch as a module, so that `functional_call` can replace the weights."
-
     def __init__(self, model: nn.Module, loss: str | Callable, reduction: str):
         super().__init__()
         self.model, self.loss, self.reduction = model, loss, reduction
@@ -203,9 +184,8 @@ def subset(
     by: str = "scalar",  # "scalar", or "tensor" as released
     seed: int = 0,  # seed of the random choice, and of the choice among equal scores
 ) -> dict[str, Tensor]:
-    """Return a share of the parameters, a `mask` for `direction`: name -> booleans of its shape.
-
-    Raises `ValueError` for a share outside (0, 1], and scores that are missing, misshapen or NaN."""
+    """Return a share of the parameters, a `mask` for `direction`: name -> booleans of its shape. `ValueError` for a
+    share outside (0, 1], and scores that are missing, misshapen or NaN."""
     in_range("share", share, 0, 1, ends="(]")
     one_of("which", which, ("top", "bottom", "random"))
     one_of("by", by, ("scalar", "tensor"))
@@ -230,7 +210,6 @@ def _check_scores(scores: Mapping, params: dict) -> dict[str, Tensor]:
             raise ValueError(f"scores: {n} is missing or holds NaN; score every parameter")
     return {n: x.cpu().double() for n, x in tensors.items()}
 
-
 def _best(values: np.ndarray, k: int, seed: int) -> np.ndarray:
     "Return booleans: the k largest of (n,) values; equal ones at the cut are drawn by the seed."
     cut = np.partition(values, -k)[-k]
@@ -253,13 +232,9 @@ class Surface:
     @property
     def radii(self) -> np.ndarray: return np.hypot(self.alphas[:, None], self.betas).round(9)
 
-
 @patch
-def curvature(
-    self: Surface,
-    radius: float = 0.35,  # largest distance from the origin
-) -> np.ndarray:
-    "Return the Hessian of the least-squares quadratic, (2, 2), or (1, 1); raise `ValueError` for too few points."
+def curvature(self: Surface, radius: float = 0.35) -> np.ndarray:
+    "Return the Hessian of the least-squares quadratic within the radius, (k, k); `ValueError` for too few points."
     i, j = np.nonzero((self.radii < radius) & np.isfinite(self.losses))
     z = np.stack([self.alphas[i], self.betas[j]], 1)[:, : 1 if self.is_line else 2]
     a, b = np.triu_indices(z.shape[1])
@@ -274,7 +249,6 @@ def curvature(
 
 # %% ../nbs/12_landscape.ipynb #863dab5b
 RINGS = (0, 0.2, 0.35, 0.5, 0.65, 0.8, 1, 1.2, 1.4, 1.6, 1.8, 2.2)  # edges for a grid that reaches 1.5
-
 
 @patch
 def radius_profile(self: Surface) -> pd.DataFrame:
@@ -324,9 +298,8 @@ def expected_curvature(
     masks, scores = _check_mask(mask, params), _check_scores(scores, params)
     for n, p in params.items():
         if p.ndim < 2 and one_d == "zero": continue
-        w, diagonal = _rows(p.detach().cpu()), (scores[n] * masks[n].cpu()).expand(p.shape)
-        mean_square = _lengths(w) ** 2 / w.shape[1]
-        total += float((_rows(diagonal) * mean_square).sum())
+        (w, long), diagonal = _filters(p.detach().cpu()), (scores[n] * masks[n].cpu()).expand(p.shape)
+        total += float((diagonal.reshape(w.shape) * (long**2 / w.shape[1])).sum())
     return total
 
 # %% ../nbs/12_landscape.ipynb #86090409

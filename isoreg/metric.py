@@ -43,7 +43,9 @@ class IsoScore(torchmetrics.Metric):
         self.reference_cov: Tensor | None
         self.mixed, self.names = given and weighed, Moments._fields[: 5 if correction == "ustat" else 3]
         self.register_buffer("reference_cov", R)
-        self._add_states()
+        zeros = torch.zeros(num_dims, dtype=torch.float64)
+        empty = Moments(torch.tensor(0), zeros, zeros.outer(zeros), zeros, zeros.sum())
+        for name, value in zip(self.names, empty): self.add_state(name, value, dist_reduce_fx=None)
 
     def update(
         self,
@@ -64,15 +66,13 @@ def _score(self: IsoScore, m: Moments) -> Tensor:
     if m.count < (need := MIN_ROWS[self.correction]):
         raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
     if self.mixed: return score_from_cov(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
-    rounding = (8 * torch.finfo(m.mean.dtype).eps) ** 2 * m.count * m.mean.square().sum()
-    if m.m2.trace() <= rounding:
+    if not m.varies():
         raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave such clouds out")
     inv = invariants_of_moments(m)
     t2, f = estimate_traces(inv, self.correction)
     # the states are float64, the points usually are not
     if self.correction: check_evenness(inv, f, self.num_dims, torch.float32)
     return closed_form(t2, f, self.num_dims)
-
 
 @patch
 def _moments_of(self: IsoScore, points: Tensor, mask: Tensor | None) -> Moments:
@@ -88,25 +88,15 @@ def _moments_of(self: IsoScore, points: Tensor, mask: Tensor | None) -> Moments:
 
 # %% ../nbs/04_metric.ipynb #3adfe94e
 @patch
-def _add_states(self: IsoScore):
-    "Begin with the moments of no points."
-    zeros = torch.zeros(self.num_dims, dtype=torch.float64)
-    empty = Moments(torch.tensor(0), zeros, zeros.outer(zeros), zeros, zeros.sum())
-    for name, value in zip(self.names, empty): self.add_state(name, value, dist_reduce_fx=None)
-
-
-@patch
 def _hold(self: IsoScore, m: Moments):
     "Make the moments the states."
     for name in self.names: setattr(self, name, getattr(m, name))
-
 
 @patch
 def _seen(self: IsoScore) -> Moments:
     "Return the moments of all points."
     m = Moments(*(getattr(self, name) for name in self.names))
     return pool(m) if m.count.ndim else m
-
 
 @patch
 def _apply(self: IsoScore, move, *args):
@@ -123,7 +113,6 @@ def merge_state(
     self._reduce_states(incoming_state if isinstance(incoming_state, dict) else incoming_state.metric_state)
     self._computed = None  # the cached score
     self._update_count += 1
-
 
 @patch
 def _reduce_states(self: IsoScore, incoming_state: dict):

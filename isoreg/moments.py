@@ -52,6 +52,11 @@ class Moments(NamedTuple):
         "Return the moments with `f` applied to each field that is there."
         return Moments(*(None if field is None else f(field) for field in self))
 
+    def varies(self) -> Tensor:
+        "Return whether the rows of each cloud differ by more than rounding, (...)."
+        rounding = (8 * torch.finfo(self.m2.dtype).eps) ** 2 * self.count * self.mean.detach().square().sum(-1)
+        return self.m2.detach().diagonal(dim1=-2, dim2=-1).sum(-1) > rounding
+
 # %% ../nbs/01_moments.ipynb #e33f9bb8
 def _accumulate(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Moments:
     "Return the moments of the union of clouds (n, d), in float32 or better, in one pass over chunks of rows."
@@ -79,7 +84,6 @@ def _accumulate(clouds: Sequence[Tensor], mask: Tensor | None, order: int) -> Mo
     M2.addr_(δ * n, δ, alpha=-1)
     return Moments(n, s + δ, M2, *(_move(n, M2, higher[0], higher[1], δ, back=True) if higher else ()))
 
-
 def few_operations(device: torch.device) -> bool:
     "Return whether the device waits for each operation to be started."
     return device.type != "cpu"
@@ -96,7 +100,6 @@ def _shift(clouds: Sequence[Tensor], mask: Tensor | None, dtype: torch.dtype) ->
     if mask is None: return x.mean(0)
     valid = mask[rows].repeat(len(clouds))
     return _mean(x, ~valid[:, None], valid.sum(), dtype)
-
 
 def _mean(x: Tensor, drop: Tensor | None, n: Tensor, dtype: torch.dtype) -> Tensor:
     "Return the mean (d,) of the n rows of x that count, in the dtype."
@@ -193,7 +196,6 @@ def union_moments(clouds: Sequence[Tensor], mask: Tensor | None = None, order: i
 _PRODUCTS = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
 _SWITCHES = [m for m in _PRODUCTS if hasattr(m, "fp32_precision")]  # from torch 2.9 on
 
-
 @contextlib.contextmanager
 def full_precision(x: Tensor):
     "Give a context in which float32 products on the device of x are float32 products: no autocast, no TF32."
@@ -205,7 +207,6 @@ def full_precision(x: Tensor):
         _set_precision(["ieee"] * len(_SWITCHES) or "highest")
         try: yield
         finally: _set_precision(before)
-
 
 def _set_precision(wanted):
     "Set the precision of float32 products."
@@ -232,7 +233,6 @@ def check_points(points, mask=None) -> tuple[Tensor, Tensor | None]:
                          "(an additive mask is mask == 0)")
     return points, (mask != 0).to(points.device).expand(want)
 
-
 def check_finite(points: Tensor, mask: Tensor | None = None):
     "Raise the `ValueError` that names the first row of points (..., n, d) that counts and is not finite."
     bad = ~points.isfinite().all(-1)
@@ -256,7 +256,6 @@ def floating(x, name: str) -> Tensor:
         raise ValueError(f"{name}: this {type(x).__name__} is no array of numbers; pass one array or tensor with rows "
                          "of equal length (the numeric columns of a data frame, np.stack of a column of "
                          "vectors)") from error
-
 
 def wide_dtype(x: Tensor) -> torch.dtype:
     "Return the widest floating type of x's device."
@@ -300,7 +299,6 @@ def all_reduce(m: Moments) -> Moments:
 def world_size() -> int:
     "Return the number of ranks, 1 where no process group runs."
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     "Return the sum of x, of the same shape on every rank, over all ranks, on every rank; differentiable."

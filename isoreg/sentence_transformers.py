@@ -88,7 +88,7 @@ class IsotropyEvaluator(SentenceEvaluator):
     def __call__(self, model, output_path: str | None = None, epoch: int = -1, steps: int = -1) -> dict[str, float]:
         "Return `isoscore` and `isoscore_stderr`. Raises `ValueError` as `isoscore_with_error`."
         vectors = model.encode(self.sentences, batch_size=self.batch_size, convert_to_tensor=True)
-        found = isoscore_with_error(vectors, correction="ustat")
+        found = isoscore_with_error(vectors)
         metrics = {"isoscore": found.score, "isoscore_stderr": found.stderr}
         metrics = self.prefix_name_to_metrics(metrics, self.name)
         self.store_metrics_in_model_card_data(model, metrics, epoch, steps)

@@ -36,8 +36,7 @@ def dropout_sites(
     """Return every site where the model applies dropout in train mode, found by one forward pass.
 
     Layers that are shared, as in ALBERT, are one site that is called several times. The model is left as it was.
-    Raises `ValueError` if there is no site, and warns if a rate arrives that cannot be set.
-    """
+    Raises `ValueError` if there is no site, and warns if a rate arrives that cannot be set."""
     found = find_sites(unwrapped(model), batch, one_of("grouping", grouping, ("released", "preceding")))
     if not found.sites:
         raise ValueError(f"model: {type(model).__name__} has no dropout site" + f"; {found.stray}" * bool(found.stray))
@@ -179,7 +178,6 @@ def _forward(model: nn.Module, batch):
     "Return the output of one forward pass; the batch is a mapping by name, a tuple or tensor by position, or None."
     device = _device(model)
     def moved(v): return v.to(device) if isinstance(v, Tensor) else v
-
     if batch is None: batch = _example(model)
     if isinstance(batch, Mapping): return model(**{k: moved(v) for k, v in batch.items()})
     return model(*map(moved, batch if isinstance(batch, (tuple, list)) else (batch,)))
@@ -216,7 +214,6 @@ class _Call:
 
 class _Recorder(TorchFunctionMode):
     "Records the dropout calls of a forward pass, and the parameters used before each."
-
     def __init__(self, model: nn.Module):
         super().__init__()
         self.names = {id(t): name for name, t in named_weights(model).items()}
@@ -291,7 +288,6 @@ def record_calls(model: nn.Module, batch) -> _Recorder:
     r, hooks, paths = _Recorder(model), nn.modules.module, {m: path for path, m in model.named_modules()}
     def enter(module, args): r.stack.append(paths.get(module, ""))
     def leave(module, args, output): r.stack.pop()
-
     used = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules()}
     kernels = {n: k for n, k in ALL_ATTENTION_FUNCTIONS.items() if n in used - {"eager", "sdpa"}}
     watched = {n: partial(_watched, r, k) for n, k in kernels.items()}
@@ -362,9 +358,6 @@ def _tensors_of_site(
 
 # %% ../nbs/13_sites.ipynb #40e085a2
 def unwrapped(model: nn.Module) -> nn.Module:
-    "Return the model inside DistributedDataParallel, torch.compile or PEFT; `ValueError` for what is no torch module."
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: {model!r:.80} is a {type(model).__name__}, no torch module; load it first, "
-                         "for example with AutoModel.from_pretrained")
+    "Return the model inside DistributedDataParallel, torch.compile or PEFT."
     inner = inside_wrapper(getattr(model, "_orig_mod", model))
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # adapters stay in it

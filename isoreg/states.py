@@ -5,6 +5,7 @@ __all__ = ['hidden_states', 'eval_mode']
 
 # %% ../nbs/06_states.ipynb #1238143d
 import contextlib
+import hashlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +24,7 @@ def hidden_states(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return the hidden states of a batch, L + 1 tensors (batch, length, d), and its mask (batch, length) or None.
 
-    A model with an encoder and a decoder gives those of the encoder. `ValueError` for a model that returns none.
-    """
+    A model with an encoder and a decoder gives those of the encoder. `ValueError` for a model that returns none."""
     encoder = encoder_of(model)
     device = next(encoder.parameters()).device
     names = set(inspect.signature(encoder.forward).parameters) - {"args", "kwargs"} or USUAL
@@ -38,11 +38,9 @@ def hidden_states(
 # %% ../nbs/06_states.ipynb #84750e3c
 USUAL = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 
-
 def inside_wrapper(model: nn.Module) -> nn.Module:
     "Return the model inside DistributedDataParallel, or the model itself."
     return getattr(model, "module", model)
-
 
 def encoder_of(model: nn.Module) -> nn.Module:
     "Return the model without wrapper, head and decoder. Raises `ValueError` for a learned prompt of PEFT."
@@ -119,10 +117,18 @@ def base_prefix(model: nn.Module) -> str:
     base = getattr(model, "base_model", model)
     return next((path + "." for path, m in model.named_modules() if m is base and path), "")
 
-
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     "Return the parameters by name. A tied parameter has its name in the base model."
     prefix, names = base_prefix(model), {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if id(p) not in names or name.startswith(prefix) > names[id(p)].startswith(prefix): names[id(p)] = name
     return {names[id(p)]: p for p in model.parameters()}
+
+# %% ../nbs/06_states.ipynb #c15217da
+def model_fingerprint(model: nn.Module) -> str:
+    "Return the sha256 over names, shapes and values of all parameters."
+    digest = hashlib.sha256()
+    for name, p in named_weights(model).items():
+        digest.update(f"{name}{tuple(p.shape)}{p.dtype}".encode())
+        digest.update(p.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -21,9 +21,7 @@ def isoscore_by_sequence(
     groups: int = 20,  # groups of sequences, drawn with a fixed seed, each left out once
 ) -> IsoScoreEstimate:  # its count is that of the sequences with tokens
     """Return the IsoScore of sequences, corrected for the dependence of their tokens, with its jackknife error.
-
-    Raises `ValueError` for a wrong shape, NaN, fewer than 6 sequences with tokens, and where a group leaves no score.
-    """
+    Raises `ValueError` for a wrong shape, NaN, fewer than 6 sequences with tokens, or a group that leaves no score."""
     in_range("groups", groups, 2, whole=True, hint="20 is usual")
     X, keep = check_cloud(points, mask)
     if X.ndim != 3:
@@ -59,7 +57,6 @@ def _estimates(lengths: Tensor, vectors: Tensor, single: Tensor, products: Tenso
 # %% ../nbs/03_tokens.ipynb #d592b341
 class SequenceStream:
     """Score by sequence, with its jackknife error, of sequences that stream by twice, in float64.
-
     Call `first` with all of them; then, for each group, `second` with all of the group and `close`; then `estimate`."""
     def __init__(self, groups: int, d: int, device: torch.device):
         zeros = functools.partial(torch.zeros, dtype=wide_dtype(torch.empty(0, device=device)), device=device)
@@ -101,7 +98,6 @@ def second(self: SequenceStream, g: int, x: Tensor, mask: Tensor):
     self.P_g += X.flatten(0, 1).mT @ X.flatten(0, 1)
     self.G_g += s.mT @ s
 
-
 @patch
 def close(self: SequenceStream, g: int):
     "End group g."
@@ -124,11 +120,9 @@ def scores(self: SequenceStream) -> Tensor:
     lengths, vectors, single = (total.sum(0) - total for total in (self.lengths, self.vectors, self.single))
     t2, f = _estimates(lengths, vectors, single, self.products)
     scores, m = closed_form(t2, f, len(self.G)), self.moments
-    rounding = (8 * torch.finfo(m.m2.dtype).eps) ** 2 * m.count * m.mean.square().sum()
-    if m.m2.trace() > rounding and bool((torch.isfinite(scores) & (t2 > 0) & (f > 0)).all()): return scores
+    if m.varies() and bool((torch.isfinite(scores) & (t2 > 0) & (f > 0)).all()): return scores
     raise ValueError("points: without one group of sequences no score is left: too few sequences, zero variance or "
                      "NaN; add sequences or check the points")
-
 
 @patch
 def estimate(self: SequenceStream) -> IsoScoreEstimate:

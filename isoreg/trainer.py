@@ -32,8 +32,7 @@ class PenaltyMixin:
 
     A penalty is a module that is called as `penalty(hidden_states, attention_mask)` and returns a weighted scalar. The
     log shows the means of `task_loss` and of the scalars that a penalty keeps in a dict `parts`. Raises `ValueError`
-    for a penalty that is no module.
-    """
+    for a penalty that is no module."""
     def __init__(
         self,
         *args,  # arguments of the Trainer
@@ -55,7 +54,8 @@ class PenaltyMixin:
         "Return the Trainer's loss, in training with the penalties added."
         loss_of = functools.partial(super().compute_loss, model, num_items_in_batch=num_items_in_batch)
         if not model.training or not self.penalties: return loss_of(inputs, return_outputs=return_outputs)
-        body, seen, asked = inside_wrapper(model), [], return_outputs or not is_trl(self)
+        trl = any(kind.__module__.split(".")[0] == "trl" for kind in type(self).__mro__)
+        body, seen, asked = inside_wrapper(model), [], return_outputs or not trl
         note = nullcontext() if asked else encoder_of(body).register_forward_hook(
             lambda module, args, output: seen.append(states_of(output)))
         with note: loss = loss_of({**inputs, "output_hidden_states": True}, return_outputs=asked)
@@ -64,18 +64,12 @@ class PenaltyMixin:
         loss = self.penalised(loss, states, token_mask(body, inputs, states, self.mask_fn), num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-
 class PenaltyTrainer(PenaltyMixin, Trainer):
     "Train as the transformers Trainer, with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
 
 # %% ../nbs/09_trainer.ipynb #trlmodel
 # heads that ignore num_items_in_batch
 IGNORES_ITEMS = re.compile(r"For(\w*Classification|MultipleChoice|QuestionAnswering)$")
-
-
-def is_trl(trainer: Trainer) -> bool:
-    "Return whether the Trainer is one of TRL."
-    return any(kind.__module__.split(".")[0] == "trl" for kind in type(trainer).__mro__)
 
 # %% ../nbs/09_trainer.ipynb #e8b64804
 @patch
@@ -87,7 +81,12 @@ def penalised(self: PenaltyMixin, loss: Tensor, states: tuple[Tensor, ...], mask
     if scaled is None:
         scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
     steps = self.current_gradient_accumulation_steps if scaled else 1
-    self.note_parts(loss.detach().mean() * steps)
+    # the sums of the log
+    parts = {"task_loss": loss.detach().mean() * steps}
+    for number, p in enumerate(self.penalties, 1):
+        for name, value in getattr(p, "parts", {}).items():
+            parts[f"{name}_{number}" if name in parts else name] = value
+    self.sums.update(parts | {"calls": 1})
     return loss + sum(terms).to(loss.device) / steps
 
 # %% ../nbs/09_trainer.ipynb #e20f16e5
@@ -104,16 +103,6 @@ def log(self: PenaltyMixin, logs, *args, **kwargs):
 
 # %% ../nbs/09_trainer.ipynb #e20f16e6
 @patch
-def note_parts(self: PenaltyMixin, task_loss: Tensor) -> None:
-    "Add the loss and the parts of the penalties of a micro-batch to the sums of the log."
-    parts = {"task_loss": task_loss}
-    for number, p in enumerate(self.penalties, 1):
-        for name, value in getattr(p, "parts", {}).items():
-            parts[f"{name}_{number}" if name in parts else name] = value
-    self.sums.update(parts | {"calls": 1})
-
-
-@patch
 def mean_parts(self: PenaltyMixin) -> dict[str, float]:
     "Return the means over the ranks and the micro-batches since the last log, by name."
     sums, self.sums = self.sums, Counter()
@@ -125,7 +114,6 @@ def mean_parts(self: PenaltyMixin) -> dict[str, float]:
 # %% ../nbs/09_trainer.ipynb #c318bbab
 class ReferenceRefresh(TrainerCallback):
     "Give a penalty its reference covariance from the training set at the start of each epoch, as the paper does."
-
     def __init__(
         self,
         penalty: nn.Module,  # an IStar, or another with `needs_reference` and `set_reference`
@@ -169,7 +157,6 @@ def own_batches(loader: DataLoader, batch_size: int | None, seed: int) -> Iterab
 # %% ../nbs/09_trainer.ipynb #9a3630ef
 class IsotropyLog(TrainerCallback):
     "Measure isotropy on a fixed sample before training and at each evaluation; `history` holds one dict for each."
-
     def __init__(
         self,
         batches: Sequence[dict] | DataLoader,  # collated batches, the same at each reading
@@ -209,7 +196,6 @@ def train(self: PenaltyMixin, *args, **kwargs):
     _put_schedule(self.model)
     return super(PenaltyMixin, self).train(*args, **kwargs)
 
-
 @patch
 def call_model_init(self: PenaltyMixin, *args, **kwargs):
     "Return a new model as the Trainer does, with the dropout schedule of its configuration."
@@ -217,13 +203,11 @@ def call_model_init(self: PenaltyMixin, *args, **kwargs):
     _put_schedule(model)
     return model
 
-
 @patch
 def _load_from_checkpoint(self: PenaltyMixin, checkpoint, model=None):
     "Load as the Trainer does, and the dropout schedule with the weights."
     super(PenaltyMixin, self)._load_from_checkpoint(checkpoint, model)
     _put_schedule(self.model, checkpoint)
-
 
 def _put_schedule(model: nn.Module, checkpoint: str | None = None):
     "Put on the dropout schedule that the configuration of the model, or of a checkpoint, names, unless it is in force."
@@ -247,8 +231,7 @@ def split_by_length(
     """Return the same model, whose encoder reads each batch in groups of similar length, with fewer padded tokens.
 
     Hidden states at padded positions become zero, so do not use it with `padding=True`. Raises `ValueError` for an
-    encoder whose tokens read padded positions.
-    """
+    encoder whose tokens read padded positions."""
     in_range("groups", groups, 1, whole=True, hint="1 leaves the batch as it is")
     encoder = encoder_of(model)
     earlier = vars(encoder).get("forward")
@@ -266,7 +249,6 @@ def split_by_length(
 # %% ../nbs/09_trainer.ipynb #8d1ef832
 class Grouped:
     "The forward of an encoder, called group by group."
-
     def __init__(self, encoder: nn.Module, groups: int):
         self.encoder, self.groups, self.whole = encoder, groups, encoder.forward
         self.replaced = "forward" in vars(encoder)
@@ -298,7 +280,6 @@ def of_group(name: str, v, shape: torch.Size, rows: Tensor, length: int):
     if v.shape[:2] == shape: return v[rows, :length]
     if v.shape == (1, shape[1]): return v[:, :length]
     return v[rows] if len(v) == shape[0] else v
-
 
 def joined(parts: list, back: Tensor, length: int):
     "Return the field of the batch, padded with zeros."

@@ -27,7 +27,6 @@ class Vectors(NamedTuple):
     pieces: Callable[[], Iterable]  # of tensors or arrays (rows, d), from the first row on at each call
     files: tuple[Path, ...] = ()
 
-
 def read_points(
     *sources: str | Path,  # files, folders of them, patterns such as "shards/*.npy"
     array: str | None = None,  # name of the array or column; None takes the only one
@@ -44,11 +43,8 @@ def read_points(
                          "model, or compare them with --each")
     return Vectors((n, d), lambda: chain.from_iterable(p.pieces() for p in parts), tuple(files))
 
-
-def in_memory(
-    points,  # (n, d) tensor or array
-) -> Vectors:
-    "Return vectors that are in memory, ready to be read in pieces."
+def in_memory(points) -> Vectors:
+    "Return vectors that are in memory, (n, d), ready to be read in pieces."
     x = check_cloud(points)[0].detach()
     if x.ndim != 2: raise ValueError(f"points: one cloud (n, d) wanted, got shape {tuple(x.shape)}")
     return Vectors(tuple(x.shape), lambda: _checked(x.split(_height(x.shape[1])), "points"))
@@ -62,22 +58,22 @@ def _files(path: Path) -> list[Path]:
     if found: return found
     raise ValueError(f"file: {str(path)!r} holds no file of vectors; need {', '.join(READERS)}")
 
-
 def _open(path: Path, array: str | None) -> Vectors:
     "Return the vectors of one file."
     if (kind := path.suffix.lower()) not in READERS:
         raise ValueError(f"file: {str(path)!r} is no file of vectors; give .npy, .npz, .parquet or .safetensors")
     try: found = READERS[kind](path)
     except Exception as error: raise ValueError(f"file: {path.name}: {error}") from None  # readers raise what they meet
-    name = next(iter(found)) if array is None and len(found) == 1 else array
+    if not found: raise ValueError(f"file: {path.name} holds no vectors; in Parquet they are one column of lists")
+    tables = [name for name, v in found.items() if len(v.shape) == 2] or list(found)
+    name = tables[0] if array is None and len(tables) == 1 else array
     if name not in found:
-        given, names = "none given" if array is None else repr(array), ", ".join(list(found)[:20]) or "no vectors"
+        given, names = "none given" if array is None else repr(array), ", ".join(list(found)[:20])
         raise ValueError(f"array: {given}, and {path.name} holds {names}; choose one with --array")
     shape, pieces, _ = found[name]
     if len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
         raise ValueError(f"file: {path.name} holds an array of shape {shape}; need (n, d) with n >= 1 and d >= 2")
     return Vectors(shape, lambda: _checked(pieces(), f"file: {path.name}"))
-
 
 def _checked(pieces: Iterable, name: str) -> Iterator[Tensor]:
     "Yield the pieces as tensors in floating point. `ValueError` for a row with NaN, and for a damaged file."
@@ -86,7 +82,8 @@ def _checked(pieces: Iterable, name: str) -> Iterator[Tensor]:
         for piece in pieces:
             x = floating(piece, "points").cpu()
             if not x.sum().isfinite() and len(bad := (~x.isfinite().all(1)).nonzero()):
-                raise ValueError(f"row {first + int(bad[0])} (from 0) holds NaN or infinite values; drop it")
+                raise ValueError(f"row {first + int(bad[0])} (from 0) holds NaN or infinite values; drop such rows: "
+                                 "x[np.isfinite(x).all(1)]")
             yield x
             first += len(x)
     except Exception as error: raise ValueError(f"{name}: {error}") from None
@@ -94,9 +91,7 @@ def _checked(pieces: Iterable, name: str) -> Iterator[Tensor]:
 # %% ../nbs/35_vectors.ipynb #1d0962s1
 def _height(d: int) -> int: return max(1, (1 << 22) // d)  # rows of a piece: 16 MiB in float32
 
-
 def _slices(n: int, d: int) -> list[slice]: return [slice(a, min(n, a + _height(d))) for a in range(0, n, _height(d))]
-
 
 def _npy(open_file: Callable) -> Vectors:
     "Return the array of a .npy, whatever opens it."
@@ -116,7 +111,6 @@ def _npy(open_file: Callable) -> Vectors:
                     yield np.frombuffer(content, dtype).reshape(s.stop - s.start, shape[1])
     return Vectors(shape, pieces)
 
-
 def _npz(path: Path) -> dict[str, Vectors]:
     @contextlib.contextmanager
     def member(name: str):
@@ -134,7 +128,6 @@ def _safetensors(path: Path) -> dict[str, Vectors]:
     with safe_open(path, "pt") as file: shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     return {name: Vectors(shape, partial(pieces, name, shape)) for name, shape in shapes.items()}
 
-
 def _parquet(path: Path) -> dict[str, Vectors]:
     "Return the columns of lists of numbers."
     import pyarrow.parquet as pq
@@ -151,7 +144,6 @@ def _parquet(path: Path) -> dict[str, Vectors]:
         d = len(next(batches(1, field.name)).column(0)[0])
         found[field.name] = Vectors((file.metadata.num_rows, d), partial(pieces, d, field.name))
     return found
-
 
 READERS = {".npy": lambda path: {"": _npy(partial(open, path, "rb"))},
            ".npz": _npz, ".parquet": _parquet, ".safetensors": _safetensors}

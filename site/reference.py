@@ -207,6 +207,7 @@ def _room(room: str, file: str, title: str, folder: Path) -> str:
             lines.append(f"- [{name}](../{file}#{anchor(room, name)}): {line}")
         else:
             lines.append(f"- {_folded(name, value, anchor(room, name))}")
+    title = title.partition(" (`")[0]  # the filter makes a link of a name, and no link stands in another
     head = f"**`isoreg.{room}`**: " + (f"[{title}](../{file})" if page else title)
     return f"{head}\n\n" + "\n".join(lines) if lines else ""
 

@@ -4,14 +4,8 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertModel
 from transformers import T5Config, T5ForConditionalGeneration
 
-CONFIG = dict(
-    vocab_size=60,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=32,
-    max_position_embeddings=16,
-)
+CONFIG = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+CONFIG |= dict(max_position_embeddings=16)
 
 
 def model_and_batches(n=6):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from isoreg.cli import app
 from isoreg.experiments.config import RunConfig
-from isoreg.experiments.grid import Run, load_grid
+from isoreg.experiments.grid import load_grid
 from isoreg.experiments.record import RunRecord
 from isoreg.experiments.notebook import KernelDied, execute
 from isoreg.experiments.sweep import status
@@ -25,10 +25,6 @@ ROOT = Path(__file__).parents[1]
 invoke = lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
 TINY = {"max_train": 32, "max_eval": 20, "epochs": 1}
 OPTIONS = [x for k, v in TINY.items() for x in ("--" + k.replace("_", "-"), str(v))]
-
-
-def _as_run(config):
-    return Run(config.key, "finetune", config.to_dict())
 
 
 def isoreg(*arguments, cwd=None):
@@ -117,6 +113,9 @@ def cell(name, value=""):
     "error, code, words",
     [
         (ValueError("lam: no"), 2, "error: lam: no"),
+        (cell("OverflowError", "negative"), 1, ""),  # anything else shows its traceback
+        (KernelDied(-9), 1, ""),
+        (TypeError("a mistake"), 1, ""),
         (OSError(28, "No space left on device"), 2, "No space left on device"),
         (cell("ValueError", "task: no"), 2, "error: task: no\nnotebook: "),
         (cell("KeyboardInterrupt"), 130, "error: stopped; the same command does the rest"),
@@ -130,15 +129,7 @@ def test_what_a_user_can_mend_ends_a_command_with_one_line(tmp_path, monkeypatch
     monkeypatch.setattr("isoreg.cli.execute", ends)
     result = invoke("run", "--out", tmp_path)
     assert result.exit_code == code and words in result.stderr and "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize("error", [cell("OverflowError", "negative"), KernelDied(-9), TypeError("a mistake")])
-def test_anything_else_shows_its_traceback(tmp_path, monkeypatch, error):
-    def ends(*a):
-        raise error
-
-    monkeypatch.setattr("isoreg.cli.execute", ends)
-    assert invoke("run", "--out", tmp_path).exception is error
+    assert (result.exception is error) == (code == 1)
 
 
 def test_a_run_takes_every_setting_by_its_option_or_as_a_grid_has_it(tmp_path, monkeypatch):
@@ -155,12 +146,6 @@ def test_a_run_takes_every_setting_by_its_option_or_as_a_grid_has_it(tmp_path, m
     assert all(f"--{n.replace('_', '-')}" in shown for n in RunConfig.model_fields if n != "definition")
 
 
-@pytest.mark.parametrize("command", ["", *typer.main.get_command(app).commands])
-def test_help_shows_flags_as_flags(command):
-    shown = invoke(*command.split(), "--help").stdout
-    assert "--help" in shown and "<bool>" not in shown
-
-
 def test_an_interrupted_run_leaves_no_record(tmp_path):
     command = [sys.executable, "-m", "isoreg.cli", "run", "--epochs", "50", "--out", str(tmp_path)]
     heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run in the background it is ignored
@@ -174,13 +159,10 @@ def test_an_interrupted_run_leaves_no_record(tmp_path):
     assert not list(tmp_path.rglob("record.json")) and not status(tmp_path)["running"]
 
 
-@pytest.mark.parametrize("wrong", [{"lamm": 3}, {"lam": "x"}, {"task": "colla"}])
-def test_notebook_refuses_wrong_parameters_before_it_works(wrong, tmp_path):
-    start = time.monotonic()
+def test_the_notebook_refuses_a_wrong_parameter_before_it_works(tmp_path):
     with pytest.raises(papermill.PapermillExecutionError) as error:
-        execute("finetune", tmp_path / "out.ipynb", {**wrong, "out": str(tmp_path / "runs")})
-    assert error.value.ename == "ValueError" and next(iter(wrong)) in error.value.evalue
-    assert not (tmp_path / "runs").exists() and time.monotonic() - start < 120
+        execute("finetune", tmp_path / "out.ipynb", {"lamm": 3, "out": str(tmp_path / "runs")})
+    assert error.value.ename == "ValueError" and "lamm" in error.value.evalue and not (tmp_path / "runs").exists()
 
 
 def test_tasks_and_version():
@@ -193,26 +175,17 @@ def test_tasks_and_version():
 
 def test_help_does_not_import_torch():
     script = "import sys; from typer.testing import CliRunner; from isoreg.cli import app; assert CliRunner().invoke(app, ['--help']).exit_code == 0; print([m for m in ('torch', 'transformers', 'pandas', 'datasets') if m in sys.modules])"  # noqa: E501
-    assert (
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-        == "[]"
-    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 def test_report_of_stored_records(tmp_path):
-    results = Path(__file__).parents[1] / "nbs" / "results"
-    done = CliRunner().invoke(app, ["report", str(results / "istar_first.jsonl"), "--out", str(tmp_path / "report")])
+    done = invoke("report", ROOT / "nbs/results/istar_first.jsonl", "--out", tmp_path / "report")
     assert done.exit_code == 0, done.output
     made = {p.name for p in (tmp_path / "report").iterdir()}
     assert {"summary.md", "comparisons.md", "tradeoff.png", "forest.png"} <= made
     assert "I-STAR λ=-1" in (tmp_path / "report" / "summary.md").read_text()
     assert {"task", "method", "metric", "λ=-1"} <= set(done.stdout.replace(",", " ").split())  # the summary
-    for wrong, words in (
-        (["report", str(tmp_path / "nothing")], "nothing"),
-        (["report", str(tmp_path)], "no record"),
-    ):
-        failed = CliRunner().invoke(app, [*wrong, "--out", str(tmp_path / "other")])
-        assert failed.exit_code == 2 and words in failed.output and not (tmp_path / "other").exists()
 
 
 def test_demo_compares_two_runs_and_draws_them(tmp_path, monkeypatch):
@@ -224,11 +197,15 @@ def test_demo_compares_two_runs_and_draws_them(tmp_path, monkeypatch):
     result = invoke("demo", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     loaded = [json.loads(p.read_text()) for p in tmp_path.glob("*/record.json")]
-    assert {r["config"]["regularizer"] for r in loaded} == {"none", "istar"} and (
-        tmp_path / "demo.png"
-    ).stat().st_size > 5000
+    assert (tmp_path / "demo.png").stat().st_size > 5000 and len(loaded) == 2
     for r in loaded:
         assert f"{r['value']:.4f}" in result.output and f"{r['isoscore']['after']['union']:.4f}" in result.output
     after = {r["config"]["regularizer"]: r["isoscore"]["after"]["union"] for r in loaded}
     assert after["istar"] < after["none"]  # a negative strength lowers isotropy
     assert "isoreg score" in result.output.split("demo.png")[1]  # what to do next
+
+
+@pytest.mark.parametrize("command", ["", *typer.main.get_command(app).commands])
+def test_help_shows_flags_as_flags(command):
+    shown = invoke(*command.split(), "--help").stdout
+    assert "--help" in shown and "<bool>" not in shown

@@ -21,9 +21,12 @@ from isoreg.experiments.config import RunConfig, make_penalty
 from isoreg.experiments.data import load_metric, load_task
 from isoreg.experiments.finetune import rerun, run
 from isoreg.experiments.grid import Run, expand, load_grid
-from isoreg.istar import CosReg, IStar
+from isoreg.dropout import NOISES, gaussian_dropout
+from isoreg.istar import PENALTY_CLASSES, CosReg, IStar
 from isoreg.experiments.record import changed_inputs, inputs_sha256
+from isoreg.report import records
 from isoreg.report.records import load
+from isoreg.schedules import SCHEMES, Scheme
 from isoreg.experiments.sweep import Folder, is_record_of
 from isoreg.experiments.tasks import TASKS, Task, definition, read_task
 from isoreg.experiments.toy import toy_model_path, toy_task, toy_tokenizer
@@ -95,7 +98,7 @@ def test_every_kind_of_file_has_the_same_rows_and_labels_by_name(kind, tmp_path)
     task = Task("grades", label="grade", files={"train": str(file), "validation": str(file)})
     data = load_task(task)
     assert data.train["text"] == [row["text"] for row in rows] and data.train["label"] == [2, 0, 2, 1]  # of 1, 3, 5
-    assert data.task.labels == ("1", "3", "5") and data.task.num_labels == 3
+    assert data.task.labels == ("1", "3", "5")
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "f1", "matthews_correlation"])
@@ -104,8 +107,7 @@ def test_the_majority_is_the_best_constant_answer_by_the_metric(tmp_path, metric
     pq.write_table(pa.table({"text": list("abcdefghij"), "label": labels}), tmp_path / "t.parquet")
     files = dict.fromkeys(("train", "validation"), str(tmp_path / "t.parquet"))
     task = Task("own", labels=("no", "yes"), metric=metric, metrics=(metric,), files=files)
-    score = load_metric(task)
-    best = max(score.compute(predictions=[c] * 10, references=labels)[metric] for c in (0, 1))
+    best = max(load_metric(task).compute(predictions=[c] * 10, references=labels)[metric] for c in (0, 1))
     assert load_task(task).majority == pytest.approx(best)
 
 
@@ -115,7 +117,7 @@ def test_a_correlation_makes_a_regression_of_pairs(tmp_path):
     text = "name: likeness\nfiles: {train: s.jsonl, test: s.jsonl}\ntext: [a, b]\nlabel: score\nmetric: spearman\n"
     (tmp_path / "likeness.yaml").write_text(text + "eval_splits: test\n")
     data = load_task(read_task(tmp_path / "likeness.yaml"))
-    assert data.task.kind == "regression" and data.task.num_labels == 1
+    assert data.task.kind == "regression"
     assert data.evaluation["label"] == [i - 2.5 for i in range(6)] and data.sources["test"] == "s.jsonl"
 
 
@@ -241,7 +243,37 @@ def test_a_class_of_isoreg_that_is_passed_is_the_run_of_its_name():
 def test_a_constructor_gets_the_settings_that_it_has_parameters_for(monkeypatch):
     taken = SimpleNamespace(Mine=lambda lam, layers, **more: (lam, layers, more))
     monkeypatch.setitem(sys.modules, "mine", taken)
-    assert make_penalty(RunConfig(regularizer="mine:Mine", layers=3)) == (1.0, 3, {})
+    config = RunConfig(regularizer="mine:Mine", layers=3)
+    assert make_penalty(config) == (1.0, 3, {})
+    more = dict(zeta=0.5, correction="ustat", convention="text", padding=True)  # which it does not take
+    assert RunConfig(regularizer="mine:Mine", layers=3, **more).key == config.key
+
+
+def test_a_penalty_of_the_library_is_one_line(monkeypatch):
+    class Norm(CosReg):
+        "A penalty of another name."
+
+    monkeypatch.setitem(PENALTY_CLASSES, "norm", Norm)
+    record = run(RunConfig(regularizer="norm", lam=0.1, correction="ustat", **TINY))
+    assert load(record).method.tolist() == ["norm λ=0.1"]
+    with pytest.raises(ValueError, match="did you mean 'norm'"):
+        RunConfig(regularizer="nrm2")
+
+
+def test_a_column_is_a_line_in_recorded_and_one_in_heads(monkeypatch):
+    monkeypatch.setitem(records.RECORDED, "memory", "peak_memory_mib")
+    monkeypatch.setitem(records.HEADS["summary"], "MiB", lambda r, digits: f"{r.memory:.0f}")
+    runs = [run(RunConfig(regularizer="none", seed=seed, **TINY)) for seed in (0, 1)]
+    table = records.summarise(load(runs))
+    assert records.readable(table).MiB.tolist() == [f"{(runs[0].peak_memory_mib + runs[1].peak_memory_mib) / 2:.0f}"]
+    assert "| MiB" in records.to_markdown(table)
+
+
+def test_a_scheme_is_one_line_and_its_noise_another(monkeypatch):
+    monkeypatch.setitem(SCHEMES, "twice", Scheme("twice the noise", rate=True))
+    monkeypatch.setitem(NOISES, "twice", lambda model, p, batch=None: gaussian_dropout(model, 2 * p, batch=batch))
+    record = run(RunConfig(regularizer="none", dropout="twice", dropout_p=0.1, **TINY))
+    assert set(record.dropout["rates"].values()) == {0.2} and load(record).method.tolist() == ["twice the noise p=0.1"]
 
 
 def test_a_schedule_of_ones_own_sets_the_rates(example, tmp_path):

@@ -104,10 +104,8 @@ def test_damaged_tables_are_refused(tmp_path, name, content):
 def test_no_count_of_uses_is_sent(monkeypatch):
     import datasets
 
+    seen, note = [], lambda *names, **options: seen.append(datasets.config.HF_UPDATE_DOWNLOAD_COUNTS)
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
-    seen = []
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *a, **k: seen.append(datasets.config.HF_UPDATE_DOWNLOAD_COUNTS)
-    )
+    monkeypatch.setattr(datasets, "load_dataset", note)
     load_rows("somebody/something")
     assert seen == [False]

@@ -17,32 +17,29 @@ import transformers as hf
 from datasets import Dataset
 from jsonschema import Draft202012Validator
 
-from isoreg.experiments.config import RECIPES, RunConfig
-from isoreg.experiments.data import resample
+from isoreg.experiments.config import RECIPES, GeometryConfig, RunConfig
+from isoreg.experiments.data import encode, load_task, resample
 from isoreg.files import pack, unpack
 from isoreg.experiments.finetune import rerun, run, sentence_vectors, training_arguments
 from isoreg.experiments.models import check_vocabulary, load_model, load_tokenizer
 from isoreg.experiments.record import RunRecord, record_schema
 from isoreg.istar import IStar
-from isoreg.experiments.config import GeometryConfig
 from isoreg.experiments.measure import load_body
 from isoreg.report.records import load
-from isoreg.experiments.data import encode, load_task
 from isoreg.experiments.tasks import get_task
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 from isoreg.trainer import PenaltyTrainer, ReferenceRefresh
 
 EYE = torch.eye(96)
 SIZES = dict(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+T5 = hf.T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
 SMALL = dict(max_train=64, max_eval=40, epochs=1)
 DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 
 
 def test_groups_by_length_train_as_the_whole_batch_does():
     "Without dropout the only difference is rounding; the key tells such runs apart."
-    settings = dict(
-        task="toy-rte", regularizer="istar", max_train=64, max_eval=32, epochs=2, dropout="constant", dropout_p=0.0
-    )
+    settings = dict(task="toy-rte", max_train=64, max_eval=32, epochs=2, dropout="constant", dropout_p=0.0)
     whole, groups = (RunConfig(**settings, length_groups=n) for n in (1, 4))
     assert whole.key != groups.key
     one, two = run(whole), run(groups)
@@ -88,10 +85,8 @@ def test_the_released_recipe_takes_the_released_reference(monkeypatch):
             seen.append(self.released)
 
     monkeypatch.setattr("isoreg.experiments.finetune.ReferenceRefresh", Spy)
-    scores = [
-        run(RunConfig(recipe=recipe, lam=-1, epochs=1, max_train=32, max_eval=16, max_length=32))
-        for recipe in ("istar-released", "istar-paper")
-    ]
+    short = dict(lam=-1, epochs=1, max_train=32, max_eval=16, max_length=32)
+    scores = [run(RunConfig(recipe=recipe, **short)) for recipe in ("istar-released", "istar-paper")]
     assert seen == [True, False] and [r.config["reference"] for r in scores] == ["released", "exact"]
 
 
@@ -103,9 +98,8 @@ def mnli(folder: Path, without: tuple = ()) -> str:
             continue
         premise, hypothesis = toy_corpus(n, seed=seed), toy_corpus(n, seed=seed + 10)
         labels = [(len(p) + len(h)) % 3 for p, h in zip(premise, hypothesis)]
-        Dataset.from_dict({"premise": premise, "hypothesis": hypothesis, "label": labels}).to_parquet(
-            folder / "glue" / "mnli" / f"{split}.parquet"
-        )
+        rows = Dataset.from_dict({"premise": premise, "hypothesis": hypothesis, "label": labels})
+        rows.to_parquet(folder / "glue" / "mnli" / f"{split}.parquet")
     return str(folder)
 
 
@@ -153,13 +147,7 @@ def test_recipes_are_those_of_their_papers():
 
 @pytest.fixture(scope="module")
 def records():
-    configs = {
-        "base": dict(regularizer="none"),
-        "down": dict(lam=-1),
-        "up": dict(lam=1),
-        "cosreg": dict(regularizer="cosreg", lam=1),
-        "again": dict(lam=1),
-    }
+    configs = {"base": dict(regularizer="none"), "down": dict(lam=-1), "up": dict(lam=1), "again": dict(lam=1)}
     return {name: run(RunConfig(max_train=320, max_eval=80, epochs=2, **c)) for name, c in configs.items()}
 
 
@@ -190,14 +178,6 @@ def test_same_seed_same_run_and_shared_start(records):
     assert len(set(map(start, records.values()))) == 1
     first = records["up"].loss[0]["task_loss"]  # same head, same first batch
     assert records["base"].loss[0]["loss"] == pytest.approx(first, abs=1e-4)
-
-
-@pytest.mark.parametrize("task", ["toy-rte", "toy-stsb"])
-def test_other_kinds_of_task(task):
-    record = run(RunConfig(task=task, **SMALL, correction="ustat", lam=0.5))
-    assert record.config["zeta"] == 0 and set(record.metrics) == (
-        {"accuracy"} if task == "toy-rte" else {"pearson", "spearman"}
-    )
 
 
 def test_a_diverged_run_has_no_number(tmp_path, monkeypatch):
@@ -231,9 +211,8 @@ def test_layer_that_the_model_lacks_is_refused_before_training(tmp_path):
 
 
 N = len(toy_tokenizer())
-BERT = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=70
-)
+BERT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+BERT["max_position_embeddings"] = 70
 ENCODERS = {
     "Roberta": BERT,
     "DistilBert": dict(dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=70),
@@ -278,9 +257,7 @@ def test_untrained_pooler_is_redrawn_and_noted(tmp_path):
 
 def test_segment_ids_are_kept_unless_asked_otherwise(monkeypatch):
     ids, step = [], PenaltyTrainer.training_step
-    look = lambda self, model, inputs, *more: (
-        ids.append(inputs.get("token_type_ids")) or step(self, model, inputs, *more)
-    )
+    look = lambda self, model, inputs, *a: ids.append(inputs.get("token_type_ids")) or step(self, model, inputs, *a)
     monkeypatch.setattr(PenaltyTrainer, "training_step", look)
     for keep in (True, False):
         run(RunConfig(task="toy-rte", segment_ids=keep, regularizer="none", max_train=8, max_eval=8, epochs=1))
@@ -344,9 +321,7 @@ def test_a_checkpoint_with_weights_that_are_none_is_refused(tmp_path, change, me
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     model = _toy_folder(tmp_path / "model", tokenizer=False)
-    hf.T5Model(hf.T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)).save_pretrained(
-        tmp_path / "t5"
-    )
+    hf.T5Model(T5).save_pretrained(tmp_path / "t5")
     hf.DebertaV2Model(hf.DebertaV2Config(**SIZES)).save_pretrained(tmp_path / "deberta")
     for call in (
         lambda: run(RunConfig(model=model, recipe="toy", **SMALL)),
@@ -464,19 +439,14 @@ def test_a_record_outlives_a_model_that_cannot_be_saved(monkeypatch, tmp_path):
 
 
 def test_t5_may_have_a_new_head_for_questions_and_no_new_encoder(tmp_path):
-    model = hf.T5Model(hf.T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-    model.save_pretrained(tmp_path / "t")
-    toy_tokenizer().save_pretrained(tmp_path / "t")
-    _, _, notes = load_model(RunConfig(task="squad", recipe="quick", model=str(tmp_path / "t")))
-    assert any("qa_outputs absent" in n for n in notes)
-    weights = safetensors.torch.load_file(tmp_path / "t" / "model.safetensors")
-    safetensors.torch.save_file(
-        {k: v for k, v in weights.items() if not k.startswith("encoder.block")},
-        tmp_path / "t" / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    hf.T5Model(T5).save_pretrained(tmp_path)
+    toy_tokenizer().save_pretrained(tmp_path)
+    config, file = RunConfig(task="squad", recipe="quick", model=str(tmp_path)), tmp_path / "model.safetensors"
+    assert any("qa_outputs absent" in n for n in load_model(config)[2])
+    part = {k: v for k, v in safetensors.torch.load_file(file).items() if not k.startswith("encoder.block")}
+    safetensors.torch.save_file(part, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lacks .* weights"):
-        load_model(RunConfig(task="squad", recipe="quick", model=str(tmp_path / "t")))
+        load_model(config)
 
 
 def test_windows_of_questions_are_padded_on_the_right(tmp_path):

@@ -6,21 +6,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    DataCollatorWithFlattening,
-    LlamaConfig,
-    LlamaForCausalLM,
-    SwinConfig,
-    SwinForImageClassification,
-    TrainingArguments,
-    ViTConfig,
-    ViTForImageClassification,
-    Wav2Vec2Config,
-    Wav2Vec2ForSequenceClassification,
-)
+import transformers as hf
 
 from isoreg.fisher import empirical_fisher
 from isoreg.isoscore import isoscore
@@ -46,9 +32,9 @@ def examples(batch):
     return [dict(zip(batch, values)) for values in zip(*batch.values())]
 
 
-def bert(kind=BertForSequenceClassification):
+def bert(kind=hf.BertForSequenceClassification):
     torch.manual_seed(0)
-    return kind(BertConfig(**TEXT))
+    return kind(hf.BertConfig(**TEXT))
 
 
 def plain_term(states, mask, lam):
@@ -57,7 +43,7 @@ def plain_term(states, mask, lam):
     return lam * (1 - isoscore(tokens.double()))
 
 
-def arguments(kind=TrainingArguments, **settings):
+def arguments(kind=hf.TrainingArguments, **settings):
     common = dict(report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True, logging_steps=1, max_steps=1)
     return kind(tempfile.mkdtemp(), **common | dict(per_device_train_batch_size=16) | settings)
 
@@ -114,7 +100,7 @@ def test_sites_of_a_model_with_adapters_are_those_of_the_model(dropout, targets)
 def test_scores_and_schedules_of_the_plain_model_apply_to_the_adapted_one():
     batch = rows()
     labels = batch["input_ids"].where(torch.arange(12) % 4 == 1, -100)
-    scores = empirical_fisher(bert(BertForMaskedLM), [batch | {"labels": labels}]).scores()
+    scores = empirical_fisher(bert(hf.BertForMaskedLM), [batch | {"labels": labels}]).scores()
     before, after = bert(), lora(bert(), target_modules="all-linear")
     rates = apply_dropout(before, "guided", scores=scores)["rates"]
     assert apply_dropout(after, "guided", scores=scores)["rates"] == rates and len(set(rates.values())) > 3
@@ -244,13 +230,13 @@ def test_an_evaluator_of_isotropy_names_the_best_model(library, sentences, name)
 
 def llama():
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**TEXT | {"num_hidden_layers": 3}, pad_token_id=0, eos_token_id=1))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT | {"num_hidden_layers": 3}, pad_token_id=0, eos_token_id=1))
 
 
 def test_batches_without_padding_have_the_penalty_of_padded_ones():
     batch, model = rows(8), llama().eval()
     texts = [{"input_ids": i[m.bool()].tolist()} for i, m in zip(batch["input_ids"], batch["attention_mask"])]
-    row = DataCollatorWithFlattening()(texts)
+    row = hf.DataCollatorWithFlattening()(texts)
     padded = {k: batch[k] for k in ("input_ids", "attention_mask")}
     flat = {k: row[k] for k in ("input_ids", "position_ids")}
     assert flat["input_ids"].shape[0] == 1 and len(set(map(len, (t["input_ids"] for t in texts)))) > 1
@@ -302,7 +288,7 @@ def wav2vec():
     torch.manual_seed(0)
     convolutions = dict(conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2)
     positions = dict(num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, mask_time_prob=0.0, layerdrop=0.0)
-    return Wav2Vec2ForSequenceClassification(Wav2Vec2Config(**SMALL, **convolutions, **positions))
+    return hf.Wav2Vec2ForSequenceClassification(hf.Wav2Vec2Config(**SMALL, **convolutions, **positions))
 
 
 def sound(n=4):
@@ -331,7 +317,7 @@ def test_sound_counts_the_frames_of_its_samples_in_the_trainer_too():
 
 def test_mask_fn_tells_which_patches_count():
     torch.manual_seed(0)
-    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, **SMALL))
+    model = hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=4, **SMALL))
     batch = {"pixel_values": torch.randn(8, 3, 16, 16), "labels": torch.arange(8) % 2}
     patches = lambda inputs, states: torch.arange(states[-1].shape[1]).expand(states[-1].shape[:2]) > 0
     with torch.no_grad():
@@ -357,7 +343,7 @@ def test_mask_fn_tells_which_patches_count():
 
 def test_a_model_of_images_trains_with_the_schedule_in_force_and_not_without_it(tmp_path):
     images = torch.randn(8, 3, 16, 16)
-    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, **SMALL))
+    model = hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=4, **SMALL))
     batch, data = {"pixel_values": images}, examples({"pixel_values": images, "labels": torch.arange(8) % 2})
     sites = [s.name for s in dropout_sites(model, batch=batch) if s.kind != "classifier"]
     apply_dropout(model, dict.fromkeys(sites, 0.03), batch=batch)
@@ -371,7 +357,7 @@ def test_a_model_of_images_trains_with_the_schedule_in_force_and_not_without_it(
 def test_stages_of_swin_have_one_score_each_and_the_message_says_so():
     torch.manual_seed(0)
     stages = dict(embed_dim=16, depths=[1, 1, 2], num_heads=[2, 2, 2], window_size=4)
-    model = SwinForImageClassification(SwinConfig(image_size=32, patch_size=2, **stages))
+    model = hf.SwinForImageClassification(hf.SwinConfig(image_size=32, patch_size=2, **stages))
     batch = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 2}
     fit = lambda penalty: PenaltyTrainer(model, arguments(), train_dataset=examples(batch), penalty=penalty).train()
     with pytest.raises(ValueError, match="layers: shapes .* have no union .*layers=-1"):

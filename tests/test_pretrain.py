@@ -21,21 +21,10 @@ from torch.nn import functional as F
 from isoreg.corpus import TextBatches
 from isoreg.experiments.notebook import execute
 from isoreg.experiments.config import PretrainConfig
-from isoreg.experiments.pretrain import (
-    LikelihoodTrainer,
-    corpus_texts,
-    heldout_loss,
-    last_checkpoint,
-    log_frequencies,
-    pretrain,
-    toy_batches,
-    toy_language_model,
-    unigram_loss,
-    with_mlm_head,
-)
+from isoreg.experiments.pretrain import LikelihoodTrainer, corpus_texts, heldout_loss, last_checkpoint, log_frequencies
+from isoreg.experiments.pretrain import pretrain, toy_batches, toy_language_model, unigram_loss, with_mlm_head
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 
-DATA, MODELS = os.environ.get("ISOREG_DATA"), os.environ.get("ISOREG_MODELS")
 V, H = len(toy_tokenizer()), 16
 BASE = dict(vocab_size=V, hidden_size=H, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
 BASE |= dict(max_position_embeddings=70)
@@ -51,20 +40,10 @@ ENCODERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def text():
-    sentences = toy_corpus(700, seed=4)
-    return TextBatches(sentences[:600], toy_tokenizer()), TextBatches(
-        sentences[600:], toy_tokenizer(), batch_size=7, seed=1
-    )
+    sentences, heldout = toy_corpus(700, seed=4), dict(batch_size=7, seed=1)
+    return TextBatches(sentences[:600], toy_tokenizer()), TextBatches(sentences[600:], toy_tokenizer(), **heldout)
 
 
 def test_baseline_is_the_entropy_of_counted_tokens(text):
@@ -163,9 +142,8 @@ def test_head_alone_is_learnt_back_below_the_baseline(tmp_path):
     assert [e["step"] for e in record["curve"]] == [0, 30, 60] and record["steps"] == 60
     model = folder / "toy-bert"  # the name of the model, which the keys of its runs will have
     assert sorted(folder.iterdir()) == [folder / n for n in ("record.json", "toy-bert")]
-    encoder, shipped = (
-        hf.AutoModel.from_pretrained(p, add_pooling_layer=False).state_dict() for p in (model, toy_model_path())
-    )
+    load = lambda place: hf.AutoModel.from_pretrained(place, add_pooling_layer=False).state_dict()
+    encoder, shipped = load(model), load(toy_model_path())
     assert all(torch.equal(encoder[n], shipped[n]) for n in shipped if "pooler" not in n)
     # transformers 4 knows this name, and not the TokenizersBackend of transformers 5
     assert json.loads((model / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -207,9 +185,8 @@ from isoreg.experiments.config import PretrainConfig
 from isoreg.experiments.pretrain import pretrain
 pretrain(PretrainConfig(**{KILLED!r}), {str(out)!r}, 2, 5)"""
     place = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=place
-    )
+    streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", program], env=place, **streams)
     folder = out / PretrainConfig(**KILLED).key
     while process.poll() is None and not list(folder.glob(f"training/*/checkpoint-{step}")):
         time.sleep(0.001)
@@ -231,9 +208,8 @@ def assert_equal_runs(tmp_path, config, evaluations, checkpoint_steps):
 def test_killed_and_resumed_is_the_run_left_alone(tmp_path):
     folder = killed_at(tmp_path / "killed", 30)  # in the third epoch of 13 steps, half a checkpoint written
     (place,) = (folder / "training").iterdir()
-    assert not (folder / "record.json").exists() and last_checkpoint(place, 50).endswith(
-        ("checkpoint-25", "checkpoint-30")
-    )
+    assert not (folder / "record.json").exists()
+    assert last_checkpoint(place, 50).endswith(("checkpoint-25", "checkpoint-30"))
     (place / "checkpoint-99").mkdir()
     (place / "checkpoint-99" / "trainer_state.json").write_text('{"global_step": 9')
     assert_equal_runs(tmp_path, PretrainConfig(**KILLED), 2, 5)
@@ -262,19 +238,11 @@ def test_another_text_begins_anew(tmp_path, monkeypatch):
         patch.setattr("isoreg.experiments.pretrain.save_model", die)
         with pytest.raises(KeyboardInterrupt):
             pretrain(config, out, 1, 2)
-    begun = []
-    monkeypatch.setattr(
-        LikelihoodTrainer,
-        "train",
-        lambda self, resume_from_checkpoint: (
-            begun.append(resume_from_checkpoint)
-            or hf.Trainer.train(self, resume_from_checkpoint=resume_from_checkpoint)
-        ),
-    )
-    for changed in (
-        [*sentences[:-1], "a dog sleeps."],
-        sentences[::-1],
-    ):  # while it is interrupted, and when it is done
+    begun, train = [], hf.Trainer.train
+    noted = lambda self, resume_from_checkpoint: begun.append(resume_from_checkpoint) or train(self)
+    monkeypatch.setattr(LikelihoodTrainer, "train", noted)
+    # while it is interrupted, and when it is done
+    for changed in ([*sentences[:-1], "a dog sleeps."], sentences[::-1]):
         file.write_text("\n".join(changed))
         assert pretrain(config, out, 1, 2)["text"]["corpus"]["samples"] == 59
         assert pretrain(config, out, 1, 2)["steps"] == 4  # not repeated
@@ -294,18 +262,16 @@ def test_bad_models_and_texts_are_named_before_training(text, tmp_path):
     maskless.save_pretrained(other)
     empty.write_text("\n \n")
     for values, words in [
-        (dict(model=str(gpt2)), ["model", "gpt2", "AutoModelForMaskedLM"]),
-        (dict(model=str(other)), ["tokenizer", "mask token"]),
-        (dict(corpus=str(empty)), ["source", "no text"]),
-        (dict(model="models/nix"), ["model: no folder 'models/nix' here", "owner/name"]),
-        (dict(corpus=str(tmp_path / "none.txt")), ["source", "none.txt"]),
-        (dict(heldout="toy"), ["corpus", "held out"]),
-        (dict(model="no/such-model-anywhere"), ["model", "no/such-model-anywhere"]),
+        (dict(model=str(gpt2)), "(?s)model.*gpt2.*AutoModelForMaskedLM"),
+        (dict(model=str(other)), "tokenizer.*mask token"),
+        (dict(corpus=str(empty)), "source.*no text"),
+        (dict(model="models/nix"), "model: no folder 'models/nix' here.*owner/name"),
+        (dict(corpus=str(tmp_path / "none.txt")), "source.*none.txt"),
+        (dict(heldout="toy"), "corpus.*held out"),
+        (dict(model="no/such-model-anywhere"), "model.*no/such-model-anywhere"),
     ]:
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=words):
             pretrain(PretrainConfig(limit=20, steps=1, **values), out)
-        for word in words:
-            assert word in str(error.value), (values, str(error.value))
         assert not out.exists()
     with pytest.raises(ValueError, match="lacks .* weights of its encoder"):
         with_mlm_head(str(other), text[0])
@@ -326,9 +292,8 @@ def test_each_source_gives_its_share_and_nothing_is_in_both_parts(tmp_path):
     for name, seed in (("a", 1), ("b", 2)):
         (tmp_path / f"{name}.txt").write_text("\n".join(toy_corpus(50, seed=seed)))
     (tmp_path / "c.txt").write_text("\n".join(["the same line."] * 10))
-    train, heldout = corpus_texts(
-        PretrainConfig(corpus=f"{tmp_path}/a.txt, {tmp_path}/b.txt, {tmp_path}/c.txt", heldout_share=0.1)
-    )
+    files = ", ".join(f"{tmp_path}/{name}.txt" for name in "abc")
+    train, heldout = corpus_texts(PretrainConfig(corpus=files, heldout_share=0.1))
     assert heldout == toy_corpus(50, seed=1)[-5:] + toy_corpus(50, seed=2)[-5:] and not set(train) & set(heldout)
 
 
@@ -347,17 +312,3 @@ def test_notebook_writes_its_record(tmp_path):
     (record,) = (json.loads(p.read_text()) for p in (tmp_path / "runs").rglob("record.json"))
     assert (record["status"], record["steps"]) == ("done", 4)
     assert record["key"] == PretrainConfig(steps=4, limit=100).key
-
-
-@pytest.mark.skipif(not (DATA and MODELS), reason="needs ISOREG_DATA and ISOREG_MODELS")
-def test_a_real_encoder_starts_near_the_baseline():
-    source = Path(MODELS) / "minilm-l6-h384"
-    config = PretrainConfig(model=str(source), corpus=str(Path(DATA) / "text" / "wikipedia.parquet"), limit=150)
-    tokenizer, (train, heldout) = hf.AutoTokenizer.from_pretrained(source), corpus_texts(config)
-    corpus, held = (
-        TextBatches(train, tokenizer, packed=True),
-        TextBatches(heldout, tokenizer, packed=True, batch_size=8).draw(0.3),
-    )
-    model, notes = with_mlm_head(str(source), corpus)
-    assert any("identity" in n for n in notes)
-    assert abs(heldout_loss(model, held)["loss"] - unigram_loss(corpus, held)["loss"]) < 0.6

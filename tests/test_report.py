@@ -82,8 +82,6 @@ def links(text):
 
 
 # ---- records to rows
-
-
 def test_importing_needs_neither_transformers_nor_matplotlib():
     code = "import sys, isoreg.report.records as r; r.label({}); "
     code += "print([n for n in ('torch', 'transformers', 'matplotlib', 'datasets') if n in sys.modules])"
@@ -126,9 +124,6 @@ def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
     assert dict(zip(df.method + df.seed.astype(str), df.status)) == status and len(df) == 4
     assert df.error[df.method == "I-STAR λ=-1"].item().startswith("RuntimeError")
     assert math.isnan(df.value[df.seed == 1].item())
-
-
-def test_lines_of_a_file_that_are_no_runs_are_counted(tmp_path):
     path, other = tmp_path / "runs.jsonl", json.dumps({"kind": "geometry", "config": {"model": "m"}})
     path.write_text("\n".join([json.dumps(record(NONE, 0, 0.6)), "", other, other]))
     with pytest.warns(UserWarning, match=r"left out 2.*runs\.jsonl line 3, .* line 4$"):
@@ -167,8 +162,6 @@ def test_provenance_names_everything():
 
 
 # ---- summaries
-
-
 def test_failed_and_collapsed_runs_are_counted():
     runs = [record(NONE, 0, 0.6), record(NONE, 1, 0.8), record(NONE, 2, 0.527, collapsed=True)]
     table = summarise(load([*runs, failed(NONE, 3), failed(PLUS, 0)]))
@@ -226,8 +219,6 @@ def test_no_mean_counts_a_seed_twice():
 
 
 # ---- comparisons
-
-
 def test_compare_against_scipy():
     rng = np.random.default_rng(0)
     x, y = rng.normal(0.6, 0.02, 9), rng.normal(0.62, 0.02, 9)
@@ -357,7 +348,6 @@ def test_methods_are_compared_each_at_the_setting_chosen_for_it():
 
 
 # ---- over tasks
-
 few_numbers = st.lists(st.floats(-0.3, 0.3).map(lambda x: round(x, 3)), min_size=2, max_size=5)
 few_numbers = few_numbers.filter(lambda d: np.ptp(d) > 0)
 
@@ -409,8 +399,6 @@ def test_the_share_of_a_gain_is_fieller_of_the_pairs():
 
 
 # ---- tables
-
-
 def outputs(name, start):
     "Markdown outputs of the cells of a notebook whose source contains `start`."
     cells = [c for c in json.loads((NBS / name).read_text())["cells"] if start in "".join(c["source"])]
@@ -497,9 +485,8 @@ def test_a_table_for_latex_has_greek_and_minus_as_maths():
 @pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs pdflatex")
 def test_tables_compile_with_pdflatex_and_have_eight_columns(tmp_path):
     zeta = [record({"regularizer": "istar", "lam": 1.0, "zeta": 0.4}, s, 0.6, settings={"clip": None}) for s in (0, 1)]
-    df = load(
-        [*zeta, *(record(m, s, 0.5 + 0.1 * s, task=t) for m in (NONE, MINUS) for s in (0, 1) for t in ("rte", "x"))]
-    )
+    each = [(m, s, t) for m in (NONE, MINUS) for s in (0, 1) for t in ("rte", "x")]
+    df = load([*zeta, *(record(m, s, 0.5 + 0.1 * s, task=t) for m, s, t in each)])
     odd = {"metric": r"a_b 5 % & #1 {$x$} ~ ^ \ <y> | –"}
     numbers = published(paper="I-STAR", table="Table 1", model="BERT", task="rte")
     tables = [summarise(df), compare(df), over_tasks(compare(df)), clears_majority(df), summarise(df.assign(**odd))]
@@ -515,8 +502,6 @@ def test_tables_compile_with_pdflatex_and_have_eight_columns(tmp_path):
 
 
 # ---- published numbers
-
-
 def test_each_published_number_has_its_source():
     raw = json.loads((NBS.parent / "isoreg" / "assets" / "published.json").read_text(encoding="utf-8"))
     known = set("paper table model task metric method statistic value sd n unit confidence source note".split())
@@ -568,9 +553,7 @@ def test_three_columns_keep_protocols_apart():
 
 
 TWO = lambda: arms(none=[0.6, 0.7], plus=[0.5, 0.4])
-TWICE = lambda: load(
-    [record(m, s, 0.6, settings={"lr": lr}) for m in (NONE, PLUS) for s in (0, 1) for lr in (1e-5, 3e-5)]
-)
+LRS = [record(m, s, 0.6, settings={"lr": lr}) for m in (NONE, PLUS) for s in (0, 1) for lr in (1e-5, 3e-5)]
 
 
 @pytest.mark.parametrize(
@@ -584,7 +567,7 @@ TWICE = lambda: load(
         (lambda: clears_majority(TWO(), "best"), "baseline: 'best' is unknown"),
         (lambda: compare(TWO(), "Baseline"), "baseline: 'Baseline' is unknown; did you mean 'baseline'"),
         (lambda: compare(TWO(), of="Baseline"), "of: 'Baseline' is unknown; did you mean 'baseline'"),
-        (lambda: compare(TWICE(), by=[]), "by: two runs of .* have seed 0; they differ in lr"),
+        (lambda: compare(load(LRS), by=[]), "by: two runs of .* have seed 0; they differ in lr"),
         (lambda: published(table="Table 9"), "table: 'Table 9' is unknown; did you mean .*use 'Table 1'"),
         (lambda: three_columns(TWO(), published(table="Table 1"), {"Bse": "baseline"}), "methods: 'Bse' is unknown"),
     ],
@@ -595,8 +578,6 @@ def test_arguments_that_do_not_fit_are_named(call, message):
 
 
 # ---- tasks that can judge
-
-
 def plain(values, task="rte", rows=277, metric="accuracy", majority=0.527):
     data = {"majority": majority, "train_rows": 2490, "evaluation_rows": rows}
     return [record(NONE, s, v, task=task, metric=metric, data=data) for s, v in enumerate(values)]
@@ -628,8 +609,6 @@ def test_what_can_judge_is_a_table_with_its_origin():
 
 
 # ---- figures
-
-
 def strengths(seeds, score, task="rte"):
     "Runs of seven strengths: score(isotropy, seed)."
     out = []
@@ -697,15 +676,12 @@ def test_null_scores_are_undefined_in_tables_and_figures(isoscore, every):
             assert every and ("union" in isoscore or "layers" in isoscore)
 
 
-def test_forest_fills_only_differences():
+def test_forest_fills_only_differences_cuts_wide_intervals_and_has_heads():
     base = np.random.default_rng(0).normal(0.6, 0.02, 8)
     ax = plot_forest(compare(arms(none=base, plus=base - 0.1, minus=base + 0.001 * np.array([1, -1] * 4)))).axes[0]
     marks = {line.get_markerfacecolor() for line in ax.lines if line.get_marker() in ("o", "s")}
     assert marks == {figures.PALETTE[1], "white"} and any("lower" in t.get_text() for t in ax.texts)
-
-
-def test_forest_cuts_a_wide_interval_and_puts_rows_below_their_heads():
-    base = np.full(4, 0.6)
+    base = np.full(4, 0.6)  # a wide interval is cut, rows stand below their heads
     table = compare(arms(none=base, plus=base + [0.3, -0.3, 0.1, -0.2], minus=base + 0.01 * np.array([1, 2, 1, 2])))
     rows = pd.concat([table] + 2 * [table[table.method == "I-STAR λ=-1"]])
     ax = plot_forest(rows, heads=["one", "one", "two", "two"]).axes[0]
@@ -715,8 +691,6 @@ def test_forest_cuts_a_wide_interval_and_puts_rows_below_their_heads():
 
 
 # ---- the report
-
-
 def test_a_report_in_one_call_and_a_second_in_its_place(tmp_path):
     for s, m in itertools.product(range(2), (NONE, PLUS)):
         folder = tmp_path / "runs" / f"a {label(m)[:4]}{s}"
@@ -754,8 +728,5 @@ def test_when_every_run_failed_the_table_still_comes(tmp_path):
     df = load([failed(NONE, 0), failed(NONE, 1), failed(PLUS, 0)])
     s, c = summarise(df), compare(df).iloc[0]
     assert list(s.n) == [0, 0] and list(s.failed) == [2, 1] and "no finished run" in to_markdown(s)
-    assert c.verdict == "no pair to compare" and c.incomplete == [
-        "rte seed 0: a run failed",
-        "rte seed 1: a run failed",
-    ]
+    assert c.verdict == "no pair to compare" and c.incomplete == [f"rte seed {s}: a run failed" for s in (0, 1)]
     assert {p.name for p in write_report(df, tmp_path)} >= {"summary.md", "failures.md"}

@@ -8,13 +8,14 @@ import pytest
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from isoreg.corpus import TextBatches
-from isoreg.dropout import site_scores
-from isoreg.experiments.config import RunConfig, scores_source
+from isoreg.dropout import load_scores, site_scores
+from isoreg.experiments.config import RunConfig
 from isoreg.experiments.finetune import run
 from isoreg.experiments.models import load_tokenizer
 from isoreg.experiments.record import RunRecord
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
-from isoreg.fisher import FisherEstimate, empirical_fisher, load_scores
+from isoreg.files import scores_source
+from isoreg.fisher import FisherEstimate, empirical_fisher
 from isoreg.schedules import SCHEMES, guided_schedule, save_schedule
 
 SMALL = dict(task="toy-cola", max_train=64, max_eval=32, epochs=1)
@@ -134,7 +135,7 @@ def test_scores_source_and_the_record(tmp_path):
     record.write_text(json.dumps(content))
     for path in (record, record.parent):
         assert scores_source(path) | {"sha256": ""} == {"sha256": "", "path": "record.json"} | named
-    (tmp_path / "plain.json").write_text(json.dumps(load_scores(record)))
+    (tmp_path / "plain.json").write_text(json.dumps(load_scores(record)[0]))
     assert set(scores_source(tmp_path / "plain.json")) == {"sha256", "path"}
     done = run(RunConfig(**PLAIN, dropout="guided", scores=str(tmp_path / "fisher"))).to_dict()["dropout"]
     assert done["scores_source"] == scores_source(tmp_path / "fisher")

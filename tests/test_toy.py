@@ -95,15 +95,10 @@ def test_monotonicity_table_against_all_sets_of_three(det):
     """Each sign of the table holds for all sets; each opposite sign fails for some."""
     q, pairs = QUANTIFIERS[det], [(a, b) for a in SETS for b in SETS if a <= b]
     noun, verb = MONOTONE[det]
-    up = (
-        all(not q(a, v) or q(b, v) for a, b in pairs for v in SETS),
-        all(not q(n, a) or q(n, b) for a, b in pairs for n in SETS),
-    )
-    down = (
-        all(not q(b, v) or q(a, v) for a, b in pairs for v in SETS),
-        all(not q(n, b) or q(n, a) for a, b in pairs for n in SETS),
-    )
-    assert (noun, verb) == tuple(1 if u else -1 if d else 0 for u, d in zip(up, down)) and noun and verb
+    for sign, at in ((noun, lambda s, other: q(s, other)), (verb, lambda s, other: q(other, s))):
+        up = all(not at(a, s) or at(b, s) for a, b in pairs for s in SETS)
+        down = all(not at(b, s) or at(a, s) for a, b in pairs for s in SETS)
+        assert sign == (1 if up else -1 if down else 0) != 0
 
 
 def holds(clause, world):
@@ -189,12 +184,6 @@ def test_rows_are_those_of_the_stored_runs_in_any_process():
         environment = os.environ | {"PYTHONHASHSEED": seed}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == DIGEST
-
-
-@pytest.mark.parametrize("name, split", [("toy-sst", "train"), ("toy-rte", "test")])
-def test_bad_arguments_are_refused(name, split):
-    with pytest.raises(ValueError, match="is unknown"):
-        toy_task(name, split)
 
 
 def test_the_tokenizer_reads_words_and_segments():

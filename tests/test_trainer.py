@@ -15,29 +15,14 @@ import torch
 import transformers
 from ranks import on_ranks
 from small_transformers import CONFIG, as_released, model_and_batches, of_two_stacks
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import BertConfig, BertForSequenceClassification, BertModel, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 from isoreg.dropout import apply_dropout
 from isoreg.isoscore import isoscore_star
 from isoreg.istar import CosReg, IStar, measure_isotropy
 from isoreg.sites import dropout_sites
-from isoreg.trainer import (
-    IsotropyLog,
-    PenaltyMixin,
-    PenaltyTrainer,
-    ReferenceRefresh,
-    own_batches,
-    split_by_length,
-)
+from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, ReferenceRefresh, own_batches, split_by_length
 
 
 def examples(n, seed):
@@ -64,11 +49,9 @@ def small_bert(dropout=0.0):
     return BertForSequenceClassification(BertConfig(**CONFIG, **rates))
 
 
-def make_trainer(
-    penalty, data, batch_size=8, accumulation=1, steps=1, dropout=0.0, kind=InOrder, model=None, **arguments
-):
+def make_trainer(penalty, data, batch_size=8, accumulation=1, steps=1, dropout=0.0, kind=InOrder, model=None, **given):
     sizes = dict(per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation, max_steps=steps)
-    args = TrainingArguments(**dict(output_dir=tempfile.mkdtemp()) | sizes | OFF | SGD | arguments)
+    args = TrainingArguments(**dict(output_dir=tempfile.mkdtemp()) | sizes | OFF | SGD | given)
     model = model or small_bert(dropout)
     return kind(model, args, train_dataset=data, eval_dataset=examples(16, 9), penalty=penalty)
 
@@ -97,13 +80,21 @@ class TokenMean(torch.nn.Module):
         return hidden_states[-1].tanh().mean()
 
 
-@pytest.mark.parametrize(
-    "penalty, data", [(None, examples(8, 0)), (TokenMean(), examples(8, 0)), (IStar(-2, zeta=0), examples(2, 0) * 4)]
-)
-def test_accumulation_does_not_change_the_gradient(penalty, data):
-    assert_same(
-        gradients(make_trainer(penalty, data)), gradients(make_trainer(penalty, data, batch_size=2, accumulation=4))
-    )
+def normalised(outputs, labels, num_items_in_batch=None):
+    "A loss of one's own, normalised over the accumulated batch."
+    losses = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
+    return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+@pytest.mark.parametrize("own", [None, normalised])
+@pytest.mark.parametrize("penalty, rows", [(None, 8), (TokenMean(), 8), (IStar(-2, zeta=0), 2)])
+def test_accumulation_does_not_change_the_gradient(penalty, rows, own):
+    found = []
+    for size, steps in ((8, 1), (2, 4)):
+        trainer = make_trainer(penalty, examples(rows, 0) * (8 // rows), batch_size=size, accumulation=steps)
+        trainer.compute_loss_func = own
+        found.append(gradients(trainer))
+    assert_same(*found)
 
 
 class PlainInOrder(Trainer):
@@ -135,22 +126,6 @@ def test_label_smoothing_is_left_to_the_trainer():
     smoothed = gradients(make_trainer(IStar(-2, zeta=0), data, **arguments))
     both, task = (gradients(make_trainer(p, data)) for p in (IStar(-2, zeta=0), None))
     assert_same({n: g - plain[n] for n, g in smoothed.items()}, {n: g - task[n] for n, g in both.items()})
-
-
-def normalised(outputs, labels, num_items_in_batch=None):
-    "A loss of one's own, normalised over the accumulated batch."
-    losses = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
-    return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
-
-
-@pytest.mark.parametrize("penalty", [None, IStar(-2, zeta=0)])
-def test_a_loss_function_that_normalises_counts_once_under_accumulation(penalty):
-    found = []
-    for size, steps in ((8, 1), (2, 4)):
-        trainer = make_trainer(penalty, examples(2, 0) * 4, batch_size=size, accumulation=steps)
-        trainer.compute_loss_func = normalised
-        found.append(gradients(trainer))
-    assert_same(*found)
 
 
 def test_gradient_of_one_step_is_that_of_the_formula():
@@ -276,8 +251,6 @@ def test_two_ranks_give_the_gradient_and_loss_of_one(name):
 
 
 # ---- the reference
-
-
 def test_penalties_come_in_any_collection_and_have_one_reference_each():
     p = IStar(-1)
     for given in ([p, p], (q for q in [p, p]), torch.nn.ModuleList([p, p])):
@@ -291,7 +264,8 @@ def test_reference_is_refreshed_at_each_epoch_and_detached():
     original = penalty.set_reference
     penalty.set_reference = lambda cov: (seen.append(cov.clone()), original(cov))
     make_trainer(penalty, examples(32, 0), steps=-1, num_train_epochs=3).train()
-    assert len(seen) == 3 and not any(torch.equal(a, b) for a, b in itertools.pairwise(seen))
+    make_trainer(penalty, examples(32, 1)).train()  # what a Trainer drew is drawn anew by the next
+    assert len(seen) == 4 and not any(torch.equal(a, b) for a, b in itertools.pairwise(seen))
     assert not penalty.reference_cov.requires_grad
 
 
@@ -319,14 +293,6 @@ def test_a_reference_that_came_with_the_penalty_stays(later):
     assert torch.equal(penalty.reference_cov, mine)
 
 
-def test_a_reference_that_a_trainer_drew_is_drawn_anew_by_the_next():
-    penalty, drawn = IStar(-0.1), []
-    for seed in range(2):
-        make_trainer(penalty, examples(16, seed)).train()
-        drawn.append(penalty.reference_cov)
-    assert not torch.equal(*drawn)
-
-
 def test_a_data_set_of_batches_is_not_collated_again():
     loader = torch.utils.data.DataLoader([{"input_ids": torch.full((4, 3), i)} for i in range(5)], batch_size=None)
     ids = [b["input_ids"] for b in own_batches(loader, 2, 0)]
@@ -334,40 +300,25 @@ def test_a_data_set_of_batches_is_not_collated_again():
 
 
 def test_measuring_leaves_all_random_states_as_they_were():
-    drawn = []
+    runs = []
 
     def collate(rows):
-        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
-        return default_data_collator(rows)
+        runs[-1].append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        return {k: v for k, v in default_data_collator(rows).items() if k != "labels" or len(rows) == 8}
 
-    runs = []
     for penalty in (None, IStar(0.0)):
+        runs.append([])
         random.seed(0)
         np.random.seed(0)
         trainer = make_trainer(penalty, examples(16, 0), steps=2)
         trainer.data_collator = collate
         if penalty is not None:
-            trainer.add_callback(IsotropyLog(InTurn(collate)))
-        drawn.clear()
+            trainer.add_callback(IsotropyLog(torch.utils.data.DataLoader(examples(4, 3), 4, collate_fn=collate)))
         trainer.train()
-        runs.append(list(drawn))
     assert len(runs[1]) > 2 == len(runs[0]) and runs[1][-1] == runs[0][-1] and runs[0][0] in runs[1]
 
 
-class InTurn(list):
-    "Batches that are collated when they are read."
-
-    def __init__(self, collate):
-        super().__init__([None])
-        self.collate = collate
-
-    def __iter__(self):
-        yield {k: v for k, v in self.collate(examples(4, 3)).items() if k != "labels"}
-
-
 # ---- schedules of dropout, which a checkpoint names
-
-
 def scheduled(rate=0.3):
     "A model with a rate of its own at each site."
     model = small_bert(0.1)
@@ -387,19 +338,15 @@ def test_a_reloaded_model_trains_with_its_schedule(tmp_path):
     assert set(rates(loaded).values()) == {0.1} != set(rates(model).values())
     make_trainer(None, examples(8, 0), model=loaded).train()
     assert rates(loaded) == rates(model)
-    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
-    apply_dropout(loaded, "standard")  # by intention
-    make_trainer(None, examples(8, 0), model=loaded).train()
-    assert set(rates(loaded).values()) == {0.1}
-
-
-def test_a_model_that_the_trainer_makes_has_its_schedule(tmp_path):
-    scheduled().save_pretrained(tmp_path)
     args = TrainingArguments(output_dir=str(tmp_path / "out"), max_steps=1, **OFF | SGD)
     make = lambda: BertForSequenceClassification.from_pretrained(tmp_path)
     trainer = InOrder(None, args, train_dataset=examples(8, 0), model_init=make)
     trainer.train()
-    assert rates(trainer.model) == pytest.approx(rates(scheduled()))
+    assert rates(trainer.model) == pytest.approx(rates(model))
+    loaded = make()
+    apply_dropout(loaded, "standard")  # by intention
+    make_trainer(None, examples(8, 0), model=loaded).train()
+    assert set(rates(loaded).values()) == {0.1}
 
 
 def test_a_resumed_training_has_the_schedule_of_its_checkpoint():
@@ -430,8 +377,6 @@ def test_noise_is_put_on_again_and_mixout_refused_without_its_weights(tmp_path):
 
 
 # ---- held-out isotropy
-
-
 HELD_OUT = [{k: v for k, v in default_data_collator(examples(20, 4)).items() if k != "labels"}]
 OFTEN = dict(steps=4, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
 
@@ -465,12 +410,8 @@ def test_held_out_isotropy_has_the_name_of_its_evaluation_set(kind):
     assert [h["step"] for h in log.history] == [0, 2, 4]
     assert trainer.state.best_metric == max(h["union"] for h in log.history[1:])
     found = trainer.evaluate()
-    assert {n for n in found if n.endswith(("_loss", "_isoscore"))} == {
-        "eval_a_loss",
-        "eval_b_loss",
-        "eval_a_isoscore",
-        "eval_b_isoscore",
-    }
+    names = {f"eval_{part}_{name}" for part in "ab" for name in ("loss", "isoscore")}
+    assert {n for n in found if n.endswith(("_loss", "_isoscore"))} == names
     logged = [{n for n in e if n.endswith("_isoscore")} for e in trainer.state.log_history if "eval_b_loss" in e]
     assert logged == [{"eval_b_isoscore"} if kind is InOrder else set()] * 3
 
@@ -505,23 +446,11 @@ def test_isotropy_log_counts_a_sample_once_on_all_ranks():
 
 
 # ---- groups by length
-
-
-LENGTHS = ["Bert", "DistilBert", "Albert", "Roberta", "Electra", "ModernBert"]
-WIDE = dict(
-    vocab_size=60,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=24,
-    pad_token_id=0,
-)
-OTHER_SIZES = {
-    "DistilBert": dict(dim=32, n_layers=2, n_heads=2, hidden_dim=48),
-    "Albert": dict(embedding_size=16),
-    "ModernBert": dict(bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2),
-}
+WIDE = CONFIG | dict(hidden_size=32, intermediate_size=48, max_position_embeddings=24, pad_token_id=0)
+DISTIL = dict(vocab_size=60, max_position_embeddings=24, pad_token_id=0, dim=32, n_layers=2, n_heads=2, hidden_dim=48)
+LENGTHS = dict.fromkeys(["Bert", "Roberta", "Electra"], WIDE) | {"DistilBert": DISTIL}
+LENGTHS |= {"Albert": WIDE | dict(embedding_size=16)}
+LENGTHS |= {"ModernBert": WIDE | dict(bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)}
 
 
 def texts(n, length, seed=1):
@@ -533,11 +462,8 @@ def texts(n, length, seed=1):
 
 @pytest.mark.parametrize("kind, groups", [*((kind, 3) for kind in LENGTHS), ("Bert", 40)])
 def test_groups_by_length_are_the_same_function(kind, groups):
-    sizes = WIDE | OTHER_SIZES.get(kind, {})
-    if kind == "DistilBert":
-        sizes = {k: v for k, v in sizes.items() if k not in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**sizes)
+    config = getattr(transformers, f"{kind}Config")(**LENGTHS[kind])
     model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
     batch = texts(7, 16) | {"labels": torch.arange(7) % 2}
     mask = batch["attention_mask"]

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from ..checks import one_of
-from ..files import expanded, file_kind, from_yaml
+from ..files import CORPUS, expanded, file_kind, from_yaml, path_label, scores_digest, scores_texts
 from ..schedules import SCHEMES, load_schedule
 from .tasks import TASKS, Checked, Task, definition, get_task, read_task
 
@@ -69,7 +69,6 @@ def setting(default, help: str, **bounds) -> Any:
     "Return a field with its default, its line of help and its bounds."
     return Field(default, description=help, **bounds)
 
-
 class PenaltySettings(Settings):
     "What is added to the loss."
     regularizer: str = setting("istar", "none, istar, cosreg, or your own class as module:Class")
@@ -113,7 +112,6 @@ def _model(path: str) -> str:
     # without ./ it could be a name on the hub
     return "./" * path.startswith("./") + str(Path(path)) if os.path.isdir(path) else path
 
-
 Model = Annotated[str, Field(min_length=1), AfterValidator(_model)]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -126,7 +124,6 @@ class TaskSettings(Settings):
     data_dir: str | None = setting(None, "folder with glue/, sst5/, squad/; without it: the hub")
     seed: int = setting(0, "of head, order, dropout and masks", ge=0, lt=2**32)
 
-
 class DropoutSettings(Settings):
     "Which units are left out, and how often."
     dropout: Literal[tuple(SCHEMES)] | str = setting(  # type: ignore[valid-type]
@@ -134,7 +131,6 @@ class DropoutSettings(Settings):
     scores: str | None = setting(None, "guided: file of scores, or corpus:TEXT; or the task's own")
     dropout_p: float | None = setting(
         None, "rate of all sites; guided: the highest, else 0.1; mixout: probability", ge=0, lt=1)
-
 
 class TrainingSettings(Settings):
     "How the model is trained."
@@ -148,7 +144,6 @@ class TrainingSettings(Settings):
     precision: Precision = setting("auto", "auto: on a GPU bf16 or else fp16, else fp32")
     length_groups: int = setting(1, "groups by length in a batch; 4 is faster on a CPU", ge=1)
 
-
 class DataSettings(Settings):
     "Which rows, in which order."
     batches: Literal["random", "by-length"] = setting("random", "by-length has less padding")
@@ -161,21 +156,19 @@ class DataSettings(Settings):
 # %% ../../nbs/experiments/19_config.ipynb #ce630c50
 GUIDED = tuple(n for n, s in SCHEMES.items() if s.scores)
 RATED = tuple(n for n, s in SCHEMES.items() if s.rate)
-LEGACY = {  # settings that are gone
-    "cosreg_layer": -1, "reference_points": 250_000, "aggregate": "mean_of_means",
-    "penalty_settings": None, "dropout_settings": None, "out_of_memory": "fail",
-    "p_max": 0.1, "p_min": 0.0}
-_BY_DROPOUT = {"scores": None, "dropout_p": None, "p_max": 0.1, "p_min": 0.0,
-               "aggregate": "mean_of_means"}
+_RATES = {"p_max": 0.1, "p_min": 0.0, "aggregate": "mean_of_means"}
+_OWN = {"penalty_settings": None, "dropout_settings": None, "out_of_memory": "fail"}
+# settings that are gone
+LEGACY = {"cosreg_layer": -1, "reference_points": 250_000} | _RATES | _OWN
+_BY_DROPOUT = {"scores": None, "dropout_p": None} | _RATES
 
 # %% ../../nbs/experiments/19_config.ipynb #426e9930
 class RunConfig(DataSettings, TrainingSettings, DropoutSettings, PenaltySettings, TaskSettings):
     "Hold all that decides a fine-tuning run. `ValueError` for a bad value, before any work."
     required: ClassVar[tuple[str, ...]] = ("task", "model", "regularizer", "seed")  # of a record
-    later = _BY_DROPOUT | {
-        "dropout": "standard", "definition": None, "penalty_settings": None, "dropout_settings": None,
-        "out_of_memory": "fail", "adam_epsilon": 1e-8, "reference": "exact", "pad_to_max": False,
-        "length_groups": 1, "batches": "by-length"}
+    later = _BY_DROPOUT | _OWN | {
+        "dropout": "standard", "definition": None, "adam_epsilon": 1e-8, "reference": "exact",
+        "pad_to_max": False, "length_groups": 1, "batches": "by-length"}
 
     @model_validator(mode="before")
     @classmethod
@@ -194,6 +187,9 @@ class RunConfig(DataSettings, TrainingSettings, DropoutSettings, PenaltySettings
         self._check()
         self._simplify()
         return self
+
+    def _is_qa(self) -> bool: return get_task(self.task, self.definition).kind == "qa"
+    def _usual_recipe(self) -> str: return "toy" if self.model == "toy-bert" else "quick"
 
 # %% ../../nbs/experiments/19_config.ipynb #runident
 @patch
@@ -216,12 +212,6 @@ def title(self: RunConfig) -> str:
     return f"{self.task}-{Path(self.model).name}-{how}-seed{self.seed}"
 
 # %% ../../nbs/experiments/19_config.ipynb #7f0b9583
-@patch
-def _is_qa(self: RunConfig) -> bool: return get_task(self.task, self.definition).kind == "qa"
-
-@patch
-def _usual_recipe(self: RunConfig) -> str: return "toy" if self.model == "toy-bert" else "quick"
-
 @patch
 def _fill(self: RunConfig):
     "Fill in what was left open, and put paths into one form."
@@ -254,7 +244,6 @@ def _check(self: RunConfig):
     "Raise `ValueError` for what is not there, and for settings that do not go together."
     if self.data_dir is not None and not Path(self.data_dir).is_dir():
         raise ValueError(f"data_dir: no folder {self.data_dir!r}; give the one with glue/")
-    if self.regularizer not in BUILT_IN: penalty_class(self.regularizer)
     if self._is_qa() and self.model == "toy-bert":
         raise ValueError("model: the embedded model reads 64 words; give squad a real encoder")
     if self.length_groups > 1 and (self._is_qa() or (self.padding and self.regularizer != "none")):
@@ -268,7 +257,7 @@ def _check(self: RunConfig):
         if getattr(self, name) is None or self.dropout in users: continue
         raise ValueError(f"{name}: has no meaning for {self.dropout!r}; it is for {', '.join(users)}")
     if self.scores is not None and not [file_kind(text) for text in scores_texts(self.scores)]:
-        from isoreg.fisher import load_scores
+        from isoreg.dropout import load_scores
         load_scores(self.scores)
 
 # %% ../../nbs/experiments/19_config.ipynb #57c15a2f
@@ -279,6 +268,9 @@ def _simplify(self: RunConfig):
     if self._reads_no_reference(): values.update(zeta=0.0, convention="released")
     if self.regularizer == "none": values.update(lam=0.0, padding=False)
     if self.regularizer in ("none", "cosreg"): values.update(layers="union", correction=None)
+    if self.regularizer not in BUILT_IN:
+        usual = {"layers": "union", "zeta": 0.2, "correction": None, "convention": "released", "padding": False}
+        values.update({n: v for n, v in usual.items() if n not in penalty_settings(self.regularizer)})
     if self.eval_split == task.eval_splits[0]: values["eval_split"] = None
     is_own = self.definition is not None and task.folder is None
     if is_own or task.name.startswith("toy-"): values["data_dir"] = None
@@ -286,57 +278,27 @@ def _simplify(self: RunConfig):
 # %% ../../nbs/experiments/19_config.ipynb #c8ed374e
 BUILT_IN = ("none", "istar", "cosreg")
 
-
 def make_penalty(config: RunConfig) -> Any:
     "Return the penalty of a run, a module that takes (hidden_states, attention_mask), or None."
     if config.regularizer == "none": return None
-    kind = penalty_class(config.regularizer)
-    taken = inspect.signature(kind).parameters
-    return kind(**{n: getattr(config, n) for n in PenaltySettings.model_fields if n in taken})
+    taken = penalty_settings(config.regularizer)
+    return penalty_class(config.regularizer)(**{n: getattr(config, n) for n in taken})
 
+def penalty_settings(name: str) -> set[str]:
+    "Return the settings of a run that the constructor of a penalty takes."
+    return PenaltySettings.model_fields.keys() & inspect.signature(penalty_class(name)).parameters.keys()
 
 def penalty_class(name: str) -> type:
     "Return the class that a name or an import path means. `ValueError` if there is none."
     from isoreg.istar import PENALTY_CLASSES
     if name in PENALTY_CLASSES: return PENALTY_CLASSES[name]
-    if ":" not in name: one_of("regularizer", name, BUILT_IN, also="your class as module:Class")
+    if ":" not in name: one_of("regularizer", name, ("none", *PENALTY_CLASSES), also="your class as module:Class")
     try: return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"regularizer: {name!r} cannot be imported ({error})") from None
 
-# %% ../../nbs/experiments/19_config.ipynb #03b14010
-CORPUS = "corpus:"  # before the name of a text in `scores`
-
-
-def scores_texts(scores: str) -> list[str]:
-    "Return the files, or names on the hub, of the text of `scores`; none for a file of scores."
-    if not scores.startswith(CORPUS): return []
-    return [s.strip() for s in scores.removeprefix(CORPUS).split(",") if s.strip()]
-
-
-def scores_digest(scores: str | None) -> str | None:
-    "Return 16 digits of the sha256 of a file or of texts; None for a name on the hub."
-    if scores is None: return None
-    if not scores.startswith(CORPUS): return scores_source(scores)["sha256"][:16]
-    files = [s for s in scores_texts(scores) if file_kind(s)]
-    whole = b"".join(hashlib.sha256(Path(f).read_bytes()).digest() for f in files)
-    return hashlib.sha256(whole).hexdigest()[:16] if files else None
-
-
-def scores_source(path: str | Path) -> dict[str, str]:
-    "Return sha256 and path of a file of scores, and the model and fingerprint that it names."
-    places = [Path(path) / name for name in ("fisher.json", "record.json")]
-    file = next((place for place in places if place.is_file()), Path(path))
-    content = file.read_bytes()
-    about = json.loads(content)
-    about |= about.get("config", {})
-    named = {n: about[n] for n in ("model", "fingerprint") if isinstance(about.get(n), str)}
-    where = file.name if file.is_absolute() else file.as_posix()
-    return {"sha256": hashlib.sha256(content).hexdigest(), "path": where} | named
-
 # %% ../../nbs/experiments/19_config.ipynb #77d36f3d
 METHOD = (*PenaltySettings.model_fields, *DropoutSettings.model_fields)  # what makes a method
-
 
 def method_label(
     config: dict,  # settings of a run; what is missing has its default
@@ -346,7 +308,6 @@ def method_label(
     c = {n: RunConfig.model_fields[n].default for n in METHOD}
     c |= {k: config[k] for k in METHOD if k in config and config[k] == config[k]}  # not NaN
     return " + ".join(filter(None, [_penalty_label(c), _dropout_label(c, scores)])) or "baseline"
-
 
 def _penalty_label(c: dict) -> str:
     "Return the name of the penalty with its settings."
@@ -362,7 +323,6 @@ def _penalty_label(c: dict) -> str:
         "padding counted": c["padding"]}
     return ", ".join(word for word, applies in words.items() if applies)
 
-
 def _dropout_label(c: dict, scores: bool) -> str:
     "Return the name of the dropout with its settings."
     how = c["dropout"]
@@ -376,13 +336,6 @@ def _dropout_label(c: dict, scores: bool) -> str:
 # %% ../../nbs/experiments/19_config.ipynb #39b97190
 def _number(x) -> str: return "?" if x is None else str(x).removesuffix(".0")
 
-
-def path_label(path: str) -> str:
-    "Return the last part of a path that says which model, scores or schedule it is."
-    general = r"/|model|best|full|(fisher|record)(\.json)?|checkpoint-\d+"
-    telling = [part for part in Path(path).parts if not re.fullmatch(general, part)]
-    return telling[-1].removesuffix(".json") if telling else path
-
 # %% ../../nbs/experiments/19_config.ipynb #503bacca
 class TextSettings(Settings):
     "Which model reads which text."
@@ -395,9 +348,7 @@ class TextSettings(Settings):
     precision: Literal["fp32", "bf16"] = setting("fp32", "of the arithmetic")
     seed: int = setting(0, "of order and draws", ge=0, lt=2**32)
 
-
 TOY_LOSSES = {"toy-gpt2": "clm", "toy-t5": "seq2seq"}  # toy models that are trained at need
-
 
 class LossSettings(TextSettings):
     "Which loss of a language model."
@@ -428,7 +379,6 @@ class FisherConfig(LossSettings):
 
     @property
     def percentages(self) -> list[float]: return [float(s) for s in self.shares.split(",") if s.strip()]
-
 
 class GeometryConfig(TextSettings):
     "Hold the settings of isotropy and geometry of a model's hidden states."
@@ -515,19 +465,16 @@ def plain_type(field: FieldInfo) -> type:
     first = get_args(field.annotation | None)[0]
     return str if get_origin(first) is Literal else first
 
-
 def choices(field: FieldInfo) -> tuple[str, ...]:
     "Return the words that a setting may be; empty where any will do."
     parts = get_args(field.annotation | None)
     return tuple(word for p in parts if get_origin(p) is Literal for word in get_args(p))
-
 
 def help_text(field: FieldInfo) -> str:
     "Return one line of help: what a setting is, the words to choose from, the default."
     inside = [", ".join(choices(field))] if choices(field) else []
     if field.default is not None: inside.append(f"default {field.default}")
     return (field.description or "") + (f" ({'; '.join(inside)})" if inside else "")
-
 
 def groups(kind: type[Settings]) -> dict[str, dict[str, FieldInfo]]:
     "Return the settings under the names of the classes that they come from."

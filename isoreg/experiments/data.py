@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['UNOFFICIAL', 'SCORES', 'split_rows', 'load_task', 'TaskData', 'MissingSplit', 'TaskMetric', 'load_metric',
-           'normalize_answer', 'squad_scores', 'resample', 'encode', 'squad_predictions', 'find_tasks']
+           'normalize_answer', 'squad_scores', 'resample', 'encode', 'squad_predictions']
 
 # %% ../../nbs/experiments/18_data.ipynb #93bf681f
 import collections
@@ -34,11 +34,8 @@ from .tasks import TASKS, Task, file_digest, get_task
 from .toy import TOY_TASKS, toy_task
 
 # %% ../../nbs/experiments/18_data.ipynb #2a6dfe79
-def split_rows(
-    n_train: int, n_eval: int,  # rows of both splits
-    protocol: str = "official", seed: int = 0,
-) -> tuple[np.ndarray, np.ndarray]:
-    "Return the rows to train on, shuffled, and to evaluate on, counted through both splits."
+def split_rows(n_train: int, n_eval: int, protocol: str = "official", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    "Return which rows of both splits train, shuffled, and which judge, counted through both."
     one_of("protocol", protocol, ("official", "joined"))
     rng, n = np.random.default_rng(seed), n_train + n_eval
     if protocol == "official": return rng.permutation(n_train), np.arange(n_train, n)
@@ -133,36 +130,30 @@ def _notes(task: Task, tables: dict[str, pa.Table]) -> list[str]:
 # %% ../../nbs/experiments/18_data.ipynb #73337769
 UNOFFICIAL = ("_part", "_rebuilt")
 
-
 class MissingSplit(FileNotFoundError, ValueError):
     "A split that is not in the data folder."
-
 
 def _read(task: Task, data_dir: str | Path | None, split: str) -> tuple[pa.Table, str]:
     "Return the rows of one split as they are stored, and where they came from."
     if task.name in TOY_TASKS: return toy_task(task.name, split).data.table, "toy"
     if task.files:
-        file = Path(task.files[one_of("split", split, task.files)])
-        digest = file_digest(split, str(file))
+        path = Path(task.files[one_of("split", split, task.files)])
+        name, digest = path.name, file_digest(split, str(path))
         if task.sha256.get(split, digest) != digest:
-            raise ValueError(f"files: {split}: {str(file)!r} has changed since this run was planned; plan it again")
-        return _read_file(file, f"files: {split}", task), file.name
-    if data_dir is None or task.folder is None:
+            raise ValueError(f"files: {split}: {str(path)!r} has changed since this run was planned; plan it again")
+    elif data_dir is None or task.folder is None:
         if task.hub is None or split.endswith(UNOFFICIAL):
             raise ValueError(f"{split} of {task.name} is not on the hub; give the folder of {task.folder} as data_dir")
         return load_rows(*task.hub, split=split).data.table, f"hub:{'/'.join(filter(None, task.hub))}"
-    name = f"{task.folder}/{split}.parquet"
-    if (path := Path(data_dir, name)).is_file(): return _read_file(path, "data_dir", task), name
-    there = ", ".join(sorted(p.stem for p in path.parent.glob("*.parquet"))) or "no split"
-    raise MissingSplit(f"{split} of {task.name}: no file {name} in data_dir={str(data_dir)!r}, which has {there}; "
-                       "name one of these as train_split or eval_split, or read the hub without data_dir")
-
-
-def _read_file(file: Path, what: str, task: Task) -> pa.Table:
-    "Return the rows of a file. `ValueError` with its name if it is damaged."
-    try: return read_table(file, list(task.text))
+    else:
+        path = Path(data_dir, name := f"{task.folder}/{split}.parquet")
+        there = ", ".join(sorted(p.stem for p in path.parent.glob("*.parquet"))) or "no split"
+        if not path.is_file():
+            raise MissingSplit(f"{split} of {task.name}: no file {name} in data_dir={str(data_dir)!r}, with {there};"
+                               " name one of these as train_split or eval_split, or read the hub without data_dir")
+    try: return read_table(path, list(task.text)), name
     except (ValueError, TypeError, OSError) as error:
-        raise ValueError(f"{what}: {str(file)!r}: {error}") from None
+        raise ValueError(f"{split} of {task.name}: {str(path)!r}: {error}") from None
 
 # %% ../../nbs/experiments/18_data.ipynb #d0c0dd2f
 def _typed(task: Task, table: pa.Table, split: str) -> Dataset:
@@ -187,12 +178,10 @@ def _typed(task: Task, table: pa.Table, split: str) -> Dataset:
 # %% ../../nbs/experiments/18_data.ipynb #36688f98
 _NUMBER = re.compile(r"-?\d+(\.\d*)?")
 
-
 def _canonical(label) -> str:
     "Return a label as text, the same for 1, 1.0 and '01'."
     text = str(label)
     return f"{float(text):.15g}" if _NUMBER.fullmatch(text) else text
-
 
 def _label_numbers(task: Task, labels: list, where: str) -> list:
     "Return labels as numbers. `ValueError` for those that are missing, out of range or none of the names."
@@ -210,7 +199,6 @@ def _label_numbers(task: Task, labels: list, where: str) -> list:
     known = f"one of {task.labels}" if task.labels else "a number"
     raise ValueError(f"{where}: column {task.label}: {len(wrong)} of {len(labels)} rows have no valid label, such as "
                      f"{wrong[0]!r}; a label is {known}")
-
 
 def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     "Return the task with its labels; if it names none, those of the training rows, sorted."
@@ -249,7 +237,6 @@ class TaskMetric(evaluate.Metric):
         exact, f1 = np.mean(scores, axis=0)
         return {"f1": float(f1), "exact_match": float(exact)}
 
-
 def load_metric(task: str | Task) -> TaskMetric:
     "Return the metrics of a task, an `evaluate.Metric`: `.compute(predictions=, references=)`."
     return TaskMetric(get_task(task))
@@ -259,7 +246,6 @@ def _correlation(function: Callable, p: np.ndarray, r: np.ndarray) -> float:
     "Return the correlation; 0 where it is undefined, of which SciPy warns."
     if len(p) < 2: return 0.0
     return float(np.nan_to_num(function(p.astype(float), r.astype(float))[0]))
-
 
 SCORES: dict[str, Callable] = {
     "accuracy": lambda p, r: float(accuracy_score(r, p)),
@@ -274,19 +260,15 @@ def normalize_answer(answer: str) -> str:
     kept = "".join(c for c in answer.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
-
 def squad_scores(prediction: str, answers: list[str]) -> tuple[float, float]:
     "Return exact match and word F1 of one answer, each the best over the references."
-    found, others = normalize_answer(prediction), [normalize_answer(answer) for answer in answers]
-    exact = max((float(found == other) for other in others), default=0.0)
-    return exact, max((_word_f1(found.split(), other.split()) for other in others), default=0.0)
-
-
-def _word_f1(predicted: list[str], reference: list[str]) -> float:
-    "Return F1 over the words, counted with repetition."
-    if not predicted or not reference: return float(predicted == reference)
-    shared = sum((collections.Counter(predicted) & collections.Counter(reference)).values())
-    return 2 * shared / (len(predicted) + len(reference))
+    found, exact, f1 = normalize_answer(prediction).split(), 0.0, 0.0
+    for answer in answers:
+        other = normalize_answer(answer).split()
+        shared = sum((collections.Counter(found) & collections.Counter(other)).values())
+        exact = max(exact, float(found == other))
+        f1 = max(f1, 2 * shared / (len(found) + len(other)) if found and other else float(found == other))
+    return exact, f1
 
 # %% ../../nbs/experiments/18_data.ipynb #8d4d1236
 def resample(
@@ -307,7 +289,6 @@ def resample(
         found = [score(p[rows], r[rows]) for rows in (rng.integers(n, size=n) for _ in range(draws))]
     return np.array(found).astype(np.float16).astype(float)
 
-
 def _matthews(p: np.ndarray, r: np.ndarray) -> float:
     "Return the Matthews correlation by the table of guessed and true classes."
     k, n = max(p.max(), r.max()) + 1, len(p)
@@ -315,7 +296,6 @@ def _matthews(p: np.ndarray, r: np.ndarray) -> float:
     true, guessed = counts.sum(1), counts.sum(0)
     spread = (n * n - true @ true) * (n * n - guessed @ guessed)
     return (n * np.trace(counts) - true @ guessed) / math.sqrt(spread) if spread else 0.0
-
 
 _QUICK: dict[str, Callable] = {  # the same numbers, for thousands of draws
     "accuracy": lambda p, r: np.mean(p == r), "f1": lambda p, r: 2 * np.sum(p * r) / (np.sum(p + r) or 1),
@@ -334,7 +314,6 @@ def encode(
     starts = range(0, len(dataset), 1000)
     parts = [Dataset.from_dict(columns(dataset[k:k + 1000], task, tokenizer, limit)) for k in starts]
     return datasets.concatenate_datasets(parts)
-
 
 def _token_columns(rows: dict, task: Task, tokenizer: PreTrainedTokenizerBase, limit: int) -> dict[str, list]:
     "Return the columns of classification or regression: a row each."
@@ -361,7 +340,6 @@ def _window_columns(rows: dict, task: Task, tokenizer: PreTrainedTokenizerBase, 
         "start_positions": starts, "end_positions": ends, "offset_mapping": [x.tolist() for x in places],
         "example_id": [rows["id"][row] for row in of], "length": [len(ids) for ids in batch["input_ids"]]}
 
-
 def _answer_tokens(answers: dict, places: np.ndarray) -> tuple[int, int] | None:
     "Return the first and last token of the first answer; None if the window does not hold all of it."
     first = answers["answer_start"][0]
@@ -387,7 +365,6 @@ def squad_predictions(
     rows = zip(examples["id"], examples["context"])
     return [{"id": key, "prediction_text": context[slice(*best[key][1:])]} for key, context in rows]
 
-
 def _best_span(start, end, places, max_answer: int) -> tuple[float, int, int]:
     "Return score (-inf without a span), first and last character of a window's best span."
     start, end = (np.where(places[:, 0] >= 0, x[:len(places)], -np.inf) for x in (start, end))
@@ -396,19 +373,3 @@ def _best_span(start, end, places, max_answer: int) -> tuple[float, int, int]:
     score = np.where((size >= 1) & (size <= max_answer), score, -np.inf)
     i, j = np.unravel_index(np.argmax(score), score.shape)
     return float(score[i, j]), int(places[s[i], 0]), int(places[e[j], 1])
-
-# %% ../../nbs/experiments/18_data.ipynb #3a7cefdc
-def find_tasks(
-    data_dir: str | Path | None = None,  # folder of Parquet files, or None
-) -> list[dict]:  # task, papers, metric, where
-    "Return each task with its papers, its primary metric, and where its rows would come from."
-    return [{"task": task.name, "papers": ", ".join(task.papers), "metric": task.metric,
-             "where": _where(task, data_dir)} for task in TASKS.values()]
-
-
-def _where(task: Task, data_dir: str | Path | None) -> str:
-    "Return the splits in the folder of a task, or its place on the hub."
-    if task.name in TOY_TASKS: return "toy"
-    if data_dir is None or task.folder is None:
-        return f"hub: {'/'.join(filter(None, task.hub))}" if task.hub else f"folder: {task.folder}"
-    return ", ".join(sorted(p.stem for p in Path(data_dir, task.folder).glob("*.parquet"))) or "missing"

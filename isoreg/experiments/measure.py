@@ -102,7 +102,6 @@ def _rank(a: dict, b: dict) -> float | None:
     "Return the Spearman correlation over the names of `b`."
     return float(stats.spearmanr([a[n] for n in b], [b[n] for n in b]).statistic) if len(b) > 2 else None
 
-
 def _schedule(model: nn.Module, scores: dict) -> dict:
     "Return site scores and guided rates; empty for a model without dropout."
     try: sites = dropout_sites(model)
@@ -137,7 +136,6 @@ def _measure_landscape(config: LandscapeConfig, folder: Path, on_progress: Calla
         "alphas": surface.alphas.tolist(), "betas": surface.betas.tolist(), "origin": surface.origin,
         "profile": surface.radius_profile().to_dict("records"), "lengths": lengths, "notes": notes,
         "hessian": plane_hessian(model, corpus, *directions, **how).tolist() if config.hessian else None}
-
 
 def as_surface(record: dict) -> Surface:
     "Return the surface in the record of a landscape, for its plots, its profile and its curvature by fit."
@@ -184,7 +182,6 @@ def _measure_geometry(config: GeometryConfig, folder: Path, on_progress: Callabl
         "points": points.shape[1], "available": available, "dims": points.shape[2], "layers": rows,
         "dimensions": dimensions, "notes": notes}
 
-
 KINDS = {"fisher": _measure_fisher, "landscape": _measure_landscape, "geometry": _measure_geometry}
 
 # %% ../../nbs/experiments/25_measure.ipynb #3501513b
@@ -215,10 +212,8 @@ def layer_points(
     return numbers, torch.cat(found, 1), len(drawn)
 
 # %% ../../nbs/experiments/25_measure.ipynb #4407c43f
-def load_language_model(
-    config: LossSettings,  # model, text and loss
-) -> tuple[nn.Module, TextBatches, str, list[str]]:  # model, its batches, loss, notes
-    "Return a language model in eval mode and its text; raise `ValueError` without a trained head."
+def load_language_model(config: LossSettings) -> tuple[nn.Module, TextBatches, str, list[str]]:
+    "Return a language model in eval mode, its batches, loss and notes. `ValueError` without a trained head."
     if config.model in TOY_LOSSES:
         (model, tokenizer, notes), loss = _toy_model(config.model), TOY_LOSSES[config.model]
     else:
@@ -236,7 +231,6 @@ def load_language_model(
         config.packed, config.corpus, by_length=getattr(config, "reduction", "sample") != "batch")
     return model.eval().to(_device()), corpus, loss, notes
 
-
 def _own_loss(model: str) -> str:
     "Return the loss that a checkpoint was made for."
     config = read_config(model)
@@ -244,9 +238,7 @@ def _own_loss(model: str) -> str:
     made_for = " ".join(config.architectures or [])
     return "clm" if "CausalLM" in made_for or "LMHead" in made_for else "mlm"
 
-
 def _device() -> str: return "cuda" if torch.cuda.is_available() else "cpu"
-
 
 def _toy_model(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:
     "Return model, tokenizer and notes of a toy model: one model, whatever the seed of masks and texts."
@@ -257,10 +249,8 @@ def _toy_model(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]
         f"unigram baseline {unigram_loss(corpus, heldout)['loss']:.2f}"]
 
 # %% ../../nbs/experiments/25_measure.ipynb #b3a0df66
-def load_body(
-    config: TextSettings,  # only the model counts
-) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:  # model, tokenizer, notes
-    "Return the model without head and decoder; raise `ValueError` where weights are missing."
+def load_body(config: TextSettings) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:
+    "Return the model without head and decoder, tokenizer and notes. `ValueError` where weights are missing."
     if config.model in TOY_LOSSES: model, tokenizer, notes = _toy_model(config.model)
     else: model, tokenizer, notes = read_body(config.model), load_tokenizer(config.model), []
     limit_length(tokenizer, model)
@@ -277,16 +267,12 @@ def _texts(config: TextSettings) -> list[str]:
     return [texts[i] for i in np.sort(drawn)]
 
 # %% ../../nbs/experiments/25_measure.ipynb #52f60383
-def collect_measurements(
-    folder: str | Path,  # searched for record.json
-    path: str | Path,  # JSON lines file; a line is kept unless the same measurement is found again
-) -> list[dict]:
-    "Gather the records of measurements into a JSON lines file, and return them; warn of an incomplete one."
+def collect_measurements(folder: str | Path, path: str | Path) -> list[dict]:
+    "Gather the records below a folder into a JSON lines file, in place of the same ones there, and return them all."
     return collect(folder, path, _measured)
 
-
 def _measured(folder: str | Path) -> Iterator[dict]:
-    "Yield the records of the measurements below a folder."
+    "Yield the records of the measurements below a folder; warn of an incomplete one."
     for file in record_files(folder):
         try: record = read_record(file)
         except ValueError as error: warnings.warn(f"left out: {error}")

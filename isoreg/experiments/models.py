@@ -60,7 +60,7 @@ def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.M
     if task.kind != "qa":
         problem = "regression" if task.kind == "regression" else "single_label_classification"
         kind = AutoModelForSequenceClassification
-        options |= {"num_labels": task.num_labels, "problem_type": problem}
+        options |= {"num_labels": len(task.labels) or 1, "problem_type": problem}
         if names := dict(enumerate(task.labels)):
             options |= {"id2label": names, "label2id": {name: k for k, name in names.items()}}
     set_seed(config.seed)
@@ -81,7 +81,6 @@ def check_whole(name: str, model: nn.Module, body: nn.Module, missing: Iterable[
         raise ValueError(f"model: {name!r} lacks {len(lost)} weights of its encoder, or has them in another shape "
                          f"({', '.join(lost[:3])}), and they would be random; give a complete checkpoint")
 
-
 def _redraw_head(model: nn.Module, body: nn.Module, missing: set[str], seed: int) -> list[str]:
     "Draw anew the head of an earlier task, where a checkpoint has a whole one, and return the names of its modules."
     own = {id(p) for p in body.parameters()}
@@ -92,7 +91,6 @@ def _redraw_head(model: nn.Module, body: nn.Module, missing: set[str], seed: int
     with torch.no_grad():
         for n, p in head.items(): p.copy_(fresh[n])
     return sorted({n.rpartition(".")[0] for n in head})
-
 
 def _redraw_pooler(model: nn.Module, missing: bool) -> list[str]:
     "Draw a pooler that is missing or was never trained, and return notes of it."
@@ -114,12 +112,10 @@ def read_body(model: str) -> nn.Module:
     check_whole(model, body, body.get_encoder() if has_decoder(body) else body, info["missing_keys"])
     return body
 
-
 def has_decoder(model: nn.Module) -> bool:
     "Return whether a model is an encoder and a decoder. Its saved encoder may say that it is none, and loads as both."
     parts = (getattr(model, "encoder", None), getattr(model, "decoder", None))
     return bool(model.config.is_encoder_decoder and hasattr(model, "get_encoder")) or None not in parts
-
 
 def load_language_head(kind, model: str, loss: str) -> nn.Module:
     "Return a language model in float32. `ValueError` with the command that trains a head, where there is none."
@@ -153,7 +149,6 @@ def pretrained(kind, model: str, **options):
                          "give a checkpoint whose training did not diverge")
     return found
 
-
 def model_source(model: str) -> str:
     "Return where from_pretrained finds the model. `ValueError` for a path without a folder, before the hub is asked."
     if model == "toy-bert": return str(toy_model_path())
@@ -163,7 +158,6 @@ def model_source(model: str) -> str:
         raise ValueError(f"model: no folder {model!r} here, and a name on the hub is owner/name; "
                          "give the folder from its root, or start where it lies")
     return model
-
 
 def read_config(model: str) -> PretrainedConfig:
     "Return the configuration of a checkpoint. `ValueError` where there is none."
@@ -192,9 +186,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 # %% ../../nbs/experiments/21_models.ipynb #0e179944
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module, texts: Sequence[str]) -> list[str]:
-    """Warn where over 5 % of the tokens are unknown, or few embedding rows are used; return the warnings.
-
-    `ValueError` for a token whose id is beyond the embedding."""
+    "Warn of over 5 % unknown tokens or few rows in use, and return it. `ValueError` for an id beyond the rows."
     odd, rows = [], model.get_input_embeddings().num_embeddings
     if (last := max(tokenizer.get_vocab().values())) >= rows:
         raise ValueError(f"model: its tokenizer has the id {last} and the model {rows} embedding rows; "
@@ -228,7 +220,6 @@ def resolve_precision(precision: str) -> str:
     if precision != "auto": return precision
     if not torch.cuda.is_available(): return "fp32"
     return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-
 
 def trainer_arguments(precision: str, **settings) -> TrainingArguments:
     "Return arguments of a Trainer that is quiet and uses one device."

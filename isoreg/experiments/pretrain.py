@@ -46,10 +46,8 @@ def pretrain(
     checkpoint_steps: int = 500,  # steps between checkpoints
 ) -> dict:
     """Train as the configuration says and return the record: a finished run as it is, an interrupted one goes on.
-
     Leaves the model with its tokenizer and `record.json`. Raises `ValueError` before training for a model or a text
-    that is missing, and for a tokenizer without a mask token.
-    """
+    that is missing, and for a tokenizer without a mask token."""
     in_range("evaluations", evaluations, 1, whole=True)
     folder = Path(out) / config.key
     file, name = folder / "record.json", Path(config.model).name
@@ -150,10 +148,8 @@ def with_mlm_head(
     new: bool = False,  # whether to throw away the head that the checkpoint has
     seed: int = 0,  # seed of whatever is drawn
 ) -> tuple[nn.Module, list[str]]:
-    """Return an encoder with a masked-language-model head, in float32, and notes on how the head starts.
-
-    Raises `ValueError` for a model that is missing or damaged, or that lacks weights of its encoder.
-    """
+    """Return an encoder with a masked-language-model head, in float32, and notes on how the head starts. `ValueError`
+    for a model that is missing or damaged, or that lacks weights of its encoder."""
     set_seed(seed)
     m, info = pretrained(AutoModelForMaskedLM, model, dtype=torch.float32, output_loading_info=True)
     missing, prefix = info["missing_keys"], f"{m.base_model_prefix}."
@@ -185,11 +181,9 @@ def start_head(model: nn.Module, new: set[nn.Parameter], log_p: np.ndarray) -> l
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #fe1fe08b
 class LikelihoodTrainer(Trainer):
-    """Train a language model on `TextBatches`, and evaluate it on others whose masks stay as they are.
-
+    """Train a language model on `TextBatches`, and evaluate it on others whose masks stay as they are:
     AdamW with betas 0.9 and 0.98, warm-up over a tenth of the steps, linear decay, gradients clipped at norm 1.
     """
-
     def __init__(
         self,
         model: nn.Module,
@@ -259,7 +253,6 @@ def unigram_loss(train: TextBatches, heldout: TextBatches) -> dict:  # loss, acc
     log_p, ids = log_frequencies(train), predicted_tokens(heldout)
     return {"loss": float(-log_p[ids].mean()), "accuracy": float((ids == log_p.argmax()).mean()), "tokens": len(ids)}
 
-
 def log_frequencies(corpus: TextBatches) -> np.ndarray:
     "Return the log of the smoothed frequency of each token that the loss can ask for, (vocabulary,), in nats."
     if corpus.loss == "mlm":  # every token that is not special, masked or not
@@ -268,7 +261,6 @@ def log_frequencies(corpus: TextBatches) -> np.ndarray:
     else: ids = predicted_tokens(corpus)
     counts = np.bincount(ids, minlength=len(corpus.tokenizer)) + 1
     return np.log(counts / counts.sum())
-
 
 def predicted_tokens(batches: TextBatches) -> np.ndarray:
     "Return the tokens that are predicted; the first one of a causal model is not."
@@ -303,7 +295,6 @@ def toy_batches(kind: str, seed: int = 0) -> tuple[TextBatches, TextBatches]:
         tokenizer.add_tokens([f"<extra_id_{i}>" for i in range(20)], special_tokens=True)
     corpus = TextBatches(texts[:-400], tokenizer, batch_size=32, seed=seed, **settings)
     return corpus, TextBatches(texts[-400:], tokenizer, batch_size=64, seed=12345, **settings)
-
 
 def random_model(kind: str, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
     "Return a model of random weights, about as many as the toy BERT has. No dropout: the text hardly repeats."

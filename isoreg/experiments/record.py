@@ -112,11 +112,9 @@ def versions() -> dict[str, str]:
     found = {name: importlib.metadata.version(name) for name in names if find_spec(name)}
     return {"python": platform.python_version(), "isoreg": isoreg.__version__} | found
 
-
 def git_commit() -> str | None:
     "Return the commit of the checkout of isoreg, with + if the library has local changes."
     git = ["git", "-C", str(Path(isoreg.__file__).parent)]
-
     def ask(*words): return subprocess.check_output([*git, *words], text=True, stderr=subprocess.DEVNULL)
     try:
         ask("ls-files", "--error-unmatch", "__init__.py")
@@ -141,7 +139,6 @@ def hardware() -> dict:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "gpus": torch.cuda.device_count(), "system": platform.system()}
 
-
 def peak_memory_mib() -> float:
     "Return the largest memory so far: of the GPU, or else of the process; NaN on Windows."
     import torch
@@ -155,7 +152,6 @@ def peak_memory_mib() -> float:
 _WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin|(config|tokenizer|tokenizer_config|"
                       r"vocab)\.json|(vocab|merges)\.txt|.*\.model")
 _NEVER_LOADED = re.compile(r"\..*|README.*|.*\.(md|onnx|h5|msgpack|png|py)|training_args\.bin")
-
 
 def inputs_sha256(config: dict) -> dict[str, str]:
     "Return 16 digits of the sha256 of the files that the settings name, of a run or a measurement."
@@ -174,7 +170,6 @@ def inputs_sha256(config: dict) -> dict[str, str]:
     texts = {name: "\n".join(found) for name, found in lines.items()}
     return {n: hashlib.sha256(text.encode()).hexdigest()[:16] for n, text in texts.items() if text}
 
-
 def _data_files(config: dict) -> list[Path]:
     "Return the files of the data folder that a run reads: training and evaluation rows, and those of further tasks."
     task, split = get_task(config["task"], config.get("definition")), config.get("eval_split")
@@ -189,7 +184,6 @@ def changed_inputs(record: dict) -> list[str]:
     try: now = inputs_sha256(record["config"]) if was else {}
     except (OSError, ValueError): return []
     return [name for name in was if now.get(name, was[name]) != was[name]]
-
 
 def weights_sha256(model) -> str:
     "Return the sha256 over names and values of the encoder's weights; head and pooler are left out."
@@ -206,9 +200,8 @@ def collect(
     path: str | Path,  # JSON lines file, into which several processes may collect
     below: Callable[[str | Path], Iterable[dict]] | None = None,  # yields other records of a folder
 ) -> list[dict]:
-    """Add the records of a folder to a JSON lines file, one a key, written atomically; return them.
-
-    Of a failed run stay key, configuration, error and attempts. `ValueError` if there is no such folder."""
+    """Add the records of a folder to a JSON lines file, one a key, written atomically; return them. Of a failed run
+    stay key, configuration, error and attempts. `ValueError` if there is no such folder."""
     if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}; give one of runs")
     path, records = Path(path), {}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,7 +211,6 @@ def collect(
         found = [records[key] for key in sorted(records)]
         write_atomically(path, "".join(json.dumps(r) + "\n" for r in found))
     return found
-
 
 def better(kept: dict, new: dict) -> dict:
     "Return the new one of two failures or measurements; of runs the finished one, the later, or else the first."
@@ -240,13 +232,11 @@ def _below(folder: str | Path) -> Iterator[dict]:
             else: raise ValueError(f"{file} is of no failed run")
         except ValueError as error: warnings.warn(f"left out: {error}")
 
-
 def with_columns(record: dict) -> dict:
     "Return the record with its loss curve as columns of four digits, a tenth of its size."
     entries = record["loss"]
     if not entries or isinstance(entries, dict): return record
     names = [n for n in entries[0] if n not in ("learning_rate", "epoch")]
-
     def short(x): return float(f"{x:.4g}") if isinstance(x, float) else x
     return record | {"loss": {n: [short(e.get(n)) for e in entries] for n in names}}
 
@@ -255,12 +245,10 @@ def read_record(path: str | Path) -> dict:
     "Return the record in a file. `ValueError` with the name of the file if it holds none."
     return _record(read_text(path), repr(str(path)))
 
-
 def read_lines(path: str | Path) -> list[dict]:
     "Return the records in a JSON lines file, [] if it is not there. `ValueError` for a line that is no record."
     lines = read_text(path).split("\n") if Path(path).exists() else []
     return [_record(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-
 
 def _record(text: str, place: str) -> dict:
     try:

@@ -6,7 +6,6 @@ __all__ = ['sweep', 'Sweep', 'Folder', 'compute', 'Local', 'plan_jobs', 'machine
 
 # %% ../../nbs/experiments/30_sweep.ipynb #5ddb3eaa
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -26,7 +25,7 @@ from fastcore.basics import patch
 from filelock import FileLock, Timeout
 
 from ..files import from_json, read_text, write_atomically
-from .grid import Plan, Run, config_class, notebook_path
+from .grid import PATHS, Plan, Run, config_class
 from .record import changed_inputs
 from .notebook import error_words, execute, is_refusal
 
@@ -50,7 +49,6 @@ def sweep(
 # %% ../../nbs/experiments/30_sweep.ipynb #53ccd60c
 class Sweep:
     "The state of a sweep, and how it ended."
-
     def __init__(self, plan: Plan, out: str | Path, executor, log: Callable[[str], None]):
         self.plan, self.folder, self.executor, self.log = plan, Folder(out), executor, log
         self.begun = time.time()
@@ -70,7 +68,6 @@ class Sweep:
 # %% ../../nbs/experiments/30_sweep.ipynb #a5d4469b
 class Folder:
     "Where the runs of a sweep lie."
-
     def __init__(self, out: str | Path):
         self.out, self.home = Path(out), Path(out) / ".sweep"
 
@@ -90,16 +87,10 @@ class Folder:
         "Return the content of a run's `failed.json`, None if there is none."
         return _json(self.out / key / "failed.json") or None
 
-    def seconds(self, key: str) -> float:
-        "Return the time that a run took, with the start of its kernel if papermill noted it."
-        noted = _json(self.out / key / "notebook.ipynb").get("metadata", {}).get("papermill", {})
-        return noted.get("duration") or _json(self.out / key / "record.json").get("total_seconds", 0.0)
-
     def progress(self, key: str) -> dict:
         "Return the progress that a run, begun by a sweep or by `isoreg run`, wrote last."
         files = [*(self.home / key).glob(f"part-*/{key}/progress.json")]
         return _json(files[0] if files else self.out / key / "progress.json")
-
 
 def _json(path: Path) -> dict:
     "Return the table in a JSON file, an empty one if it cannot be read."
@@ -141,18 +132,13 @@ def publish(self: Folder, run: Run, part: Path, failure: dict | None = None):
     for left in (old, part): shutil.rmtree(left, ignore_errors=True)
 
 # %% ../../nbs/experiments/30_sweep.ipynb #ac9da0c5
-def compute(
-    run: Run,
-    part: Path,  # folder for the folder of the run
-    env: dict | None = None,  # more of the kernel's environment
-    on_start: Callable = lambda kernel: None,  # called with the process of each kernel
-) -> dict | None:
-    "Execute a run's notebook; return error, traceback and attempts if it fails twice."
+def compute(run: Run, part: Path, env: dict | None = None, on_start: Callable = lambda kernel: None) -> dict | None:
+    "Execute a run's notebook below the folder `part`; return error, traceback and attempts if it fails twice."
     output, parameters = part / run.key / "notebook.ipynb", run.parameters | {"out": str(part)}
     for attempt in (1, 2):
         shutil.rmtree(part / run.key, ignore_errors=True)
         try:
-            execute(notebook_path(run.notebook), output, parameters, env, on_start)
+            execute(PATHS.get(run.notebook, run.notebook), output, parameters, env, on_start)
             return None
         except Exception as error:
             words, trace = error_words(error)
@@ -178,10 +164,8 @@ def look(self: Sweep, retry_failed: bool) -> list[Run]:
 def work(self: Sweep, waiting: list[Run], on_progress: Callable):
     "Do these runs."
     self.log(self.executor.start())
-    keys = [run.key for run in self.plan.runs]
-    digest = hashlib.sha256("\n".join(keys).encode()).hexdigest()[:8]
-    plan = {"keys": keys, "names": list(map(str, self.plan.runs))}
-    write_atomically(self.folder.home / f"plan-{digest}.json", json.dumps(plan))
+    names = json.dumps({run.key: str(run) for run in self.plan.runs})
+    write_atomically(self.folder.home / f"grid-{hashlib.sha256(names.encode()).hexdigest()[:8]}.json", names)
     self.closed, pool = False, ThreadPoolExecutor(self.executor.jobs)
     try:
         runs = {pool.submit(self.do, run): run for run in waiting}
@@ -233,7 +217,6 @@ def count(self: Sweep, run: Run, status: str):
 # %% ../../nbs/experiments/30_sweep.ipynb #bfa750d3
 class Local:
     "Run on this machine."
-
     def __init__(self, jobs: int | None = None):  # workers; None: see plan_jobs
         self.asked, self.stopped = jobs, False
         self.kernels, self.gpus = [], queue.SimpleQueue()
@@ -269,7 +252,6 @@ def plan_jobs(cores: int, gpus: int = 0, memory: float = math.inf, jobs: int | N
     jobs = jobs or max(1, int(min(cores, gpus or cores, memory // 2)))
     return jobs, max(1, cores // jobs)
 
-
 def machine() -> tuple[int, list[str], float]:
     "Return the cores, the GPUs as CUDA_VISIBLE_DEVICES names them, and the free memory in GiB."
     import psutil
@@ -280,7 +262,6 @@ def machine() -> tuple[int, list[str], float]:
     if names := os.environ.get("CUDA_VISIBLE_DEVICES"): gpus = names.split(",")[:len(gpus)]
     return cores, gpus, psutil.virtual_memory().available / 2**30
 
-
 def environment(threads: int) -> dict[str, str]:
     "Return the environment of a kernel with so many BLAS threads, or fewer by OMP_NUM_THREADS."
     threads = min(threads, int(os.environ.get("OMP_NUM_THREADS") or threads))
@@ -290,12 +271,7 @@ def environment(threads: int) -> dict[str, str]:
 # %% ../../nbs/experiments/30_sweep.ipynb #97992d5c
 class OnRay:
     "Run on the nodes of a cluster. `ImportError` if Ray is not installed."
-
-    def __init__(
-        self,
-        address: str | None = None,  # cluster; None: RAY_ADDRESS, or else a new one here
-        jobs: int | None = None,  # tasks at a time; None: see plan_jobs
-    ):
+    def __init__(self, address: str | None = None, jobs: int | None = None):  # None: see RAY_ADDRESS and plan_jobs
         import ray
         self.ray, self.asked, self.tasks = ray, jobs, set()
         self.address = address or os.environ.get("RAY_ADDRESS") or "local"
@@ -335,28 +311,23 @@ def compute_on_node(run: Run, cwd: str, env: dict) -> tuple[dict | None, dict[st
         return failure, {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
 
 # %% ../../nbs/experiments/30_sweep.ipynb #dc40aadc
-def status(
-    out: str | Path,  # folder of a sweep, or of isoreg run
-) -> dict:  # done, running, failed, missing; names of the planned; left: seconds, or None
-    "Return the state of a folder, from records and locks. `OSError` if there is no such folder."
-    folder, done, failed = Folder(out), [], {}
+def status(out: str | Path) -> dict:  # done, running, failed, missing; names of the planned; left: seconds, or None
+    "Return the state of a folder of runs, from records and locks. `OSError` if there is no such folder."
+    folder, done, failed = Folder(out), {}, {}
     for key in sorted(p.name for p in folder.out.iterdir() if p.is_dir()):
         record = _json(folder.out / key / "record.json")
         run = Run(key, record.get("kind", "finetune"), record.get("config", {}))
-        if folder.record(run): done.append(key)
+        if folder.record(run): done[key] = record.get("total_seconds", 0.0)
         elif failure := folder.failure(key): failed[key] = failure.get("error", "")
     running = [p.parent.name for p in sorted(folder.home.glob("*/lock")) if _is_held(p)]
-    plans = [_json(path) for path in folder.home.glob("plan-*.json")]
-    pairs = (zip(plan["keys"], plan.get("names", plan["keys"])) for plan in plans)
-    planned = dict(itertools.chain.from_iterable(pairs))
+    planned = dict(pair for path in folder.home.glob("grid-*.json") for pair in _json(path).items())
     missing = [key for key in planned if key not in {*done, *failed, *running}]
     left = None
     if done and running:
         rounds = math.ceil((len(missing) + len(running)) / len(running))
-        left = statistics.mean(map(folder.seconds, done)) * rounds
-    return {"done": done, "failed": failed, "missing": missing, "names": planned, "left": left,
+        left = statistics.mean(done.values()) * rounds
+    return {"done": [*done], "failed": failed, "missing": missing, "names": planned, "left": left,
             "running": [{"key": key} | folder.progress(key) for key in running]}
-
 
 def _is_held(lock: Path) -> bool:
     "Return whether some process holds a lock; one of others, which we cannot write, is not held."

@@ -64,11 +64,6 @@ class Task(Checked):
         return self
 
     @property
-    def num_labels(self) -> int:
-        "Number of outputs of a head: 1 for regression, 2 (start and end) for qa."
-        return {"regression": 1, "qa": 2}.get(str(self.kind)) or len(self.labels)
-
-    @property
     def columns(self) -> tuple[str, ...]:
         "Columns that every source of the task has, in order."
         if self.kind == "qa": return ("id", "context", "question", "answers")
@@ -79,7 +74,6 @@ METRICS: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "f1", "matthews_correlation", "pearson", "spearman"),
     "regression": ("pearson", "spearman"),
     "qa": ("f1", "exact_match")}
-
 
 @patch
 def _check(self: Task):
@@ -113,10 +107,8 @@ def _in_words(error: ValidationError, known: Iterable[str]) -> str:
     return "\n".join(lines.values())
 
 # %% ../../nbs/experiments/17_tasks.ipynb #8dc2477e
-def read_task(
-    path: str | Path,  # a YAML file
-) -> Task:
-    "Return the task that a file defines. `ValueError` names the field that is wrong."
+def read_task(path: str | Path) -> Task:
+    "Return the task that a YAML file defines. `ValueError` names the field that is wrong."
     path = Path(path)
     try:
         values = from_yaml(read_text(path))
@@ -135,18 +127,15 @@ def definition(task: Task) -> dict:
     digests = task.sha256 or {s: file_digest(s, file) for s, file in task.files.items()}
     return task.model_copy(update={"sha256": digests}).model_dump(mode="json", exclude_defaults=True)
 
-
 def file_digest(split: str, file: str) -> str:
     "Return the digest of the file of a split. `ValueError` if it is not there."
     if Path(file).is_file(): return content_digest(Path(file))
     raise ValueError(f"files: {split}: no file {file!r}; give its path beside the definition, or, to repeat a "
                      "stored run, its folder as data_dir")
 
-
 def content_digest(path: Path) -> str:
     "Return 16 digits of the sha256 of a file; it is read once, unless its size or time changes."
     return _digest(str(path), path.stat().st_size, path.stat().st_mtime_ns)
-
 
 @functools.cache
 def _digest(path: str, *state: int) -> str:
@@ -159,7 +148,6 @@ def _glue(name, text, labels, train, evaluation, papers, metrics="accuracy", spl
                  metric=metrics.split()[0], metrics=metrics.split(), eval_splits=split, papers=papers.split(),
                  official_rows={"train": train, split: evaluation})
     return Task(name, **usual | more)
-
 
 _BOTH, _PAIR, _CORR = "istar guided-dropout", "sentence1 sentence2", "pearson spearman"
 _NLI, _RTE = "entailment neutral contradiction", "entailment not_entailment"
@@ -187,12 +175,8 @@ TASKS: dict[str, Task] = {task.name: task for task in [
     Task("toy-rte", text=_PAIR.split(), labels=_RTE.split()),
     Task("toy-stsb", text=_PAIR.split(), metric="pearson", metrics=_CORR.split())]}
 
-
-def get_task(
-    name: str | Task,  # a name in TASKS; a Task is handed back as it is
-    own: dict | None = None,  # definition of your own task, which then counts
-) -> Task:
-    "Return the record of a task. `ValueError` with the nearest name for an unknown one."
+def get_task(name: str | Task, own: dict | None = None) -> Task:
+    "Return a task by its name or by its own definition. `ValueError` with the nearest name for an unknown one."
     if own is not None: return Task(**own)
     if isinstance(name, Task): return name
     return TASKS[one_of("task", name, TASKS, also="a file that defines one (.yaml)")]

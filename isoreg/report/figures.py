@@ -55,9 +55,7 @@ def _draw_arm(ax, arm: pd.DataFrame, style: tuple, name: str):
     ax.errorbar(x.mean(), y.mean(), xerr=spread[0], yerr=spread[1], color=colour, marker=mark, ms=7, capsize=2, lw=1,
                 ls="", label=name)
 
-
 def _metric_name(g: pd.DataFrame) -> str: return known_texts(g.metric, "score").replace("_", " ")
-
 
 def _majority_line(ax, g: pd.DataFrame):
     "Draw the score of the majority class, dotted, where it is near the runs."
@@ -70,10 +68,8 @@ _OWN = {"standard": "black", "cosreg": PALETTE[2], "guided": PALETTE[1], "gaussi
         "constant-mean": PALETTE[0], "reversed": PALETTE[3], "type-only": PALETTE[4]}
 WIDTH = 8.2  # inches at most, and letters of 8 points at least: on a page of the site these are 10 pixels high
 
-
 class NotRecorded(ValueError):
     "The records do not hold what a figure shows."
-
 
 def _styles(df: pd.DataFrame) -> dict:
     "Return colour, mark and dash of each method, the same in every panel; I-STAR by its strength."
@@ -85,7 +81,6 @@ def _styles(df: pd.DataFrame) -> dict:
         colour = _shade(run.lam) if how == "istar" else _OWN.get(how, free)
         styles.setdefault(name, (colour, "soD^vP*"[len(styles) % 7], ("-", "--", ":", "-.")[used.count(colour) % 4]))
     return styles
-
 
 def _shade(lam: float) -> tuple:
     "Return a colour from light at 0.05 to dark at 10, orange below zero and blue above."
@@ -107,7 +102,6 @@ def _panels(df: pd.DataFrame, without: Sequence[str] = ()):
         chosen = [c for c in TUNED if g[c].nunique(dropna=False) > 1]
         ax.set_title(title + f"\n{', '.join(chosen)} by method" * bool(chosen), fontsize=10)
     return fig, [(ax, g) for ax, (_, g) in zip(axes.flat, groups)]
-
 
 def _legend(fig, panels):
     "Draw one legend of all panels."
@@ -138,7 +132,6 @@ def plot_layers(
     _legend(fig, panels)
     return fig
 
-
 def _by_layer(r, what: str, when: str) -> list | None:
     "Return the values of hidden states 0 (embeddings) to L of a run; None where the record has none."
     if what == "intrinsic_dimension":
@@ -146,7 +139,6 @@ def _by_layer(r, what: str, when: str) -> list | None:
         return found["mean"] if isinstance(found, dict) else None
     layers = getattr(r, f"{what}_layers_{when}")
     return [getattr(r, f"{what}_embeddings_{when}"), *layers] if isinstance(layers, list) else None
-
 
 def _band(ax, x, middle, low, high, style: tuple, label: str):
     "Draw a line within its band."
@@ -275,7 +267,6 @@ DRAWN: dict[str, Callable] = {
     "tradeoff": plot_tradeoff, "layers": plot_layers, "mean_activation": plot_mean_activation,
     "intrinsic_dimension": partial(plot_layers, what="intrinsic_dimension"), "fraction": plot_fraction}
 
-
 def _tables(df: pd.DataFrame, baseline: str | None, by: Sequence[str] | None) -> dict[str, pd.DataFrame]:
     "Return the tables of a report by name."
     tables = {"summary": summarise(df, by)}
@@ -294,4 +285,3 @@ def _tables(df: pd.DataFrame, baseline: str | None, by: Sequence[str] | None) ->
     last_lines = lost.error.map(lambda text: text.strip().splitlines()[-1][:200])
     if len(lost): tables["failures"] = lost[["task", "method", "seed", "file"]].assign(error=last_lines)
     return tables
-

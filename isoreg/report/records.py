@@ -21,20 +21,19 @@ import numpy as np
 import pandas as pd
 
 from ..checks import one_of
-from ..experiments.config import GUIDED, METHOD, RunConfig, path_label
+from ..experiments.config import GUIDED, METHOD, RunConfig
 from ..experiments.config import method_label as label
 from ..experiments.record import better
-from ..files import from_json, read_text, record_files
+from ..files import from_json, path_label, read_text, record_files
 from .statistics import (
-    ROUNDING, holm, ratio_interval, score_error, seeds_needed, sign_flip, smallest_p, t_interval, two_errors)
+    ROUNDING, judged, p_text, ratio_interval, score_error, sign_flip, t_interval, two_errors)
 
 # %% ../../nbs/report/27_records.ipynb #faf62b0c
 def load(
     source,  # folder of runs (record.json, failed.json), .jsonl file, record (a dict or RunRecord), or list of these
 ) -> pd.DataFrame:  # one row a run
-    """Return one row a run: its settings, the columns of RECORDED, method, status, protocol, notes, file and line.
-
-    A warning counts what holds no record of a run. `ValueError` if there is none."""
+    """Return one row a run: its settings, the columns of RECORDED, method, status, protocol, notes, file and line. A
+    warning counts what holds no record of a run. `ValueError` if there is none."""
     rows: dict[str, dict] = {}
     wrong = []
     for entry, file, line in _entries(source):
@@ -49,8 +48,7 @@ def load(
     numbers = ["value", "majority", *df.filter(regex="^isoscore_(?!layers)")]
     df[numbers] = df[numbers].astype(float)
     df["metric"] = df.metric.fillna(df.task.map(df.groupby("task").metric.first()))  # a failed run has none
-    scores = df[df.dropout.isin(GUIDED)].groupby("task").scores.nunique(dropna=False)
-    named = bool(scores.max() > 1)
+    named = df[df.dropout.isin(GUIDED)].groupby("task").scores.nunique(dropna=False).max() > 1
     df["method"] = [label(settings, scores=named) for settings in df[list(METHOD)].to_dict("records")]
     return df
 
@@ -67,7 +65,6 @@ def _entries(source) -> Iterator[tuple[object, str, int]]:
     else:
         found = record_files(source, "record.json", "failed.json") if Path(source).is_dir() else [Path(source)]
         for file in found: yield read_text(file, errors="replace"), file.as_posix(), 0
-
 
 def _run_of(entry) -> dict | None:
     "Return the record of a run; None for anything else."
@@ -99,7 +96,6 @@ def _row(record: dict) -> dict:
         found = record
         for name in place.split("."): found = found.get(name) if isinstance(found, dict) else None
         return found
-
     row = SETTINGS | RunConfig.later | record["config"] | {c: at(place) for c, place in RECORDED.items()}
     # a table groups by a text, not by a dict
     row |= {n: json.dumps(row[n], sort_keys=True) for n in SETTINGS if isinstance(row[n], dict)}
@@ -123,7 +119,6 @@ PAPERS = ("bert-base-", "bert-large-", "albert-base-v2", "distilbert-base-cased"
 CHOSEN = {"epochs": "epochs", "lr": "learning rate", "batch_size": "batch", "accumulation": "accumulation",
           "max_length": "tokens at most", "length_groups": "groups by length", "split_protocol": "split"}
 
-
 def provenance(
     df: pd.DataFrame,  # of load
 ) -> str:
@@ -145,13 +140,11 @@ def provenance(
             f"{', '.join(commits) or 'unknown'}. {len(df)} runs, {(df.status == 'failed').sum() or 'none'} failed."
             + f" Notes: {'; '.join(notes[:6])}." * bool(notes))
 
-
 # %% ../../nbs/report/27_records.ipynb #f383eb27
 def setting_text(v) -> str:
     "Return a setting as a table shows it, a dash for none."
     if v is None or v != v: return "–"
     return f"{v:.12g}" if isinstance(v, (int, float, np.number)) else str(v)
-
 
 def known_texts(values, none: str = "unknown") -> str:
     "Return the different values that are known, in words."
@@ -160,35 +153,31 @@ def known_texts(values, none: str = "unknown") -> str:
 # %% ../../nbs/report/27_records.ipynb #5fe78eca
 CORRELATIONS = "matthews_correlation", "pearson", "spearman"
 
-
 def summarise(
     df: pd.DataFrame,  # of load
     by: Sequence[str] | None = None,  # columns that tell rows apart, besides task and method; None: all that vary
     value: str = "value",  # the primary metric, another metric of the records, or a numeric column
 ) -> pd.DataFrame:  # one row a group
     """Return mean, t interval, median and worst of each group over its seeds; failed and collapsed runs are counted.
-
     error is that of the mean for other seeds and evaluation rows. `ValueError` for two finished runs of one seed."""
     by, rows = columns_apart(df, by), []
     for names, g in by_setting(with_outcome(df, value), by).items():
         done, x, metric = g[g.status == "done"], g.outcome.dropna(), known_texts(g.metric)
         check_seeds(done)
         low, high = t_interval(x)
-        rows.append(dict(zip([*by, "method"], names)) | {
+        means = done[list(RECORDED)].select_dtypes("number").mean(skipna=False)
+        rows.append(dict(zip([*by, "method"], names)) | dict(means) | {
             "metric": metric, "n": len(x), "failed": len(g) - len(done), "mean": x.mean(),
             "sd": x.std(), "low": low, "high": high, "median": x.median(), "worst": x.min(),
-            "collapsed": int(done.collapsed.sum()), "isoscore_before": done.isoscore_before.mean(skipna=False),
-            "isoscore_after": done.isoscore_after.mean(skipna=False), "isoscore_after_sd": done.isoscore_after.std(),
+            "collapsed": int(done.collapsed.sum()), "isoscore_after_sd": done.isoscore_after.std(),
             "majority": done.majority.mean() if value == "value" else math.nan, "records": _records(g),
             "error": score_error(x, g.evaluation_rows.min(), metric in CORRELATIONS) if len(x) else math.nan})
     return _table(rows, "summary", [*by, "method"], provenance(df))
-
 
 def _records(g: pd.DataFrame) -> tuple:
     "Return (seed, file, line, key) of each run."
     runs = g.reset_index().sort_values("seed").itertuples()
     return tuple((int(r.seed), r.file, int(r.line), r.key) for r in runs)
-
 
 def _table(rows: list[dict], kind: str, by: list[str], caption: str) -> pd.DataFrame:
     "Return a table that knows how it is shown, what tells its rows apart, and where its numbers come from."
@@ -199,11 +188,9 @@ def _table(rows: list[dict], kind: str, by: list[str], caption: str) -> pd.DataF
 # %% ../../nbs/report/27_records.ipynb #c2675e45
 TUNED = ["lr", "batch_size", "epochs", "accumulation", "warmup", "schedule", "weight_decay", "clip", "adam_epsilon"]
 
-
 def columns_apart(df: pd.DataFrame, by: Sequence[str] | None, paired: bool = False) -> list[str]:
-    """Return the columns that tell rows apart besides the method: task, and those of `by` or all that vary on a task.
-
-    paired: TUNED ones only where they vary within a method, which is compared at the setting chosen for it."""
+    """Return the columns that tell rows apart besides the method: task, and those of `by` or all that vary on a task;
+    if paired, TUNED ones only where they vary within a method, which is compared at the setting chosen for it."""
     if by is None:
         fixed = (*METHOD, "seed", "task", "definition", "model", "data_dir", "recipe")
         names = [c for c in ("model_name", *SETTINGS, "protocol") if c not in fixed]
@@ -213,7 +200,6 @@ def columns_apart(df: pd.DataFrame, by: Sequence[str] | None, paired: bool = Fal
         by = list(counts.index[counts > 1])
     for c in by: one_of("by", c, df.columns)
     return ["task", *(c for c in by if c not in ("task", "metric", "method"))]
-
 
 def by_setting(df: pd.DataFrame, by: list[str]) -> dict[tuple, pd.DataFrame]:
     "Return the runs of each setting and method by (*settings, method), in order; a setting of None is a dash."
@@ -230,7 +216,6 @@ def with_outcome(df: pd.DataFrame, value: str) -> pd.DataFrame:
     found = df[value] if value in df else df.metrics.map(lambda m: m.get(value))
     named = df.metric if value == "value" else value
     return df.assign(outcome=found.where(df.status == "done").astype(float), metric=named)
-
 
 def check_seeds(runs: pd.DataFrame) -> None:
     "Raise `ValueError` if two runs of one arm share a seed."
@@ -265,7 +250,6 @@ def compare(
     min_pairs: int = 0,  # rows with fewer complete pairs are left out, and take no part in the correction
 ) -> pd.DataFrame:  # one row a method and setting
     """Return method minus baseline, paired by seed: t interval, exact sign-flip test, Holm's correction, verdict.
-
     differ: settings of training that are each method's own, as `isoreg select` chose them; reachable: the smallest
     p_holm that a row could have had. `ValueError` if `by` leaves no pair, or two runs of an arm share a seed."""
     name, fixed = ("baseline", baseline) if of is None else ("of", of)
@@ -283,7 +267,7 @@ def compare(
         differ = ", ".join(c for c in by if not others[c].isin(own[c]).any())
         if differ: raise ValueError(f"by: no pair has the same {differ} as {fixed!r}; leave that out of by")
     rows = [r for r in rows if r["n"] >= min_pairs]
-    return _table(_judged(rows), "comparison", [*apart, "method"], provenance(df))
+    return _table(judged(rows), "comparison", [*apart, "method"], provenance(df))
 
 # %% ../../nbs/report/27_records.ipynb #1e73e853
 def _pair(task: str, arm: pd.DataFrame, base: pd.DataFrame) -> dict:
@@ -301,7 +285,6 @@ def _pair(task: str, arm: pd.DataFrame, base: pd.DataFrame) -> dict:
             "differ": _differ(a, b), "collapsed": int(a.collapsed.sum()), "collapsed_baseline": int(b.collapsed.sum()),
             "differences": tuple(d.tolist()), "records": _records(a), "records_baseline": _records(b)}
 
-
 def _differ(a: pd.DataFrame, b: pd.DataFrame) -> list[str]:
     "Return in what the runs of one seed are not alike besides the method: settings, and what both have recorded."
     recorded = ["hardware", "data", "commit", "weights"]
@@ -309,42 +292,16 @@ def _differ(a: pd.DataFrame, b: pd.DataFrame) -> list[str]:
     known = {c: a[c].notna() & b[c].notna() | (c not in recorded) for c in names}
     return [c for c in names if (known[c] & (a[c].map(str) != b[c].map(str))).any()]
 
-# %% ../../nbs/report/27_records.ipynb #d1a66eef
-def _judged(rows: list[dict], alpha: float = 0.05) -> list[dict]:
-    "Return the rows with p after Holm's correction over all of them, and verdicts."
-    p = np.array([r["p"] for r in rows])
-    for i, (r, adjusted) in enumerate(zip(rows, holm(p))):
-        unequal = int((np.abs(r["differences"]) > ROUNDING).sum())
-        best = holm(np.where(np.arange(len(p)) == i, smallest_p(unequal), p))[i] if r["n"] else math.nan
-        r |= {"p_holm": adjusted, "reachable": best}
-        way = ("higher" if r["difference"] > 0 else "lower") + (" in the complete pairs" if r["failed"] else "")
-        if not r["n"]: r["verdict"] = "no pair to compare"
-        elif not unequal: r["verdict"] = "equal in all pairs"
-        elif best > alpha:
-            takes, many = seeds_needed(int((~np.isnan(p)).sum()), alpha), f"{unequal} unequal pair{'s' * (unequal > 1)}"
-            r["verdict"] = f"too few seeds for this test: p of {many} is {p_text(best)} or more; it takes {takes} pairs"
-        else: r["verdict"] = way if adjusted <= alpha else "no difference shown"
-    return rows
-
-
-# %% ../../nbs/report/27_records.ipynb #d1a66ee0
-def p_text(p: float) -> str:
-    "Return p as a table shows it; nothing for NaN."
-    return "" if p != p else "< 0.001" if p < 0.001 else "0.0625" if p == 0.0625 else f"{p:.3f}"
-
 # %% ../../nbs/report/27_records.ipynb #bfad97bc
 def over_tasks(
     table: pd.DataFrame,  # of compare
 ) -> pd.DataFrame:  # one row a method and setting; task holds the names of its tasks
     """Return the mean of a method's differences over its tasks: its interval, sign-flip test, Holm p and verdict.
-
-    tasks: how many; agree: those whose difference has the sign of the mean; p_seeds: all pairs of a seed are flipped at
-    once."""
+    agree: tasks whose difference has the sign of the mean; p_seeds: all pairs of a seed are flipped at once."""
     keys = [*(c for c in table.attrs["by"] if c != "task"), "baseline"]
     groups = [(names, g) for names, g in table.groupby(keys, sort=False) if g.n.any()]
     rows = [{"task": " + ".join(g.task[g.n > 0])} | dict(zip(keys, names)) | _together(g) for names, g in groups]
-    return _table(_judged(rows), "comparison", table.attrs["by"], table.attrs["caption"])
-
+    return _table(judged(rows), "comparison", table.attrs["by"], table.attrs["caption"])
 
 def _together(g: pd.DataFrame) -> dict:
     "Return the columns of one method over its tasks."
@@ -358,7 +315,6 @@ def _together(g: pd.DataFrame) -> dict:
         "tasks": len(have), "agree": int((signs == np.sign(shares.sum())).sum()), "difference": shares.sum(),
         "low": found["low"], "high": found["high"], "differences": tuple(shares * len(shares)),
         "p_seeds": sign_flip(shares.groupby(pairs.seed).sum())[0], "p": sign_flip(shares)[0]}
-
 
 def _pairs(table: pd.DataFrame) -> pd.DataFrame:
     "Return one row a pair of the comparisons: task, seed and gain."
@@ -391,11 +347,9 @@ def to_markdown(
     shown = readable(table, digits, columns).map(_linked).rename(columns=_escape)
     return shown.to_markdown(index=False, disable_numparse=True) + f"\n\n{_escape(caption)}\n"
 
-
 SPARED = ["IsoScore before", "worst", "median", "p by seed", "p", "incomplete pairs", "arms differ in", "mean",
           "baseline's mean", "metric", "tasks of this sign", "predicts a single class"]
 LATEX: dict = {"λ": r"$\lambda$", "ζ": r"$\zeta$", "±": r"$\pm$", "–": "--"} | {c: f"${c}$" for c in "<>|"}
-
 
 def to_latex(
     table: pd.DataFrame,  # as for to_markdown
@@ -434,13 +388,10 @@ class Cell:
 
     def __str__(self) -> str: return self.text
 
-
 def _number(v: float, digits: int, words: str = "{}", sign: str = "") -> str:
     return "" if v != v else words.format(f"{v:{sign}.{digits}f}")
 
-
 def _mean(mean: float, sd: float, digits: int) -> str: return _number(mean, digits) + _number(sd, digits, " ± {}")
-
 
 def _interval(r, digits: int, sign: str = "") -> str:
     if r.low == r.low: return f"{r.low:{sign}.{digits}f} to {r.high:{sign}.{digits}f}"
@@ -489,7 +440,6 @@ def _linked(cell) -> str:
     *_, first = min(records, key=lambda r: r[2])
     title = re.sub(r"[^\w.-]+", "-", first) + f" and {len(records) - 1} more" * (len(records) > 1)
     return f'[{text}]({urllib.parse.quote(place)}{"#" * bool(spans)}{spans} "{title}")'
-
 
 def _escape(text) -> str:
     "Return a text in one line whose marks of Markdown are letters; an underscore within a word is none."

@@ -253,6 +253,9 @@ def test_a_formula_has_no_tex_beside_it_and_no_gaps():
     made = preview.pandoc([text])[0]
     assert "annotation" not in made and "operatorname" not in made and "<mo>PR</mo>" not in made
     assert '<span class="number">(3)</span>' in made and 'stretchy="false"' in made
+    made = preview.pandoc([r"$\left(\frac{a}{b} f(c) [d]\right) \left\|x\right\|$"])[0]
+    taller = re.findall(r'stretchy="true"[^>]*>(.)<', made)
+    assert taller == ["(", ")", "‖", "‖"] and made.count("(") == made.count(")") == 2
 
 
 # ---- links and addresses
