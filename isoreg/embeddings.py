@@ -239,10 +239,7 @@ def is_sentence_transformer(model: str) -> bool:
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     "Return the vectors that a SentenceTransformers model gives, float32."
     from isoreg.experiments.models import quiet_loading
-    try: from sentence_transformers import SentenceTransformer
-    except ImportError:
-        raise ValueError(f"model: {model!r} needs sentence-transformers; pip install 'isoreg[integrations]', or give "
-                         "a pooling, which reads its encoder alone") from None
+    from sentence_transformers import SentenceTransformer
     folder = expanded(model)
     if folder.is_dir():  # the library runs Python files of a folder
         kinds = [str(module["type"]) for module in json.loads((folder / "modules.json").read_text())]

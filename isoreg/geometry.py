@@ -99,9 +99,7 @@ def unit_rows(x: Tensor) -> Tensor:
 
 # %% ../nbs/05_geometry.ipynb #f07730c0
 def partition_score(points, mask=None, *, log: bool = False) -> float:
-    """Return the smallest over the largest Z(c) = sum exp(c'x), in [0, 1], or its logarithm (Mu and Viswanath 2018).
-
-    c are the unit eigenvectors of X'X with both their signs. `ValueError` for fewer than 2 points or zeros alone."""
+    "Return min over max of Z(c) = sum exp(c'x), or its logarithm, c the ± eigenvectors of X'X (Mu, Viswanath 2018)."
     c = as_cloud(points, mask)
     values, V = c.raw
     # for n < d, X V = U sqrt(values)

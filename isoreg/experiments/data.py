@@ -54,9 +54,7 @@ def load_task(
     max_train: int | None = None,  # largest number of train rows
     max_eval: int | None = None,  # largest number of evaluation rows, the same ones for every seed
 ) -> "TaskData":
-    """Return the rows to train and to evaluate on; a whole official train part keeps its order.
-
-    `ValueError` for missing columns, texts or labels, and (`MissingSplit`) for a missing split."""
+    "Return the rows to train and to evaluate on. `ValueError` for missing texts or labels, `MissingSplit` for rows."
     in_range("train_fraction", train_fraction, 0, 1, ends="(]", hint="1 uses all rows")
     for name, n in ("max_train", max_train), ("max_eval", max_eval):
         in_range(name, n, 1, whole=True, optional=True)
