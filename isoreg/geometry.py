@@ -141,8 +141,8 @@ def two_nn(points, mask=None) -> float:
         near = nearest_two(x) if len(x) > 2 else near[:0]
     size = (x - x.mean(0)).square().sum(1).mean().sqrt()
     if close := int((near[:, 0] < 1e-4 * size).sum()):
-        warnings.warn(f"points: {close} of {len(x)} rows nearly repeat another one, as vectors of equal texts do; "
-                      "leave them out, or the dimension is far too small")
+        warnings.warn(f"points: {close} of {len(x)} rows have a near copy, as vectors of equal texts have; "
+                      "leave the copies out, or the dimension is far too small")
     ρ = (near[:, 1] / near[:, 0])[near[:, 0] > 0].sort().values
     kept = int(len(ρ) * 0.9)
     F = torch.arange(1, kept + 1, dtype=torch.float64, device=ρ.device) / len(ρ)

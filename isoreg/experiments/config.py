@@ -73,8 +73,7 @@ class PenaltySettings(Settings):
     "What is added to the loss."
     regularizer: str = setting("istar", "none, istar, cosreg, or your own class as module:Class")
     lam: float | None = setting(None, "weight of the penalty; default -0.1 for istar, 1 for others")
-    layers: Literal["union", "mean"] | int = setting(
-        "union", "istar: union or mean over layers, or the number of one layer")
+    layers: Literal["union", "mean"] | int = setting("union", "istar: union or mean of layers, or the number of one")
     zeta: float = setting(0.2, "istar: weight of the reference covariance", ge=0, le=1)
     correction: Literal["gaussian", "ustat"] | None = setting(
         None, "istar: score corrected for few tokens; needs no reference")
@@ -129,8 +128,7 @@ class DropoutSettings(Settings):
     "The dropout scheme and its rates."
     dropout: Literal[tuple(SCHEMES)] | str = setting(  # type: ignore[valid-type]
         "standard", "dropout scheme, or a file with a schedule")
-    scores: str | None = setting(
-        None, "guided: file of Fisher scores, or corpus:TEXT to estimate them; default: from the task")
+    scores: str | None = setting(None, "guided: file of Fisher scores, or corpus:TEXT; default: from the task's texts")
     dropout_p: float | None = setting(
         None, "rate of all sites; for guided the highest rate (default 0.1); for mixout the probability", ge=0, lt=1)
 
@@ -296,7 +294,7 @@ def penalty_class(name: str) -> type:
     if ":" not in name: one_of("regularizer", name, ("none", *PENALTY_CLASSES), also="your class as module:Class")
     try: return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"regularizer: {name!r} cannot be imported ({error})") from None
+        raise ValueError(f"regularizer: {name!r} cannot be imported ({error}); is it on PYTHONPATH?") from None
 
 # %% ../../nbs/experiments/19_config.ipynb #77d36f3d
 METHOD = (*PenaltySettings.model_fields, *DropoutSettings.model_fields)  # what makes a method

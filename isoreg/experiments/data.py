@@ -200,7 +200,11 @@ def _label_numbers(task: Task, labels: list, where: str) -> list:
 
 def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     "Return the task with its labels; if it names none, those of the training rows, sorted."
-    if task.kind != "classification" or task.labels or task.label not in table.column_names: return task
+    if task.kind != "classification" or task.label not in table.column_names: return task
+    names = getattr(Features.from_arrow_schema(table.select([task.label]).schema)[task.label], "names", None)
+    if names and task.files and sorted(names) == sorted(task.labels) and names != [*task.labels]:
+        raise ValueError(f"labels: {[*task.labels]}, and the file has the order {names}; give them in that order")
+    if task.labels: return task
     values = [v for v in set(table[task.label].to_pylist()) - {None} if str(v).strip().lower() not in ("", "nan")]
     found = {v if isinstance(v, str) else _canonical(v): v for v in values}
     order = sorted(found, key=None if any(isinstance(v, str) for v in values) else found.__getitem__)
