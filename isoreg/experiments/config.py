@@ -158,8 +158,7 @@ GUIDED = tuple(n for n, s in SCHEMES.items() if s.scores)
 RATED = tuple(n for n, s in SCHEMES.items() if s.rate)
 _RATES = {"p_max": 0.1, "p_min": 0.0, "aggregate": "mean_of_means"}
 _OWN = {"penalty_settings": None, "dropout_settings": None, "out_of_memory": "fail"}
-# settings that are gone
-LEGACY = {"cosreg_layer": -1, "reference_points": 250_000} | _RATES | _OWN
+LEGACY = {"cosreg_layer": -1, "reference_points": 250_000} | _RATES | _OWN  # settings that are gone
 _BY_DROPOUT = {"scores": None, "dropout_p": None} | _RATES
 
 # %% ../../nbs/experiments/19_config.ipynb #426e9930
@@ -453,9 +452,7 @@ class PretrainConfig(TextSettings):
         if self.heldout is not None: values["heldout_share"] = 0.0
         return self
 
-    def title(self) -> str:
-        "Return model, what is trained, and seed."
-        return f"{Path(self.model).name}-{'all' if self.train_encoder else 'head'}-seed{self.seed}"
+    def title(self) -> str: return f"{Path(self.model).name}-{'all' if self.train_encoder else 'head'}-seed{self.seed}"
 
 # %% ../../nbs/experiments/19_config.ipynb #e3b1e873
 CONFIGS: dict[str, type[Settings]] = {
