@@ -61,7 +61,7 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
     if version: print(isoreg.__version__)
 
 _JSON = typer.Option("--json", help="Print JSON.")
-_OUT = typer.Option(help="Folder for runs; each gets its own below.")
+_OUT = typer.Option(help="Folder for the runs; each run gets a subfolder.")
 _ONLY = typer.Option(help="Only this block; may be given several times.")
 _SET = typer.Option("--set", help="name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].")
 
@@ -99,7 +99,7 @@ def _with_settings(command):
 @app.command("run")
 @_with_settings
 def run_command(
-    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: a setting as a grid has it.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: a setting, named as in a grid.")] = None,
     out: Annotated[Path, _OUT] = Path("runs"),
     save_model: Annotated[bool, typer.Option("--save-model", help="Also write the trained model.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Run again even if the record is there.")] = False,
@@ -155,7 +155,7 @@ def _show_records(records: Sequence[RunRecord]):
 def rerun_command(
     what: Annotated[str, typer.Argument(metavar="KEY|RECORD", help="Key of a stored run, record.json or its folder.")],
     records: Annotated[Path, typer.Option(help="Records (.jsonl) that have the key.")] = Path("nbs/results"),
-    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: where files lie now.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: new place of model or data_dir.")] = None,
 ):
     "Repeat a stored run and say whether score and predictions are equal; exits 1 if they are not."
     from isoreg.experiments.finetune import rerun
@@ -183,11 +183,11 @@ def sweep_command(
     grid: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped grid, such as toy.")],
     out: Annotated[Path, _OUT] = Path("runs"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs and their hours, and stop.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; more than GPUs share them.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; more runs than GPUs share these.")] = None,
     only: Annotated[list[str] | None, _ONLY] = None,
     set_: Annotated[list[str] | None, _SET] = None,
     records: Annotated[Path | None, typer.Option(exists=True, help="Records (.jsonl) that count as done.")] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also take up what failed earlier.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also repeat runs that failed earlier.")] = False,
     ray: Annotated[bool, typer.Option("--ray", help="Run on the cluster of RAY_ADDRESS, or start one here.")] = False,
 ):
     "Do all runs of a grid that are not done, several at a time."
@@ -256,7 +256,7 @@ def select_command(
     only: Annotated[list[str] | None, _ONLY] = None,
     set_: Annotated[list[str] | None, _SET] = None,
 ):
-    "Choose for each task and method the setting of the highest mean score, and write the grid of the final runs."
+    "For each task and method, choose the setting with the highest mean score, and write the grid of the final runs."
     if out is not None and out.exists() and out.samefile(grid_path(grid)):
         raise ValueError(f"out: {str(out)!r} is the grid of the search; give another file")
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
@@ -279,7 +279,7 @@ def status_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a sweep, or of isoreg run.")],
     as_json: Annotated[bool, _JSON] = False,
 ):
-    "What is done, running, failed and missing in a folder, and the time left while runs are on."
+    "List which runs of a folder are done, running, failed or missing, and estimate the time left."
     state = status(folder)
     if as_json: return print(json.dumps(state, indent=1))
     names = state["names"]
@@ -294,8 +294,8 @@ def status_command(
 @app.command("score")
 def score_command(
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Vectors, joined as one cloud.")] = None,
-    each: Annotated[bool, typer.Option("--each", help="Compare the files or folders instead of joining them.")] = False,
-    paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all that are compared.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="Compare the files, or those in a folder, instead.")] = False,
+    paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all files compared.")] = False,
     array: Annotated[str | None, typer.Option(help="Name of the array or column in the files.")] = None,
     measure: Annotated[list[str] | None, typer.Option(help="Also this measure, such as effective_rank.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="A model that is scored on the texts.")] = None,
@@ -305,12 +305,12 @@ def score_command(
     normalize: Annotated[bool, typer.Option("--normalize", help="Bring each vector to length one.")] = False,
     column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",
     max_lines: Annotated[int, typer.Option(min=1, help="Texts at most, drawn at random.")] = 500,
-    max_length: Annotated[int, typer.Option(min=1, help="Tokens of a text at most; what is longer is cut.")] = 128,
+    max_length: Annotated[int, typer.Option(min=1, help="Tokens of a text at most; longer texts are cut.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draw of texts.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the scores as a page (score.md) with a picture.")] = None,
     as_json: Annotated[bool, _JSON] = False,
 ):
-    """IsoScore of vectors with its interval, dimensions in use and outlier dimensions.
+    """IsoScore of vectors (.npy, .npz, .parquet, .safetensors) with its interval, dimensions in use and outliers.
 
     Higher is not better: whitened from 0.27 to 0.73, all-MiniLM-L6-v2 lost 0.027 ± 0.011 of correlation on STS-B."""
     from isoreg.embeddings import compare, draw_texts, is_sentence_transformer, measure_model, write_page
@@ -327,7 +327,7 @@ def score_command(
         measured = [measure_model(m, drawn, pooling, layer, normalize, max_length) for m in model]
         about: dict = {"texts": f"{texts}, {len(drawn)} of {total}, drawn with seed {seed}"}
         read = [Path(texts)] if Path(texts).is_file() else []
-    else: measured, about, read = _score_files([[f] for f in files] if each else [files], array, normalize, measure)
+    else: measured, about, read = _score_files(files, each, array, normalize, measure)
     scored = [m for m in measured if "corrected" in m.row]
     differences = [compare(m, scored[0], paired=paired) for m in scored[1:]]
     if differences and not paired and len({m.row["points"] for m in scored}) == 1:
@@ -339,18 +339,20 @@ def score_command(
     _show_scores(measured, differences, about, made, as_json)
 
 # %% ../nbs/31_cli.ipynb #b06d9474
-def _score_files(sources: Sequence[Sequence[str]], array: str | None, normalize: bool, measures: Sequence[str] | None):
-    "Return the scores of each list of sources, what the page says of them, and all files."
+def _score_files(files: Sequence[str], each: bool, array: str | None, normalize: bool, measures: Sequence[str] | None):
+    "Return the scores of the files, joined or each, what the page says of them, and all files."
     from rich.progress import Progress
     from isoreg.embeddings import measure_points
-    from isoreg.vectors import read_points
+    from isoreg.vectors import files_of, read_points
     measured, about, read = [], {}, []
-    for parts in sources:
+    if each and len(files) == 1: files = [*map(str, files_of(Path(files[0])))]
+    for parts in [[f] for f in files] if each else [files]:
         v, name = read_points(*parts, array=array), parts[0] + f" and {len(parts) - 1} more" * (len(parts) > 1)
         with Progress(console=_errors, transient=True, disable=not _errors.is_terminal) as bar:
             row = bar.add_task(escape(name), total=2 * v.shape[0])
             measured.append(measure_points(v, name, normalize, measures or (), lambda rows: bar.advance(row, rows)))
-        if len(v.files) > 1: about[name] = f"{len(v.files)} files, joined as one; to compare, name each with --each"
+        hint = "" if each else "; --each compares them"
+        if len(v.files) > 1: about[name] = f"{len(v.files)} files, joined as one{hint}"
         read += v.files
     return measured, about, read
 
@@ -372,7 +374,7 @@ def report_command(
     source: Annotated[list[Path], typer.Argument(help="Folders of runs, or .jsonl files of records.")],
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
     baseline: Annotated[str, typer.Option(help="Method that the others are compared with.")] = "baseline",
-    by: Annotated[list[str] | None, typer.Option(help="A setting that tells rows apart as well.")] = None,
+    by: Annotated[list[str] | None, typer.Option(help="One more setting by which the table has separate rows.")] = None,
 ):
     "Tables (.md) and figures (.png) from records: intervals, paired tests, failed and collapsed runs."
     from isoreg.report.figures import write_report

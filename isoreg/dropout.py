@@ -72,9 +72,9 @@ def site_scores(
     scores: Mapping[str, float] | FisherEstimate | str | Path,  # parameter -> mean squared gradient; a path
     aggregate: str = "mean_of_means",  # "mean_of_means" (as released), or "mean" (over scalars)
 ) -> dict[str, float]:  # site -> score, in the order of the sites, without the classifier's
-    """Return the scores of the sites from those of their tensors, of any head: means over tensors. Raises `ValueError`
-    for a tensor without a score, as a frozen one, a negative score or NaN, and scores of a model of other layers or
-    sizes (embeddings may grow)."""
+    """Return the score of each site, the mean over the scores of its tensors, for a model with any head. Raises
+    `ValueError` for a tensor without a score, as a frozen one, a negative score or NaN, and scores of a model of other
+    layers or sizes (embeddings may grow)."""
     by_scalar = one_of("aggregate", aggregate, ("mean_of_means", "mean")) == "mean"
     if isinstance(sites, nn.Module): sites = dropout_sites(sites)
     sites = [s for s in sites if s.kind != "classifier"]

@@ -233,16 +233,13 @@ def _part(batch: dict, rows: Tensor) -> dict:
 
 # %% ../nbs/36_embeddings.ipynb #d1c0a002
 def is_sentence_transformer(model: str) -> bool:
-    "Return whether a model says itself how its tokens become one vector."
+    "Return whether the model defines how its tokens become one vector."
     return os.path.isfile(expanded(model) / "modules.json") or str(model).startswith("sentence-transformers/")
 
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     "Return the vectors that a SentenceTransformers model gives, float32."
     from isoreg.experiments.models import quiet_loading
-    try: from sentence_transformers import SentenceTransformer
-    except ImportError:
-        raise ValueError(f"model: {model!r} needs sentence-transformers; pip install 'isoreg[integrations]', or give "
-                         "a pooling, which reads its encoder alone") from None
+    from sentence_transformers import SentenceTransformer
     folder = expanded(model)
     if folder.is_dir():  # the library runs Python files of a folder
         kinds = [str(module["type"]) for module in json.loads((folder / "modules.json").read_text())]
@@ -258,11 +255,14 @@ def _measure_tokens(model: str, texts, layer: int, normalize: bool, max_length: 
     encoder, batch = _load(model, texts, max_length)
     count = len(batch["input_ids"])
     if count < 6: raise ValueError(f"texts: {count} given, but a score by sequence needs at least 6; add texts")
+    if repeated := count - len(batch["input_ids"].unique(dim=0)):
+        warnings.warn(f"{model}: {repeated} of {count} texts repeat another one; the interval is too narrow: leave "
+                      "them out")
     streams, rows = _streams(encoder, batch, normalize), []
     shown = range(len(streams))[check_layer("layer", layer, streams)]
     for k, stream in enumerate(streams):
         best, m = stream.estimate(), stream.moments
-        about = {"layer": k, "unit": "token", "points": int(m.count), "sequences": best.count}
+        about = {"layer": k, "unit": "token", "points": int(m.count), "sequences": best.count, "repeated": repeated}
         rows.append(about | _row(m, best, min(20, best.count) - 1))
     return Measured(model, rows, shown, streams[shown].scores()[:-1])
 
@@ -359,7 +359,7 @@ def write_page(
              for m in measured if m.row.get("repeated")]
     about = {"isoreg": isoreg.__version__, "date": f"{datetime.now(UTC):%Y-%m-%d}"} | (about or {})
     for path in files:
-        with open(path, "rb") as file: about[f"sha256 of {path.name}"] = hashlib.file_digest(file, "sha256").hexdigest()
+        with open(path, "rb") as file: about[f"sha256 of {path}"] = hashlib.file_digest(file, "sha256").hexdigest()
     notes = [f"- {_plain(line)}" for line in made + [f"{name}: {value}" for name, value in about.items()]]
     text = ["# IsoScore", table.to_markdown(index=False, disable_numparse=True), "![Spectra and scores](score.png)",
             "\n".join(notes), "[Read a score](https://isoreg.github.io/isoreg/nbs/guides/reading.html)\n"]

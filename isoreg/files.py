@@ -98,7 +98,7 @@ def read_table(
     if kind == "parquet":
         table = pq.read_table(path)
         fields = [f.with_type(pa.string()) if pa.types.is_binary(f.type) else f for f in table.schema]
-        return table.cast(pa.schema(fields))
+        return table.cast(pa.schema(fields, table.schema.metadata))
     content = read_text(path)
     if kind == "csv":
         mark, lines = "\t" if str(path).lower().endswith(".tsv") else ",", content.strip("\n").split("\n")

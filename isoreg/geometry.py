@@ -99,9 +99,7 @@ def unit_rows(x: Tensor) -> Tensor:
 
 # %% ../nbs/05_geometry.ipynb #f07730c0
 def partition_score(points, mask=None, *, log: bool = False) -> float:
-    """Return the smallest over the largest Z(c) = sum exp(c'x), in [0, 1], or its logarithm (Mu and Viswanath 2018).
-
-    c are the unit eigenvectors of X'X with both their signs. `ValueError` for fewer than 2 points or zeros alone."""
+    "Return min over max of Z(c) = sum exp(c'x), or its logarithm, c the ± eigenvectors of X'X (Mu, Viswanath 2018)."
     c = as_cloud(points, mask)
     values, V = c.raw
     # for n < d, X V = U sqrt(values)
@@ -143,8 +141,8 @@ def two_nn(points, mask=None) -> float:
         near = nearest_two(x) if len(x) > 2 else near[:0]
     size = (x - x.mean(0)).square().sum(1).mean().sqrt()
     if close := int((near[:, 0] < 1e-4 * size).sum()):
-        warnings.warn(f"points: {close} of {len(x)} rows nearly repeat another one, as vectors of equal texts do; "
-                      "leave them out, or the dimension is far too small")
+        warnings.warn(f"points: {close} of {len(x)} rows have a near copy, as vectors of equal texts have; "
+                      "leave the copies out, or the dimension is far too small")
     ρ = (near[:, 1] / near[:, 0])[near[:, 0] > 0].sort().values
     kept = int(len(ρ) * 0.9)
     F = torch.arange(1, kept + 1, dtype=torch.float64, device=ρ.device) / len(ρ)
@@ -169,7 +167,7 @@ def nearest_two(x: Tensor, chunk: int = 1024) -> Tensor:
 
 # %% ../nbs/05_geometry.ipynb #52951c87
 class Dimensions(NamedTuple):
-    "What stands out among the coordinates; lists begin with the most extreme."
+    "The coordinates that stand out; lists begin with the most extreme."
     mean: Tensor  # (d,) float64
     std: Tensor  # (d,) float64, divisor n - 1
     by_mean: list[int]  # mean at least 3 standard deviations of the means, and 4 errors, from their mean

@@ -22,7 +22,7 @@ except ImportError: SentenceEvaluator = object
 
 # %% ../nbs/37_sentence_transformers.ipynb #d7c15e06
 class PenaltyLoss(nn.Module):
-    """Return a loss of sentence-transformers and penalties on the token vectors from which it was computed, by name.
+    """Return a sentence-transformers loss plus penalties on its token vectors, each part by name.
 
     A penalty gets L + 1 tensors (1, tokens, d), the tokens of all columns without padding, and no mask. Raises
     `ValueError` for a model with no or several encoders, and for a cached loss, which reads tokens without a graph.

@@ -30,6 +30,8 @@ def hidden_states(
     names = set(inspect.signature(encoder.forward).parameters) - {"args", "kwargs"} or USUAL
     known = {k: v for k, v in batch.items() if k in names and k != "labels"}
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in known.items()}
+    if "input_ids" in inputs and inputs["input_ids"].ndim == 3:  # multiple choice: a row for each choice
+        inputs |= {k: inputs[k].flatten(0, 1) for k in inputs.keys() & USUAL}
     # with a cache, the texts of a packed row would see each other
     if "use_cache" in names: inputs["use_cache"] = False
     states = states_of(encoder(**inputs, output_hidden_states=True))
@@ -65,6 +67,7 @@ def token_mask(model: nn.Module, inputs: Mapping, states: Sequence[Tensor], mask
     "Return the mask of the vectors that count, (batch, length), or None if all do."
     if mask_fn is not None: return mask_fn(inputs, states)
     mask, length = inputs.get("attention_mask"), states[-1].shape[1]
+    if mask is not None and mask.ndim == 3: mask = mask.flatten(0, 1)
     frames = getattr(model, "_get_feature_vector_attention_mask", None)
     if frames is None or mask is None or mask.shape[-1] == length: return mask
     adapted = {"add_adapter": False} if "add_adapter" in inspect.signature(frames).parameters else {}
@@ -102,7 +105,7 @@ def check_states(states, mask: Tensor | None) -> None:
     if mask is not None and mask.shape != states[-1].shape[:2]:
         raise ValueError(f"attention_mask: shape {tuple(mask.shape)} does not fit hidden states "
                          f"{tuple(states[-1].shape)}; pass that of the same batch, or a mask_fn for a model that "
-                         "shortens its input")
+                         "changes the length")
 
 # %% ../nbs/06_states.ipynb #c8951cb3
 def check_layer(name: str, layer: int, states: Sequence) -> int:

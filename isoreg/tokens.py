@@ -56,7 +56,7 @@ def _estimates(lengths: Tensor, vectors: Tensor, single: Tensor, products: Tenso
 
 # %% ../nbs/03_tokens.ipynb #d592b341
 class SequenceStream:
-    """Score by sequence, with its jackknife error, of sequences that stream by twice, in float64.
+    """Compute the score by sequence and its jackknife error from sequences that are read twice, in float64.
     Call `first` with all of them; then, for each group, `second` with all of the group and `close`; then `estimate`."""
     def __init__(self, groups: int, d: int, device: torch.device):
         zeros = functools.partial(torch.zeros, dtype=wide_dtype(torch.empty(0, device=device)), device=device)

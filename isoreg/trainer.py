@@ -228,7 +228,7 @@ def split_by_length(
     model: nn.Module,  # a transformers model, whose encoder's forward is replaced
     groups: int = 4,  # groups of a batch; 1 gives the encoder its own forward back
 ) -> nn.Module:
-    """Return the same model, whose encoder reads each batch in groups of similar length, with fewer padded tokens.
+    """Return the same model; its encoder now reads each batch in groups of similar length, with fewer padded tokens.
 
     Hidden states at padded positions become zero, so do not use it with `padding=True`. Raises `ValueError` for an
     encoder whose tokens read padded positions."""

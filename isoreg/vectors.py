@@ -34,7 +34,7 @@ def read_points(
     """Return the vectors in files (.npy, .npz, .parquet, .safetensors), joined.
 
     `ValueError` for another kind of file, one without vectors, and files of different dimensions."""
-    files = [file for source in sources for file in _files(Path(source))]
+    files = [file for source in sources for file in files_of(Path(source))]
     parts = [_open(file, array) for file in files]
     n, d = sum(p.shape[0] for p in parts), parts[0].shape[1]
     for file, p in zip(files, parts):
@@ -50,7 +50,7 @@ def in_memory(points) -> Vectors:
     return Vectors(tuple(x.shape), lambda: _checked(x.split(_height(x.shape[1])), "points"))
 
 # %% ../nbs/35_vectors.ipynb #emopen1
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
     "Return the file of this name, those with vectors below a folder, or those that fit a pattern."
     if path.is_dir(): found = sorted(p for p in path.rglob("*") if p.suffix.lower() in READERS)
     elif path.exists(): found = [path]
@@ -130,13 +130,15 @@ def _safetensors(path: Path) -> dict[str, Vectors]:
 
 def _parquet(path: Path) -> dict[str, Vectors]:
     "Return the columns of lists of numbers."
-    import pyarrow.parquet as pq
+    from pyarrow import compute, parquet as pq
 
     def batches(rows: int, name: str):
         return pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False).iter_batches(rows, columns=[name])
 
     def pieces(d: int, name: str):
         for batch in batches(_height(d), name):
+            lengths = compute.list_value_length(batch.column(0)).unique().to_pylist()
+            if lengths != [d]: raise ValueError(f"the lists of {name!r} differ in length, or some are missing")
             yield batch.column(0).flatten().to_numpy(zero_copy_only=False).reshape(len(batch), d)
     file, found = pq.ParquetFile(path), {}
     for field in file.schema_arrow:

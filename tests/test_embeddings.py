@@ -107,6 +107,7 @@ def test_shards_folders_and_patterns_are_one_cloud_and_each_compares_them(tmp_pa
         assert "2 files, joined as one" in result.stdout
     apart = scores(tmp_path / "in/a.npy", tmp_path / "x.npy", "--each")
     assert [rows[0]["points"] for rows in apart.values()] == [30, 100]
+    assert [rows[0]["points"] for rows in scores(tmp_path / "in", "--each").values()] == [30, 70]
     np.save(tmp_path / "wide.npy", cloud(30, 7))
     refused = invoke(tmp_path / "x.npy", tmp_path / "wide.npy")
     assert refused.exit_code == 2 and "x.npy has 6 dimensions, wide.npy 7; join files of one" in refused.stderr
@@ -137,9 +138,13 @@ def test_a_file_that_is_cut_and_lists_of_several_lengths_are_refused(tmp_path):
     whole = (tmp_path / "x.npy").read_bytes()
     (tmp_path / "x.npy").write_bytes(whole[:-100])
     pd.DataFrame({"v": [[1.0, 2.0], [3.0, 4.0, 5.0]]}).to_parquet(tmp_path / "x.parquet")
+    # as many numbers as rows of equal length would have
+    pd.DataFrame({"v": [[1.0, 2.0], [3.0, 4.0, 5.0], [6.0]]}).to_parquet(tmp_path / "sum.parquet")
+    pd.DataFrame({"v": [[1.0, 2.0], None]}).to_parquet(tmp_path / "gap.parquet")
     pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]}).to_parquet(tmp_path / "wide.parquet")
     np.save(tmp_path / "row.npy", cloud()[0])
     words = {"x.npy": "x.npy: ", "x.parquet": "x.parquet: ", "wide.parquet": "no vectors", "row.npy": "(10,)"}
+    words |= dict.fromkeys(("sum.parquet", "gap.parquet"), "lists of 'v' differ in length, or some are missing")
     for name, said in words.items():
         done = invoke(tmp_path / name)
         assert done.exit_code == 2 and said in done.stderr, name
@@ -256,9 +261,12 @@ def test_repeated_rows_are_counted(tmp_path):
         done = invoke(tmp_path / "x.npy", "--json")
         ((row,),) = json.loads(done.stdout)["scores"].values()
         assert least <= row["repeated"] <= 120 and f"{row['repeated']} of 720 rows repeat another one" in done.stderr
-    with pytest.warns(UserWarning, match="points: 240 of 720 rows nearly repeat another one"):
+    with pytest.warns(UserWarning, match="points: 240 of 720 rows have a near copy"):
         two_nn(np.concatenate([x, near]))
     assert measure_points(x).row["repeated"] == 0
+    texts = toy_corpus(12, seed=5)
+    with pytest.warns(UserWarning, match=f"toy-bert: {24 - len(set(texts))} of 24 texts repeat another one"):
+        measure_model("toy-bert", texts * 2, "tokens")
     same = x.copy()
     same[:, 1:] *= 1e-2  # few axes hold nearly all of the variance: not repeated for that
     assert measure_points(same).row["repeated"] == 0
@@ -479,13 +487,6 @@ def test_a_sentence_transformer_is_run_as_it_is(sentence_model, texts):
         torch.testing.assert_close(embed(str(folder), texts), rounded)  # also in type: float32
 
 
-def test_a_sentence_transformer_without_its_library(tmp_path, texts, monkeypatch):
-    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Transformer"}]')
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(ValueError, match=r"needs sentence-transformers; pip install 'isoreg\[integrations\]'"):
-        embed(str(tmp_path), texts)
-
-
 @pytest.mark.parametrize("kind, says", [(T5Model, True), (T5EncoderModel, True), (T5EncoderModel, False)])
 def test_score_of_an_encoder_decoder_model_is_its_encoders(tmp_path, texts, kind, says):
     "Also of a saved encoder, as of sentence-T5; older ones say that they are encoder and decoder."
@@ -595,7 +596,7 @@ def test_of_different_dimensions_those_in_use_are_compared(tmp_path):
     for name, values in {"wide": y, "narrow": x}.items():
         np.save(tmp_path / f"{name}.npy", values)
     shown = invoke(tmp_path / "narrow.npy", tmp_path / "wide.npy", "--each").stdout
-    assert "dimensions in use of" in shown and "divides by d - 1" in shown and "IsoScore of" not in shown
+    assert "dimensions in use of" in shown and "are not subtracted" in shown and "IsoScore of" not in shown
 
 
 def test_unlike_things_are_not_compared(texts):
@@ -648,7 +649,8 @@ def test_rows_are_paired_only_where_asked(tmp_path):
 def test_the_page_holds_the_scores_and_where_they_come_from(tmp_path):
     import isoreg
 
-    names = [tmp_path / "a|b_c.npy", tmp_path / "y.npy"]
+    names = [tmp_path / "a|b_c.npy", tmp_path / "other/a|b_c.npy"]  # both have a digest
+    names[1].parent.mkdir()
     np.save(names[0], cloud())
     np.save(names[1], cloud(90) * 2)
     done = invoke(*names, "--each", "--out", tmp_path / "page")

@@ -315,6 +315,21 @@ def test_sound_counts_the_frames_of_its_samples_in_the_trainer_too():
     assert "istar" in trainer.state.log_history[0] and penalty.reference_cov.shape == (16, 16)
 
 
+def test_the_choices_of_a_question_are_rows_of_their_own():
+    torch.manual_seed(0)
+    model = hf.BertForMultipleChoice(hf.BertConfig(vocab_size=50, **SMALL))
+    mask = (torch.arange(9) < torch.randint(4, 10, (8, 3, 1))).long()
+    batch = {"input_ids": torch.randint(1, 50, (8, 3, 9)), "attention_mask": mask, "labels": torch.arange(8) % 3}
+    inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
+    states = model.eval().bert(*(v.flatten(0, 1) for v in inputs.values()), output_hidden_states=True).hidden_states
+    tokens = torch.cat([h[mask.flatten(0, 1).bool()] for h in states[1:]])
+    assert measure_isotropy(model, [inputs])["union"] == pytest.approx(float(isoscore(tokens.double())), rel=1e-4)
+    penalty = IStar(0.5, correction="ustat")
+    trainer = PenaltyTrainer(model, arguments(), train_dataset=examples(batch), penalty=penalty)
+    trainer.train()
+    assert "istar" in trainer.state.log_history[0]
+
+
 def test_mask_fn_tells_which_patches_count():
     torch.manual_seed(0)
     model = hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=4, **SMALL))

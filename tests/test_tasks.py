@@ -268,6 +268,16 @@ def test_hub_and_folder_give_the_same_columns_and_fingerprint(tmp_path, monkeypa
     assert a.sources == dict.fromkeys(rows, "hub:nyu-mll/glue/rte")
 
 
+def test_labels_in_another_order_than_the_file_names_them_are_refused(tmp_path):
+    label = datasets.ClassLabel(names=["yes", "no"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": label})
+    Dataset.from_dict({"text": list("abcd"), "label": [0, 1] * 2}, features=features).to_parquet(tmp_path / "x.parquet")
+    task = Task("own", text=("text",), files=dict.fromkeys(("train", "validation"), f"{tmp_path}/x.parquet"))
+    assert load_task(Task(**dict(task) | {"labels": ("yes", "no")})).train["label"][:] == [0, 1] * 2
+    with pytest.raises(ValueError, match=r"labels: \['no', 'yes'\], and the file has the order \['yes', 'no'\]"):
+        load_task(Task(**dict(task) | {"labels": ("no", "yes")}))
+
+
 def own(tmp_path, **columns):
     write(tmp_path, "polarity/train.parquet", [{"text": t, "label": i % 2} for i, t in enumerate(TEXTS)])
     Dataset.from_dict(columns).to_parquet(tmp_path / "polarity/validation.parquet")

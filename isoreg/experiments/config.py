@@ -72,14 +72,14 @@ def setting(default, help: str, **bounds) -> Any:
 class PenaltySettings(Settings):
     "What is added to the loss."
     regularizer: str = setting("istar", "none, istar, cosreg, or your own class as module:Class")
-    lam: float | None = setting(None, "strength; without it -0.1 for istar, else 1")
-    layers: Literal["union", "mean"] | int = setting("union", "istar: or the number of one layer")
+    lam: float | None = setting(None, "weight of the penalty; default -0.1 for istar, 1 for others")
+    layers: Literal["union", "mean"] | int = setting("union", "istar: union or mean of layers, or the number of one")
     zeta: float = setting(0.2, "istar: weight of the reference covariance", ge=0, le=1)
     correction: Literal["gaussian", "ustat"] | None = setting(
         None, "istar: score corrected for few tokens; needs no reference")
     convention: Literal["released", "text"] = setting(
         "released", "istar: zeta weighs the reference (released) or the sample (text)")
-    padding: bool | None = setting(None, "count padding in the penalty, as the released code")
+    padding: bool | None = setting(None, "count padding in the penalty, as the released code does")
 
 # %% ../../nbs/experiments/19_config.ipynb #33d53afb
 _QUICK = {
@@ -117,38 +117,38 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 
 # %% ../../nbs/experiments/19_config.ipynb #b33b1057
 class TaskSettings(Settings):
-    "What is learned, from what, by what."
+    "The task, the data and the model."
     task: str = setting("toy-cola", "a task, see isoreg tasks, or a file that defines one (.yaml)")
-    definition: dict | None = setting(None, "own task: content of its file")
+    definition: dict | None = setting(None, "content of the file that defines your own task")
     model: Model = setting("toy-bert", "the embedded toy-bert, a folder, or a name on the hub")
     data_dir: str | None = setting(None, "folder with glue/, sst5/, squad/; without it: the hub")
-    seed: int = setting(0, "of head, order, dropout and masks", ge=0, lt=2**32)
+    seed: int = setting(0, "seed of the head, the order of the data, dropout and masks", ge=0, lt=2**32)
 
 class DropoutSettings(Settings):
-    "Which units are left out, and how often."
+    "The dropout scheme and its rates."
     dropout: Literal[tuple(SCHEMES)] | str = setting(  # type: ignore[valid-type]
-        "standard", "scheme, without a penalty if regularizer is none; or a file of a schedule")
-    scores: str | None = setting(None, "guided: file of scores, or corpus:TEXT; or the task's own")
+        "standard", "dropout scheme, or a file with a schedule")
+    scores: str | None = setting(None, "guided: file of Fisher scores, or corpus:TEXT; default: from the task's texts")
     dropout_p: float | None = setting(
-        None, "rate of all sites; guided: the highest, else 0.1; mixout: probability", ge=0, lt=1)
+        None, "rate of all sites; for guided the highest rate (default 0.1); for mixout the probability", ge=0, lt=1)
 
 class TrainingSettings(Settings):
     "How the model is trained."
     recipe: Literal[tuple(RECIPES)] | None = setting(  # type: ignore[valid-type]
-        None, "source of what is left open; without it: toy for toy-bert, else quick")
+        None, "recipe for the settings that you do not give; default toy for toy-bert, else quick")
     lr: float | None = setting(None, "largest learning rate", gt=0, lt=1)
     batch_size: int | None = setting(None, "examples of a micro-batch", ge=1)
     epochs: int | None = setting(None, "passes through the training part", ge=1)
     max_length: int | None = setting(None, "tokens of an example at most", ge=8)
     segment_ids: bool | None = setting(None, "give the model its token types")
     precision: Precision = setting("auto", "auto: on a GPU bf16 or else fp16, else fp32")
-    length_groups: int = setting(1, "groups by length in a batch; 4 is faster on a CPU", ge=1)
+    length_groups: int = setting(1, "groups of similar length in which a batch is read; 4 is faster on a CPU", ge=1)
 
 class DataSettings(Settings):
     "Which rows, in which order."
     batches: Literal["random", "by-length"] = setting("random", "by-length has less padding")
     train_split: str = setting("train", "a split, or a file such as train_part, train_rebuilt")
-    eval_split: str | None = setting(None, "without it: the task's own; or validation_part")
+    eval_split: str | None = setting(None, "split to evaluate on; default: that of the task")
     train_fraction: float = setting(1.0, "share of the training part", gt=0, le=1)
     max_train: int | None = setting(None, "training rows at most", ge=1)
     max_eval: int | None = setting(None, "evaluation rows at most", ge=1)
@@ -158,8 +158,7 @@ GUIDED = tuple(n for n, s in SCHEMES.items() if s.scores)
 RATED = tuple(n for n, s in SCHEMES.items() if s.rate)
 _RATES = {"p_max": 0.1, "p_min": 0.0, "aggregate": "mean_of_means"}
 _OWN = {"penalty_settings": None, "dropout_settings": None, "out_of_memory": "fail"}
-# settings that are gone
-LEGACY = {"cosreg_layer": -1, "reference_points": 250_000} | _RATES | _OWN
+LEGACY = {"cosreg_layer": -1, "reference_points": 250_000} | _RATES | _OWN  # settings that are gone
 _BY_DROPOUT = {"scores": None, "dropout_p": None} | _RATES
 
 # %% ../../nbs/experiments/19_config.ipynb #426e9930
@@ -295,7 +294,7 @@ def penalty_class(name: str) -> type:
     if ":" not in name: one_of("regularizer", name, ("none", *PENALTY_CLASSES), also="your class as module:Class")
     try: return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"regularizer: {name!r} cannot be imported ({error})") from None
+        raise ValueError(f"regularizer: {name!r} cannot be imported ({error}); is it on PYTHONPATH?") from None
 
 # %% ../../nbs/experiments/19_config.ipynb #77d36f3d
 METHOD = (*PenaltySettings.model_fields, *DropoutSettings.model_fields)  # what makes a method
@@ -345,16 +344,16 @@ class TextSettings(Settings):
     limit: int | None = setting(None, "texts at most, drawn at random; toy: 1000, else all", ge=1)
     max_length: int = setting(128, "tokens of a sequence", ge=4)
     batch_size: int = setting(16, "sequences", ge=1)
-    precision: Literal["fp32", "bf16"] = setting("fp32", "of the arithmetic")
-    seed: int = setting(0, "of order and draws", ge=0, lt=2**32)
+    precision: Literal["fp32", "bf16"] = setting("fp32", "precision of the arithmetic")
+    seed: int = setting(0, "seed of the order and of random draws", ge=0, lt=2**32)
 
 TOY_LOSSES = {"toy-gpt2": "clm", "toy-t5": "seq2seq"}  # toy models that are trained at need
 
 class LossSettings(TextSettings):
     "Which loss of a language model."
-    loss: Literal["mlm", "clm", "seq2seq"] | None = setting(None, "without it, or of a toy: its own")
-    probability: float = setting(0.15, "of a token to be predicted", gt=0, lt=1)
-    span: float = setting(3.0, "seq2seq: mean length of a span that is cut out", ge=1)
+    loss: Literal["mlm", "clm", "seq2seq"] | None = setting(None, "default: the loss that the model was made for")
+    probability: float = setting(0.15, "probability that a token is predicted", gt=0, lt=1)
+    span: float = setting(3.0, "seq2seq: mean length of a removed span", ge=1)
     packed: bool = setting(False, "join the texts and cut pieces of max_length")
 
     @model_validator(mode="after")
@@ -366,8 +365,8 @@ class LossSettings(TextSettings):
 class FisherConfig(LossSettings):
     "Hold the settings of a Fisher estimate and of its stability under subsampling."
     reduction: Literal["mean", "sum"] = setting("mean", "of a sample's loss over predicted tokens")
-    sample: Literal["sequence", "position"] = setting("sequence", "what one gradient is of")
-    level: Literal["diagonal", "tensor"] = setting("diagonal", "a number a parameter, or a tensor")
+    sample: Literal["sequence", "position"] = setting("sequence", "unit for which one gradient is computed")
+    level: Literal["diagonal", "tensor"] = setting("diagonal", "one number for each parameter, or for each tensor")
     shares: str = setting("33,10,5,1,0.1", "subsamples in per cent of the corpus; none if empty",
                           pattern=r"^ *(\d+(\.\d+)? *(, *\d+(\.\d+)? *)*)?$")
     draws: int = setting(5, "subsamples of each share", ge=1)
@@ -382,10 +381,10 @@ class FisherConfig(LossSettings):
 
 class GeometryConfig(TextSettings):
     "Hold the settings of isotropy and geometry of a model's hidden states."
-    pooling: Literal["tokens", "cls", "mean", "last"] = setting("tokens", "all, or one a text")
+    pooling: Literal["tokens", "cls", "mean", "last"] = setting("tokens", "all tokens, or one vector for each text")
     layers: str = setting("all", "or hidden states with commas: 0 the embeddings, -1 the last",
                           pattern=r"^ *(all|-?\d+( *, *-?\d+)*) *$")
-    points: int = setting(5000, "of a layer at most, drawn at random, the same in all layers", ge=3)
+    points: int = setting(5000, "largest number of points of a layer, drawn at random, the same in all layers", ge=3)
 
     def numbers(self, states: int) -> list[int]:
         "Return which of so many hidden states to measure. `IndexError` for one that is not there."
@@ -397,17 +396,20 @@ class LandscapeConfig(LossSettings):
     "Hold the settings of a loss surface or line through a model."
     later = {"reduction": "sample"}
     limit: int | None = setting(128, "texts at most: every point of the grid reads them all", ge=1)
-    subset: Literal["all", "top", "bottom", "random"] = setting("all", "what moves, by information")
+    subset: Literal["all", "top", "bottom", "random"] = setting(
+        "all", "parameters that move, chosen by Fisher information")
     share: float = setting(0.5, "of the parameters that move", gt=0, le=1)
-    by: Literal["tensor", "scalar"] = setting("tensor", "what share counts; tensors as released")
+    by: Literal["tensor", "scalar"] = setting("tensor", "unit that `share` counts; the released code counts tensors")
     shape: Literal["plane", "line"] = setting("plane", "two directions, or one")
     reach: float = setting(1.5, "largest coordinate of the grid", gt=0)
     points: int = setting(17, "on each axis; odd, so that the origin is one", ge=1)
     reduction: Literal["sample", "batch"] = setting("sample", "unit of the mean; batch as released")
-    one_d: Literal["zero", "scale"] = setting("zero", "vectors stay as released, or are filters")
+    one_d: Literal["zero", "scale"] = setting(
+        "zero", "one-dimensional tensors: do not move (as released), or move as one filter")
     norm: Literal["filter", "equal"] = setting("filter", "equal: subsets move as far as all would")
     direction_seed: int = setting(0, "of the random directions, and of the random subset", ge=0)
-    fisher: str | None = setting(None, "folder of an estimate, out/KEY/full; or on the same texts")
+    fisher: str | None = setting(
+        None, "folder of a Fisher estimate, out/KEY/full; default: estimated on the same texts")
     hessian: bool = setting(True, "curvature by Hessian-vector products beside the fit")
 
     @model_validator(mode="after")
@@ -422,15 +424,15 @@ class LandscapeConfig(LossSettings):
 class PretrainConfig(TextSettings):
     "Hold the settings of the training of a language-model head, and on request of its encoder."
     model: Model = setting("toy-bert", "the embedded toy-bert, a folder, or a name on the hub")
-    new_head: bool | None = setting(None, "drop the checkpoint's head; without it: of toy-bert")
+    new_head: bool | None = setting(None, "replace the head of the checkpoint by a new one; default: only for toy-bert")
     train_encoder: bool = setting(False, "all weights; otherwise the head alone")
     heldout: str | None = setting(None, "another corpus; without it: the last texts of each source")
     heldout_share: float = setting(0.02, "of the texts of each source", ge=0, lt=1)
     heldout_limit: int = setting(512, "held-out samples at most, a random draw", ge=1)
     limit: int | None = setting(None, "texts of a source at most; toy: 12,000, others: all", ge=2)
     packed: bool | None = setting(None, "join texts, cut pieces of max_length; toy: no, else yes")
-    probability: float = setting(0.15, "of a token to be predicted", gt=0, lt=1)
-    steps: int | None = setting(None, "optimiser steps; without it those of the epochs", ge=1)
+    probability: float = setting(0.15, "probability that a token is predicted", gt=0, lt=1)
+    steps: int | None = setting(None, "optimiser steps; default: as many as the epochs need", ge=1)
     epochs: int = setting(1, "passes over the corpus, where steps is not given", ge=1)
     batch_size: int = setting(32, "samples a step", ge=1)
     lr: float | None = setting(None, "peak rate; head alone: 5e-3, all weights: 4e-4", gt=0, lt=1)
@@ -450,9 +452,7 @@ class PretrainConfig(TextSettings):
         if self.heldout is not None: values["heldout_share"] = 0.0
         return self
 
-    def title(self) -> str:
-        "Return model, what is trained, and seed."
-        return f"{Path(self.model).name}-{'all' if self.train_encoder else 'head'}-seed{self.seed}"
+    def title(self) -> str: return f"{Path(self.model).name}-{'all' if self.train_encoder else 'head'}-seed{self.seed}"
 
 # %% ../../nbs/experiments/19_config.ipynb #e3b1e873
 CONFIGS: dict[str, type[Settings]] = {

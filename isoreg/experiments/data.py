@@ -54,9 +54,7 @@ def load_task(
     max_train: int | None = None,  # largest number of train rows
     max_eval: int | None = None,  # largest number of evaluation rows, the same ones for every seed
 ) -> "TaskData":
-    """Return the rows to train and to evaluate on; a whole official train part keeps its order.
-
-    `ValueError` for missing columns, texts or labels, and (`MissingSplit`) for a missing split."""
+    "Return the rows to train and to evaluate on. `ValueError` for missing texts or labels, `MissingSplit` for rows."
     in_range("train_fraction", train_fraction, 0, 1, ends="(]", hint="1 uses all rows")
     for name, n in ("max_train", max_train), ("max_eval", max_eval):
         in_range(name, n, 1, whole=True, optional=True)
@@ -202,7 +200,11 @@ def _label_numbers(task: Task, labels: list, where: str) -> list:
 
 def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     "Return the task with its labels; if it names none, those of the training rows, sorted."
-    if task.kind != "classification" or task.labels or task.label not in table.column_names: return task
+    if task.kind != "classification" or task.label not in table.column_names: return task
+    names = getattr(Features.from_arrow_schema(table.select([task.label]).schema)[task.label], "names", None)
+    if names and task.files and sorted(names) == sorted(task.labels) and names != [*task.labels]:
+        raise ValueError(f"labels: {[*task.labels]}, and the file has the order {names}; give them in that order")
+    if task.labels: return task
     values = [v for v in set(table[task.label].to_pylist()) - {None} if str(v).strip().lower() not in ("", "nan")]
     found = {v if isinstance(v, str) else _canonical(v): v for v in values}
     order = sorted(found, key=None if any(isinstance(v, str) for v in values) else found.__getitem__)
@@ -277,7 +279,7 @@ def resample(
     references,  # labels, or {"id", "answers"} of each question
     draws: int = 5000,
 ) -> np.ndarray:
-    "Return the primary metric on rows drawn with replacement, the same for as many predictions, in 16 bits."
+    "Return the primary metric on rows drawn with replacement, in 16 bits; only their number decides the draws."
     rng, n = np.random.default_rng(0), len(predictions)
     if task.kind == "qa":
         scores = [squad_scores(p["prediction_text"], r["answers"]["text"]) for p, r in zip(predictions, references)]

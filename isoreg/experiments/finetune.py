@@ -56,9 +56,7 @@ def run(
     penalty: nn.Module | None = None,  # takes (hidden_states, attention_mask), in place of the configuration's
     schedule: Callable[[list[Site]], dict[str, float]] | None = None,  # rates of the sites, in place of its dropout
 ) -> RunRecord:
-    """Fine-tune and evaluate as the configuration says, and return the record.
-
-    `ValueError` for missing data, a missing model or a penalty that does not fit, before training starts."""
+    "Fine-tune and evaluate as configured, and return the record. `ValueError` for bad input, before training starts."
     if task is not None: config = RunConfig(**config.to_dict() | {"task": task, "definition": None})
     if penalty is not None: config = _with_penalty(config, penalty)
     else: penalty = make_penalty(config)
@@ -292,20 +290,17 @@ def _train(trainer: PenaltyTrainer, config: RunConfig, data: TaskData, record: R
     record.geometry = {"after": _geometry(trainer)}
     log = trainer.state.log_history
     record.loss = [{k: v for k, v in e.items() if k != "epoch"} for e in log if "loss" in e]
-    record.epochs = [_measured(e) for e in log if "eval_loss" in e]
+    for e in (e for e in log if "eval_loss" in e):
+        names = (k for k in e if k.startswith("eval_") and not k.endswith(("_second", "_runtime")))
+        record.epochs.append({"epoch": e["epoch"]} | {k.removeprefix("eval_"): e[k] for k in names})
     record.data = {"train_rows": len(data.train)} | _about(data)
     if config.definition and data.task.labels: record.data["labels"] = list(data.task.labels)
     for name, value in _judged(data, record.epochs[-1], trainer.compute_metrics.predictions).items():
         setattr(record, name, value)
 
-def _measured(entry: dict) -> dict:
-    "Return epoch, loss and metrics of an entry of the Trainer's log."
-    names = (k for k in entry if k.startswith("eval_") and not k.endswith(("_second", "_runtime")))
-    return {"epoch": entry["epoch"]} | {k.removeprefix("eval_"): entry[k] for k in names}
-
 # %% ../../nbs/experiments/23_finetune.ipynb #9221bdc6
 class ProgressFile(TrainerCallback):
-    "Write {stage, step, total, loss} to a JSON file, at most twice a second, for the process that waits."
+    "Write {stage, step, total, loss} to a JSON file at most twice a second, for the process that waits for the run."
     def __init__(self, path: str | Path | None):  # None writes nothing
         self.path, self.last, self.loss = path, 0.0, None
 

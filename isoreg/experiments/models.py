@@ -34,9 +34,7 @@ def load_model(
     config: RunConfig,  # task, model and seed count
     task: Task | None = None,  # the configuration's, with the labels that its rows have
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:  # model, tokenizer, notes
-    """Return the pretrained encoder with a fresh head for the task, in float32, drawn with the seed of the run.
-
-    A head and a pooler may be new, and the notes name them. `ValueError` where any other weight is missing."""
+    "Return the encoder with a head drawn with the seed, in float32. `ValueError` for a missing weight but a pooler's."
     tokenizer, notes, task = load_tokenizer(config.model), [], task or get_task(config.task, config.definition)
     model, missing, body, unread = _with_head(config, task)
     limit_length(tokenizer, model)

@@ -91,7 +91,7 @@ def _kernel_manager(folder: str, env: dict, on_start: Callable) -> Iterator[type
 
 # %% ../../nbs/experiments/28_notebook.ipynb #58abae00
 def is_refusal(error: BaseException, kinds: tuple = (ValueError, OSError)) -> bool:
-    "Return whether an error, or the one that a kernel names, is one that a user can mend."
+    "Return whether the user can fix the error (or the error that a kernel names)."
     name = getattr(error, "ename", type(error).__name__)
     return name == "MissingSplit" or issubclass(getattr(builtins, name, type(error)), kinds)
 

@@ -263,7 +263,7 @@ def machine() -> tuple[int, list[str], float]:
     return cores, gpus, psutil.virtual_memory().available / 2**30
 
 def environment(threads: int) -> dict[str, str]:
-    "Return the environment of a kernel with so many BLAS threads, or fewer by OMP_NUM_THREADS."
+    "Return the environment of a kernel with the given number of BLAS threads, or fewer if OMP_NUM_THREADS says so."
     threads = min(threads, int(os.environ.get("OMP_NUM_THREADS") or threads))
     names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
     return dict.fromkeys(names, str(threads)) | {"TOKENIZERS_PARALLELISM": "false"}

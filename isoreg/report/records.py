@@ -368,7 +368,7 @@ def readable(
     digits: int = 3,  # of the metric
     columns: Sequence[str] | None = None,  # as for to_markdown
 ) -> pd.DataFrame:  # of texts, without links
-    "Return the table as it is read, with the heads of its kind in HEADS, without those whose column is gone or empty."
+    "Return the table for readers: column heads from HEADS, without missing or empty columns."
     shown = table
     if kind := table.attrs.get("kind"):
         shown, rows = table.filter(table.attrs["by"]).map(setting_text), list(table.itertuples(index=False))

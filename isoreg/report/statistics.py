@@ -55,7 +55,7 @@ RESAMPLES = 99_999  # sign patterns at most: all of them up to 16 pairs, random 
 def holm(
     p,  # p-values of one table; NaN takes no part
 ) -> np.ndarray:  # in the same order
-    "Return Holm's step-down adjustment (1979): the chance of one false finding or more in the table is held."
+    "Return p after Holm's step-down correction (1979), which limits the chance of a false finding in the table."
     p = np.asarray(p, dtype=float)
     if p.ndim != 1 or (p < 0).any() or (p > 1).any():
         raise ValueError(f"p: {p.tolist()} is no list of numbers in [0, 1]; pass one p-value a comparison")
