@@ -17,6 +17,7 @@ from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeCon
 from isoreg.experiments.config import RECIPES, choices, help_text, make_penalty, method_label, parse_set
 from isoreg.experiments.notebook import run_notebook_path
 from isoreg.experiments.tasks import Task
+from isoreg.dropout import NOISES
 from isoreg.istar import PENALTY_CLASSES
 
 ROOT = Path(__file__).parents[1]
@@ -187,6 +188,7 @@ def test_words_are_those_of_the_functions():
     assert choices(field["convention"]) == isoscore.CONVENTIONS
     assert choices(LandscapeConfig.model_fields["loss"]) == corpus.LOSSES
     assert set(module.GUIDED) >= {"guided", *schedules.CONTROLS}
+    assert set(module.RATED) >= {"constant", *NOISES}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

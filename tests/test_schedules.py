@@ -146,7 +146,13 @@ def test_schedule_files(tmp_path):
     assert len(list(path.parent.iterdir())) == 1
     (tmp_path / "plain.json").write_text('{"embeddings": 0.2}', encoding="utf-8-sig")
     assert load_schedule(tmp_path / "plain.json") == {"embeddings": 0.2}
-    bad = {"{": "cannot be read", '{"a": 2}': "out of range", "[1]": "no mapping", '{"format": "x"}': "not a number"}
+    bad = {
+        "{": "cannot be read",
+        '{"a": 2}': "out of range",
+        '{"a": -0.1}': "out of range",
+        "[1]": "no mapping",
+        '{"format": "x"}': "not a number",
+    }
     for text, message in bad.items():
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match=f"bad.json.*{message}"):
