@@ -416,7 +416,7 @@ def _show(title: str, rows: Iterable, left: Sequence[str] = (), right: Sequence[
     for row in rows: table.add_row(*(_printable(str(cell)) for cell in row))
     _console.print(table)
 
-def _number(x: float | None) -> str: return "undefined" if x is None else f"{x:.4f}"
+def _number(x: float | None) -> str: return "undefined" if x is None else "-" if x != x else f"{x:.4f}"
 
 def _time(seconds: float) -> str:
     "Return a duration in hours, minutes or seconds."

@@ -150,9 +150,10 @@ def draw_texts(
     seed: int = 0,  # seed of the draw
     column: str = "text",  # column of a table or data set
 ) -> tuple[list[str], int]:  # the texts, and how many there are
-    "Return texts, all or so many drawn at random, as `load_texts` reads them."
-    from isoreg.corpus import load_texts
-    texts = load_texts(source, column)
+    "Return all texts, or a random draw of a given number; empty texts do not count."
+    from isoreg.corpus import read_lines
+    texts = [str(text) for text in read_lines(str(source), column) if text is not None and str(text).strip()]
+    if not texts: raise ValueError(f"file: {str(source)!r} holds no text; give a file with a text in each line")
     drawn = sorted(random.Random(seed).sample(range(len(texts)), min(limit, len(texts))))
     return [texts[i] for i in drawn], len(texts)
 
@@ -239,7 +240,10 @@ def is_sentence_transformer(model: str) -> bool:
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     "Return the vectors that a SentenceTransformers model gives, float32."
     from isoreg.experiments.models import quiet_loading
-    from sentence_transformers import SentenceTransformer
+    try: from sentence_transformers import SentenceTransformer
+    except ImportError:
+        raise ValueError(f"model: {model!r} needs sentence-transformers; pip install 'isoreg[integrations]', or give "
+                         "a pooling, which reads its encoder alone") from None
     folder = expanded(model)
     if folder.is_dir():  # the library runs Python files of a folder
         kinds = [str(module["type"]) for module in json.loads((folder / "modules.json").read_text())]

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,8 @@ def _wide(x: Tensor) -> torch.dtype:
 # %% ../nbs/11_fisher.ipynb #d056f27e
 BLOCK = {"cpu": 2**19, "cuda": 2**26}  # scalars
 
-def add_squares(total: Tensor, g: Tensor, x: Tensor) -> None:
-    "Add each sample's squared weight gradient to `total` (out, in); g (batch, tokens, out), x (batch, tokens, in)."
+def add_squares(total: Tensor, g: Tensor, x: Tensor, lengths: Iterable[int | None]) -> None:
+    "Add the squares of samples with so many tokens (None: all); g (batch, tokens, out), x (batch, tokens, in)."
     block = BLOCK.get(g.device.type, 2**26)
     whole = total.numel() <= block
     rows = max(1, block // (total.shape[1] * (len(g) if whole else 1)))
@@ -99,8 +100,8 @@ def add_squares(total: Tensor, g: Tensor, x: Tensor) -> None:
         part, some = total[start : start + rows], g[..., start : start + rows]
         if whole: part += (some.mT @ x).to(total.dtype).square_().sum(0)
         else:
-            for g_i, x_i in zip(some, x):
-                G = (g_i.T @ x_i).to(total.dtype)
+            for g_i, x_i, n in zip(some, x, lengths):
+                G = (g_i[:n].T @ x_i[:n]).to(total.dtype)
                 part.addcmul_(G, G)
 
 # %% ../nbs/11_fisher.ipynb #8ca7e3dd
@@ -134,10 +135,10 @@ class Tape:
     def watching(self, row: Tensor, samples: int) -> Iterator[None]:
         "Watch one batch, whose head sees the predicted positions in one row; `row` names the sample of each."
         counts = row.bincount(minlength=samples)
-        self.samples, self.row, self.most = samples, row, max(counts.tolist())
+        self.samples, self.row, self.counts = samples, row, counts.tolist()
         # the place of each among those of its sample
         self.place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-        self.uses, self.waiting = defaultdict(list), Counter()
+        self.uses, self.waiting, self.padded = defaultdict(list), Counter(), set()
         with ExitStack() as hooks:
             for module in self.modules:
                 hooks.enter_context(module.register_forward_hook(self._saw))
@@ -187,7 +188,9 @@ def _wait(self: Tape, leaf: Tensor, module: nn.Module, x: Tensor, turn: Callable
 @patch
 def _arrived(self: Tape, module: Any, x: Tensor, g: Tensor) -> None:
     "Keep what each parameter of a module needs of one use; g is the gradient of the output, x the input."
-    own, kind, g = self.modules[module], _kind(module), self._by_sample(g)
+    own, kind = self.modules[module], _kind(module)
+    if len(g) != self.samples: self.padded.update(own.values())
+    g = self._by_sample(g)
     if kind == "embedding":
         ids = x.reshape(self.samples, -1)
         if module.padding_idx is not None: g = g.masked_fill(ids.eq(module.padding_idx)[..., None], 0)
@@ -204,7 +207,7 @@ def _arrived(self: Tape, module: Any, x: Tensor, g: Tensor) -> None:
 def _by_sample(self: Tape, a: Tensor) -> Tensor:
     "Return the rows of each sample, (samples, tokens, width); a row of predicted positions is padded with zeros."
     if len(a) == self.samples: return a.reshape(self.samples, -1, a.shape[-1])
-    padded = a.new_zeros(self.samples, self.most, a.shape[-1])
+    padded = a.new_zeros(self.samples, max(self.counts), a.shape[-1])
     padded[self.row.to(a.device), self.place.to(a.device)] = a[0]
     return padded
 
@@ -226,7 +229,8 @@ def _add(self: Tape, name: str) -> None:
         return
     lookups = [(ids, g) for g, ids in uses if not ids.is_floating_point()]
     dense = _joined([use for use in uses if use[1].is_floating_point()])
-    if dense and total.ndim: add_squares(total, *dense)
+    padded = name in self.padded and len(uses) - len(lookups) == 1
+    if dense and total.ndim: add_squares(total, *dense, lengths=self.counts if padded else repeat(None))
     elif dense: total += squared_norms(*dense).sum()
     if not lookups: return
     row, extra = squares_on_rows(*_joined(lookups), dense=dense)
@@ -470,6 +474,7 @@ def agreement(
     for key in ("level", "fingerprint", "loss", "reduction", "sample", "numel"):
         if getattr(part, key) != getattr(full, key): raise ValueError(f"part: has another {key} than full")
     a, b, rows = part.mean(), full.mean(), []
+    if not all(0 < t <= 100 for t in top): raise ValueError(f"top: {top}; need per cent in (0, 100]")
     for share in top:
         found = (_agreement(a[n].flatten(), b[n].flatten(), share) for n in b)
         table = pd.DataFrame([row for row in found if row], columns=_MEASURES)

@@ -358,6 +358,8 @@ def _tensors_of_site(
 
 # %% ../nbs/13_sites.ipynb #40e085a2
 def unwrapped(model: nn.Module) -> nn.Module:
-    "Return the model inside DistributedDataParallel, torch.compile or PEFT."
+    "Return the model inside DistributedDataParallel, torch.compile or PEFT; `ValueError` for what is no torch module."
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: {model!r:.80} is no torch module; load it with AutoModel.from_pretrained")
     inner = inside_wrapper(getattr(model, "_orig_mod", model))
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # adapters stay in it

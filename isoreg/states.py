@@ -30,7 +30,7 @@ def hidden_states(
     names = set(inspect.signature(encoder.forward).parameters) - {"args", "kwargs"} or USUAL
     known = {k: v for k, v in batch.items() if k in names and k != "labels"}
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in known.items()}
-    if "input_ids" in inputs and inputs["input_ids"].ndim == 3:  # multiple choice: a row for each choice
+    if getattr(inputs.get("input_ids"), "ndim", 2) == 3:  # multiple choice: a row for each choice
         inputs |= {k: inputs[k].flatten(0, 1) for k in inputs.keys() & USUAL}
     # with a cache, the texts of a packed row would see each other
     if "use_cache" in names: inputs["use_cache"] = False

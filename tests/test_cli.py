@@ -122,7 +122,9 @@ def cell(name, value=""):
         (KeyboardInterrupt(), 130, "error: stopped; the same command does the rest"),
     ],
 )
-def test_what_a_user_can_mend_ends_a_command_with_one_line(tmp_path, monkeypatch, error, code, words):
+def test_what_a_user_can_mend_is_one_line_and_a_mistake_of_isoreg_an_exception(
+    tmp_path, monkeypatch, error, code, words
+):
     def ends(*a):
         raise error
 

@@ -338,6 +338,9 @@ def test_texts_of_a_table_are_drawn_too(tmp_path):
     pd.DataFrame({"sentence": rows}).to_parquet(tmp_path / "t.parquet")
     drawn, total = draw_texts(tmp_path / "t.parquet", 50, 1, "sentence")
     assert total == 300 and len(set(drawn)) == 50 and set(drawn) < set(rows)
+    assert sum(int(t.split()[1]) < 50 for t in drawn) < 25  # not the first ones
+    (tmp_path / "t.txt").write_text("= a =\nb @-@ c\n\n")
+    assert sorted(draw_texts(tmp_path / "t.txt")[0]) == ["= a =", "b @-@ c"]  # as they are
 
 
 def test_texts_that_are_cut_are_told(tmp_path):
@@ -720,6 +723,8 @@ def test_options_of_the_other_kind_are_refused_and_rows_of_equal_number_get_a_hi
     np.savez(tmp_path / "x.npz", x=np.concatenate([x, x[:1]]), ids=np.arange(61))
     np.save(tmp_path / "y.npy", x)
     (tmp_path / "t.txt").write_text("\n".join(toy_corpus(9)))
+    np.savez(tmp_path / "states.npz", states=np.zeros((9, 4, 3)), mask=np.ones((9, 4)))
+    assert "choose one with --array" in invoke(tmp_path / "states.npz").stderr  # never the mask
     assert "are for --model" in invoke(tmp_path / "y.npy", "--layer", 3).stderr
     given = ["--model", "toy-bert", "--texts", tmp_path / "t.txt"]
     assert "are for files" in invoke(*given, "--measure", "rankme").stderr

@@ -106,6 +106,8 @@ def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
         ("axes: {lam: [.inf, 1]}", "1 of 2 .*lam: Input should be a finite number"),
         ("axes: {task: [nope.yaml, toy-cola]}", "1 of 2 .*No such file .*nope.yaml"),
         ("axes: {seed: 0..999999999999}", "more than 100000 combinations"),
+        ("axes: {seed: 0..9999, lam: 0..9999}", "more than 100000 combinations"),
+        ("blocks: [{name: a}, {name: a}]", "blocks: two have the same name"),
         ("axes: !!python/object/apply:os.system [ls]", "YAML"),
         ("a: [", "YAML"),
     ],

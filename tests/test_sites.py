@@ -205,3 +205,12 @@ def test_a_rate_out_of_reach_is_named_with_its_remedy():
         dropout_sites(Kept(), batch=torch.ones(2, 3))
     with pytest.raises(ValueError, match="Linear has no dropout site$"):
         dropout_sites(nn.Linear(3, 3), batch=torch.ones(2, 3))
+
+
+def test_preceding_grouping_takes_every_tensor_in_the_order_of_execution():
+    model = make()
+    groups = {s.name: set(s.tensors) for s in dropout_sites(model, "preceding")}
+    both = lambda *modules: {f"encoder.layer.1.{m}.{k}" for m in modules for k in ("weight", "bias")}
+    ffn = both("attention.output.LayerNorm", "intermediate.dense", "output.dense")
+    assert groups["encoder.layer.1.attention_output"] == both("attention.output.dense")
+    assert groups["encoder.layer.1.ffn_output"] == ffn

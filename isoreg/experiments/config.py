@@ -267,7 +267,7 @@ def _simplify(self: RunConfig):
     if self._reads_no_reference(): values.update(zeta=0.0, convention="released")
     if self.regularizer == "none": values.update(lam=0.0, padding=False)
     if self.regularizer in ("none", "cosreg"): values.update(layers="union", correction=None)
-    if self.regularizer not in BUILT_IN:
+    if self.regularizer not in BUILT_IN and ":" not in self.regularizer:
         usual = {"layers": "union", "zeta": 0.2, "correction": None, "convention": "released", "padding": False}
         values.update({n: v for n, v in usual.items() if n not in penalty_settings(self.regularizer)})
     if self.eval_split == task.eval_splits[0]: values["eval_split"] = None

@@ -167,6 +167,8 @@ def load_grid(path: str | Path) -> Grid:
     except ValueError as error:
         raise ValueError(f"grid: {path.name}: {error}") from None
     blocks = [block.within(grid, str(i)) for i, block in enumerate(grid.blocks, 1)]
+    if len({block.name for block in blocks}) < len(blocks):
+        raise ValueError(f"grid: {path.name}: blocks: two have the same name; give each its own")
     return grid.model_copy(update={"blocks": blocks or [grid]})
 
 @patch

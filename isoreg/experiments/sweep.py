@@ -317,7 +317,7 @@ def status(out: str | Path) -> dict:  # done, running, failed, missing; names of
     for key in sorted(p.name for p in folder.out.iterdir() if p.is_dir()):
         record = _json(folder.out / key / "record.json")
         run = Run(key, record.get("kind", "finetune"), record.get("config", {}))
-        if folder.record(run): done[key] = record.get("total_seconds", 0.0)
+        if folder.record(run): done[key] = record.get("total_seconds") or record.get("seconds", 0.0)
         elif failure := folder.failure(key): failed[key] = failure.get("error", "")
     running = [p.parent.name for p in sorted(folder.home.glob("*/lock")) if _is_held(p)]
     planned = dict(pair for path in folder.home.glob("grid-*.json") for pair in _json(path).items())

@@ -165,8 +165,8 @@ def summarise(
         done, x, metric = g[g.status == "done"], g.outcome.dropna(), known_texts(g.metric)
         check_seeds(done)
         low, high = t_interval(x)
-        means = done[list(RECORDED)].select_dtypes("number").mean(skipna=False)
-        rows.append(dict(zip([*by, "method"], names)) | dict(means) | {
+        numbers = done.filter(list(RECORDED)).drop(columns=["value", *by], errors="ignore").select_dtypes("number")
+        rows.append(dict(zip([*by, "method"], names)) | dict(numbers.mean(skipna=False)) | {
             "metric": metric, "n": len(x), "failed": len(g) - len(done), "mean": x.mean(),
             "sd": x.std(), "low": low, "high": high, "median": x.median(), "worst": x.min(),
             "collapsed": int(done.collapsed.sum()), "isoscore_after_sd": done.isoscore_after.std(),
