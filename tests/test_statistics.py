@@ -176,6 +176,9 @@ def test_fieller_counts_the_rows_with_the_covariance_that_they_give():
     far = [(pair.mean(0) @ [1, -x]) ** 2 / (np.array([1, -x]) @ V @ [1, -x]) for x in bounds]
     assert far[0] == pytest.approx(far[1]) and bounds[0] < ratio < bounds[1]
     assert ratio_interval([pair], rows=[0 * rows]) == pytest.approx(ratio_interval([pair]))
+    sure, small = pair.mean(0) + 1e-9 * pair, 1e-6 * rows  # the rows alone: half the variance of two such tasks
+    wide, less = (np.ptp(ratio_interval([sure] * k, rows=[small] * k)[1:]) for k in (1, 2))
+    assert (wide / less) ** 2 == pytest.approx(2, rel=0.01)
     assert bounds[1] - bounds[0] > np.ptp(ratio_interval([pair])[1:])
 
 
