@@ -61,7 +61,7 @@ def measure_points(
     except ValueError as error: warnings.warn(f"{name}: no corrected score: {error}")
     if repeated:
         warnings.warn(f"{name}: {repeated} of {n} {unit}s repeat another one, exactly or nearly; the interval "
-                      "counts them as independent and is too narrow: leave them out, as np.unique(x, axis=0) does")
+                      "counts them as independent and is too narrow: leave them out (np.unique with return_index)")
     row = {"unit": unit, "points": n, "repeated": repeated} | _row(m, best, n - 1)
     if chosen: cloud = Cloud(torch.cat([*read()]))
     return Measured(name, [row | {k: measure.of(cloud) for k, measure in chosen.items()}], 0, without)
