@@ -308,9 +308,11 @@ def test_float32_and_bfloat16_follow_float64():
         if "key.bias" in n:
             continue
         assert float(single.sums[n] / v) == pytest.approx(1, abs=1e-4), n
+        assert float(right.mean()[n]) == pytest.approx(float(v) / right.n_samples)
         assert float(cast.sums[n] / v) == pytest.approx(1, abs=0.1), n
         assert float(half.sums[n].sum() / v) == pytest.approx(1, abs=0.25), n
     assert not single.by_function and not cast.by_function and cast.precision == "bf16"
+    assert any(not torch.equal(single.sums[n], v) for n, v in cast.sums.items())
     assert {s.dtype for s in half.sums.values()} == {torch.float32}
     assert {s.dtype for s in single.sums.values()} == {torch.float64}
 

@@ -243,6 +243,7 @@ def _check(self: RunConfig):
     "Raise `ValueError` for what is not there, and for settings that do not go together."
     if self.data_dir is not None and not Path(self.data_dir).is_dir():
         raise ValueError(f"data_dir: no folder {self.data_dir!r}; give the one with glue/")
+    if self.regularizer not in BUILT_IN: penalty_class(self.regularizer)
     if self._is_qa() and self.model == "toy-bert":
         raise ValueError("model: the embedded model reads 64 words; give squad a real encoder")
     if self.length_groups > 1 and (self._is_qa() or (self.padding and self.regularizer != "none")):
