@@ -11,6 +11,7 @@ import json
 import math
 import re
 import string
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -219,7 +220,7 @@ class TaskMetric(evaluate.Metric):
     Accuracy, F1 and exact match lie in [0, 1], correlations in [-1, 1]; one that is undefined is 0."""
     def __init__(self, task: Task):
         self.task = task
-        super().__init__(config_name=task.name, keep_in_memory=True)
+        super().__init__(config_name=task.name, keep_in_memory=True, cache_dir=tempfile.gettempdir())
 
     def _info(self):
         text, number = Value("string"), Value("float32" if self.task.kind == "regression" else "int64")
