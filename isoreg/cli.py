@@ -396,7 +396,8 @@ def report_command(
 def tasks_command():
     "The tasks, their metrics, and their places on the hub and in a data folder."
     from isoreg.experiments.tasks import TASKS
-    rows = [(t.name, ", ".join(t.papers), t.metric, "/".join(filter(None, t.hub or ())), t.folder or "embedded")
+    rows = [(t.name, ", ".join(t.papers), t.metric, "/".join(filter(None, t.hub or ())),
+             t.folder or ("-" if t.hub else "embedded"))
             for t in TASKS.values()]
     _show("", rows, ["task", "papers", "metric", "hub", "data folder"])
 

@@ -363,4 +363,4 @@ def load_dropout(
     known = {s.name for s in dropout_sites(model, batch=batch)}
     rates = {n: p for n, p in note["rates"].items() if n in known or not n.startswith("classifier")}
     if note["kind"] == "rates": return set_dropout(model, rates, partial=True, batch=batch)
-    return gaussian_dropout(model, rates, released=note["kind"] != "gaussian", batch=batch)
+    return gaussian_dropout(model, rates, released=one_of("kind", note["kind"], _GAUSSIAN) != "gaussian", batch=batch)
