@@ -119,7 +119,7 @@ OPENINGS = {  # page: what its numbers have to say, for its first paragraph to b
         r"2: I-STAR λ=-0.1 minus baseline \| 6 of 6 \| -0.013 \| \[-0.025, -0.0001\] (?:\|[^|]*){4}\| inconclusive \|",
         r"1: guided dropout minus constant rate \(mean of guided\) \| 12 of 12 (?:\|[^|]*){4}\| equivalent \|",
         r"has 81 % of the gain .* interval of this share is \[51, 12[67]\] if it counts seeds and evaluation rows",
-        r"A gain of 0\.01 or more is excluded at this λ, untuned \(a one-sided test that we did not plan, p = 0\.0002",
+        r"excludes a\s+gain of 0\.01 or more at this untuned λ \(p = 0\.0002",
         r"1e-4 .* the baseline gains \+0\.033, \+0\.012, \+0\.011 .* dropout gains \+0\.039, \+0\.011, \+0\.014",
         r"±0\.01 is 6 times the paper's mean gain, which is \+0\.0016 over the 8 of 27 cells",
         r"on CoLA 5 of 5 seeds on processors and 5 of 6 seeds on the GPU lie below zero",
