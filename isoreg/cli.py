@@ -313,7 +313,7 @@ def score_command(
     """IsoScore of vectors (.npy, .npz, .parquet, .safetensors) with its interval, dimensions in use and outliers.
 
     Higher is not better: whitened from 0.27 to 0.73, all-MiniLM-L6-v2 lost 0.027 ± 0.011 of correlation on STS-B."""
-    from isoreg.embeddings import compare, draw_texts, is_sentence_transformer, measure_model, write_page
+    from isoreg.embeddings import draw_texts, is_sentence_transformer, measure_model
     if bool(files) == bool(model) or bool(model) != bool(texts):
         raise ValueError("file: give files of vectors, or --model and --texts")
     if files and (pooling or layer != -1 or max_lines != 500):
@@ -328,15 +328,7 @@ def score_command(
         about: dict = {"texts": f"{texts}, {len(drawn)} of {total}, drawn with seed {seed}"}
         read = [Path(texts)] if Path(texts).is_file() else []
     else: measured, about, read = _score_files(files, each, array, normalize, measure)
-    scored = [m for m in measured if "corrected" in m.row]
-    differences = [compare(m, scored[0], paired=paired) for m in scored[1:]]
-    if differences and not paired and len({m.row["points"] for m in scored}) == 1:
-        about["paired"] = "add --paired if row i is the same text in all of them"
-    axes = [str(m.row["spectrum"]["axes_for"]["90%"]) for m in measured if "spectrum" in m.row]
-    about["principal axes for 90 % of the variance"] = ", ".join(axes)
-    about["dimensions in use"] = "the participation ratio, 1 + (d - 1) IsoScore"
-    made = write_page(out, measured, differences, about, read) if out else []
-    _show_scores(measured, differences, about, made, as_json)
+    _show_scores(measured, paired, about, read, out, as_json)
 
 # %% ../nbs/31_cli.ipynb #b06d9474
 def _score_files(files: Sequence[str], each: bool, array: str | None, normalize: bool, measures: Sequence[str] | None):
@@ -356,9 +348,17 @@ def _score_files(files: Sequence[str], each: bool, array: str | None, normalize:
         read += v.files
     return measured, about, read
 
-def _show_scores(measured: Sequence, differences: Sequence, about: dict, made: Sequence[Path], as_json: bool):
-    "Print the scores as a table with what is said of them, or as JSON."
-    from isoreg.embeddings import as_table, in_words
+def _show_scores(measured: Sequence, paired: bool, about: dict, read: Sequence[Path], out: Path | None, as_json: bool):
+    "Compare scores, write their page and print them, as a table with what there is to say of them, or as JSON."
+    from isoreg.embeddings import as_table, compare, in_words, write_page
+    scored = [m for m in measured if "corrected" in m.row]
+    differences = [compare(m, scored[0], paired=paired) for m in scored[1:]]
+    if differences and not paired and len({m.row["points"] for m in scored}) == 1:
+        about["paired"] = "add --paired if row i is the same text in all of them"
+    axes = [str(m.row["spectrum"]["axes_for"]["90%"]) for m in measured if "spectrum" in m.row]
+    about["principal axes for 90 % of the variance"] = ", ".join(axes)
+    about["dimensions in use"] = "the participation ratio, 1 + (d - 1) IsoScore"
+    made = write_page(out, measured, differences, about, read) if out else []
     if as_json:
         found = {"scores": {m.name: m.rows for m in measured}, "differences": [d._asdict() for d in differences]}
         return print(json.dumps(about | found, indent=1))

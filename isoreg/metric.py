@@ -36,16 +36,13 @@ class IsoScore(torchmetrics.Metric):
         self.convention = one_of("convention", convention, CONVENTIONS)
         given, weighed = reference_cov is not None, reference_weight(zeta, convention) != 0
         if given or zeta if correction else weighed and not given:
-            state = "given" if given else "missing"
-            raise ValueError(f"reference_cov: {state} with {correction=}, {zeta=}, {convention=}; a corrected score "
-                             "reads none, a weight needs one")
+            raise ValueError(f"reference_cov: {'given' if given else 'missing'} with {correction=}, {zeta=}, "
+                             f"{convention=}; a corrected score reads none, a weight needs one")
         R = check_reference_cov(reference_cov, num_dims).double() if given else None
         self.reference_cov: Tensor | None
         self.mixed, self.names = given and weighed, Moments._fields[: 5 if correction == "ustat" else 3]
         self.register_buffer("reference_cov", R)
-        zeros = torch.zeros(num_dims, dtype=torch.float64)
-        empty = Moments(torch.tensor(0), zeros, zeros.outer(zeros), zeros, zeros.sum())
-        for name, value in zip(self.names, empty): self.add_state(name, value, dist_reduce_fx=None)
+        for name, value in zip(self.names, _empty(num_dims)): self.add_state(name, value, dist_reduce_fx=None)
 
     def update(
         self,
@@ -87,6 +84,11 @@ def _moments_of(self: IsoScore, points: Tensor, mask: Tensor | None) -> Moments:
     raise ValueError("points: values too large to be squared; rescale them")
 
 # %% ../nbs/04_metric.ipynb #3adfe94e
+def _empty(d: int) -> Moments:
+    "Return the moments of no points."
+    zeros = torch.zeros(d, dtype=torch.float64)
+    return Moments(torch.tensor(0), zeros, zeros.outer(zeros), zeros, zeros.sum())
+
 @patch
 def _hold(self: IsoScore, m: Moments):
     "Make the moments the states."

@@ -414,7 +414,7 @@ def test_a_page_of_results_names_the_encoder_and_what_its_training_did_in_its_fi
     cells = nbformat.read(NBS / f"{page}.ipynb", 4).cells
     first = next(t for c in cells for t in ([c.source] if c.cell_type == "markdown" else shown([c])) if t.strip())
     sentence = re.split(r"[.?:](?:\*\*)?\s", first.replace("**Answer.** ", ""))[0]
-    assert "all-MiniLM-L6-v2" in sentence and "contrastive" in sentence and "isotropy" in sentence
+    assert "all-MiniLM-L6-v2" in sentence and "contrastive" in sentence and "affects isotropy" in sentence
 
 
 @pytest.mark.parametrize("page", ["index", "tables/found", "tables/overview", "tables/istar_main"])

@@ -130,7 +130,7 @@ class DropoutSettings(Settings):
         "standard", "dropout scheme, or a file with a schedule")
     scores: str | None = setting(None, "guided: file of Fisher scores, or corpus:TEXT; default: from the task's texts")
     dropout_p: float | None = setting(
-        None, "rate of all sites; for guided the highest rate (default 0.1); for mixout the probability", ge=0, lt=1)
+        None, "rate of all sites; guided: the highest rate, default 0.1; mixout: the probability", ge=0, lt=1)
 
 class TrainingSettings(Settings):
     "How the model is trained."
