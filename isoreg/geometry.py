@@ -84,8 +84,13 @@ def _descending(values: Tensor) -> Tensor:
     return torch.where(values > max(len(values), 32) * torch.finfo(values.dtype).eps * values[0], values, 0)
 
 # %% ../nbs/05_geometry.ipynb #ca80f80a
-def average_cosine(points, mask=None) -> float:
-    "Return the mean cosine similarity of all pairs, exact in O(n d) (Ethayarajh 2019). `ValueError` for a zero point."
+def average_cosine(
+    points,  # (n, d) tensor or array
+    mask=None,  # (n,), true or 1 where a row counts
+) -> float:
+    """Return the mean cosine similarity of all pairs of different points, -1 / (n - 1) to 1 (Ethayarajh 2019).
+
+    Exact in O(n d). `ValueError` for fewer than 2 points and for a point at the origin: it has no direction."""
     c = as_cloud(points, mask)
     return float(unit_rows(c.x).sum(0).square().sum() - c.n) / (c.n * (c.n - 1))
 
@@ -98,8 +103,15 @@ def unit_rows(x: Tensor) -> Tensor:
     return x / length
 
 # %% ../nbs/05_geometry.ipynb #f07730c0
-def partition_score(points, mask=None, *, log: bool = False) -> float:
-    "Return min over max of Z(c) = sum exp(c'x), or its logarithm, c the ± eigenvectors of X'X (Mu, Viswanath 2018)."
+def partition_score(
+    points,  # (n, d) tensor or array
+    mask=None,  # (n,), true or 1 where a row counts
+    *,
+    log: bool = False,  # its logarithm, which stays finite where the score is 0 in floating point
+) -> float:
+    """Return the smallest over the largest Z(c) = sum exp(c'x), in [0, 1] (Mu and Viswanath 2018).
+
+    c are the unit eigenvectors of X'X with both their signs. `ValueError` for fewer than 2 points or zeros alone."""
     c = as_cloud(points, mask)
     values, V = c.raw
     # for n < d, X V = U sqrt(values)
@@ -110,26 +122,44 @@ def partition_score(points, mask=None, *, log: bool = False) -> float:
     return score if log else math.exp(score)
 
 # %% ../nbs/05_geometry.ipynb #6f6994b3
-def variance_explained(points, mask=None) -> float:
-    "Return VarEx, k/d over the share of variance of k components, k = max(1, floor(0.3 d)) (Rudman et al. 2022)."
+def variance_explained(
+    points,  # (n, d) tensor or array
+    mask=None,  # (n,), true or 1 where a row counts
+) -> float:
+    """Return VarEx, the share k/d of k components over the share of variance that they explain (Rudman et al. 2022).
+
+    k = floor(0.3 d), at least 1. `ValueError` for fewer than 2 points or zero variance."""
     c = as_cloud(points, mask)
     v, k = c.centred, max(1, math.floor(0.3 * c.d + 1e-9))
     return k / c.d / float(v[:k].sum() / v.sum())
 
 # %% ../nbs/05_geometry.ipynb #4d5ca8ca
-def effective_rank(points, mask=None) -> float:
-    "Return exp of the entropy of the singular values about the mean, as shares, 1 to min(n, d) (Roy, Vetterli 2007)."
+def effective_rank(
+    points,  # (n, d) tensor or array
+    mask=None,  # (n,), true or 1 where a row counts
+) -> float:
+    """Return the exponential of the entropy of the normalised singular values about the mean, in [1, min(n, d)].
+
+    After Roy and Vetterli 2007. `ValueError` for fewer than 2 points or zero variance."""
     σ = as_cloud(points, mask).centred.sqrt()
     return math.exp(torch.special.entr(σ / σ.sum()).sum())
 
 # %% ../nbs/05_geometry.ipynb #e3a73239
-def rankme(points, mask=None) -> float:
-    "Return RankMe, the effective rank of the cloud as it is, with 1e-7 added to each share (Garrido et al. 2023)."
+def rankme(
+    points,  # (n, d) tensor or array
+    mask=None,  # (n,), true or 1 where a row counts
+) -> float:
+    """Return RankMe, the effective rank of the cloud as it is, with 1e-7 added to each share (Garrido et al. 2023).
+
+    `ValueError` for fewer than 2 points and where all are zero."""
     σ = as_cloud(points, mask).raw[0].sqrt()
     return math.exp(torch.special.entr(σ / σ.sum() + 1e-7).sum())
 
 # %% ../nbs/05_geometry.ipynb #f203105b
-def two_nn(points, mask=None) -> float:
+def two_nn(
+    points,  # (n, d) tensor or array
+    mask=None,  # (n,), true or 1 where a row counts
+) -> float:
     """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(rho)) on log(rho) (Facco et al. 2017).
 
     rho is the second over the first neighbour's distance; equal points count once, and the largest tenth of rho is left
@@ -174,7 +204,10 @@ class Dimensions(NamedTuple):
     by_variance: list[int]  # variance at least 5 times the average variance (Rudman, Chen and Eickhoff 2023)
 
 # %% ../nbs/05_geometry.ipynb #52951c86
-def outlier_dimensions(points, mask=None) -> Dimensions:
+def outlier_dimensions(
+    points,  # (n, d) tensor or array
+    mask=None,  # (n,), true or 1 where a row counts
+) -> Dimensions:
     "Return mean and standard deviation of each dimension, and those that stand out. `ValueError` below 2 points."
     return stand_out(as_cloud(points, mask).moments)
 

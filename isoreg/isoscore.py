@@ -74,14 +74,18 @@ def score_from_cov(S: Tensor) -> Tensor:
     return closed_form(t * t, f, S.shape[-1])
 
 # %% ../nbs/02_isoscore.ipynb #5324799b
-def isoscore_from_cov(cov):
+def isoscore_from_cov(
+    cov,  # (..., d, d) covariance, tensor or array
+):
     "Return the IsoScore (...) of covariances (..., d, d), in [0, 1]; differentiable. `ValueError` for no covariance."
     S = check_cov(cov)
     return as_score(score_from_cov(S), cov, S.dtype)
 
 # %% ../nbs/02_isoscore.ipynb #5324799c
-def participation_ratio(cov):
-    "Return tr(S)² / tr(S²), the effective number of dimensions, 1 to d, of covariances (..., d, d), each as above."
+def participation_ratio(
+    cov,  # (..., d, d) covariance, tensor or array
+):
+    "Return tr(S)² / tr(S²), (...), the effective number of dimensions, 1 to d. `ValueError` for no covariance."
     return 1 + (check_cov(cov).shape[-1] - 1) * isoscore_from_cov(cov)
 
 # %% ../nbs/02_isoscore.ipynb #c2e9d60c
