@@ -713,11 +713,6 @@ def test_one_score_of_all_rows_with_their_number(tmp_path):
     assert "participation" in shown and f"{1 + 7 * isoscore(x, correction='ustat'):.1f} of 8" in shown
 
 
-def test_help_names_the_effect():
-    shown = " ".join(CliRunner().invoke(app, ["score", "--help"]).stdout.split())
-    assert "STS-B" in shown and "0.027" in shown
-
-
 def test_options_of_the_other_kind_are_refused_and_rows_of_equal_number_get_a_hint(tmp_path):
     x = cloud(60)
     np.savez(tmp_path / "x.npz", x=np.concatenate([x, x[:1]]), ids=np.arange(61))

@@ -369,17 +369,6 @@ def test_a_model_of_images_trains_with_the_schedule_in_force_and_not_without_it(
         PenaltyTrainer(type(model).from_pretrained(tmp_path), arguments(), train_dataset=data).train()
 
 
-def test_stages_of_swin_have_one_score_each_and_the_message_says_so():
-    torch.manual_seed(0)
-    stages = dict(embed_dim=16, depths=[1, 1, 2], num_heads=[2, 2, 2], window_size=4)
-    model = hf.SwinForImageClassification(hf.SwinConfig(image_size=32, patch_size=2, **stages))
-    batch = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 2}
-    fit = lambda penalty: PenaltyTrainer(model, arguments(), train_dataset=examples(batch), penalty=penalty).train()
-    with pytest.raises(ValueError, match="layers: shapes .* have no union .*layers=-1"):
-        fit(IStar(0.1, correction="ustat"))
-    assert fit(IStar(0.1, correction="ustat", layers=-1)).global_step == 1
-
-
 # ---- the Fisher information with adapters
 
 
@@ -402,3 +391,23 @@ def test_learned_prompts_are_no_part_of_a_loss():
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="model: gives logits of shape"):
         empirical_fisher(peft.get_peft_model(llama(), prompt), [tokens()], loss="clm")
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_states_without_a_learned_prompt_are_refused(kind):
+    peft = pytest.importorskip("peft")
+    prompt = getattr(peft, kind)(task_type="SEQ_CLS", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match="model: its learned prompt"):
+        measure_isotropy(peft.get_peft_model(bert(), prompt), [rows()])
+
+
+@pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert"])
+def test_scores_of_a_masked_model_guide_a_classifier(kind):
+    "Whichever name of the tied embeddings comes first in the masked model."
+    config = getattr(hf, f"{kind}Config")(**TEXT, pad_token_id=1)
+    batch = rows(4)
+    batch["labels"] = batch["input_ids"].masked_fill(torch.arange(12) % 3 > 0, -100)
+    estimate = empirical_fisher(getattr(hf, f"{kind}ForMaskedLM")(config), [batch])
+    assert not any(name.startswith("lm_head.decoder.weight") for name in estimate.sums)
+    done = apply_dropout(getattr(hf, f"{kind}ForSequenceClassification")(config), "guided", scores=estimate)
+    assert done["mean"] == pytest.approx(0.05)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from isoreg.experiments import toy
-from isoreg.experiments.toy import KIND_OF, MONOTONE, NP, PLURAL, ROLES, SINGULAR, SYNONYM, TOY_TASKS, VIOLATIONS
-from isoreg.experiments.toy import Clause, draw, get_role, likeness, rte_pair, set_role, side, similarity, sts_pair
+from isoreg.experiments.toy import KIND_OF, MONOTONE, NP, PLURAL, SINGULAR, TOY_TASKS, VIOLATIONS
+from isoreg.experiments.toy import Clause, draw, rte_pair, side
 from isoreg.experiments.toy import text, toy_corpus, toy_model_path, toy_pairs, toy_task, toy_tokenizer, with_s
 
 DIGEST = "f7831632a90f347d0bba9bce806f8d20d1cb1b2ab9177833946d8599dd729fce"
@@ -46,13 +46,6 @@ def test_agreement_by_an_independent_reading(rng):
     assert ("a" if det == "an" else det) in (PLURAL if plural_noun else SINGULAR)
 
 
-def test_words_have_one_spelling_each():
-    assert not set(KIND_OF) & {with_s(n) for n in KIND_OF}
-    flat = [w for s in toy.WORD_SETS for w in s]
-    assert len(flat) == len(set(flat))  # no word in two classes
-    assert all(SYNONYM[SYNONYM[w]] == w for w in SYNONYM)
-
-
 @pytest.mark.parametrize("spoil", VIOLATIONS)
 def test_violations_differ_from_their_sentence(spoil):
     rng, found, kind = random.Random(1), 0, spoil.__name__[1:]
@@ -70,14 +63,6 @@ def test_violations_differ_from_their_sentence(spoil):
             assert len(good) == len(bad) and sum(a != b for a, b in zip(good, bad)) == 1
         if kind == "determiner":
             assert abs(len(good) - len(bad)) == 1
-
-
-def test_cola_labels_are_balanced_and_length_does_not_tell():
-    rows = [toy.cola_row(random.Random(s)) for s in range(2000)]
-    assert 0.45 < sum(r["label"] for r in rows) / 2000 < 0.55
-    words = {y: [len(r["sentence"].split()) for r in rows if r["label"] == y] for y in (0, 1)}
-    length = [sum(w) / len(w) for w in words.values()]
-    assert abs(length[0] - length[1]) < 0.5
 
 
 QUANTIFIERS = dict.fromkeys(("a", "some", "one"), lambda n, v: bool(n & v))
@@ -136,22 +121,6 @@ def test_pairs_differ_and_premises_have_one_reading(rng):
     clause = toy.draw_premise(rng)
     if clause.negated:
         assert clause.subject.det in toy.DEFINITE
-
-
-@given(seeds)
-@many
-def test_similarity_is_symmetric_bounded_and_full_for_itself(rng):
-    a, b, _ = sts_pair(rng)
-    assert similarity(a, b) == similarity(b, a) and 0 <= similarity(a, b) <= 5 and similarity(a, a) == 5
-    assert similarity(a, replace(a, negated=not a.negated)) == 2.5
-
-
-def test_similarity_falls_with_distance_of_the_word():
-    a = Clause(NP("a", "rabbit", False), "see", NP("the", "ball", False), place=NP("the", "park", False, prep="in"))
-    scores = [similarity(a, set_role(a, "subject", w)) for w in ("rabbit", "bunny", "dog", "poet")]
-    assert scores == sorted(scores, reverse=True) and len(set(scores)) == 4
-    assert [likeness("rabbit", w) for w in ("rabbit", "bunny", "dog", "animal", "poet", "")] == [1, 0.8, 0.5, 0.5, 0, 0]
-    assert all(get_role(set_role(a, r, get_role(a, r)), r) == get_role(a, r) for r in ROLES if get_role(a, r))
 
 
 @pytest.mark.parametrize("name", TOY_TASKS)
@@ -218,10 +187,3 @@ def test_shipped_model_loads_offline_and_knows_agreement():
         a, b = logits[tokenizer.convert_tokens_to_ids([right, wrong])]
         prefer.append(bool(a > b))
     assert all(prefer)
-
-
-@pytest.mark.parametrize("strong, weak", [pair for pair in toy._WEAKER if set(pair) <= QUANTIFIERS.keys()])
-def test_a_weaker_determiner_follows_and_is_not_the_same(strong, weak):
-    some = [(a, b) for a in SETS for b in SETS if a]  # there are such things
-    assert all(QUANTIFIERS[weak](*s) for s in some if QUANTIFIERS[strong](*s))
-    assert any(QUANTIFIERS[weak](*s) and not QUANTIFIERS[strong](*s) for s in some)
