@@ -484,6 +484,7 @@ REFUSED = [  # model, batches, options, message
     (bert, masked, dict(loss=contrastive, sample="position"), "sample: 'position'"),
     (bert, masked, dict(loss=contrastive, reduction="sum"), "reduction: 'sum'"),
     (bert, masked, dict(loss=lambda m, b: m(**b).loss), "loss: gave a tensor .* need one loss for each of"),
+    (bert, masked, dict(loss=lambda m, b: m(**b).logits[:, :2].sum(2).ravel()), "loss: gave a tensor of shape"),
     (bert, masked, dict(loss=lambda m, b: m(b["input_ids"]).logits.sum((1, 2)).detach()), "loss: no sample alone has"),
     (bert, masked, dict(loss=contrastive), "loss: no sample alone has a gradient"),
     (bert, list, {}, "batches: hold no sample"),
