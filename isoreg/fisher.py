@@ -4,6 +4,7 @@
 __all__ = ['empirical_fisher', 'FisherEstimate', 'agreement']
 
 # %% ../nbs/11_fisher.ipynb #06e53394
+import copy
 import hashlib
 import json
 import math
@@ -31,7 +32,8 @@ from .checks import one_of
 from .corpus import (
     LOSSES, TextBatches, check_head, head_input, looks_ahead, model_losses, predicted_positions, sample_losses)
 from .files import from_json, read_text, write_atomically
-from .states import eval_mode, inside_wrapper, model_fingerprint, named_weights
+from .moments import wide_dtype
+from .states import eval_mode, inside_wrapper, model_fingerprint, named_weights, same_state, weights_state
 
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
 def empirical_fisher(
@@ -63,14 +65,13 @@ def empirical_fisher(
     with eval_mode(model):
         for batch in batches:
             for part, positions in _samples(model, batch, loss, sample): squares.add(part, positions)
-    squares.check()
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     return FisherEstimate(
-        {n: s.cpu() for n, s in squares.sums.items()}, squares.samples, level, getattr(loss, "__name__", str(loss)),
+        squares.checked(), squares.samples, level, getattr(loss, "__name__", str(loss)),
         reduction="own" if callable(loss) else reduction, sample=sample,
         numel={n: p.numel() for n, p in squares.parameters.items()}, model=Path(name).name, precision=precision,
-        corpora=[batches.describe() if isinstance(batches, TextBatches) else {}], by_function=sorted(squares.alone),
-        fingerprint=model_fingerprint(model))
+        by_function=sorted(squares.alone),
+        of=(model, weights_state(model), copy.copy(batches) if isinstance(batches, TextBatches) else None))
 
 # %% ../nbs/11_fisher.ipynb #3051806b
 def squared_norms(g: Tensor, x: Tensor) -> Tensor:
@@ -356,11 +357,12 @@ def _asking(parameters: dict[str, Tensor], names: Set[str]) -> Iterator[None]:
 
 # %% ../nbs/11_fisher.ipynb #78ae49ab
 @patch
-def check(self: _Squares) -> None:
-    "Raise `ValueError` without a sample, a gradient or finite sums; warn of a head drawn at random."
+def checked(self: _Squares) -> dict[str, Tensor]:
+    "Return the sums; `ValueError` without a sample, a gradient or finite sums, a warning for a head drawn at random."
     if not self.samples: raise ValueError("batches: hold no sample with a token to predict; give at least one")
-    found = [self.total, *(s.sum() for s in self.sums.values())]
-    total, *sums = torch.stack([x.to(self.device, self.widest) for x in found]).tolist()
+    found = [self.total, *(s.sum() if s.ndim else s for s in self.sums.values())]
+    numbers = torch.stack([x.to(self.device, self.widest) for x in found]).cpu()  # all are read at once
+    total, *sums = numbers.tolist()
     for name, value in zip(self.sums, sums):
         if math.isfinite(value): continue
         raise ValueError(f"model: the squared gradient of {name} is not finite; weights or losses hold NaN or "
@@ -373,6 +375,7 @@ def check(self: _Squares) -> None:
     if mean >= uniform:
         warnings.warn(f"model: the mean loss of the sample is {mean:.2f} nats, and a uniform guess has ln V = "
                       f"{uniform:.2f}; the head is probably drawn at random, so load a checkpoint that holds it")
+    return {n: s if s.ndim else x for (n, s), x in zip(self.sums.items(), numbers[1:])}
 
 # %% ../nbs/11_fisher.ipynb #4264aa4d
 @dataclass
@@ -386,10 +389,11 @@ class FisherEstimate:
     sample: str = "sequence"  # or "position"
     numel: dict[str, int] = field(default_factory=dict)  # scalars of each parameter
     model: str = ""  # its name
-    fingerprint: str = ""  # of its weights
-    corpora: list = field(default_factory=list)  # the description of the batches
+    fingerprint: str = ""  # of its weights, once the estimate is saved or compared
+    corpora: list = field(default_factory=lambda: [{}])  # the description of the batches, from then on
     precision: str = "fp32"
     by_function: list = field(default_factory=list)  # parameters that autograd computed, one sample at a time
+    of: tuple | None = field(default=None, repr=False, compare=False)  # model, its state and batches, until then
 
     @property
     def unit(self) -> str:
@@ -404,17 +408,18 @@ class FisherEstimate:
 
     def scores(self) -> dict[str, float]:
         "Return the mean over samples and over the scalars of each tensor: the tensor score of the released code."
-        totals = {n: float(s.sum(dtype=torch.float64)) for n, s in self.sums.items()}
+        totals = {n: float(s.sum(dtype=wide_dtype(s))) for n, s in self.sums.items()}
         return {n: total / self.numel[n] / self.n_samples for n, total in totals.items()}
 
 # %% ../nbs/11_fisher.ipynb #f15e0001
 @patch
 def save(self: FisherEstimate, folder: str | Path) -> Path:
     "Write the tensors, under a name from their content, then fisher.json that names them, and return its path."
+    self.name_sources()
     file, content = Path(folder) / "fisher.json", tensor_files.save({k: v.contiguous() for k, v in self.sums.items()})
     name = f"fisher-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     write_atomically(file.parent / name, content)
-    about = {k: v for k, v in vars(self).items() if k != "sums"}
+    about = {k: v for k, v in vars(self).items() if k not in ("sums", "of")}
     write_atomically(file, json.dumps(about | {"unit": self.unit, "tensors": name, "schema": 1}, indent=1) + "\n")
     return file
 
@@ -430,12 +435,26 @@ def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
     except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
         raise ValueError(f"folder: {str(folder)!r} holds no complete estimate ({error}); compute it again") from None
 
+# %% ../nbs/11_fisher.ipynb #digest01
+@patch
+def name_sources(self: FisherEstimate) -> None:
+    "Take the digests of the weights and of the batches, unless they are there; warn if the weights have changed."
+    if self.of is None: return
+    (model, state, batches), self.of = self.of, None
+    if batches is not None: self.corpora = [batches.describe()]
+    if same_state(state, weights_state(model)): self.fingerprint = model_fingerprint(model)
+    else:
+        self.fingerprint = f"norm {float(state[1])}"
+        warnings.warn("model: its weights have changed since the estimate, which names them by their norm; save an "
+                      "estimate before you train, cast or move the model")
+
 # %% ../nbs/11_fisher.ipynb #d7e7eafc
 def _samples(model, batch, loss, sample: str) -> Iterator[tuple[Mapping, tuple[Tensor, ...] | None]]:
     "Yield the samples of a batch, its sequences that have a label or its positions, and where these predict."
     if callable(loss):
         yield batch, None
         return
+    batch = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in batch.items()}  # where counting waits for nothing
     row, column, _ = predicted_positions(batch, loss)
     labels, rows = batch["labels"], row.unique()
     if not len(rows): return
@@ -471,6 +490,7 @@ def agreement(
     deviation over tensors of each of `_MEASURES` (Sharma et al. 2024, Table 1, as we read it). `ValueError` for
     estimates of different models or without a diagonal."""
     if full.level != "diagonal": raise ValueError(f"full: level is {full.level!r}; agreement needs level='diagonal'")
+    if not (part.of and full.of and same_state(part.of[1], full.of[1])): part.name_sources(), full.name_sources()
     for key in ("level", "fingerprint", "loss", "reduction", "sample", "numel"):
         if getattr(part, key) != getattr(full, key): raise ValueError(f"part: has another {key} than full")
     a, b, rows = part.mean(), full.mean(), []
@@ -491,7 +511,7 @@ def _agreement(a: Tensor, b: Tensor, share: float) -> dict[str, float]:
     k = min(round(share / 100 * len(b)), int((b > 0).sum()))
     if k < 2 or not float(a.max()) > 0: return {}
     at, chosen = b.topk(k).indices, a.topk(k).indices
-    x, y = ((v[at] / v.max()).double().numpy() for v in (a, b))
+    x, y = ((v[at] / v.max()).cpu().double().numpy() for v in (a, b))
     varies = np.ptp(x) > 0 and np.ptp(y) > 0
     correlations = [f(x, y).statistic if varies else np.nan for f in (stats.pearsonr, stats.spearmanr)]
     overlap = float(torch.isin(at, chosen[a[chosen] > 0]).sum()) / k

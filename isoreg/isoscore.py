@@ -5,6 +5,7 @@ __all__ = ['isoscore', 'isoscore_from_cov', 'participation_ratio', 'estimate_tra
            'isoscore_star']
 
 # %% ../nbs/02_isoscore.ipynb #665f0666
+import functools
 import importlib
 import math
 import sys
@@ -30,15 +31,16 @@ def isoscore(
     one_of("correction", correction, CORRECTIONS)
     X, keep = check_cloud(points, mask)  # (..., n, d), (..., n)
     order, d = 4 if correction == "ustat" else 2, X.shape[-1]
-    inv = on_host(invariants(X, keep, order))
+    inv, first = on_host(invariants(X, keep, order), X, keep)
     # float32 does not hold fourth powers of very short or very long rows
-    length = inv.trace.detach() / inv.count.clamp(min=1)
-    if bool(((length < 1e-12) | (length > 1e12)).any()): inv = on_host(invariants(X.to(wide_dtype(X)), keep, order))
+    size = inv.trace.detach() / inv.count.clamp(min=1)
+    if bool(((size < 1e-12) | (size > 1e12)).any()):
+        inv, _ = on_host(invariants(X.to(wide_dtype(X)), keep, order), X, keep)
     t2, f = estimate_traces(inv, correction)
-    score, constant = closed_form(t2, f, d), is_constant(X, keep, inv.count, inv.trace)
+    score, constant = closed_form(t2, f, d), is_constant(X, keep, inv, first)
     if correction and not constant: check_evenness(inv, f, d, X.dtype)
     check_score(score, X, keep, inv.count, MIN_ROWS[correction], constant)
-    return as_score(score.to(X.device), points, X.dtype)
+    return as_score(score, points, X)
 
 # %% ../nbs/02_isoscore.ipynb #7489b59a
 MIN_ROWS = {None: 2, "gaussian": 3, "ustat": 4}  # rows that a score needs, by its correction
@@ -57,7 +59,7 @@ class _TraceAndSquare(torch.autograd.Function):
         t = S.diagonal(dim1=-2, dim2=-1).to(wide_dtype(S)).sum(-1)
         height = S.shape[-1] if few_operations(S.device) else 128
         blocks = [rows.to(wide_dtype(S)).flatten(-2) for rows in S.split(height, dim=-2)]
-        a = sum(torch.linalg.vecdot(rows, rows) for rows in blocks)
+        a = functools.reduce(torch.add, (torch.linalg.vecdot(rows, rows) for rows in blocks))
         return t, a
 
     @staticmethod
@@ -79,7 +81,7 @@ def isoscore_from_cov(
 ):
     "Return the IsoScore (...) of covariances (..., d, d), in [0, 1]; differentiable. `ValueError` for no covariance."
     S = check_cov(cov)
-    return as_score(score_from_cov(S), cov, S.dtype)
+    return as_score(score_from_cov(S), cov, S)
 
 # %% ../nbs/02_isoscore.ipynb #5324799c
 def participation_ratio(
@@ -131,9 +133,17 @@ def invariants_of_moments(m: Moments) -> Invariants:
     return Invariants(m.count, trace, square, None if m.m4 is None else m.m4.to(wide_dtype(m.m4)))
 
 # %% ../nbs/02_isoscore.ipynb #few00003
-def on_host(inv: Invariants) -> Invariants:
-    "Return the invariants on the CPU, all read at once: what follows are a few operations on single numbers."
-    return Invariants(*torch.stack([field.to(inv.trace.dtype) for field in inv if field is not None]).cpu().unbind())
+def on_host(inv: Invariants, points: Tensor, mask: Tensor | None) -> tuple[Invariants, Tensor]:
+    "Return the invariants and the length of each first row, (...), on the CPU, read at once: few numbers follow."
+    length = torch.linalg.vector_norm(first_row(points, mask).detach(), dim=(-2, -1), dtype=inv.trace.dtype)
+    fields = [field.to(inv.trace.dtype) for field in (length, *inv) if field is not None]
+    length, *fields = torch.stack(fields).cpu().unbind()
+    return Invariants(*fields), length
+
+def first_row(points: Tensor, mask: Tensor | None) -> Tensor:
+    "Return the first row that counts, (..., 1, d), of points (..., n, d)."
+    if mask is None: return points[..., :1, :]
+    return points.take_along_dim(mask.int().argmax(-1)[..., None, None], -2)
 
 # %% ../nbs/02_isoscore.ipynb #7489b59b
 def estimate_traces(inv: Invariants, correction: str | None) -> tuple[Tensor, Tensor]:
@@ -145,8 +155,9 @@ def estimate_traces(inv: Invariants, correction: str | None) -> tuple[Tensor, Te
     if correction == "gaussian":
         f = ν**2 / ((ν - 1) * (ν + 2)) * (a - t * t / ν)
         return t * t - 2 * f / ν, f
-    Q, k = inv.quartic / ν, ν / (n * (n - 2) * (n - 3))
-    return k * (2 * a + (n * n - 3 * n + 1) * t * t - n * Q), k * ((n - 1) * (n - 2) * a + t * t - n * Q)
+    m, nQ = n - 2, n * (inv.quartic / ν)
+    k = ν / (n * m * (n - 3))
+    return k * (2 * a + (n * n - 3 * n + 1) * t * t - nQ), k * (ν * m * a + t * t - nQ)
 
 # %% ../nbs/02_isoscore.ipynb #e4b1f0a7
 def check_score(score: Tensor, points: Tensor, mask: Tensor | None, count: Tensor, need: int, constant: bool):
@@ -162,14 +173,11 @@ def check_score(score: Tensor, points: Tensor, mask: Tensor | None, count: Tenso
                      "the score does not depend on the scale")
 
 # %% ../nbs/02_isoscore.ipynb #0ad4ccaf
-def is_constant(points: Tensor, mask: Tensor | None, count: Tensor, trace: Tensor) -> bool:
+def is_constant(points: Tensor, mask: Tensor | None, inv: Invariants, length: Tensor) -> bool:
     "Return whether all rows of any cloud (..., n, d) are equal; rows are compared where the trace is near rounding."
-    if mask is None: first = points[..., :1, :]  # (..., 1, d)
-    else: first = points.take_along_dim(mask.int().argmax(-1)[..., None, None], -2)
     eps = torch.finfo(torch.promote_types(points.dtype, torch.float32)).eps
-    length = torch.linalg.vector_norm(first.detach(), dim=(-2, -1), dtype=trace.dtype).square().to(trace.device)
-    if not bool((trace <= count * (8 * eps) ** 2 * length).any()): return False
-    differs = (points != first).any(-1)
+    if not bool((inv.trace <= inv.count * (8 * eps * length) ** 2).any()): return False
+    differs = (points != first_row(points, mask)).any(-1)
     if mask is not None: differs &= mask
     return not bool(differs.any(-1).all())
 
@@ -191,9 +199,9 @@ def check_cloud(points, mask=None) -> tuple[Tensor, Tensor | None]:
     raise ValueError(f"points: shape {tuple(X.shape)} has one dimension, which has no isotropy; "
                      "need (..., n, d) with d >= 2")
 
-def as_score(score: Tensor, given, dtype: torch.dtype):
-    "Return the score in the precision of the points, float32 at least, as the kind of object that the caller passed."
-    return as_given(score.to(torch.promote_types(dtype, torch.float32)), given)
+def as_score(score: Tensor, given, like: Tensor):
+    "Return the score in the precision of a tensor, float32 at least, beside it, as the kind of object that was given."
+    return as_given(score.to(torch.promote_types(like.dtype, torch.float32)).to(like.device), given)
 
 # %% ../nbs/02_isoscore.ipynb #d21973b1
 def check_cov(cov, name: str = "cov", dims: int | None = None) -> Tensor:
@@ -307,9 +315,9 @@ def isoscore_star(
     R, m = check_reference_cov(reference_cov, X.shape[-1]).to(X.device), moments(X, keep)
     score = score_from_cov(mix(m.m2 / (m.count - 1)[..., None, None], R, zeta, convention))
     alone = reference_weight(zeta, convention) == 0
-    constant = alone and is_constant(X, keep, m.count, m.m2.diagonal(dim1=-2, dim2=-1).sum(-1))
+    constant = alone and is_constant(X, keep, *on_host(invariants_of_moments(m), X, keep))
     check_score(score, X, keep, m.count, 2, constant)
-    return as_score(score, points, X.dtype)
+    return as_score(score, points, X)
 
 # %% ../nbs/02_isoscore.ipynb #9fbc27cf
 def mix(cov: Tensor, reference_cov: Tensor, zeta: float, convention: str = "released") -> Tensor:

@@ -63,6 +63,7 @@ def score(self: IStar, hidden_states: tuple[Tensor, ...], attention_mask: Tensor
     Raises `ValueError` for states, mask or reference that do not fit, and below 2 tokens ("gaussian" 3, "ustat" 4)."""
     mask = None if self.padding else attention_mask
     rows = [X_l.flatten(0, 1) for X_l in self.chosen(hidden_states, mask)]
+    if mask is not None: mask = mask.to(rows[0].device)
     keep = None if mask is None else mask.flatten() != 0
     order = 4 if self.correction == "ustat" else 2
     with full_precision(rows[0]):
@@ -251,6 +252,7 @@ class CosReg(nn.Module):
         mask = None if self.padding else attention_mask
         check_states(hidden_states, mask)
         X = hidden_states[check_layer("layer", self.layer, hidden_states)].flatten(0, 1)
+        if mask is not None: mask = mask.to(X.device)
         keep = None if mask is None else mask.flatten() != 0
         with full_precision(X): cosine = mean_cosine(X, keep)
         note_batch(self, mask, keep, cosine.detach().abs() < torch.inf)
@@ -260,7 +262,7 @@ class CosReg(nn.Module):
 def mean_cosine(X: Tensor, keep: Tensor | None) -> Tensor:
     "Return the sum of the cosines over pairs of distinct rows of X (n, d), over N², a scalar."
     X = X.to(torch.promote_types(X.dtype, torch.float32))
-    if keep is None: N = X.new_tensor(len(X))
+    if keep is None: N = X.new_full((), len(X))
     else: X, N = X.masked_fill(~keep[:, None], 0), keep.sum(dtype=X.dtype)
     length = torch.linalg.vector_norm(X, dim=-1)
     weight, N_0 = X.new_ones(()) / length.clamp(min=1e-12), (length >= 1e-12).sum(dtype=X.dtype)

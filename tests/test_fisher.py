@@ -427,9 +427,8 @@ def test_the_loss_is_that_of_the_batches(name, loss, make):
 def test_the_file_that_was_saved_is_read(tmp_path):
     model = toy_model()
     estimate, weights = empirical_fisher(model, corpus_of(8)), model_fingerprint(model)
-    model.bfloat16()  # raises the version of no parameter
     file = estimate.save(tmp_path / "fish")
-    assert estimate.fingerprint == FisherEstimate.load(file).fingerprint == weights != model_fingerprint(model)
+    assert estimate.fingerprint == FisherEstimate.load(file).fingerprint == weights
     assert file.name == "fisher.json" and FisherEstimate.load(file).sums == estimate.sums
     assert load_scores(file) == load_scores(str(file.parent)) == (estimate.scores(), estimate.numel)
     plain = tmp_path / "fisher.json"  # scores of one's own, under that name
@@ -444,6 +443,27 @@ def test_the_file_that_was_saved_is_read(tmp_path):
     for read, wrong in ((FisherEstimate.load, plain), (FisherEstimate.load, file), (load_scores, file.parent)):
         with pytest.raises(ValueError, match="folder: .* holds no complete estimate .* compute it again"):
             read(wrong)
+
+
+def test_an_estimate_hashes_nothing_until_it_is_saved_and_knows_when_the_weights_have_changed(tmp_path, monkeypatch):
+    for name in ("isoreg.fisher.model_fingerprint", "isoreg.corpus.TextBatches.describe"):
+        monkeypatch.setattr(name, lambda *_: pytest.fail("hashed"))
+    model, norms = toy_model(), set()
+    weight, early = model.cls.predictions.bias, empirical_fisher(model, corpus_of(8))
+    for change in (model.bfloat16, lambda: weight.data.add_(1), lambda: nn.init.normal_(weight), model.float):
+        estimate = empirical_fisher(model.float(), corpus_of(8))
+        change()
+        if change != model.float:  # which changes nothing here
+            monkeypatch.setattr("isoreg.corpus.TextBatches.describe", lambda _: {"name": "c"})
+            with pytest.warns(UserWarning, match="its weights have changed since the estimate"):
+                estimate.save(tmp_path)
+            norms.add(FisherEstimate.load(tmp_path).fingerprint)
+    monkeypatch.undo()
+    assert len(norms) == 3 and all(name.startswith("norm ") for name in norms)
+    estimate.name_sources()
+    assert estimate.fingerprint == model_fingerprint(model) and estimate.corpora[0]["samples"] == 8
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="part: has another fingerprint"):
+        agreement(replace(early, level="diagonal"), replace(estimate, level="diagonal"))
 
 
 def contrastive(m, b):

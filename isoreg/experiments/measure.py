@@ -113,7 +113,7 @@ def _schedule(model: nn.Module, scores: dict) -> dict:
 # %% ../../nbs/experiments/25_measure.ipynb #503b8b56
 def _sorted_entries(estimate: FisherEstimate) -> dict:
     "Return the largest, and then every so-many-th, of all entries in descending order, by rank: 400 at most."
-    values = np.sort(np.concatenate([v.float().flatten().numpy() for v in estimate.mean().values()]))[::-1]
+    values = np.sort(np.concatenate([v.float().flatten().cpu().numpy() for v in estimate.mean().values()]))[::-1]
     rank = np.unique(np.geomspace(1, len(values), 400).astype(np.int64))
     return {"rank": rank.tolist(), "value": [float(v) for v in values[rank - 1]], "of": len(values)}
 
@@ -148,9 +148,10 @@ def _mask(config: LandscapeConfig, model: nn.Module, corpus: TextBatches, loss: 
     scores, level = {}, "diagonal" if config.by == "scalar" else "tensor"
     if config.subset != "random":
         if config.fisher is None: estimate = empirical_fisher(model, corpus, level, loss)
-        else: estimate = FisherEstimate.load(config.fisher)
-        if estimate.fingerprint != model_fingerprint(model) or level == "diagonal" != estimate.level:
-            raise ValueError(f"fisher: {config.fisher!r} is no {level} of the weights of {config.model!r}")
+        else:
+            estimate = FisherEstimate.load(config.fisher)
+            if estimate.fingerprint != model_fingerprint(model) or level == "diagonal" != estimate.level:
+                raise ValueError(f"fisher: {config.fisher!r} is no {level} of the weights of {config.model!r}")
         scores = estimate.mean() if config.by == "scalar" else estimate.scores()
     return subset(model, scores, config.share, config.subset, config.by, config.direction_seed)
 

@@ -175,7 +175,7 @@ def plot_mean_activation(
     if not len(done): raise NotRecorded("df: no finished run has mean_activation")
     styles, by = _styles(done), columns_apart(done, None, paired=True)
     columns = list(done.groupby(by, dropna=False, sort=False))
-    size = min(max(5, 3.6 * len(columns)), WIDTH), 0.6 + 1.5 * len(styles)
+    size = min(max(5, 3.6 * len(columns)), WIDTH), 0.6 + 1.15 * len(styles)
     fig, axes = plt.subplots(len(styles), len(columns), figsize=size, layout="constrained", squeeze=False, sharex="col",
                              sharey=True)
     for (names, g), line in zip(columns, axes.T):
@@ -219,7 +219,7 @@ def plot_forest(
     unit = metrics[0].replace("_", " ") if len(metrics) == 1 else "the metric of each task"
     against = "difference in " if several else f"difference to {comparisons.baseline.iloc[0]}, in "
     ax.set(xlabel=against + unit, ylim=(0.4 - y, 0.6))
-    fig.set_size_inches(WIDTH, 0.9 + (0.45 if several else 0.3) * y)
+    fig.set_size_inches(WIDTH, 0.9 + (0.34 if several else 0.25) * y)
     return fig
 
 # %% ../../nbs/report/33_figures.ipynb #e8ec9084
