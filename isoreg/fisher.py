@@ -21,8 +21,7 @@ import numpy as np
 import pandas as pd
 import torch
 from fastcore.basics import patch
-from safetensors import SafetensorError
-from safetensors import torch as tensor_files
+from safetensors import SafetensorError, torch as tensor_files
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -77,8 +76,7 @@ def empirical_fisher(
 def squared_norms(g: Tensor, x: Tensor) -> Tensor:
     "Return the squared norm of each sample's weight gradient, (batch,); g (batch, tokens, out), x (batch, tokens, in)."
     tokens, out, inputs = g.shape[1], g.shape[2], x.shape[2]
-    if tokens * (out + inputs) > out * inputs:
-        return (g.mT @ x).to(_wide(g)).square_().sum((1, 2))
+    if tokens * (out + inputs) > out * inputs: return (g.mT @ x).to(_wide(g)).square_().sum((1, 2))
     # products of small gradients are 0 in half precision
     g, x = g.to(_wide(g)), x.to(_wide(g))
     products = (g @ g.mT) * (x @ x.mT)

@@ -49,8 +49,7 @@ def loss_surface(
 # %% ../nbs/12_landscape.ipynb #bbcdc391
 def grid(span: float = 1.5, n: int = 17) -> np.ndarray:
     "Return n equidistant coordinates from -span to span, an odd number, exactly symmetric, with 0 in the middle."
-    if n % 2 == 0:
-        raise ValueError(f"n: {n} points do not hold the origin; use an odd number")
+    if n % 2 == 0: raise ValueError(f"n: {n} points do not hold the origin; use an odd number")
     half = np.linspace(0, span, n // 2 + 1)
     return np.concatenate([-half[:0:-1], half])
 

@@ -148,10 +148,10 @@ def _mask(config: LandscapeConfig, model: nn.Module, corpus: TextBatches, loss: 
     scores, level = {}, "diagonal" if config.by == "scalar" else "tensor"
     if config.subset != "random":
         if config.fisher is None: estimate = empirical_fisher(model, corpus, level, loss)
-        else:
-            estimate = FisherEstimate.load(config.fisher)
-            if estimate.fingerprint != model_fingerprint(model) or level == "diagonal" != estimate.level:
-                raise ValueError(f"fisher: {config.fisher!r} is no {level} of the weights of {config.model!r}")
+        else: estimate = FisherEstimate.load(config.fisher)
+        other = config.fisher is not None and estimate.fingerprint != model_fingerprint(model)
+        if other or level == "diagonal" != estimate.level:
+            raise ValueError(f"fisher: {config.fisher!r} is no {level} of the weights of {config.model!r}")
         scores = estimate.mean() if config.by == "scalar" else estimate.scores()
     return subset(model, scores, config.share, config.subset, config.by, config.direction_seed)
 
