@@ -214,7 +214,7 @@ def layer_points(
 
 # %% ../../nbs/experiments/25_measure.ipynb #4407c43f
 def load_language_model(config: LossSettings) -> tuple[nn.Module, TextBatches, str, list[str]]:
-    "Return a language model in eval mode, its batches, loss and notes. `ValueError` without a trained head."
+    "Return a language model in eval mode, its batches, loss and notes. Raises `ValueError` without a trained head."
     if config.model in TOY_LOSSES:
         (model, tokenizer, notes), loss = _toy_model(config.model), TOY_LOSSES[config.model]
     else:
@@ -251,7 +251,7 @@ def _toy_model(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]
 
 # %% ../../nbs/experiments/25_measure.ipynb #b3a0df66
 def load_body(config: TextSettings) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:
-    "Return the model without head and decoder, tokenizer and notes. `ValueError` where weights are missing."
+    "Return the model without head and decoder, tokenizer and notes. Raises `ValueError` where weights are missing."
     if config.model in TOY_LOSSES: model, tokenizer, notes = _toy_model(config.model)
     else: model, tokenizer, notes = read_body(config.model), load_tokenizer(config.model), []
     limit_length(tokenizer, model)
