@@ -362,5 +362,6 @@ def test_each_page_has_a_title_and_a_description(name, folder):
     title = re.search(r"<title>(.*?)</title>", text, re.S)
     described = re.search(r'<meta name="description" content="([^"]{20,})"', text)
     assert title and title[1].strip() and described
-    assert re.search(r'<meta property="og:image" content="[^"]+\.png"', text) and 'lang="en-GB"' in text
+    (image,) = re.findall(r'<meta property="og:image" content="(?:https?://[^/]+/[^/]+/|[./]*)([^"]+\.png)"', text)
+    assert (folder / image).exists() and 'lang="en-GB"' in text
     assert "images/favicon.svg" in text
