@@ -236,7 +236,11 @@ EXAMPLES = {  # in this order they build on each other
     "isoreg sweep search.yaml --out search\n"
     "isoreg select search.yaml search --out final.yaml",
     "status": "isoreg status runs --json",
-    "score": "cp README.md text.txt\nisoreg score --model toy-bert --texts text.txt",
+    "score": "python -c \"import numpy as np; [np.save(f, np.random.rand(500, 32)) for f in 'ab']\"\n"
+    "isoreg score a.npy\nisoreg score a.npy b.npy --each --paired\nmkdir shards\n"
+    "python -c \"import numpy as np; np.savez('shards/1', embedding=np.random.rand(500, 32))\"\n"
+    "isoreg score shards/ --array embedding\n"
+    "cp README.md text.txt\nisoreg score --model toy-bert --texts text.txt",
     "report": "isoreg report runs --out report",
     "tasks": "isoreg tasks",
 }
@@ -268,7 +272,8 @@ def _command(name: str, command) -> str:
 
 def _placeholder(argument) -> str:
     "Return an argument as usage shows it."
-    return argument.metavar or argument.name.upper() + "..." * (argument.nargs == -1)
+    name = argument.metavar or argument.name.upper()
+    return (name if argument.required else f"[{name}]") + "..." * (argument.nargs == -1)
 
 
 def _table(options: list) -> str:
@@ -277,8 +282,11 @@ def _table(options: list) -> str:
 
 
 def _option(p) -> str:
-    "Return the row of an option or argument: how it is given, what it does, its default."
-    given = _placeholder(p) if p.param_type_name == "argument" else ", ".join(p.opts)
-    shown = p.show_default and p.default is not None and not getattr(p, "is_flag", False)
-    text = p.help + f" (default {p.default})" * bool(shown)
-    return f"| `{given}` | {_plain(text)} |"
+    "Return the row of an option or argument: how it is given and its type, what it does, its bound and default."
+    given = _placeholder(p) if p.param_type_name == "argument" else " / ".join([*p.opts, *p.secondary_opts])
+    flag = getattr(p, "is_flag", False)
+    kind = "" if flag else p.display_type(None).replace(" range", "")
+    notes = [f"{p.min} or more"] * (p.min is not None)
+    notes += [f"default {p.default}"] * (p.show_default and p.default is not None and not flag)
+    text = p.help + f" ({'; '.join(notes)})" * bool(notes)
+    return f"| `{given}{' ' * bool(kind)}{kind}` | {_plain(text)} |"

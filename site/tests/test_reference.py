@@ -90,11 +90,13 @@ def test_every_command_and_option_is_on_the_page(name):
     section = re.search(rf"^## isoreg {name}\n(.+?)(?=^## |\Z)", commands_page(), re.M | re.S)[1]
     help_text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     options = set(re.findall(r"(?<=[│|] )\s*(--[\w-]+)", help_text)) - {"--help"}
-    assert options == set(re.findall(r"^\| `(--[\w-]+)` \|", section, re.M))
+    assert options == set(re.findall(r"^\| `(--[\w-]+)[^`]*` \|", section, re.M))
+    for option, kind in re.findall(r"(--[\w-]+) +(<[^>]+>)", help_text):
+        assert f"`{option} {kind.replace(' range', '')}`" in section
     headings = re.findall(r"[╭+]─? (\w[\w ,-]*?) ─", help_text)
     assert [h for h in headings if h and options] == re.findall(r"^\*\*(.+)\*\*$", section, re.M)[:-1]
     for argument in (p for p in COMMANDS[name].params if p.param_type_name == "argument"):
-        assert f"`{argument.metavar or argument.name.upper()}" in section
+        assert re.search(rf"`\[?{re.escape(argument.metavar or argument.name.upper())}", section)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
