@@ -184,16 +184,23 @@ def two_nn(
 # %% ../nbs/05_geometry.ipynb #cedf2ef9
 def nearest_two(x: Tensor, chunk: int = 1024) -> Tensor:
     "Return the distances (n, 2) to the two nearest other rows of x (n, d), n >= 3, from differences in float64."
-    y = x - x.mean(0)
-    half, two = y.square().sum(1) / 2, []
-    for rows in torch.arange(len(x), device=x.device).split(chunk):
-        table = torch.addmm(half, y[rows], y.T, beta=-1)  # less than the half squared distance by half[rows]
-        table[torch.arange(len(rows), device=x.device), rows] = -torch.inf
-        near = table.topk(min(6, len(x) - 1), 1).indices
-        pairs = zip(rows.split(64), near.split(64))
-        squares = torch.cat([(x[j] - x[i, None]).square_().sum(-1) for i, j in pairs])
-        two.append(squares.sqrt().sort(1).values[:, :2])
-    return torch.cat(two)
+    two, left, y = x.new_empty(len(x), 2), torch.arange(len(x), device=x.device), x - x.mean(0)
+    scale = y.abs().max().clamp(min=1e-300)
+    for dtype in (torch.float32, torch.float64):  # of the products that choose six candidates
+        z, some, least = (y / scale).to(dtype), left, []
+        half = z.square().sum(1) / 2
+        for rows in some.split(chunk):
+            table = torch.addmm(half, z[rows], z.T, beta=-1)  # less than the half squared distance by half[rows]
+            table[torch.arange(len(rows), device=x.device), rows] = -torch.inf
+            value, near = table.topk(min(6, len(x) - 1), 1)
+            pairs = zip(rows.split(64), near.split(64))
+            squares = torch.cat([(x[j] - x[i, None]).square_().sum(-1) for i, j in pairs])
+            two[rows] = squares.sqrt().sort(1).values[:, :2]
+            least.append(half[rows] - value[:, -1])  # of the rows that are no candidates
+        rounding = z.shape[1] * torch.finfo(dtype).eps * half.max() * 2
+        left = some[(two[some, 1] / scale).square() / 2 > torch.cat(least) - rounding] if len(x) > 7 else some[:0]
+        if not len(left): break
+    return two
 
 # %% ../nbs/05_geometry.ipynb #52951c87
 class Dimensions(NamedTuple):

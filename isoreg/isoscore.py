@@ -104,13 +104,16 @@ def invariants(points, mask=None, order: int = 2) -> Invariants:
     X, mask = check_points(points, mask)
     n, d = X.shape[-2:]
     if n >= d: return invariants_of_moments(moments(X, mask, order))
-    X, count = X.to(wide_dtype(X)), torch.full(X.shape[:-2], n, device=X.device)
-    if mask is None: X = X - X.mean(-2, keepdim=True)
+    X, count = X.to(torch.promote_types(X.dtype, torch.float32)), torch.full(X.shape[:-2], n, device=X.device)
+    if mask is None: X = X - X.detach().mean(-2, keepdim=True)
     else:
         count, out = mask.sum(-1), ~mask[..., None]
         X = X.masked_fill(out, 0)
-        X = (X - X.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]).masked_fill(out, 0)
-    K = _Gram.apply(X)
+        X = (X - X.detach().sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]).masked_fill(out, 0)
+    K, N = _Gram.apply(X).to(wide_dtype(X)), count.clamp(min=1)[..., None, None]
+    c = K.sum(-1, keepdim=True) / N  # X is centred but for rounding, and K exactly
+    K = K - c - c.mT + c.sum(-2, keepdim=True) / N
+    if mask is not None: K = K.masked_fill(out | out.mT, 0)
     r = K.diagonal(dim1=-2, dim2=-1)
     return Invariants(count, r.sum(-1), K.square().sum((-2, -1)), r.square().sum(-1))
 
@@ -120,11 +123,11 @@ class _Gram(torch.autograd.Function):
     @staticmethod
     def forward(ctx, X: Tensor):
         ctx.save_for_backward(X)
-        return X @ X.mT
+        with full_precision(X): return X @ X.mT
 
     @staticmethod
     def backward(ctx, G):
-        return (G + G.mT) @ ctx.saved_tensors[0]
+        with full_precision(G): return (G + G.mT) @ ctx.saved_tensors[0]
 
 # %% ../nbs/02_isoscore.ipynb #87dddf0e
 def invariants_of_moments(m: Moments) -> Invariants:

@@ -245,7 +245,7 @@ def test_what_a_seed_adds_to_both_arms_changes_nothing(rows):
 
 
 SIGNS, HALF = 0.01 * np.array([1, -1, 1, -1, 1, 1, -1, 1]), 0.01 * np.array([0, 0, 0, 0, 1, 1, 1, 1])
-FEW = "too few seeds for this test: p of {} is {} or more; it takes 6 pairs"
+FEW = "too few seeds for this test: with {} the corrected p is {} or more; 6 pairs can reach 0.05"
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_holm_over_the_table_raises_the_seeds():
     base = np.random.default_rng(0).normal(0.6, 0.02, 7)
     c = compare(arms(none=base[:6], minus=base[:6] + 0.1, plus=base[:6] - 0.1))
     assert list(c.p) == [2 / 64] * 2 and list(c.p_holm) == list(c.reachable) == [4 / 64] * 2
-    assert set(c.verdict) == {FEW.format("6 unequal pairs", "0.0625").replace("takes 6", "takes 7")}
+    assert set(c.verdict) == {FEW.format("6 unequal pairs", "0.0625").replace("; 6", "; 7")}
     assert list(compare(arms(none=base, minus=base + 0.1, plus=base - 0.1)).verdict) == ["higher", "lower"]
 
 

@@ -9,6 +9,7 @@ The weights travel in float16 and in parts, and are checked. The next card goes 
 """
 
 import argparse
+import builtins
 import contextlib
 import hashlib
 import json
@@ -33,7 +34,11 @@ WHEELS = (
     "datasets evaluate transformers dill multiprocess fastcore pydantic pydantic-core annotated-types "
     "typing-inspection".split()
 )
-STAGES = {"tests": 90, "benchmark": 120, "primary": 3600, "head": 150, "rest": 3600}  # seconds at most
+RIVALS = (  # of the benchmark
+    "opacus==1.6.0 IsoScore==2.0.1 backpack-for-pytorch==1.7.1 loss-landscapes==3.0.6 nngeometry==0.4 opt-einsum "
+    "einops unfoldnd".split()
+)
+STAGES = {"tests": 90, "benchmark": 240, "shared": 90, "primary": 3600, "head": 150, "rest": 3600}  # seconds at most
 OF_PLAN = ("primary", "head", "rest")  # stages that import the code of the plan, which has no packages, not today's
 ON_GPU = {"length_groups": 1}  # in place of the grids' 4, which is for processors
 TINY = {"max_train": 32, "max_eval": 32, "epochs": 1, "max_length": 16}
@@ -59,7 +64,7 @@ def pack(model: Path, data: Path) -> None:
     platforms = [f"--platform=manylinux_2_{n}_x86_64" for n in (17, 27, 28)] + ["--platform=manylinux2014_x86_64"]
     wanted = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms]
     where = ["-c", ROOT / "constraints.txt", "-d", small / "wheels"]
-    subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted, *where, *WHEELS], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted, *where, *WHEELS, *RIVALS], check=True)
     shutil.copytree(ROOT / "base-data", small / "base-data")
     texts = []
     for name, n in {"wikipedia": 1500, "books": 600, "other": 600}.items():
@@ -97,14 +102,16 @@ def unpack() -> str:
     return (small / "commit").read_text()
 
 
-def go(out: Path, seconds: float, dry: bool) -> None:
+def go(out: Path, seconds: float, dry: bool, only: list[str]) -> None:
     "Do the stages in turn until the time is up; each has a limit of its own, and what it started ends with it."
     end = time.monotonic() + seconds
     out.mkdir(parents=True, exist_ok=True)
     print("code of the counted runs:", unpack(), flush=True)
-    if not dry:
-        share_card("-d")
     for name, limit in STAGES.items():
+        if only and name not in only:
+            continue
+        if not dry and name not in ("tests", "benchmark"):
+            share_card("-d")
         left = min(3600 if dry else limit, end - time.monotonic())
         if left < 20:
             print("no time for", name)
@@ -144,19 +151,38 @@ def benchmark(out: Path, end: float, dry: bool) -> None:
     shown = types.ModuleType("IPython.display")
     shown.Markdown = shown.display = str
     sys.modules |= {"IPython": types.SimpleNamespace(get_ipython=lambda: None), "IPython.display": shown}
+    builtins.get_ipython = lambda: None  # as a kernel has it
     names = {"__name__": "__main__"}
     works = "isoscore,gradient,penalty,run,fisher,landscape"
-    given = dict(device="cpu" if dry else "cuda", only=works, out=str(BUILT / "benchmark"))
-    given |= {} if dry else dict(scale=2.0, rounds=3, seconds=0.05)
+    given = dict(device="cpu" if dry else "cuda", only=works, out=str(out / "benchmark"))
+    given |= {} if dry else dict(scale=2.0, rounds=3, seconds=0.05, stop=end - time.monotonic() - 60)
     for cell in json.loads((ROOT / "nbs/runs/benchmark.ipynb").read_text())["cells"]:
         if cell["cell_type"] != "code" or "find_spec" in "".join(cell["source"]):
             continue
         exec("".join(cell["source"]), names)
         if "parameters" in cell["metadata"].get("tags", []):
             names |= given
-    record = max((BUILT / "benchmark").rglob("record.json"), key=os.path.getmtime)
-    shutil.copy(record, out / "benchmark_gpu.json")
-    shutil.copy(record.with_name("profile.txt"), out / "benchmark_gpu.txt")
+
+
+def shared(out: Path, end: float, dry: bool) -> None:
+    "Time sixteen short runs side by side: all of the baseline, twice, and then all with I-STAR."
+    short = dict(task="cola", data_dir="base-data", model=MODEL, epochs=1, max_train=1024, max_eval=256, lr=3e-5)
+    short |= dict(precision="fp32") | TINY if dry else dict(precision="bf16")
+    found: dict[str, list] = {}
+    with ProcessPoolExecutor(2 if dry else 16, multiprocessing.get_context("spawn"), quiet) as pool:
+        for name in ("first", "none", "istar"):  # the first ones load what the others use
+            penalty = dict(regularizer="istar", lam=-0.1) if name == "istar" else dict(regularizer="none")
+            runs = [short | penalty | dict(seed=seed) for seed in range(2 if dry else 16)]
+            found[name] = list(pool.map(seconds_of, runs, timeout=max(1.0, end - time.monotonic())))
+            (out / "shared_gpu.json").write_text(json.dumps({"seconds": found, "config": short}) + "\n")
+
+
+def seconds_of(config: dict) -> float:
+    "Do a run with the code of today, and return how long it took."
+    from isoreg.experiments.config import RunConfig
+    from isoreg.experiments.finetune import run
+
+    return run(RunConfig(**config)).total_seconds
 
 
 def head(out: Path, end: float, dry: bool) -> None:
@@ -277,7 +303,13 @@ def take(out: Path) -> None:
     setting = lambda r: (r["key"].rsplit("-seed", 1)[0], json.dumps(r["config"] | {"seed": 0}), r["config"]["seed"])
     lines = [json.dumps(r) + "\n" for r in sorted(recorded(out), key=setting)]
     (RESULTS / "base_gpu.jsonl").write_text("".join(lines))
-    for name in ("benchmark_gpu.json", "benchmark_gpu.txt", "mpnet_scores_gpu.json"):
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    for record in (out / "benchmark").rglob("record.json"):  # which has no commit: no repository came along
+        content = json.loads(record.read_text()) | {"git_commit": commit}
+        (RESULTS / "benchmark_gpu.json").write_text(json.dumps(content, indent=1) + "\n")
+        if (profile := record.with_name("profile.txt")).exists():
+            shutil.copy(profile, RESULTS / "benchmark_gpu.txt")
+    for name in ("shared_gpu.json", "mpnet_scores_gpu.json"):
         if (out / name).exists():
             shutil.copy(out / name, RESULTS / name)
 
@@ -288,6 +320,7 @@ if __name__ == "__main__":
     parser.add_argument("paths", nargs="+", type=Path, help="pack: MODEL DATA; else: OUT")
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--only", nargs="*", default=[], choices=STAGES, help="go: these stages alone")
     given = parser.parse_args()
     paths = [path.resolve() for path in given.paths]
     if given.what == "pack":
@@ -295,6 +328,6 @@ if __name__ == "__main__":
     elif given.what == "take":
         take(*paths)
     elif given.what == "go":
-        go(*paths, given.seconds, given.dry)
+        go(*paths, given.seconds, given.dry, given.only)
     else:
         globals()[given.what](*paths, time.monotonic() + given.seconds, given.dry)

@@ -87,7 +87,8 @@ def judged(rows: list[dict], alpha: float = 0.05) -> list[dict]:
         elif not unequal: r["verdict"] = "equal in all pairs"
         elif best > alpha:
             takes, many = seeds_needed(int((~np.isnan(p)).sum()), alpha), f"{unequal} unequal pair{'s' * (unequal > 1)}"
-            r["verdict"] = f"too few seeds for this test: p of {many} is {p_text(best)} or more; it takes {takes} pairs"
+            r["verdict"] = (f"too few seeds for this test: with {many} the corrected p is {p_text(best)} or more; "
+                            f"{takes} pairs can reach {alpha:g}")
         else: r["verdict"] = way if adjusted <= alpha else "no difference shown"
     return rows
 
