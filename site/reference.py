@@ -179,6 +179,10 @@ TASKS = {  # what a reader wants to do, and the rooms for it; a room that is not
     "experiments.pretrain experiments.measure",
     "Read results": "report.records report.statistics report.figures",
 }
+INNER = (  # names of these rooms that only the library calls
+    "scores_without stand_out few_operations as_on_gpu full_precision pool check_batches direction step_length displaced "
+    "normalize_answer squad_scores resample ProgressFile compute plan_jobs machine environment compute_on_node"
+)
 
 
 def index_page(
@@ -187,10 +191,11 @@ def index_page(
     "Return the index of public names by task in Markdown: a link to the entry, or the entry itself, folded."
     known = {room: (file, title) for room, file, title in rooms(folder)}
     used = [room for named in TASKS.values() for room in named.split()]
-    groups = TASKS | {"Internals": " ".join(room for room in known if room not in used)}
+    groups = TASKS | {"Internals": " ".join(known)}
     parts = []
     for task, named in groups.items():
-        listed = [_room(room, *known[room], Path(folder)) for room in named.split() if room in known]
+        calls = lambda room, name: (room not in used or name in INNER.split()) == (task == "Internals")
+        listed = [_room(room, *known[room], Path(folder), calls) for room in named.split() if room in known]
         text = "\n\n".join(filter(None, listed))
         folded = f"<details><summary>What the library itself calls</summary>\n\n{text}\n\n</details>"
         parts.append(f"## {task}\n\n{folded if task == 'Internals' else text}")
@@ -198,10 +203,12 @@ def index_page(
     return re.sub(r"<function <lambda>( at 0x\w+)?>", "...", "\n\n".join(parts) + "\n")
 
 
-def _room(room: str, file: str, title: str, folder: Path) -> str:
-    "Return the names of a room: each with its line, and its whole entry where the room has no page."
+def _room(room: str, file: str, title: str, folder: Path, wanted) -> str:
+    "Return the wanted names of a room: each with its line, and its whole entry where the room has no page."
     lines, page = [], f"nbs/{file}" in addresses(folder.resolve().parent).pages
     for name, value in public_names(room).items():
+        if not wanted(room, name):
+            continue
         line = _plain(first_sentence(value))
         if page:
             lines.append(f"- [{name}](../{file}#{anchor(room, name)}): {line}")
