@@ -180,8 +180,9 @@ TASKS = {  # what a reader wants to do, and the rooms for it; a room that is not
     "Read results": "report.records report.statistics report.figures",
 }
 INNER = (  # names of these rooms that only the library calls
-    "scores_without stand_out few_operations as_on_gpu full_precision pool check_batches direction step_length displaced "
-    "normalize_answer squad_scores resample ProgressFile compute plan_jobs machine environment compute_on_node"
+    "scores_without stand_out few_operations as_on_gpu full_precision pool check_batches "
+    "direction step_length displaced normalize_answer squad_scores resample "
+    "ProgressFile compute plan_jobs machine environment compute_on_node"
 )
 
 
