@@ -32,9 +32,10 @@ def isoscore(
     X, keep = check_cloud(points, mask)  # (..., n, d), (..., n)
     order, d = 4 if correction == "ustat" else 2, X.shape[-1]
     inv, first = on_host(invariants(X, keep, order), X, keep)
-    # float32 does not hold fourth powers of very short or very long rows
     size = inv.trace.detach() / inv.count.clamp(min=1)
-    if bool(((size < 1e-12) | (size > 1e12)).any()):
+    narrow = (inv.trace**2 < 2 * inv.square) & (X.shape[-2] < d)
+    # float32 does not hold fourth powers of very short or very long rows, nor the small score of a few of them
+    if bool(((size < 1e-12) | (size > 1e12) | narrow).any()):
         inv, _ = on_host(invariants(X.to(wide_dtype(X)), keep, order), X, keep)
     t2, f = estimate_traces(inv, correction)
     score, constant = closed_form(t2, f, d), is_constant(X, keep, inv, first)
@@ -57,8 +58,8 @@ class _TraceAndSquare(torch.autograd.Function):
     def forward(ctx, S: Tensor):
         ctx.save_for_backward(S)
         t = S.diagonal(dim1=-2, dim2=-1).to(wide_dtype(S)).sum(-1)
-        height = S.shape[-1] if few_operations(S.device) else 128
-        blocks = [rows.to(wide_dtype(S)).flatten(-2) for rows in S.split(height, dim=-2)]
+        height = S.shape[-1] if few_operations(S.device) else 64
+        blocks = (rows.to(wide_dtype(S)).flatten(-2) for rows in S.split(height, dim=-2))
         a = functools.reduce(torch.add, (torch.linalg.vecdot(rows, rows) for rows in blocks))
         return t, a
 
