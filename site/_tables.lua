@@ -2,13 +2,14 @@
 local LESS = { "^seeds$", "^pairs$", "^n$", "^p$", "^p[ ,_]", "^sign flips", "of this sign$" }
 
 function Table(found)
-  local heads = found.head.rows[1].cells:map(function(cell) return pandoc.utils.stringify(cell.contents) end)
-  local all = table.concat(heads, "|")
-  if #heads < 6 or not (all:match("interval") or all:match("difference") or all:match("mean")) then return nil end
-  for column = 2, #heads do
+  local head = found.head.rows[1]
+  local names = head and head.cells:map(function(cell) return pandoc.utils.stringify(cell.contents) end) or {}
+  local all = table.concat(names, "|")
+  if #names < 6 or not (all:match("interval") or all:match("difference") or all:match("mean")) then return nil end
+  for column = 2, #names do
     for _, pattern in ipairs(LESS) do
-      if heads[column]:match(pattern) then
-        found.head.rows[1].cells[column].classes:insert("less")
+      if names[column]:match(pattern) then
+        head.cells[column].classes:insert("less")
         for _, row in ipairs(found.bodies[1].body) do row.cells[column].classes:insert("less") end
       end
     end
