@@ -51,6 +51,12 @@ def test_stored_page_is_what_the_records_give(path):
 LINK = re.compile(r"(?<!\\)\[((?:\\.|[^\[\]\\])*)\]\(([^)\s]*)[^)]*\)")
 
 
+def page_text(name):
+    "What the tables and texts of a page say, without links and line ends."
+    text = " ".join(shown(nbformat.read(NBS / "tables" / f"{name}.ipynb", 4).cells))
+    return " ".join(re.sub(r"\\([\[\]])", r"\1", LINK.sub(r"\1", text)).split())
+
+
 def rows_of(text):
     "The cells of a table in Markdown, a list a line."
     lines = [line for line in text.splitlines() if line.startswith("|")]
@@ -130,14 +136,14 @@ OPENINGS = {  # page: what its numbers have to say, for its first paragraph to b
 
 @pytest.mark.parametrize("page", OPENINGS)
 def test_the_numbers_of_a_page_say_what_its_first_paragraph_says(page):
-    text = " ".join(" ".join(shown(nbformat.read(NBS / "tables" / f"{page}.ipynb", 4).cells)).split())
+    text = page_text(page)
     missing = [pattern for pattern in OPENINGS[page] if not re.search(pattern, text)]
     assert not missing, f"write the first paragraph of {page} anew; its numbers do not say: {missing}"
 
 
 @pytest.mark.parametrize("page, count", [("tables/overview", 7), ("tables/found", 3)])
 def test_pages_repeat_the_numbers_of_the_registered_round(page, count):
-    tables = " ".join(" ".join(shown(nbformat.read(NBS / "tables" / "found.ipynb", 4).cells)).split())
+    tables = page_text("found")
     cells = nbformat.read(NBS / f"{page}.ipynb", 4).cells
     cells = [c.source for c in cells if "registered round" in c.source]
     told = re.findall(r"([+-]0\.\d{3}) (\[[+-]?0\.\d+, [+-]?0\.\d+\])", " ".join(" ".join(cells).split()))
@@ -378,7 +384,7 @@ def question_2(lam):
 def test_the_front_page_answers_as_the_page_of_the_registered_round():
     "Its differences and the share are computed there in another way."
     readme = " ".join((ROOT / "README.md").read_text().split())
-    page = " ".join(" ".join(shown(nbformat.read(NBS / "tables" / "found.ipynb", 4).cells)).split())
+    page = page_text("found")
     told = re.findall(r"([+-]0\.\d{3}) (\[[+-]?0\.\d+, [+-]?0\.\d+\])", readme)
     assert len(told) == 5 and all(f"| {d} | {i}" in page or f"| {d} {i}" in page for d, i in told), told
     assert "81 % [51, 126] of this gain" in readme and "interval of this share is [51, 126]" in page
