@@ -32,9 +32,10 @@ def isoscore(
     X, keep = check_cloud(points, mask)  # (..., n, d), (..., n)
     order, d = 4 if correction == "ustat" else 2, X.shape[-1]
     inv, first = on_host(invariants(X, keep, order), X, keep)
-    # float32 does not hold fourth powers of very short or very long rows
     size = inv.trace.detach() / inv.count.clamp(min=1)
-    if bool(((size < 1e-12) | (size > 1e12)).any()):
+    narrow = (inv.trace**2 < 2 * inv.square) & (X.shape[-2] < d)
+    # float32 does not hold fourth powers of very short or very long rows, nor the small score of a few of them
+    if bool(((size < 1e-12) | (size > 1e12) | narrow).any()):
         inv, _ = on_host(invariants(X.to(wide_dtype(X)), keep, order), X, keep)
     t2, f = estimate_traces(inv, correction)
     score, constant = closed_form(t2, f, d), is_constant(X, keep, inv, first)
@@ -57,8 +58,8 @@ class _TraceAndSquare(torch.autograd.Function):
     def forward(ctx, S: Tensor):
         ctx.save_for_backward(S)
         t = S.diagonal(dim1=-2, dim2=-1).to(wide_dtype(S)).sum(-1)
-        height = S.shape[-1] if few_operations(S.device) else 128
-        blocks = [rows.to(wide_dtype(S)).flatten(-2) for rows in S.split(height, dim=-2)]
+        height = S.shape[-1] if few_operations(S.device) else 64
+        blocks = (rows.to(wide_dtype(S)).flatten(-2) for rows in S.split(height, dim=-2))
         a = functools.reduce(torch.add, (torch.linalg.vecdot(rows, rows) for rows in blocks))
         return t, a
 
@@ -79,7 +80,7 @@ def score_from_cov(S: Tensor) -> Tensor:
 def isoscore_from_cov(
     cov,  # (..., d, d) covariance, tensor or array
 ):
-    "Return the IsoScore (...) of covariances (..., d, d), in [0, 1]; differentiable. `ValueError` for no covariance."
+    "Return the IsoScore (...) of covariances (..., d, d), differentiable. Raises `ValueError` for no covariance."
     S = check_cov(cov)
     return as_score(score_from_cov(S), cov, S)
 
@@ -87,7 +88,7 @@ def isoscore_from_cov(
 def participation_ratio(
     cov,  # (..., d, d) covariance, tensor or array
 ):
-    "Return tr(S)² / tr(S²), (...), the effective number of dimensions, 1 to d. `ValueError` for no covariance."
+    "Return tr(S)² / tr(S²), (...), the effective number of dimensions, 1 to d. Raises `ValueError` for no covariance."
     return 1 + (check_cov(cov).shape[-1] - 1) * isoscore_from_cov(cov)
 
 # %% ../nbs/02_isoscore.ipynb #c2e9d60c
@@ -104,13 +105,16 @@ def invariants(points, mask=None, order: int = 2) -> Invariants:
     X, mask = check_points(points, mask)
     n, d = X.shape[-2:]
     if n >= d: return invariants_of_moments(moments(X, mask, order))
-    X, count = X.to(wide_dtype(X)), torch.full(X.shape[:-2], n, device=X.device)
-    if mask is None: X = X - X.mean(-2, keepdim=True)
+    X, count = X.to(torch.promote_types(X.dtype, torch.float32)), torch.full(X.shape[:-2], n, device=X.device)
+    if mask is None: X = X - X.detach().mean(-2, keepdim=True)
     else:
         count, out = mask.sum(-1), ~mask[..., None]
         X = X.masked_fill(out, 0)
-        X = (X - X.sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]).masked_fill(out, 0)
-    K = _Gram.apply(X)
+        X = (X - X.detach().sum(-2, keepdim=True) / count.clamp(min=1)[..., None, None]).masked_fill(out, 0)
+    K, N = _Gram.apply(X).to(wide_dtype(X)), count.clamp(min=1)[..., None, None]
+    c = K.sum(-1, keepdim=True) / N  # X is centred but for rounding, and K exactly
+    K = K - c - c.mT + c.sum(-2, keepdim=True) / N
+    if mask is not None: K = K.masked_fill(out | out.mT, 0)
     r = K.diagonal(dim1=-2, dim2=-1)
     return Invariants(count, r.sum(-1), K.square().sum((-2, -1)), r.square().sum(-1))
 
@@ -120,11 +124,11 @@ class _Gram(torch.autograd.Function):
     @staticmethod
     def forward(ctx, X: Tensor):
         ctx.save_for_backward(X)
-        return X @ X.mT
+        with full_precision(X): return X @ X.mT
 
     @staticmethod
     def backward(ctx, G):
-        return (G + G.mT) @ ctx.saved_tensors[0]
+        with full_precision(G): return (G + G.mT) @ ctx.saved_tensors[0]
 
 # %% ../nbs/02_isoscore.ipynb #87dddf0e
 def invariants_of_moments(m: Moments) -> Invariants:
@@ -193,7 +197,7 @@ def check_evenness(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype):
 
 # %% ../nbs/02_isoscore.ipynb #e4b1f0a8
 def check_cloud(points, mask=None) -> tuple[Tensor, Tensor | None]:
-    "Return points and mask as `check_points` does; `ValueError` for one dimension, which has no isotropy."
+    "Return points and mask as `check_points` does. Raises `ValueError` for one dimension, which has no isotropy."
     X, keep = check_points(points, mask)
     if X.shape[-1] > 1: return X, keep
     raise ValueError(f"points: shape {tuple(X.shape)} has one dimension, which has no isotropy; "
@@ -205,7 +209,7 @@ def as_score(score: Tensor, given, like: Tensor):
 
 # %% ../nbs/02_isoscore.ipynb #d21973b1
 def check_cov(cov, name: str = "cov", dims: int | None = None) -> Tensor:
-    "Return a covariance (..., d, d) as a tensor; `ValueError` unless it may be one, with d = dims if given."
+    "Return a covariance (..., d, d) as a tensor. Raises `ValueError` unless it may be one, with d = dims if given."
     S = floating(cov, name)
     if S.ndim < 2 or S.shape[-1] < 2 or S.shape[-2:] != (dims or S.shape[-1],) * 2:
         raise ValueError(f"{name}: need a covariance (..., d, d) with {f'd = {dims}' if dims else 'd >= 2'}, got "
@@ -227,7 +231,7 @@ def check_zeta(zeta: float) -> None:
     in_range("zeta", zeta, 0, 1, hint="0 is the sample alone (released convention), the paper uses 0.2 to 0.8")
 
 def check_reference_cov(reference_cov, dims: int | None = None) -> Tensor:
-    "Return a reference (..., d, d) as a detached copy; `ValueError` as `check_cov`."
+    "Return a reference (..., d, d) as a detached copy. Raises `ValueError` as `check_cov`."
     return check_cov(reference_cov, "reference_cov", dims).detach().clone()
 
 # %% ../nbs/02_isoscore.ipynb #f8068286

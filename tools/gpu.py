@@ -9,6 +9,7 @@ The weights travel in float16 and in parts, and are checked. The next card goes 
 """
 
 import argparse
+import builtins
 import contextlib
 import hashlib
 import json
@@ -150,6 +151,7 @@ def benchmark(out: Path, end: float, dry: bool) -> None:
     shown = types.ModuleType("IPython.display")
     shown.Markdown = shown.display = str
     sys.modules |= {"IPython": types.SimpleNamespace(get_ipython=lambda: None), "IPython.display": shown}
+    builtins.get_ipython = lambda: None  # as a kernel has it
     names = {"__name__": "__main__"}
     works = "isoscore,gradient,penalty,run,fisher,landscape"
     given = dict(device="cpu" if dry else "cuda", only=works, out=str(out / "benchmark"))
