@@ -376,7 +376,7 @@ def report_command(
     baseline: Annotated[str, typer.Option(help="Method that the others are compared with.")] = "baseline",
     by: Annotated[list[str] | None, typer.Option(help="One more setting by which the table has separate rows.")] = None,
 ):
-    "Tables (.md) and figures (.png) from records: intervals, paired tests, failed and collapsed runs."
+    "Tables (.md) and figures (.png) from records: intervals, tests, runs that failed or predict a single class."
     from isoreg.report.figures import write_report
     from isoreg.report.records import load, readable, summarise
     with _errors.status("tables and figures"):
