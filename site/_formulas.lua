@@ -1,6 +1,10 @@
 -- Formulas as MathML without the TeX that pandoc keeps beside it: the search would find each formula twice.
 local function plain_operators(tex)    -- browsers put spaces around the names of functions: "PR = 1", "1/PR,"
-  tex = tex:gsub("\\operatorname{(%a+)}%s*([%a\\])", "\\mathrm{%1}\\,%2")
+  for name in ("cos log exp ln max min"):gmatch("%a+") do    -- but a limit stands below its name
+    tex = tex:gsub("\\" .. name .. "%f[%A]([^_])", "\\operatorname{" .. name .. "}%1")
+  end
+  tex = tex:gsub(":=", "≔"):gsub("=:", "≕"):gsub("([%w}%)])%s*\\operatorname", "%1\\,\\operatorname")
+  tex = tex:gsub("\\operatorname{(%a+)}%s*([%w\\])", "\\mathrm{%1}\\,%2")
   return (tex:gsub("\\operatorname{(%a+)}", "\\mathrm{%1}"))
 end
 

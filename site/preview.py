@@ -249,7 +249,7 @@ def build(root: Path, out: Path) -> list[Path]:
                 lang=config.get("lang", "en"),
                 before=before,
                 after=after,
-                card=website["image"],
+                card=website["image"].lstrip("/"),
                 icon=up + icon if icon else "data:,",
             )
         )

@@ -179,6 +179,11 @@ TASKS = {  # what a reader wants to do, and the rooms for it; a room that is not
     "experiments.pretrain experiments.measure",
     "Read results": "report.records report.statistics report.figures",
 }
+INNER = (  # names of these rooms that only the library calls
+    "scores_without stand_out few_operations as_on_gpu full_precision pool check_batches "
+    "direction step_length displaced normalize_answer squad_scores resample "
+    "ProgressFile compute plan_jobs machine environment compute_on_node"
+)
 
 
 def index_page(
@@ -187,10 +192,11 @@ def index_page(
     "Return the index of public names by task in Markdown: a link to the entry, or the entry itself, folded."
     known = {room: (file, title) for room, file, title in rooms(folder)}
     used = [room for named in TASKS.values() for room in named.split()]
-    groups = TASKS | {"Internals": " ".join(room for room in known if room not in used)}
+    groups = TASKS | {"Internals": " ".join(known)}
     parts = []
     for task, named in groups.items():
-        listed = [_room(room, *known[room], Path(folder)) for room in named.split() if room in known]
+        calls = lambda room, name: (room not in used or name in INNER.split()) == (task == "Internals")
+        listed = [_room(room, *known[room], Path(folder), calls) for room in named.split() if room in known]
         text = "\n\n".join(filter(None, listed))
         folded = f"<details><summary>What the library itself calls</summary>\n\n{text}\n\n</details>"
         parts.append(f"## {task}\n\n{folded if task == 'Internals' else text}")
@@ -198,10 +204,12 @@ def index_page(
     return re.sub(r"<function <lambda>( at 0x\w+)?>", "...", "\n\n".join(parts) + "\n")
 
 
-def _room(room: str, file: str, title: str, folder: Path) -> str:
-    "Return the names of a room: each with its line, and its whole entry where the room has no page."
+def _room(room: str, file: str, title: str, folder: Path, wanted) -> str:
+    "Return the wanted names of a room: each with its line, and its whole entry where the room has no page."
     lines, page = [], f"nbs/{file}" in addresses(folder.resolve().parent).pages
     for name, value in public_names(room).items():
+        if not wanted(room, name):
+            continue
         line = _plain(first_sentence(value))
         if page:
             lines.append(f"- [{name}](../{file}#{anchor(room, name)}): {line}")
@@ -236,7 +244,11 @@ EXAMPLES = {  # in this order they build on each other
     "isoreg sweep search.yaml --out search\n"
     "isoreg select search.yaml search --out final.yaml",
     "status": "isoreg status runs --json",
-    "score": "cp README.md text.txt\nisoreg score --model toy-bert --texts text.txt",
+    "score": "python -c \"import numpy as np; [np.save(f, np.random.rand(500, 32)) for f in 'ab']\"\n"
+    "isoreg score a.npy\nisoreg score a.npy b.npy --each --paired\nmkdir shards\n"
+    "python -c \"import numpy as np; np.savez('shards/1', embedding=np.random.rand(500, 32))\"\n"
+    "isoreg score shards/ --array embedding\n"
+    "cp README.md text.txt\nisoreg score --model toy-bert --texts text.txt",
     "report": "isoreg report runs --out report",
     "tasks": "isoreg tasks",
 }
@@ -268,7 +280,8 @@ def _command(name: str, command) -> str:
 
 def _placeholder(argument) -> str:
     "Return an argument as usage shows it."
-    return argument.metavar or argument.name.upper() + "..." * (argument.nargs == -1)
+    name = argument.metavar or argument.name.upper()
+    return (name if argument.required else f"[{name}]") + "..." * (argument.nargs == -1)
 
 
 def _table(options: list) -> str:
@@ -277,8 +290,11 @@ def _table(options: list) -> str:
 
 
 def _option(p) -> str:
-    "Return the row of an option or argument: how it is given, what it does, its default."
-    given = _placeholder(p) if p.param_type_name == "argument" else ", ".join(p.opts)
-    shown = p.show_default and p.default is not None and not getattr(p, "is_flag", False)
-    text = p.help + f" (default {p.default})" * bool(shown)
-    return f"| `{given}` | {_plain(text)} |"
+    "Return the row of an option or argument: how it is given and its type, what it does, its bound and default."
+    given = _placeholder(p) if p.param_type_name == "argument" else " / ".join([*p.opts, *p.secondary_opts])
+    flag = getattr(p, "is_flag", False)
+    kind = "" if flag else p.display_type(None).replace(" range", "")
+    notes = [f"{p.min} or more"] * (p.min is not None)
+    notes += [f"default {p.default}"] * (p.show_default and p.default is not None and not flag)
+    text = p.help + f" ({'; '.join(notes)})" * bool(notes)
+    return f"| `{given}{' ' * bool(kind)}{kind}` | {_plain(text)} |"

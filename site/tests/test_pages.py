@@ -207,6 +207,29 @@ def _links_lead_somewhere(name, page, folder):
             assert re.search(rf'\bid="{re.escape(anchor)}"', there.read_text()), f"{link}: no such place on the page"
 
 
+ANSWERS = {  # a page, and what readers look for who should find it
+    "index": ["install", "getting started"],
+    "nbs/tutorials/score": ["measure embeddings"],
+    "nbs/guides/choosing": ["choose lambda"],
+    "nbs/isoscore": ["IsoScore"],
+    "nbs/schedules": ["guided dropout"],
+    "nbs/integrations/stack": ["GPU", "Slurm"],
+}
+
+
+@pytest.mark.parametrize("page, words", ANSWERS.items())
+def test_the_search_finds_the_right_page_first(page, words, turned, folder, real):
+    "With the site's own Fuse and the options that Quarto gives it; neither TeX nor the skip link is in the index."
+    if not real:
+        pytest.skip("a preview, without Quarto's search")
+    index = json.loads((folder / "search.json").read_text())
+    assert not [e["href"] for e in index if re.search(r"Skip to the content|\\(?:operatorname|frac)\b", e["text"])]
+    search = """([index, words]) => { const fuse = new Fuse(index, { ignoreLocation: true, threshold: 0.1,
+        keys: [{ name: 'title', weight: 20 }, { name: 'section', weight: 20 }, { name: 'text', weight: 10 }] });
+        return words.map(w => fuse.search(w)[0].item.href.split('.html')[0]); }"""
+    assert turned("index.html", width=1400)[0].evaluate(search, [index, words]) == [page] * len(words)
+
+
 RUNS = "main a[href*='runs.jsonl#L']"
 
 
@@ -362,5 +385,6 @@ def test_each_page_has_a_title_and_a_description(name, folder):
     title = re.search(r"<title>(.*?)</title>", text, re.S)
     described = re.search(r'<meta name="description" content="([^"]{20,})"', text)
     assert title and title[1].strip() and described
-    assert re.search(r'<meta property="og:image" content="[^"]+\.png"', text) and 'lang="en-GB"' in text
+    (image,) = re.findall(r'<meta property="og:image" content="(?:https?://[^/]+/[^/]+/|[./]*)([^"]+\.png)"', text)
+    assert (folder / image).exists() and 'lang="en-GB"' in text
     assert "images/favicon.svg" in text

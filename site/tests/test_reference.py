@@ -8,13 +8,16 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import reference
 from isoreg.cli import app
 from isoreg.experiments.config import CONFIGS
+from isoreg.experiments.toy import toy_corpus, toy_tokenizer
 from pages import addresses
 from reference import EXAMPLES, anchor, commands_page, entry, fields, index_page, public_names
 
@@ -90,11 +93,13 @@ def test_every_command_and_option_is_on_the_page(name):
     section = re.search(rf"^## isoreg {name}\n(.+?)(?=^## |\Z)", commands_page(), re.M | re.S)[1]
     help_text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     options = set(re.findall(r"(?<=[│|] )\s*(--[\w-]+)", help_text)) - {"--help"}
-    assert options == set(re.findall(r"^\| `(--[\w-]+)` \|", section, re.M))
+    assert options == set(re.findall(r"^\| `(--[\w-]+)[^`]*` \|", section, re.M))
+    for option, kind in re.findall(r"(--[\w-]+) +(<[^>]+>)", help_text):
+        assert f"`{option} {kind.replace(' range', '')}`" in section
     headings = re.findall(r"[╭+]─? (\w[\w ,-]*?) ─", help_text)
     assert [h for h in headings if h and options] == re.findall(r"^\*\*(.+)\*\*$", section, re.M)[:-1]
     for argument in (p for p in COMMANDS[name].params if p.param_type_name == "argument"):
-        assert f"`{argument.metavar or argument.name.upper()}" in section
+        assert re.search(rf"`\[?{re.escape(argument.metavar or argument.name.upper())}", section)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -136,6 +141,24 @@ def test_a_tutorial_runs_on_what_is_embedded(path):
     assert "toy_model_path()" in source or '"toy-bert"' in source
     assert "nbs/" not in source and "results/" not in source
     assert all(len(text(c).splitlines()) <= 25 for c in cells(path) if c["cell_type"] == "code")
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
+def test_a_tutorial_takes_what_a_reader_has(path, tmp_path, monkeypatch):
+    "What a page shows runs on fewer rows than dimensions in half precision, and on a decoder without token types."
+    monkeypatch.chdir(tmp_path)
+    np.save("vectors.npy", np.random.default_rng(0).normal(size=(50, 768)).astype("float16"))
+    Path("texts.txt").write_text("\n".join(toy_corpus(50)))
+    tokenizer = toy_tokenizer()
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    for part in (tokenizer, GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, **words))):
+        part.save_pretrained("gpt2")
+    shown = [text(c) for c in cells(path) if c["cell_type"] == "code" and "#| hide" not in text(c)]
+    source = "\n".join(shown).replace("toy_model_path()", "'gpt2'").replace("MaskedLM", "CausalLM")
+    source = source.replace("(300), tokenizer)", "(300), tokenizer, loss='clm')")
+    source = re.sub(r'load_task\("toy-cola"[^)]*', 'load_task("toy-cola", max_train=1024, max_eval=200', source)
+    exec(source, {"get_ipython": str})
 
 
 def test_the_front_page_leads_to_each_tutorial():
