@@ -389,7 +389,7 @@ def draw_scores(measured: Sequence[Measured]):
         scores = [r["corrected"] for r in rows]
         half = [r["interval"][1] - r["corrected"] for r in rows]
         right.errorbar(x, scores, half, fmt="o-", ms=4, capsize=3, color=f"C{k}")
-    left.set(xlabel="principal axis", ylabel="% of the variance")
-    right.set(ylabel="IsoScore, corrected", xlabel="layer" if any(len(m.rows) > 1 for m in measured) else "")
-    left.legend(frameon=False)
+    left.set(xlabel="principal axis", ylabel="% of the variance"), left.legend(frameon=False)
+    right.set_ylabel("IsoScore, corrected")
+    if any(len(m.rows) > 1 for m in measured): right.set_xlabel("layer"), right.locator_params("x", integer=True)
     return figure
