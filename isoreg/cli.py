@@ -121,7 +121,7 @@ def run_command(
 
 # %% ../nbs/31_cli.ipynb #1b55a03e
 def _execute(run, out: Path, save_model: bool):
-    "Execute the notebook of a run in its folder. `ValueError` for bad input, `OSError` if another process does it."
+    "Execute the notebook of a run in its folder. Raises `ValueError` for bad input, `OSError` if it is locked."
     from papermill.exceptions import PapermillExecutionError
     folder, notebook = Folder(out), out / run.key / "notebook.ipynb"
     parameters = run.parameters | {"out": str(out), "save_model": save_model}
@@ -322,7 +322,7 @@ def score_command(
     if paired and files and not each: raise ValueError("paired: compares row by row; give --each with it")
     if model:
         if pooling is None and len({is_sentence_transformer(m) for m in model}) > 1:
-            raise ValueError("pooling: some models give a vector a text, others one a token; give --pooling mean")
+            raise ValueError("pooling: some models give vectors of texts, others of tokens; give --pooling mean")
         drawn, total = draw_texts(texts, max_lines, seed, column)
         measured = [measure_model(m, drawn, pooling, layer, normalize, max_length) for m in model]
         about: dict = {"texts": f"{texts}, {len(drawn)} of {total}, drawn with seed {seed}"}

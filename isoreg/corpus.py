@@ -32,7 +32,7 @@ class TextBatches:
     """Yield the batches of a text corpus for a language-model loss, the same at every pass.
 
     A batch is a dict of `input_ids`, `attention_mask` and `labels` (-100: not predicted), each (batch, length). Raises
-    `ValueError` for texts without a token to predict, and for a tokenizer that does not fit the loss."""
+    Raises `ValueError` for texts without a token to predict, and for a tokenizer that does not fit the loss."""
     texts: InitVar[Sequence[str]]  # one sample each; blank ones are left out
     tokenizer: PreTrainedTokenizerBase
     loss: str = "mlm"  # "mlm", "clm" or "seq2seq"
@@ -215,7 +215,7 @@ def sample_losses(
 
 # %% ../nbs/10_corpus.ipynb #d1f62655
 def predicted_logits(model: nn.Module, batch: dict, loss: str = "mlm", positions=None) -> tuple[Tensor, ...]:
-    "Return logits (M, V) of M predicted positions, targets (M,), rows (M,). `ValueError` for a model of another loss."
+    "Return logits (M, V) of M predicted positions, targets (M,), rows (M,). Raises `ValueError` for another loss."
     check_head(model, one_of("loss", loss, LOSSES, also="a function of model and batch"))
     row, column, target = predicted_positions(batch, loss) if positions is None else positions
     if not len(row): raise ValueError("batch: has no label to predict; all labels are -100")

@@ -45,8 +45,8 @@ def measure_points(
 ):  # `Measured`
     """Return the score of a cloud with its 95 % interval, dimensions in use, outliers and spectrum, in two passes.
 
-    Warns of repeated rows, and where so few or so even points have no corrected score. `ValueError` for NaN and for
-    points that are all equal."""
+    Warns of repeated rows, and where so few or so even points have no corrected score. Raises `ValueError` for NaN
+    and for points that are all equal."""
     chosen = {k: MEASURES[one_of("measure", k, MEASURES)] for k in measures}
     v = points if isinstance(points, Vectors) else in_memory(points)
 
@@ -302,7 +302,7 @@ class Difference(NamedTuple):
 
 def compare(one: Measured, other: Measured, paired: bool = False) -> Difference:
     """Return the corrected score of one minus that of the other with its 95 % interval, or, where d differs, that of
-    their dimensions in use; paired if row i of both is the same text. `ValueError` for unlike points or no score."""
+    their dimensions in use; paired if row i of both is the same text. Raises `ValueError` for unlike points."""
     a, b = one.row, other.row
     if a["unit"] != b["unit"]:
         raise ValueError(f"unit: a point of {one.name} is a {a['unit']}, of {other.name} a {b['unit']}; "
@@ -324,7 +324,7 @@ def compare(one: Measured, other: Measured, paired: bool = False) -> Difference:
 
 # %% ../nbs/36_embeddings.ipynb #emtab1
 def as_table(measured: Sequence[Measured]) -> list[dict[str, str]]:
-    "Return scores as they are read, by heading: a line each, or a line a layer of a single model."
+    "Return scores as they are read, by heading: one line each, or one for each layer of a single model."
     layers = len(measured) == 1 and len(measured[0].rows) > 1
     if layers: return [{"layer": str(r["layer"])} | _cells(r) for r in measured[0].rows]
     return [{"vectors": m.name} | _cells(m.row) for m in measured]

@@ -21,7 +21,7 @@ def write_atomically(
     content: str | bytes,  # whole content
 ) -> None:
     """Write a file so that it is either the old one or the new one, never a part. It keeps its
-    permissions, and a link stays a link. `ValueError` for a folder or a device."""
+    permissions, and a link stays a link. Raises `ValueError` for a folder or a device."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise ValueError(f"path: {str(path)!r} is no plain file; give the name of a file")
@@ -63,12 +63,12 @@ def read_text(path: str | Path, errors: str = "strict") -> str:
     return Path(path).read_text(encoding="utf-8-sig", errors=errors)
 
 def from_json(text: str):
-    "Return the content of a JSON text. `ValueError` if it is damaged or nests too deep."
+    "Return the content of a JSON text. Raises `ValueError` if it is damaged or nests too deep."
     try: return json.loads(text)
     except RecursionError: raise ValueError("its brackets nest too deep") from None
 
 def from_yaml(text: str):
-    "Return the content of a YAML text. `ValueError` if it is damaged."
+    "Return the content of a YAML text. Raises `ValueError` if it is damaged."
     try: return yaml.safe_load(text)
     except Exception as error:  # PyYAML lets through the errors of the constructors of its types
         raise ValueError(f"is no readable YAML ({' '.join(str(error).split())})") from None
@@ -77,7 +77,7 @@ def from_yaml(text: str):
 _KINDS = {".txt": "text", ".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
 
 def file_kind(source: str) -> str | None:
-    "Return text, parquet, json or csv for a file, None for a data set on the hub. `ValueError` for another file."
+    "Return text, parquet, json or csv for a file, None for a data set on the hub; `ValueError` for another."
     kind, here = _KINDS.get(Path(source).suffix.lower()), Path(source).is_file()
     if kind and not here:
         raise ValueError(f"source: no file {source!r}; give a file or the name of a data set on the hub")
@@ -90,7 +90,7 @@ def read_table(
     path: str | Path,  # .parquet, .json, .jsonl, .csv or .tsv, UTF-8
     texts: list[str] | None = None,  # columns of a .csv or .tsv that hold texts; None: all
 ):
-    "Return the rows of a file as a pyarrow table. `ValueError` if it is damaged."
+    "Return the rows of a file as a pyarrow table. Raises `ValueError` if it is damaged."
     import pyarrow as pa
     import pyarrow.parquet as pq
     from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
@@ -116,7 +116,7 @@ def read_table(
 
 # %% ../nbs/08_files.ipynb #lacksroo
 def load_rows(*names, **options):
-    "Return the result of `datasets.load_dataset`. `ValueError` for all that its readers raise."
+    "Return the result of `datasets.load_dataset`. Raises `ValueError` for all that its readers raise."
     import datasets
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or each loading would be reported to the hub
     if int(datasets.__version__.split(".")[0]) < 4: options["trust_remote_code"] = False  # later ones run no code

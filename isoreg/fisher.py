@@ -21,8 +21,7 @@ import numpy as np
 import pandas as pd
 import torch
 from fastcore.basics import patch
-from safetensors import SafetensorError
-from safetensors import torch as tensor_files
+from safetensors import SafetensorError, torch as tensor_files
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -77,8 +76,7 @@ def empirical_fisher(
 def squared_norms(g: Tensor, x: Tensor) -> Tensor:
     "Return the squared norm of each sample's weight gradient, (batch,); g (batch, tokens, out), x (batch, tokens, in)."
     tokens, out, inputs = g.shape[1], g.shape[2], x.shape[2]
-    if tokens * (out + inputs) > out * inputs:
-        return (g.mT @ x).to(_wide(g)).square_().sum((1, 2))
+    if tokens * (out + inputs) > out * inputs: return (g.mT @ x).to(_wide(g)).square_().sum((1, 2))
     # products of small gradients are 0 in half precision
     g, x = g.to(_wide(g)), x.to(_wide(g))
     products = (g @ g.mT) * (x @ x.mT)
@@ -166,7 +164,7 @@ def _normalised(module: nn.Module, x: Tensor) -> Tensor:
 # %% ../nbs/11_fisher.ipynb #be58e78a
 @patch
 def _saw(self: Tape, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-    "Wait for the gradient of an output; `ValueError` where the samples cannot be told apart."
+    "Wait for the gradient of an output. Raises `ValueError` where the samples cannot be told apart."
     x = args[0].detach()
     if module in self.relative:
         self.buckets = x  # of relative positions, see _copy_relative
@@ -358,7 +356,7 @@ def _asking(parameters: dict[str, Tensor], names: Set[str]) -> Iterator[None]:
 # %% ../nbs/11_fisher.ipynb #78ae49ab
 @patch
 def checked(self: _Squares) -> dict[str, Tensor]:
-    "Return the sums; `ValueError` without a sample, a gradient or finite sums, a warning for a head drawn at random."
+    "Return the sums. Raises `ValueError` without a sample, a gradient or finite sums; warns of a head drawn at random."
     if not self.samples: raise ValueError("batches: hold no sample with a token to predict; give at least one")
     found = [self.total, *(s.sum() if s.ndim else s for s in self.sums.values())]
     numbers = torch.stack([x.to(self.device, self.widest) for x in found]).cpu()  # all are read at once
@@ -469,7 +467,7 @@ def _samples(model, batch, loss, sample: str) -> Iterator[tuple[Mapping, tuple[T
 
 # %% ../nbs/11_fisher.ipynb #235e5a29
 def _loss_of(model: nn.Module, batches, loss: str | Callable | None) -> str | Callable:
-    "Return the loss, by default that of the batches or the model's class. `ValueError` if unknown or unfit for either."
+    "Return the loss, by default that of the batches or the model. Raises `ValueError` if it does not fit."
     made = batches.loss if isinstance(batches, TextBatches) else None
     loss = loss or made or next(iter(model_losses(model)), None)
     if callable(loss): return loss
@@ -487,7 +485,7 @@ def agreement(
     top: Sequence[float] = (5, 1, 0.5, 0.25),  # per cent of each tensor's scalars, the largest of full
 ) -> list[dict]:
     """Return how well a subsample finds the largest entries: one dict for each share of `top`, with mean and standard
-    deviation over tensors of each of `_MEASURES` (Sharma et al. 2024, Table 1, as we read it). `ValueError` for
+    deviation over tensors of each of `_MEASURES` (Sharma et al. 2024, Table 1, as we read it). Raises `ValueError` for
     estimates of different models or without a diagonal."""
     if full.level != "diagonal": raise ValueError(f"full: level is {full.level!r}; agreement needs level='diagonal'")
     if not (part.of and full.of and same_state(part.of[1], full.of[1])): part.name_sources(), full.name_sources()

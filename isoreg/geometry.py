@@ -25,7 +25,7 @@ def geometry(
     """Return all measures of a cloud by name, from one set of moments and two decompositions.
 
     Keys: points, dims, those of `MEASURES`, NaN for one that the cloud does not have, and dimensions (`Dimensions`).
-    `ValueError` for fewer than 3 points, NaN or infinite values."""
+    Raises `ValueError` for fewer than 3 points, NaN or infinite values."""
     c = as_cloud(points, mask, 3)
     found = {"points": c.n, "dims": c.d}
     for name, measure in MEASURES.items():
@@ -67,7 +67,7 @@ def as_cloud(points, mask=None, least: int = 2) -> Cloud:
     return points if isinstance(points, Cloud) else Cloud(points, mask, least)
 
 def cloud_rows(points, mask, least: int) -> Tensor:
-    "Return the rows that count, (n, d), in float64; `ValueError` for no cloud."
+    "Return the rows that count, (n, d), in float64. Raises `ValueError` for no cloud."
     x, keep = check_points(points, mask)
     if x.ndim != 2:
         raise ValueError(f"points: one cloud (n, d) wanted, got shape {tuple(x.shape)}; measure the clouds one by one")
@@ -90,13 +90,13 @@ def average_cosine(
 ) -> float:
     """Return the mean cosine similarity of all pairs of different points, -1 / (n - 1) to 1 (Ethayarajh 2019).
 
-    Exact in O(n d). `ValueError` for fewer than 2 points and for a point at the origin: it has no direction."""
+    Exact in O(n d). Raises `ValueError` for fewer than 2 points and for a point at the origin: it has no direction."""
     c = as_cloud(points, mask)
     return float(unit_rows(c.x).sum(0).square().sum() - c.n) / (c.n * (c.n - 1))
 
 # %% ../nbs/05_geometry.ipynb #ca80f80b
 def unit_rows(x: Tensor) -> Tensor:
-    "Return the rows of x (n, d) divided by their lengths, in float64; `ValueError` for a row of zeros."
+    "Return the rows of x (n, d) divided by their lengths, in float64. Raises `ValueError` for a row of zeros."
     x = x.double()
     length = x.norm(dim=1, keepdim=True)
     if not bool(length.all()): raise ValueError("points: a row is zero and has no direction; mask it")
@@ -111,7 +111,7 @@ def partition_score(
 ) -> float:
     """Return the smallest over the largest Z(c) = sum exp(c'x), in [0, 1] (Mu and Viswanath 2018).
 
-    c are the unit eigenvectors of X'X with both their signs. `ValueError` for fewer than 2 points or zeros alone."""
+    c are the unit eigenvectors of X'X with both their signs. Raises `ValueError` below 2 points or for zeros."""
     c = as_cloud(points, mask)
     values, V = c.raw
     # for n < d, X V = U sqrt(values)
@@ -128,7 +128,7 @@ def variance_explained(
 ) -> float:
     """Return VarEx, the share k/d of k components over the share of variance that they explain (Rudman et al. 2022).
 
-    k = floor(0.3 d), at least 1. `ValueError` for fewer than 2 points or zero variance."""
+    k = floor(0.3 d), at least 1. Raises `ValueError` for fewer than 2 points or zero variance."""
     c = as_cloud(points, mask)
     v, k = c.centred, max(1, math.floor(0.3 * c.d + 1e-9))
     return k / c.d / float(v[:k].sum() / v.sum())
@@ -140,7 +140,7 @@ def effective_rank(
 ) -> float:
     """Return the exponential of the entropy of the normalised singular values about the mean, in [1, min(n, d)].
 
-    After Roy and Vetterli 2007. `ValueError` for fewer than 2 points or zero variance."""
+    After Roy and Vetterli 2007. Raises `ValueError` for fewer than 2 points or zero variance."""
     σ = as_cloud(points, mask).centred.sqrt()
     return math.exp(torch.special.entr(σ / σ.sum()).sum())
 
@@ -151,7 +151,7 @@ def rankme(
 ) -> float:
     """Return RankMe, the effective rank of the cloud as it is, with 1e-7 added to each share (Garrido et al. 2023).
 
-    `ValueError` for fewer than 2 points and where all are zero."""
+    Raises `ValueError` for fewer than 2 points and where all are zero."""
     σ = as_cloud(points, mask).raw[0].sqrt()
     return math.exp(torch.special.entr(σ / σ.sum() + 1e-7).sum())
 
@@ -163,7 +163,7 @@ def two_nn(
     """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(rho)) on log(rho) (Facco et al. 2017).
 
     rho is the second over the first neighbour's distance; equal points count once, and the largest tenth of rho is left
-    out. Warns of rows that are nearly equal. `ValueError` for too few different points."""
+    out. Warns of rows that are nearly equal. Raises `ValueError` for too few different points."""
     x = as_cloud(points, mask, 3).x
     near = nearest_two(x)
     if not near[:, 0].all():  # some are equal
@@ -215,7 +215,7 @@ def outlier_dimensions(
     points,  # (n, d) tensor or array
     mask=None,  # (n,), true or 1 where a row counts
 ) -> Dimensions:
-    "Return mean and standard deviation of each dimension, and those that stand out. `ValueError` below 2 points."
+    "Return mean and standard deviation of each dimension, and what stands out. Raises `ValueError` below 2 points."
     return stand_out(as_cloud(points, mask).moments)
 
 def stand_out(m: Moments) -> Dimensions:
@@ -235,7 +235,7 @@ def transformed(
     fitted_on=None,  # (m, d), source of mean and directions; None: the points
     strength: float = 1.0,  # of whitening, 0 (turned only) to 1
 ):  # (n, d), float64, a tensor or array as given; whitened: (n, r), in the r principal directions with variance
-    "Return the points after linear steps. `ValueError` for an unknown step, and where nothing is left of a row."
+    "Return the points after linear steps. Raises `ValueError` for an unknown step, and where nothing is left of a row."
     in_range("strength", strength, 0, 1)
     fitted_on = points if fitted_on is None else fitted_on
     x, y = cloud_rows(points, None, 1), cloud_rows(fitted_on, None, 2)

@@ -80,7 +80,7 @@ def score_from_cov(S: Tensor) -> Tensor:
 def isoscore_from_cov(
     cov,  # (..., d, d) covariance, tensor or array
 ):
-    "Return the IsoScore (...) of covariances (..., d, d), in [0, 1]; differentiable. `ValueError` for no covariance."
+    "Return the IsoScore (...) of covariances (..., d, d), differentiable. Raises `ValueError` for no covariance."
     S = check_cov(cov)
     return as_score(score_from_cov(S), cov, S)
 
@@ -88,7 +88,7 @@ def isoscore_from_cov(
 def participation_ratio(
     cov,  # (..., d, d) covariance, tensor or array
 ):
-    "Return tr(S)² / tr(S²), (...), the effective number of dimensions, 1 to d. `ValueError` for no covariance."
+    "Return tr(S)² / tr(S²), (...), the effective number of dimensions, 1 to d. Raises `ValueError` for no covariance."
     return 1 + (check_cov(cov).shape[-1] - 1) * isoscore_from_cov(cov)
 
 # %% ../nbs/02_isoscore.ipynb #c2e9d60c
@@ -197,7 +197,7 @@ def check_evenness(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype):
 
 # %% ../nbs/02_isoscore.ipynb #e4b1f0a8
 def check_cloud(points, mask=None) -> tuple[Tensor, Tensor | None]:
-    "Return points and mask as `check_points` does; `ValueError` for one dimension, which has no isotropy."
+    "Return points and mask as `check_points` does. Raises `ValueError` for one dimension, which has no isotropy."
     X, keep = check_points(points, mask)
     if X.shape[-1] > 1: return X, keep
     raise ValueError(f"points: shape {tuple(X.shape)} has one dimension, which has no isotropy; "
@@ -209,7 +209,7 @@ def as_score(score: Tensor, given, like: Tensor):
 
 # %% ../nbs/02_isoscore.ipynb #d21973b1
 def check_cov(cov, name: str = "cov", dims: int | None = None) -> Tensor:
-    "Return a covariance (..., d, d) as a tensor; `ValueError` unless it may be one, with d = dims if given."
+    "Return a covariance (..., d, d) as a tensor. Raises `ValueError` unless it may be one, with d = dims if given."
     S = floating(cov, name)
     if S.ndim < 2 or S.shape[-1] < 2 or S.shape[-2:] != (dims or S.shape[-1],) * 2:
         raise ValueError(f"{name}: need a covariance (..., d, d) with {f'd = {dims}' if dims else 'd >= 2'}, got "
@@ -231,7 +231,7 @@ def check_zeta(zeta: float) -> None:
     in_range("zeta", zeta, 0, 1, hint="0 is the sample alone (released convention), the paper uses 0.2 to 0.8")
 
 def check_reference_cov(reference_cov, dims: int | None = None) -> Tensor:
-    "Return a reference (..., d, d) as a detached copy; `ValueError` as `check_cov`."
+    "Return a reference (..., d, d) as a detached copy. Raises `ValueError` as `check_cov`."
     return check_cov(reference_cov, "reference_cov", dims).detach().clone()
 
 # %% ../nbs/02_isoscore.ipynb #f8068286

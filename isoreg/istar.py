@@ -63,8 +63,7 @@ def score(self: IStar, hidden_states: tuple[Tensor, ...], attention_mask: Tensor
     Raises `ValueError` for states, mask or reference that do not fit, and below 2 tokens ("gaussian" 3, "ustat" 4)."""
     mask = None if self.padding else attention_mask
     rows = [X_l.flatten(0, 1) for X_l in self.chosen(hidden_states, mask)]
-    if mask is not None: mask = mask.to(rows[0].device)
-    keep = None if mask is None else mask.flatten() != 0
+    keep = None if mask is None else mask.to(rows[0].device).flatten() != 0
     order = 4 if self.correction == "ustat" else 2
     with full_precision(rows[0]):
         if self.layers == "mean": m = moments(torch.stack(rows), keep, order)
@@ -132,7 +131,8 @@ def needs_reference(self: IStar) -> bool:
 # %% ../nbs/07_istar.ipynb #054db926
 def note_batch(p: nn.Module, mask: Tensor | None, keep: Tensor | None, sound: Tensor) -> None:
     "Keep in `p.worst`, (2,), whether the mask is of 0 and 1 and the batch has a score; check it at once on a CPU."
-    binary = torch.ones_like(sound) if mask is None or mask.dtype == torch.bool else (mask.flatten() == keep).all()
+    if mask is None or mask.dtype == torch.bool: binary = torch.ones_like(sound)
+    else: binary = (mask.to(keep.device).flatten() == keep).all()
     seen = torch.stack([binary, sound])
     before = getattr(p, "worst", None)
     p.worst = seen if before is None else before & seen
@@ -252,8 +252,7 @@ class CosReg(nn.Module):
         mask = None if self.padding else attention_mask
         check_states(hidden_states, mask)
         X = hidden_states[check_layer("layer", self.layer, hidden_states)].flatten(0, 1)
-        if mask is not None: mask = mask.to(X.device)
-        keep = None if mask is None else mask.flatten() != 0
+        keep = None if mask is None else mask.to(X.device).flatten() != 0
         with full_precision(X): cosine = mean_cosine(X, keep)
         note_batch(self, mask, keep, cosine.detach().abs() < torch.inf)
         return logged_term(self, "cosreg", self.lam * cosine, cosine=cosine)

@@ -49,8 +49,7 @@ def loss_surface(
 # %% ../nbs/12_landscape.ipynb #bbcdc391
 def grid(span: float = 1.5, n: int = 17) -> np.ndarray:
     "Return n equidistant coordinates from -span to span, an odd number, exactly symmetric, with 0 in the middle."
-    if n % 2 == 0:
-        raise ValueError(f"n: {n} points do not hold the origin; use an odd number")
+    if n % 2 == 0: raise ValueError(f"n: {n} points do not hold the origin; use an odd number")
     half = np.linspace(0, span, n // 2 + 1)
     return np.concatenate([-half[:0:-1], half])
 
@@ -190,8 +189,8 @@ def subset(
     by: str = "scalar",  # "scalar", or "tensor" as released
     seed: int = 0,  # seed of the random choice, and of the choice among equal scores
 ) -> dict[str, Tensor]:
-    """Return a share of the parameters, a `mask` for `direction`: name -> booleans of its shape. `ValueError` for a
-    share outside (0, 1], and scores that are missing, misshapen or NaN."""
+    """Return a share of the parameters, a `mask` for `direction`: name -> booleans of its shape. Raises `ValueError`
+    for a share outside (0, 1], and scores that are missing, misshapen or NaN."""
     in_range("share", share, 0, 1, ends="(]")
     one_of("which", which, ("top", "bottom", "random"))
     one_of("by", by, ("scalar", "tensor"))
@@ -240,7 +239,7 @@ class Surface:
 
 @patch
 def curvature(self: Surface, radius: float = 0.35) -> np.ndarray:
-    "Return the Hessian of the least-squares quadratic within the radius, (k, k); `ValueError` for too few points."
+    "Return the Hessian of the least-squares quadratic within the radius, (k, k). Raises `ValueError` for few points."
     i, j = np.nonzero((self.radii < radius) & np.isfinite(self.losses))
     z = np.stack([self.alphas[i], self.betas[j]], 1)[:, : 1 if self.is_line else 2]
     a, b = np.triu_indices(z.shape[1])

@@ -49,11 +49,11 @@ class IsoScore(torchmetrics.Metric):
         points: Tensor,  # (..., n, d); all leading dimensions together are one cloud
         mask: Tensor | None = None,  # (..., n), true or 1 where a point counts
     ) -> None:
-        "Add a batch. `ValueError` for a wrong shape or mask, and for NaN or infinite values; it is then left out."
+        "Add a batch. Raises `ValueError` for a wrong shape or mask, NaN or infinite values; it is then left out."
         self._hold(merge([self._seen(), self._moments_of(points, mask)]))
 
     def compute(self) -> Tensor:
-        "Return the score, 0-d float64. `ValueError` for too few or equal points, or variances too even for so few."
+        "Return the score, 0-d float64. Raises `ValueError` for too few, equal or too even points."
         return self._score(self._seen())
 
 # %% ../nbs/04_metric.ipynb #metric-c1
@@ -111,7 +111,7 @@ def merge_state(
     self: IsoScore,
     incoming_state,  # another metric of this class, or its state dictionary
 ) -> None:
-    "Add what another metric has seen. `ValueError` for other dimensions, or if it lacks sums of the correction."
+    "Add what another metric has seen. Raises `ValueError` for other dimensions, or if it lacks sums of the correction."
     self._reduce_states(incoming_state if isinstance(incoming_state, dict) else incoming_state.metric_state)
     self._computed = None  # the cached score
     self._update_count += 1

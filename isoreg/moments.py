@@ -23,7 +23,7 @@ def moments(
     mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts; other rows may hold anything, NaN too
     order: int = 2,  # 2, or 4 for m3 and m4 too
 ) -> "Moments":
-    "Return the moments of each cloud in one pass; differentiable. `ValueError` for a wrong shape, mask or order."
+    "Return the moments of each cloud in one pass; differentiable. Raises `ValueError` for a wrong shape or mask."
     one_of("order", order, (2, 4))
     points, mask = check_points(points, mask)
     lead = points.shape[:-2]
@@ -43,7 +43,7 @@ class Moments(NamedTuple):
     m4: Tensor | None = None  # (...), sum of |x - mean|^4; None unless order=4
 
     def cov(self) -> Tensor:
-        "Return the covariance (..., d, d), with divisor n - 1. `ValueError` for a cloud of fewer than two rows."
+        "Return the covariance (..., d, d), with divisor n - 1. Raises `ValueError` for a cloud of fewer than two rows."
         if bool((self.count < 2).any()):
             raise ValueError(f"count: {self.count.tolist()} rows give no covariance; add points")
         return self.m2 / (self.count - 1)[..., None, None]
@@ -227,7 +227,7 @@ def _set_precision(wanted):
 
 # %% ../nbs/01_moments.ipynb #4a357380
 def check_points(points, mask=None) -> tuple[Tensor, Tensor | None]:
-    "Return points (..., n, d) in floating point and the mask as booleans (..., n); `ValueError` for a wrong one."
+    "Return points (..., n, d) in floating point and the mask as booleans (..., n). Raises `ValueError` if wrong."
     points = floating(points, "points")
     want = points.shape[:-1]
     if points.ndim < 2 or 0 in points.shape:
@@ -278,7 +278,7 @@ def as_given(result: Tensor, given):
 
 # %% ../nbs/01_moments.ipynb #b8da096c
 def merge(parts: Sequence[Moments]) -> Moments:
-    "Return the moments of the union of the clouds; differentiable. `ValueError` for clouds of more than one kind."
+    "Return the moments of the union of the clouds; differentiable. Raises `ValueError` for unlike clouds."
     if len({(p.mean.shape, p.m3 is None) for p in parts}) != 1:
         raise ValueError("parts: clouds differ in their dimensions or their order, or none is there; merge one kind")
     n = sum(p.count for p in parts)

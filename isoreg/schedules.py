@@ -23,7 +23,7 @@ def guided_schedule(
     p_max: float = 0.1,  # rate of the least informative site
     p_min: float = 0.0,  # rate of the most informative site
 ) -> dict[str, float]:  # site -> p, in the order of the scores
-    "Return rates by rank, p_max for the lowest score (Sharma et al. 2024, eqs 9, 10); `ValueError` for NaN scores."
+    "Return rates by rank, p_max for the lowest score (Sharma et al. 2024, eqs 9, 10). Raises `ValueError` for NaN."
     in_range("p_min", p_min, 0, check_rate("p_max", p_max))
     for name, score in scores.items(): in_range(f"scores[{name!r}]", score)
     if len(scores) > 1 and len(set(scores.values())) == 1:
@@ -39,7 +39,7 @@ def guided_schedule(
 def check_rate(name: str, p) -> float: return float(in_range(name, p, 0, 1, ends="[)"))
 
 def check_schedule(schedule) -> dict[str, float]:
-    "Return the rates of a schedule, or of what `apply_dropout` gave; `ValueError` for anything else."
+    "Return the rates of a schedule, or of what `apply_dropout` gave. Raises `ValueError` for anything else."
     rates = schedule.get("rates", schedule) if isinstance(schedule, Mapping) else {}
     if not rates: raise ValueError(f"schedule: {schedule!r} is no mapping from sites to rates; see guided_schedule")
     return {name: check_rate(f"schedule[{name!r}]", p) for name, p in rates.items()}
@@ -78,7 +78,7 @@ def control_schedule(
     seed: int = 0,  # seed of "shuffled"
 ) -> dict[str, float]:  # site -> p, in the order of the schedule, without the head's
     """Return a control for a guided schedule, of the same mean rate; `shuffled` is the same on every machine. Raises
-    `ValueError` for an unknown kind, bad rates, or a schedule of another model."""
+    Raises `ValueError` for an unknown kind, bad rates, or a schedule of another model."""
     kinds, rates = {s.name: s.kind for s in sites}, check_schedule(schedule)
     check_names(rates, sites)
     rates = {n: p for n, p in rates.items() if kinds[n] != "classifier"}

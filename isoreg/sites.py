@@ -183,7 +183,7 @@ def _forward(model: nn.Module, batch):
     return model(*map(moved, batch if isinstance(batch, (tuple, list)) else (batch,)))
 
 def _example(model: nn.Module) -> dict[str, Tensor]:
-    "Return a batch of one short text for a transformers model; `ValueError` for a model that reads no text."
+    "Return a batch of one short text for a transformers model. Raises `ValueError` for a model that reads no text."
     takes = inspect.signature(model.forward).parameters
     if "input_ids" not in takes or not hasattr(model, "dummy_inputs"):
         raise ValueError(f"batch: none given, and {type(model).__name__} reads no text; pass batch=, its inputs")
@@ -358,7 +358,7 @@ def _tensors_of_site(
 
 # %% ../nbs/13_sites.ipynb #40e085a2
 def unwrapped(model: nn.Module) -> nn.Module:
-    "Return the model inside DistributedDataParallel, torch.compile or PEFT; `ValueError` for what is no torch module."
+    "Return the model inside DistributedDataParallel, torch.compile or PEFT. Raises `ValueError` for no module."
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {model!r:.80} is no torch module; load it with AutoModel.from_pretrained")
     inner = inside_wrapper(getattr(model, "_orig_mod", model))

@@ -24,7 +24,7 @@ def hidden_states(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return the hidden states of a batch, L + 1 tensors (batch, length, d), and its mask (batch, length) or None.
 
-    A model with an encoder and a decoder gives those of the encoder. `ValueError` for a model that returns none."""
+    A model with an encoder and a decoder gives those of the encoder. Raises `ValueError` if there are none."""
     encoder = encoder_of(model)
     device = next(encoder.parameters()).device
     names = set(inspect.signature(encoder.forward).parameters) - {"args", "kwargs"} or USUAL

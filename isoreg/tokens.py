@@ -115,7 +115,7 @@ def draw_groups(m: int, groups: int) -> Tensor:
 # %% ../nbs/03_tokens.ipynb #c16698b9
 @patch
 def scores(self: SequenceStream) -> Tensor:
-    "Return the score without each group, and last that of all, (groups + 1,). `ValueError` where one has none."
+    "Return the score without each group, and last that of all, (groups + 1,). Raises `ValueError` where one has none."
     self.close(-1)
     lengths, vectors, single = (total.sum(0) - total for total in (self.lengths, self.vectors, self.single))
     t2, f = _estimates(lengths, vectors, single, self.products)
@@ -126,7 +126,7 @@ def scores(self: SequenceStream) -> Tensor:
 
 @patch
 def estimate(self: SequenceStream) -> IsoScoreEstimate:
-    "Return the score of all, and its jackknife error. `ValueError` where a group leaves none behind."
+    "Return the score of all, and its jackknife error. Raises `ValueError` where a group leaves none behind."
     *left, score = self.scores().tolist()
     left = torch.tensor(left, dtype=torch.float64)
     error = ((len(left) - 1) / len(left) * (left - left.mean()).square().sum()).sqrt()

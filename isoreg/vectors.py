@@ -33,7 +33,7 @@ def read_points(
 ) -> Vectors:  # of all files, one after the other
     """Return the vectors in files (.npy, .npz, .parquet, .safetensors), joined.
 
-    `ValueError` for another kind of file, one without vectors, and files of different dimensions."""
+    Raises `ValueError` for another kind of file, one without vectors, and files of different dimensions."""
     files = [file for source in sources for file in files_of(Path(source))]
     parts = [_open(file, array) for file in files]
     n, d = sum(p.shape[0] for p in parts), parts[0].shape[1]
@@ -76,7 +76,7 @@ def _open(path: Path, array: str | None) -> Vectors:
     return Vectors(shape, lambda: _checked(pieces(), f"file: {path.name}"))
 
 def _checked(pieces: Iterable, name: str) -> Iterator[Tensor]:
-    "Yield the pieces as tensors in floating point. `ValueError` for a row with NaN, and for a damaged file."
+    "Yield the pieces as tensors in floating point. Raises `ValueError` for a row with NaN, and for a damaged file."
     first = 0
     try:
         for piece in pieces:

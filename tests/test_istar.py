@@ -368,7 +368,7 @@ def test_an_accelerator_starts_few_operations_for_twelve_layers(kind, most, size
     for mask in masks:  # the second one lies on the processor
         with Counted(lambda func: not func.is_view and func.overloadpacket.__name__ not in NO_WORK) as started:
             term = penalty(states, mask)
-        assert 10 < started.count <= most + 2 * (mask is masks[1]) and penalty.worst.is_meta
+        assert 10 < started.count <= most + 3 * (mask is masks[1]) and penalty.worst.is_meta
     term.backward()
 
 

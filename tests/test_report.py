@@ -156,7 +156,7 @@ def test_provenance_names_everything():
     text = provenance(load(runs))
     assert "bert-base-cased (size unknown)" in text and "/models" not in text
     assert "all-MiniLM-L6-v2 (a sentence encoder of size unknown, not a model of the papers)" in text
-    assert "rte (2490 rows of train or train_part, 277 for evaluation)" in text
+    assert "RTE (2490 rows of train or train_part, 277 for evaluation)" in text
     assert "as released (istar-released)" in text and "corrected (quick)" in text and "Seeds 0, 1, 2, 5" in text
     assert "A CPU, 2 threads, fp32" in text and "Commit 01234567." in text and "6 runs, 1 failed" in text
 
@@ -338,7 +338,7 @@ def test_methods_are_compared_each_at_the_setting_chosen_for_it():
     assert list(c.n) == [6, 6] and list(c.task) == ["mrpc", "rte"]
     assert list(c.differ) == [[], ["lr"]] and over_tasks(c).tasks[0] == 2
     assert set(summarise(load(runs)).lr) == {1e-5, 3e-5, 5e-5}  # what was chosen stays in the summary
-    assert plot_tradeoff(load(runs)).axes[0].get_title() == "rte\nlr by method"
+    assert plot_tradeoff(load(runs)).axes[0].get_title() == "RTE\nlr by method"
     assert sorted(compare(load(runs), by=["lr"]).n) == [0, 6]
     # a failed run parts no pairs
     assert list(compare(load([*runs, failed(NONE, 7, settings={"lr": 3e-5})])).n) == [6, 6]
@@ -375,7 +375,7 @@ def test_tasks_together_reach_what_each_alone_cannot():
     row = over_tasks(table).iloc[0]
     assert row.verdict == "no difference shown" and (row.tasks, row.agree) == (3, 2)  # nine pairs; one task against
     assert over_tasks(table[table.task != "mrpc"]).verdict[0] == "higher"
-    assert "2 of 3" in to_markdown(over_tasks(table)) and "cola + mrpc + rte" in to_markdown(over_tasks(table))
+    assert "2 of 3" in to_markdown(over_tasks(table)) and "CoLA + MRPC + RTE" in to_markdown(over_tasks(table))
     for rte in ([0.1], [0.1, 0.1, 0.1]):  # a task without a spread leaves no interval
         table = over_tasks(compare(on_tasks(cola=[0.02, 0.01, 0.03], rte=rte)))
         assert math.isnan(table.low[0]) and table.difference[0] == pytest.approx(0.06)
@@ -537,10 +537,10 @@ def test_three_columns_keep_protocols_apart():
     runs = [record(m, s, v, settings={"recipe": r}) for m, v, r, s in each]
     numbers = published(paper="I-STAR", table="Table 1", model="BERT", task="rte")
     t = three_columns(load(runs), numbers, {"Base": "baseline", "I-STAR": "I-STAR λ=-1"})
-    around = lambda m: f"{m:.2f} ± 0.71 [{m - 6.35:.2f} to {m + 6.35:.2f}] (n=2)"  # t of one degree: 12.706
-    assert [str(c) for c in t["as released"]] == [around(60.5), around(70.5)]
-    assert [str(c) for c in t["corrected"]] == [around(70.5), around(80.5)]
-    assert list(t.published) == ["62.24 ± 0.48 (BERT, mean of 5)", "62.53 ± 0.70 (BERT, mean of 5)"]
+    around = lambda m: f"{m:.4f} ± 0.0071 [{m - 0.0635:.4f} to {m + 0.0635:.4f}] (n=2)"  # t of one degree: 12.706
+    assert [str(c) for c in t["as released"]] == [around(0.605), around(0.705)]
+    assert [str(c) for c in t["corrected"]] == [around(0.705), around(0.805)]
+    assert list(t.published) == ["0.6224 ± 0.0048 (BERT, mean of 5)", "0.6253 ± 0.0070 (BERT, mean of 5)"]
     assert numbers.source[0] in t.attrs["caption"]
     some = three_columns(load([r for r in runs if "paper" in r["config"]["recipe"]]), numbers, {"Base": "baseline"})
     assert list(some["as released"]) == ["not run"]
@@ -603,9 +603,9 @@ def test_what_can_judge_is_a_table_with_its_origin():
     cola = plain([0.3, 0.4], task="cola", rows=1043, metric="matthews_correlation", majority=0.0)
     text = to_markdown(clears_majority(load(plain([0.60, 0.62]) + cola + [failed(NONE, 0, task="mrpc")])))
     rows = {row[0]: row for row in rows_of(text)}
-    assert rows["rte"][2:4] == ["2", "0.610 ± 0.014"] and rows["rte"][5:] == ["0.527", "0.062", "yes"]
-    assert rows["cola"][5:] == ["0.000", "0.118", "yes"] and "Model bert-base-cased" in text
-    assert rows["mrpc"][2:5] == ["0, and 1 failed", "no finished run", "no run"] and rows["mrpc"][-1] == "no"
+    assert rows["RTE"][2:4] == ["2", "0.610 ± 0.014"] and rows["RTE"][5:] == ["0.527", "0.062", "yes"]
+    assert rows["CoLA"][5:] == ["0.000", "0.118", "yes"] and "Model bert-base-cased" in text
+    assert rows["MRPC"][2:5] == ["0, and 1 failed", "no finished run", "no run"] and rows["MRPC"][-1] == "no"
 
 
 # ---- figures
@@ -680,7 +680,7 @@ def test_forest_fills_only_differences_cuts_wide_intervals_and_has_heads():
     base = np.random.default_rng(0).normal(0.6, 0.02, 8)
     ax = plot_forest(compare(arms(none=base, plus=base - 0.1, minus=base + 0.001 * np.array([1, -1] * 4)))).axes[0]
     marks = {line.get_markerfacecolor() for line in ax.lines if line.get_marker() in ("o", "s")}
-    assert marks == {figures.PALETTE[1], "white"} and any("lower" in t.get_text() for t in ax.texts)
+    assert marks == {"black", "white"} and any("n=8, p 0.016" in t.get_text() for t in ax.texts)
     base = np.full(4, 0.6)  # a wide interval is cut, rows stand below their heads
     table = compare(arms(none=base, plus=base + [0.3, -0.3, 0.1, -0.2], minus=base + 0.01 * np.array([1, 2, 1, 2])))
     rows = pd.concat([table] + 2 * [table[table.method == "I-STAR λ=-1"]])
@@ -717,9 +717,9 @@ def test_a_task_that_cannot_judge_is_named_and_left_out_of_the_whole(tmp_path, m
     able, idle = on_tasks(0.7, cola=[0.02, 0.01], rte=[0.03, 0.01]), on_tasks(0.53, mrpc=[0.02, 0.03])
     write_report(pd.concat([able, idle], ignore_index=True), tmp_path)
     text = (tmp_path / "over_tasks.md").read_text(encoding="utf-8")
-    assert "cola + rte |" in text
-    assert "Left out, since baseline does not clear the majority rate there: mrpc. Model" in text
-    assert "mrpc" in (tmp_path / "comparisons.md").read_text(encoding="utf-8")
+    assert "CoLA + RTE |" in text
+    assert "Left out, since baseline does not clear the majority rate there: MRPC. Model" in text
+    assert "MRPC" in (tmp_path / "comparisons.md").read_text(encoding="utf-8")
     write_report(pd.concat([on_tasks(0.7, cola=[0.02, 0.01]), idle]), tmp_path)
     assert not (tmp_path / "over_tasks.md").exists()
 

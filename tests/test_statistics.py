@@ -180,6 +180,10 @@ def test_fieller_counts_the_rows_with_the_covariance_that_they_give():
     wide, less = (np.ptp(ratio_interval([sure] * k, rows=[small] * k)[1:]) for k in (1, 2))
     assert (wide / less) ** 2 == pytest.approx(2, rel=0.01)
     assert bounds[1] - bounds[0] > np.ptp(ratio_interval([pair])[1:])
+    many = made_up_pairs(np.random.default_rng(1), 2000, 0.5, [(0.05, 0.01)] * 2)  # of two tasks, with normal quantiles
+    V, mean = sum(np.cov(task.T) for task in many) / 2000 / 4, np.mean([task.mean(0) for task in many], 0)
+    for x in ratio_interval(many)[1:]:
+        assert (mean @ [1, -x]) ** 2 / (np.array([1, -x]) @ V @ [1, -x]) == pytest.approx(1.96**2, rel=0.01)
 
 
 @given(st.integers(0, 10_000), st.floats(0.001, 0.05))

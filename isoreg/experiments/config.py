@@ -42,7 +42,7 @@ class Settings(Checked):
 
     @classmethod
     def from_record(cls, config: dict):
-        "Return the configuration of a stored run. `ValueError` if this version cannot repeat it."
+        "Return the configuration of a stored run. Raises `ValueError` if this version cannot repeat it."
         given, gone = cls.later | config, cls().fixed()
         made = cls(**{n: v for n, v in given.items() if n not in gone})
         for n, v in made.fixed().items():
@@ -163,7 +163,7 @@ _BY_DROPOUT = {"scores": None, "dropout_p": None} | _RATES
 
 # %% ../../nbs/experiments/19_config.ipynb #426e9930
 class RunConfig(DataSettings, TrainingSettings, DropoutSettings, PenaltySettings, TaskSettings):
-    "Hold all that decides a fine-tuning run. `ValueError` for a bad value, before any work."
+    "Hold all that decides a fine-tuning run. Raises `ValueError` for a bad value, before any work."
     required: ClassVar[tuple[str, ...]] = ("task", "model", "regularizer", "seed")  # of a record
     later = _BY_DROPOUT | _OWN | {
         "dropout": "standard", "definition": None, "adam_epsilon": 1e-8, "reference": "exact",
@@ -289,7 +289,7 @@ def penalty_settings(name: str) -> set[str]:
     return PenaltySettings.model_fields.keys() & inspect.signature(penalty_class(name)).parameters.keys()
 
 def penalty_class(name: str) -> type:
-    "Return the class that a name or an import path means. `ValueError` if there is none."
+    "Return the class that a name or an import path means. Raises `ValueError` if there is none."
     from isoreg.istar import PENALTY_CLASSES
     if name in PENALTY_CLASSES: return PENALTY_CLASSES[name]
     if ":" not in name: one_of("regularizer", name, ("none", *PENALTY_CLASSES), also="your class as module:Class")
@@ -487,7 +487,7 @@ def groups(kind: type[Settings]) -> dict[str, dict[str, FieldInfo]]:
 
 # %% ../../nbs/experiments/19_config.ipynb #81c9548b
 def parse_set(pairs: Iterable[str]) -> dict:
-    "Return the values of name=value texts, read as YAML. `ValueError` for a text of another form."
+    "Return the values of name=value texts, read as YAML. Raises `ValueError` for a text of another form."
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -55,7 +55,7 @@ def load_task(
     max_train: int | None = None,  # largest number of train rows
     max_eval: int | None = None,  # largest number of evaluation rows, the same ones for every seed
 ) -> "TaskData":
-    "Return the rows to train and to evaluate on. `ValueError` for missing texts or labels, `MissingSplit` for rows."
+    "Return the rows to train and to evaluate on. Raises `ValueError` for missing texts or labels, or `MissingSplit`."
     in_range("train_fraction", train_fraction, 0, 1, ends="(]", hint="1 uses all rows")
     for name, n in ("max_train", max_train), ("max_eval", max_eval):
         in_range(name, n, 1, whole=True, optional=True)
@@ -183,7 +183,7 @@ def _canonical(label) -> str:
     return f"{float(text):.15g}" if _NUMBER.fullmatch(text) else text
 
 def _label_numbers(task: Task, labels: list, where: str) -> list:
-    "Return labels as numbers. `ValueError` for those that are missing, out of range or none of the names."
+    "Return labels as numbers. Raises `ValueError` for those that are missing, out of range or none of the names."
     if task.kind == "regression":
         low = 0 if task.name in TASKS else -math.inf  # GLUE marks unlabelled rows by -1
         numbers = pd.to_numeric(pd.Series(labels, dtype=object), errors="coerce").tolist()

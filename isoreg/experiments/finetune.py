@@ -56,7 +56,7 @@ def run(
     penalty: nn.Module | None = None,  # takes (hidden_states, attention_mask), in place of the configuration's
     schedule: Callable[[list[Site]], dict[str, float]] | None = None,  # rates of the sites, in place of its dropout
 ) -> RunRecord:
-    "Fine-tune and evaluate as configured, and return the record. `ValueError` for bad input, before training starts."
+    "Fine-tune and evaluate as configured, and return the record. Raises `ValueError` before training starts."
     if task is not None: config = RunConfig(**config.to_dict() | {"task": task, "definition": None})
     if penalty is not None: config = _with_penalty(config, penalty)
     else: penalty = make_penalty(config)
@@ -86,7 +86,7 @@ def run(
 
 # %% ../../nbs/experiments/23_finetune.ipynb #e6b9973f
 def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
-    "Return the configuration with the name and the settings of a module. `ValueError` for what a record cannot hold."
+    "Return the configuration with the name and the settings of a module. Raises `ValueError` if a record cannot."
     kind, built_in = type(penalty), {c: name for name, c in PENALTY_CLASSES.items()}
     known = {n: getattr(penalty, n) for n in PenaltySettings.model_fields if hasattr(penalty, n)}
     known["regularizer"] = built_in.get(kind, _import_path(kind))
@@ -318,7 +318,7 @@ class ProgressFile(TrainerCallback):
 # %% ../../nbs/experiments/23_finetune.ipynb #c2f001f7
 @torch.no_grad()
 def sentence_vectors(model: nn.Module, batches: Iterable[dict]) -> dict[str, torch.Tensor]:
-    "Return `cls` and `mean`, a vector a text and hidden state, (L + 1, n, d), and the last layer's `mean_activation`."
+    "Return `cls` and `mean`, a vector for each text and layer, (L + 1, n, d), and the last layer's `mean_activation`."
     cls, mean, total, tokens = [], [], 0, 0
     with eval_mode(model):
         for batch in batches:

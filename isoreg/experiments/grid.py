@@ -31,7 +31,7 @@ def expand(
     only: tuple[str, ...] = (),  # names of blocks; empty: all
     overrides: dict | None = None,  # values in place of the grid's; a list is an axis
 ):  # a `Plan`
-    "Return the runs of a grid. `ValueError` that counts all bad combinations."
+    "Return the runs of a grid. Raises `ValueError` that counts all bad combinations."
     for name in only: one_of("only", name, [b.name for b in grid.blocks])
     plan, runs = Plan(grid.name, description=grid.description), {}
     problems: dict[str, list[dict]] = defaultdict(list)
@@ -86,7 +86,7 @@ class Plan:
 PATHS: dict[str, Path] = {}  # name of a notebook: its file, where that is not in nbs/runs
 
 def config_class(notebook: str) -> type[Settings]:
-    "Return the class of the notebook's parameters; `ValueError` for an unknown notebook."
+    "Return the class of the notebook's parameters. Raises `ValueError` for an unknown notebook."
     return CONFIGS[one_of("notebook", notebook, CONFIGS)]
 
 def _problems(problems: dict[str, list[dict]], total: int) -> str:
@@ -127,7 +127,7 @@ def combinations(self: Block, overrides: dict) -> list[dict]:
 
 # %% ../../nbs/experiments/29_grid.ipynb #bf5e7d9a
 def _product(name: str, lists: list) -> Iterable[tuple]:
-    "Return the picks of one from each list. `ValueError` for too many."
+    "Return the picks of one from each list. Raises `ValueError` for too many."
     if math.prod(map(len, lists)) <= LARGEST: return itertools.product(*lists)
     raise ValueError(f"{name}: more than {LARGEST} combinations; split it")
 
@@ -182,7 +182,7 @@ def within(self: Block, above: Block, name: str) -> Block:
 
 # %% ../../nbs/experiments/29_grid.ipynb #e1218eb0
 def grid_path(name: str | Path) -> Path:
-    "Return the file of a grid, or of a shipped one; `ValueError` with their names if there is none."
+    "Return the file of a grid, or of a shipped one. Raises `ValueError` with their names if there is none."
     if Path(name).is_file(): return Path(name)
     known = shipped("grids/*.yaml")
     return known[one_of("grid", str(name).removesuffix(".yaml"), sorted(known), also="a YAML file")]
@@ -207,7 +207,7 @@ class Choice:
 
 # %% ../../nbs/experiments/29_grid.ipynb #8071f4ac
 def choose(plan: Plan, records: Iterable[dict]) -> list[Choice]:
-    "Return the best setting of each task and method of a search. `ValueError` for a seed below 100 or a lost record."
+    "Return the best setting of each task and method of a search. Raises `ValueError` for seeds below 100."
     if any(r.notebook != "finetune" for r in plan.runs): raise ValueError("grid: only runs of finetune have a score")
     values = {r.get("key"): r.get("value") for r in records}
     scores = {key: -math.inf if value is None else value for key, value in values.items()}
@@ -229,7 +229,7 @@ def choose(plan: Plan, records: Iterable[dict]) -> list[Choice]:
 
 # %% ../../nbs/experiments/29_grid.ipynb #9502d978
 def _best(settings: list[list[Run]], scores: dict, varied: list[str]) -> Choice:
-    "Return the best setting of one task and method, each with its runs. `ValueError` for unlike seeds."
+    "Return the best setting of one task and method, each with its runs. Raises `ValueError` for unlike seeds."
     config = settings[0][0].config
     place, method = {n: config[n] for n in PLACE if n in varied}, tuple(config[n] for n in METHOD)
     where = " ".join(map(str, [*place.values(), *method]))
@@ -247,7 +247,7 @@ def _best(settings: list[list[Run]], scores: dict, varied: list[str]) -> Choice:
 
 # %% ../../nbs/experiments/29_grid.ipynb #b00e4305
 def final_grid(choices: list[Choice], seeds: str = "0..5", of: str = "search") -> str:
-    "Return the grid file of the final runs of a search with a name. `ValueError` for a seed of the search."
+    "Return the grid file of the final runs of a search with a name. Raises `ValueError` for a seed of the search."
     axis = _values("seeds", from_yaml(seeds))
     if used := set(axis) & {seed for c in choices for seed in c.seeds}:
         raise ValueError(f"seeds: {min(used)} was searched on; give others: 0..5")

@@ -148,10 +148,10 @@ def _mask(config: LandscapeConfig, model: nn.Module, corpus: TextBatches, loss: 
     scores, level = {}, "diagonal" if config.by == "scalar" else "tensor"
     if config.subset != "random":
         if config.fisher is None: estimate = empirical_fisher(model, corpus, level, loss)
-        else:
-            estimate = FisherEstimate.load(config.fisher)
-            if estimate.fingerprint != model_fingerprint(model) or level == "diagonal" != estimate.level:
-                raise ValueError(f"fisher: {config.fisher!r} is no {level} of the weights of {config.model!r}")
+        else: estimate = FisherEstimate.load(config.fisher)
+        other = config.fisher is not None and estimate.fingerprint != model_fingerprint(model)
+        if other or level == "diagonal" != estimate.level:
+            raise ValueError(f"fisher: {config.fisher!r} is no {level} of the weights of {config.model!r}")
         scores = estimate.mean() if config.by == "scalar" else estimate.scores()
     return subset(model, scores, config.share, config.subset, config.by, config.direction_seed)
 
@@ -214,7 +214,7 @@ def layer_points(
 
 # %% ../../nbs/experiments/25_measure.ipynb #4407c43f
 def load_language_model(config: LossSettings) -> tuple[nn.Module, TextBatches, str, list[str]]:
-    "Return a language model in eval mode, its batches, loss and notes. `ValueError` without a trained head."
+    "Return a language model in eval mode, its batches, loss and notes. Raises `ValueError` without a trained head."
     if config.model in TOY_LOSSES:
         (model, tokenizer, notes), loss = _toy_model(config.model), TOY_LOSSES[config.model]
     else:
@@ -251,7 +251,7 @@ def _toy_model(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]
 
 # %% ../../nbs/experiments/25_measure.ipynb #b3a0df66
 def load_body(config: TextSettings) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:
-    "Return the model without head and decoder, tokenizer and notes. `ValueError` where weights are missing."
+    "Return the model without head and decoder, tokenizer and notes. Raises `ValueError` where weights are missing."
     if config.model in TOY_LOSSES: model, tokenizer, notes = _toy_model(config.model)
     else: model, tokenizer, notes = read_body(config.model), load_tokenizer(config.model), []
     limit_length(tokenizer, model)

@@ -34,7 +34,7 @@ def load_model(
     config: RunConfig,  # task, model and seed count
     task: Task | None = None,  # the configuration's, with the labels that its rows have
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:  # model, tokenizer, notes
-    "Return the encoder with a head drawn with the seed, in float32. `ValueError` for a missing weight but a pooler's."
+    "Return the encoder with a head drawn with the seed, in float32. Raises `ValueError` for a missing weight."
     tokenizer, notes, task = load_tokenizer(config.model), [], task or get_task(config.task, config.definition)
     model, missing, body, unread = _with_head(config, task)
     limit_length(tokenizer, model)
@@ -104,7 +104,7 @@ def _redraw_pooler(model: nn.Module, missing: bool) -> list[str]:
 
 # %% ../../nbs/experiments/21_models.ipynb #6a023ac8
 def read_body(model: str) -> nn.Module:
-    "Return the model without a head, in float32. `ValueError` where weights are missing that the hidden states need."
+    "Return the model without a head, in float32. Raises `ValueError` for a missing weight."
     body, info = pretrained(AutoModel, model, dtype=torch.float32, output_loading_info=True)
     body.config.return_dict = True  # the states are taken by name
     check_whole(model, body, body.get_encoder() if has_decoder(body) else body, info["missing_keys"])
@@ -116,7 +116,7 @@ def has_decoder(model: nn.Module) -> bool:
     return bool(model.config.is_encoder_decoder and hasattr(model, "get_encoder")) or None not in parts
 
 def load_language_head(kind, model: str, loss: str) -> nn.Module:
-    "Return a language model in float32. `ValueError` with the command that trains a head, where there is none."
+    "Return a language model in float32. Raises `ValueError` with the command that trains a head, where there is none."
     found, info = pretrained(kind, model, dtype=torch.float32, output_loading_info=True)
     if not (missing := sorted(info["missing_keys"])): return found
     why = f"model: {model!r} has no pretrained head for {loss} ({', '.join(missing[:2])} missing)"
@@ -128,7 +128,7 @@ def load_language_head(kind, model: str, loss: str) -> nn.Module:
 def pretrained(kind, model: str, **options):
     """Return what `kind.from_pretrained` gives for "toy-bert", a folder or a name on the hub.
 
-    Code that a checkpoint brings along is never run. `ValueError` for what is missing, damaged, in integers, or NaN."""
+    Code that a checkpoint brings along is never run. Raises `ValueError` for missing, damaged or NaN weights."""
     source = model_source(model)
     try: found = kind.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:
@@ -148,7 +148,7 @@ def pretrained(kind, model: str, **options):
     return found
 
 def model_source(model: str) -> str:
-    "Return where from_pretrained finds the model. `ValueError` for a path without a folder, before the hub is asked."
+    "Return where from_pretrained finds the model. Raises `ValueError` for a path without a folder."
     if model == "toy-bert": return str(toy_model_path())
     folder = expanded(model)
     if os.path.isdir(folder): return str(folder)  # unlike the method of a path, also of a name too long for one
@@ -158,7 +158,7 @@ def model_source(model: str) -> str:
     return model
 
 def read_config(model: str) -> PretrainedConfig:
-    "Return the configuration of a checkpoint. `ValueError` where there is none."
+    "Return the configuration of a checkpoint. Raises `ValueError` where there is none."
     return pretrained(AutoConfig, model)
 
 # %% ../../nbs/experiments/21_models.ipynb #quietc01
@@ -175,7 +175,7 @@ def quiet_loading() -> Iterator[None]:
 
 # %% ../../nbs/experiments/21_models.ipynb #09631f5a
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    "Return the tokenizer of a model. `ValueError` where there is none, for which transformers would make an empty one."
+    "Return the tokenizer of a model. Raises `ValueError` if there is none."
     tokenizer = pretrained(AutoTokenizer, model)
     if len(tokenizer) - len(tokenizer.all_special_ids) < 5:  # special tokens, and the odd mark
         raise ValueError(f"model: {model!r} has no tokenizer; save it there with tokenizer.save_pretrained, "
@@ -184,7 +184,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 # %% ../../nbs/experiments/21_models.ipynb #0e179944
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module, texts: Sequence[str]) -> list[str]:
-    "Warn of over 5 % unknown tokens or few rows in use, and return it. `ValueError` for an id beyond the rows."
+    "Warn of over 5 % unknown tokens or few rows in use, and return it. Raises `ValueError` for an id beyond the rows."
     odd, rows = [], model.get_input_embeddings().num_embeddings
     if (last := max(tokenizer.get_vocab().values())) >= rows:
         raise ValueError(f"model: its tokenizer has the id {last} and the model {rows} embedding rows; "

@@ -77,7 +77,7 @@ def save(self: RunRecord, folder: str | Path) -> Path:
 
 @patch(cls_method=True)
 def load(cls: RunRecord, path: str | Path) -> RunRecord:
-    "Return the record in a file or in the folder of a run. `ValueError` if it is incomplete."
+    "Return the record in a file or in the folder of a run. Raises `ValueError` if it is incomplete."
     path = Path(path) / "record.json" if Path(path).is_dir() else Path(path)
     try:
         values = from_json(read_text(path))
@@ -201,7 +201,7 @@ def collect(
     below: Callable[[str | Path], Iterable[dict]] | None = None,  # yields other records of a folder
 ) -> list[dict]:
     """Add the records of a folder to a JSON lines file, one a key, written atomically; return them. Of a failed run
-    stay key, configuration, error and attempts. `ValueError` if there is no such folder."""
+    stay key, configuration, error and attempts. Raises `ValueError` if there is no such folder."""
     if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}; give one of runs")
     path, records = Path(path), {}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,11 +242,11 @@ def with_columns(record: dict) -> dict:
 
 # %% ../../nbs/experiments/20_record.ipynb #18762733
 def read_record(path: str | Path) -> dict:
-    "Return the record in a file. `ValueError` with the name of the file if it holds none."
+    "Return the record in a file. Raises `ValueError` with the name of the file if it holds none."
     return _record(read_text(path), repr(str(path)))
 
 def read_lines(path: str | Path) -> list[dict]:
-    "Return the records in a JSON lines file, [] if it is not there. `ValueError` for a line that is no record."
+    "Return the records in a JSON lines file, [] if it is not there. Raises `ValueError` for a line that is no record."
     lines = read_text(path).split("\n") if Path(path).exists() else []
     return [_record(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
 

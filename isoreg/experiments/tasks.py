@@ -19,7 +19,7 @@ from ..files import from_yaml, read_text
 
 # %% ../../nbs/experiments/17_tasks.ipynb #chkbase1
 class Checked(BaseModel):
-    "Hold values that pydantic checks. `ValueError` with a line for each wrong one."
+    "Hold values that pydantic checks. Raises `ValueError` with a line for each wrong one."
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
 
@@ -128,7 +128,7 @@ def definition(task: Task) -> dict:
     return task.model_copy(update={"sha256": digests}).model_dump(mode="json", exclude_defaults=True)
 
 def file_digest(split: str, file: str) -> str:
-    "Return the digest of the file of a split. `ValueError` if it is not there."
+    "Return the digest of the file of a split. Raises `ValueError` if it is not there."
     if Path(file).is_file(): return content_digest(Path(file))
     raise ValueError(f"files: {split}: no file {file!r}; give its path beside the definition, or, to repeat a "
                      "stored run, its folder as data_dir")
@@ -176,7 +176,7 @@ TASKS: dict[str, Task] = {task.name: task for task in [
     Task("toy-stsb", text=_PAIR.split(), metric="pearson", metrics=_CORR.split())]}
 
 def get_task(name: str | Task, own: dict | None = None) -> Task:
-    "Return a task by its name or by its own definition. `ValueError` with the nearest name for an unknown one."
+    "Return a task by its name or by its own definition. Raises `ValueError` with the nearest name for an unknown one."
     if own is not None: return Task(**own)
     if isinstance(name, Task): return name
     return TASKS[one_of("task", name, TASKS, also="a file that defines one (.yaml)")]

@@ -18,8 +18,8 @@ import pandas as pd
 
 from ..files import write_atomically
 from .records import (
-    TUNED, by_setting, clears_majority, columns_apart, compare, known_texts, load, over_tasks, p_text, setting_text,
-    summarise, to_markdown)
+    TUNED, by_setting, clears_majority, columns_apart, compare, few_words, known_texts, load, over_tasks, p_text,
+    setting_text, summarise, to_markdown)
 
 # %% ../../nbs/report/33_figures.ipynb #c65103d6
 def plot_tradeoff(
@@ -55,7 +55,7 @@ def _draw_arm(ax, arm: pd.DataFrame, style: tuple, name: str):
     ax.errorbar(x.mean(), y.mean(), xerr=spread[0], yerr=spread[1], color=colour, marker=mark, ms=7, capsize=2, lw=1,
                 ls="", label=name)
 
-def _metric_name(g: pd.DataFrame) -> str: return known_texts(g.metric, "score").replace("_", " ")
+def _metric_name(g: pd.DataFrame) -> str: return setting_text(known_texts(g.metric, "score")).replace("_", " ")
 
 def _majority_line(ax, g: pd.DataFrame):
     "Draw the score of the majority class, dotted, where it is near the runs."
@@ -64,28 +64,28 @@ def _majority_line(ax, g: pd.DataFrame):
 
 # %% ../../nbs/report/33_figures.ipynb #f198d5c7
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, for the colour-blind
-_OWN = {"standard": "black", "cosreg": PALETTE[2], "guided": PALETTE[1], "gaussian": PALETTE[5],
-        "constant-mean": PALETTE[0], "reversed": PALETTE[3], "type-only": PALETTE[4]}
+COLOURS = {"baseline": "black", "CosReg": "#882255", "guided dropout": "#009E73", "constant rate": "#777777",
+           "type only": "#999933", "no dropout": "#8C510A", "Gaussian": "#CC79A7", "guided reversed": "#332288"}
 WIDTH = 8.2  # inches at most, and letters of 8 points at least: on a page of the site these are 10 pixels high
 
 class NotRecorded(ValueError):
     "The records do not hold what a figure shows."
 
 def _styles(df: pd.DataFrame) -> dict:
-    "Return colour, mark and dash of each method, the same in every panel; I-STAR by its strength."
+    "Return colour, mark and dash of each method, the same in every panel."
     styles: dict[str, tuple] = {}
-    for n, ((_, name), g) in enumerate(by_setting(df, ["task"]).items()):
-        run, used = g.iloc[0], [colour for colour, *_ in styles.values()]
-        how = run.regularizer if run.regularizer != "none" else run.dropout
-        free = next((c for c in PALETTE if c not in used), PALETTE[n % 6])
-        colour = _shade(run.lam) if how == "istar" else _OWN.get(how, free)
+    for n, (_, name) in enumerate(by_setting(df, ["task"])):
+        used = [colour for colour, *_ in styles.values()]
+        colour = colour_of(name) or next((c for c in PALETTE if c not in used), PALETTE[n % 6])
         styles.setdefault(name, (colour, "soD^vP*"[len(styles) % 7], ("-", "--", ":", "-.")[used.count(colour) % 4]))
     return styles
 
-def _shade(lam: float) -> tuple:
-    "Return a colour from light at 0.05 to dark at 10, orange below zero and blue above."
-    depth = np.clip(math.log(max(abs(lam), 0.05) / 0.05) / math.log(200), 0, 1)
-    return plt.get_cmap("Oranges" if lam < 0 else "Blues")(0.35 + 0.6 * depth)
+def colour_of(method: str) -> str | tuple | None:
+    "Return a method's colour in every figure; I-STAR: orange below zero, blue above, darker with λ; None: no own one."
+    lam, *_ = method.partition("I-STAR λ=")[2].replace(",", " ").split() or [""]
+    if not lam: return next((colour for name, colour in COLOURS.items() if method.startswith(name)), None)
+    depth = np.clip(math.log(max(abs(float(lam)), 0.02) / 0.02) / math.log(500), 0, 1)
+    return plt.get_cmap("Oranges" if float(lam) < 0 else "Blues")(0.4 + 0.55 * depth)
 
 # %% ../../nbs/report/33_figures.ipynb #c6e040a8
 def _panels(df: pd.DataFrame, without: Sequence[str] = ()):
@@ -195,44 +195,48 @@ def plot_forest(
     comparisons: pd.DataFrame,  # of compare; several can be put together with pandas.concat
     heads: Sequence[str] | None = None,  # one a row: rows with the same head stand together below it
 ):
-    """Return a figure of every difference of a table with its t interval, its pairs, p after Holm, and verdict.
+    """Return a figure of every difference of a table with its t interval, its pairs, and p after Holm.
 
-    Filled: Holm p at or below the level; open: not. An interval much wider than the differences spread is cut."""
-    several, place, y = comparisons.baseline.nunique() > 1, [], 0
+    Filled: Holm p at or below the level; a cross: half of the runs or more predict a single class; a dash for p: too
+    few seeds. Intervals wider than five times the median do not set the axis; an arrow is a mark beyond it."""
+    method, baseline, metrics, y = comparisons.method, comparisons.baseline, comparisons.metric.unique(), 0
+    several, turned = baseline.nunique() > 1, baseline.nunique() > method.nunique() == 1  # one method against others
     fig, ax = plt.subplots(layout="constrained")
+    width, places = comparisons.high - comparisons.low, []
+    scale = comparisons[~(width > 5 * width.median())][["difference", "low", "high"]].to_numpy()
+    low, high = np.nanmin(scale, initial=0), np.nanmax(scale, initial=0)
+    limits = ax.set_xlim(low - (room := 0.04 * (high - low) or 0.01), high + room)
+    ax.axvline(0, color="grey", lw=0.8)
     for i, r in enumerate(comparisons.itertuples()):
         if heads is not None and (i == 0 or heads[i] != heads[i - 1]):
             ax.text(0, -y, heads[i], transform=ax.get_yaxis_transform(), va="center", fontsize=8, weight="bold",
-                    zorder=4, bbox=dict(facecolor="white", edgecolor="none", pad=1.5))
+                    bbox=dict(facecolor="white", edgecolor="none", pad=1.5))
             y += 1
-        _draw_difference(ax, y, r)
-        place.append(-y)
+        _draw_difference(ax, y, r, *limits)
+        places.append(-y)
         y += 1
-    rows = zip(comparisons.loc[:, :"method"].itertuples(index=False), comparisons.baseline)
-    ax.set_yticks(place, [", ".join(map(setting_text, r)) + f"\nagainst {b}" * several for r, b in rows], fontsize=8)
-    ax.axvline(0, color="grey", lw=0.8)
-    ax.locator_params(axis="x", nbins=5)
-    d, (low, high) = comparisons.difference, ax.get_xlim()
-    room = max(np.ptp([0, *d.dropna()]), 2 * (comparisons.high - comparisons.low).median()) / 2
-    if room > 0: ax.set_xlim(max(low, min(0, d.min()) - room), min(high, max(0, d.max()) + room))
-    metrics = comparisons.metric.unique()
-    unit = metrics[0].replace("_", " ") if len(metrics) == 1 else "the metric of each task"
-    against = "difference in " if several else f"difference to {comparisons.baseline.iloc[0]}, in "
-    ax.set(xlabel=against + unit, ylim=(0.4 - y, 0.6))
-    fig.set_size_inches(WIDTH, 0.9 + (0.34 if several else 0.25) * y)
+    names = baseline if turned else method + "\nagainst " + baseline if several else method
+    rows = comparisons.assign(method=names).loc[:, :"method"].itertuples(index=False)
+    ax.set_yticks(places, [", ".join(map(setting_text, r)) for r in rows], fontsize=8)
+    ax.tick_params(left=False)
+    ax.locator_params(axis="x", nbins=6)
+    ax.spines[["left", "top", "right"]].set_visible(False)
+    unit = setting_text(metrics[0]).replace("_", " ") if len(metrics) == 1 else "the metric of each task"
+    what = f"{method.iloc[0]} minus the other" if turned else "difference" + f" to {baseline.iloc[0]}" * (not several)
+    ax.set(xlabel=f"{what}, in {unit}\n{few_words(comparisons.verdict)}".strip(), ylim=(0.4 - y, 0.6))
+    fig.set_size_inches(WIDTH, 0.9 + (0.34 if several > turned else 0.22) * y)
     return fig
 
 # %% ../../nbs/report/33_figures.ipynb #e8ec9084
-def _draw_difference(ax, y: int, r):
-    "Draw one row of a forest, and its words at the right."
-    shown = r.verdict.startswith(("higher", "lower"))
-    colour = "black" if not shown else PALETTE[0] if r.difference > 0 else PALETTE[1]
-    reach = [[r.difference - r.low], [r.high - r.difference]] if r.low == r.low else None
-    look = {"marker": "o", "mfc": colour} if shown else {"marker": "s", "mfc": "white"}
-    if r.n: ax.errorbar(r.difference, -y, xerr=reach, color=colour, capsize=3, lw=1.2, **look)
-    words = r.verdict.split(":")[0] + (f", {r.collapsed} predict a single class" if r.collapsed else "")
-    ax.text(1.04, -y, f"n={r.n}, p (Holm) {p_text(r.p_holm) or 'none'}: {words}", transform=ax.get_yaxis_transform(),
-            va="center", fontsize=8)
+def _draw_difference(ax, y: int, r, low: float, high: float):
+    "Draw one row of a forest, and its pairs and p at the right."
+    shown, few = (r.verdict.startswith(ways) for ways in (("higher", "lower"), "too few"))
+    fill, words = "black" if shown else "white", "–" if few else f"p {p_text(r.p_holm) or 'none'}"
+    mark = "<" if r.difference < low else ">" if r.difference > high else "x" if 2 * r.collapsed >= r.n else "so"[shown]
+    reach = [[r.difference - r.low], [r.high - r.difference]]
+    if r.low == r.low: ax.errorbar(r.difference, -y, xerr=reach, color="black", capsize=2, lw=1, fmt="none")
+    if r.n: ax.plot(np.clip(r.difference, low, high), -y, mark, color="black", mfc=fill, ms=4.5, clip_on=False)
+    ax.text(1.02, -y, f"n={r.n}, {words}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
 
 # %% ../../nbs/report/33_figures.ipynb #c2dfeaca
 def write_report(
