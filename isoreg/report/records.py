@@ -33,7 +33,7 @@ def load(
     source,  # folder of runs (record.json, failed.json), .jsonl file, record (a dict or RunRecord), or list of these
 ) -> pd.DataFrame:  # one row a run
     """Return one row a run: its settings, the columns of RECORDED, method, status, protocol, notes, file and line. A
-    warning counts what holds no record of a run. `ValueError` if there is none."""
+    warning counts what holds no record of a run. Raises `ValueError` if there is none."""
     rows: dict[str, dict] = {}
     wrong = []
     for entry, file, line in _entries(source):
@@ -167,7 +167,7 @@ def summarise(
     value: str = "value",  # the primary metric, another metric of the records, or a numeric column
 ) -> pd.DataFrame:  # one row a group
     """Return mean, t interval, median and worst of each group over its seeds; failed and collapsed runs are counted.
-    error is that of the mean for other seeds and evaluation rows. `ValueError` for two finished runs of one seed."""
+    error is that of the mean for other seeds and evaluation rows. Raises `ValueError` for two runs of one seed."""
     by, rows = columns_apart(df, by), []
     for names, g in by_setting(with_outcome(df, value), by).items():
         done, x, metric = g[g.status == "done"], g.outcome.dropna(), known_texts(g.metric)
@@ -259,7 +259,7 @@ def compare(
 ) -> pd.DataFrame:  # one row a method and setting
     """Return method minus baseline, paired by seed: t interval, exact sign-flip test, Holm's correction, verdict.
     differ: settings of training that are each method's own, as `isoreg select` chose them; reachable: the smallest
-    p_holm that a row could have had. `ValueError` if `by` leaves no pair, or two runs of an arm share a seed."""
+    p_holm that a row could have had. Raises `ValueError` if `by` leaves no pair, or two runs of an arm share a seed."""
     name, fixed = ("baseline", baseline) if of is None else ("of", of)
     one_of(name, fixed, df.method.unique())
     apart, rows = columns_apart(df, by, paired=True), []
@@ -473,7 +473,7 @@ def three_columns(
     digits: int = 4,  # of a score, 0 to 1
 ) -> pd.DataFrame:  # task, method, published, as released, corrected, read
     """Return published numbers beside the runs of either protocol, from 0 to 1: mean, standard deviation, 95 % t
-    interval, n; a cell without runs says "not run". `ValueError` if runs of a cell differ in a setting."""
+    interval, n; a cell without runs says "not run". Raises `ValueError` if runs differ in a setting."""
     for name in methods: one_of("methods", name, numbers.method.unique())
     used, cells = df[df.task.isin(numbers.task) & df.method.isin(list(methods.values()))], {}
     for place, runs in used.groupby(["task", "method", "protocol"]):
