@@ -81,6 +81,7 @@ def _described(call: ast.Call) -> tuple[str, str]:
 def _setting(name: str, field) -> Field:
     "Return a setting of a configuration."
     kind = getattr(field.annotation, "__name__", None) if isinstance(field.annotation, type) else str(field.annotation)
+    kind = re.sub(r"Literal\[[^]]{80,}\]", "str", kind).replace("typing.", "")  # the page of settings has the values
     return Field(name, kind, repr(field.default), help_text(field))
 
 
