@@ -397,10 +397,11 @@ def test_agreement_measures():
 
 def test_entries_that_are_zero_in_both_do_not_agree():
     full, part = torch.zeros(10_000), torch.zeros(10_000)
-    full[:200], part[:100] = torch.rand(200) + 1, torch.rand(100) + 1
+    full[:200], part[:100] = 1e-3 * torch.rand(200) + 1e-3, 1e-3 * torch.rand(100) + 1e-3
     about = dict(n_samples=1, level="diagonal", loss="mlm", numel={"w": 10_000})
     one, two = (FisherEstimate({"w": x}, **about) for x in (part, full))
     assert [r["overlap"] for r in agreement(one, two, top=(5, 2))] == [0.5, 0.5]
+    assert agreement(one, two, top=(0.01,))[0]["tensors"] == 0  # one entry has no correlation
 
 
 def tokenizer_of(name: str):

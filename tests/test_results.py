@@ -67,23 +67,18 @@ def rows_of(text):
     "path", [*TABLES, NBS / "index.ipynb", NBS / "guides" / "choosing.ipynb"], ids=lambda p: p.stem
 )
 def test_no_cell_without_its_seeds_and_interval(path):
-    for text in shown(nbformat.read(path, 4).cells):
-        rows = rows_of(LINK.sub(r"\1", text))  # a link is its text, and its bracket is no interval
-        if not rows:
-            continue
-        head = rows[0]
+    tables = [rows_of(LINK.sub(r"\1", text)) for text in shown(nbformat.read(path, 4).cells)]
+    for head, _, *rows in filter(None, tables):  # a link is its text, and its bracket is no interval
         count = next((h for h in head if h in ("seeds", "pairs")), None)
         reach = next((h for h in head if h.startswith("95")), None)
         if any("±" in h or h in ("difference", "score") for h in head):
             assert count and reach, f"{head}: means without seeds or interval"
-        for row in rows[2:]:
+        for row in rows:
             cells = dict(zip(head, row))
             assert not count or re.match(r"\d+", cells[count]), cells
             assert not reach or (cells[reach] and "nan" not in cells[reach]), cells
             assert all("[" in cell for name, cell in cells.items() if "(n = " in name and cell), cells
-            if count and reach:
-                continue
-            for name, cell in cells.items():  # a mean with its seeds in one cell; papers give what they give
+            for name, cell in () if count and reach else cells.items():  # a mean with its seeds in one cell
                 if name.startswith(("published", "verdict")) or not re.search(r"±|\(n ?=", cell):
                     continue
                 over_samples = re.search(r"± \S+ \((?:\d+|six) (?:samples|directions)\)", cell)  # no runs
@@ -144,8 +139,7 @@ def test_the_numbers_of_a_page_say_what_its_first_paragraph_says(page):
 @pytest.mark.parametrize("page, count", [("tables/overview", 7), ("tables/found", 3)])
 def test_pages_repeat_the_numbers_of_the_registered_round(page, count):
     tables = page_text("found")
-    cells = nbformat.read(NBS / f"{page}.ipynb", 4).cells
-    cells = [c.source for c in cells if "registered round" in c.source]
+    cells = [c.source for c in nbformat.read(NBS / f"{page}.ipynb", 4).cells if "registered round" in c.source]
     told = re.findall(r"([+-]0\.\d{3}) (\[[+-]?0\.\d+, [+-]?0\.\d+\])", " ".join(" ".join(cells).split()))
     assert len(told) == count and all(f"| {d} | {interval}" in re.sub(" +", " ", tables) for d, interval in told), told
 
