@@ -16,11 +16,8 @@ from pathlib import Path
 import yaml
 
 # %% ../nbs/08_files.ipynb #09707923
-def write_atomically(
-    path: str | Path,  # file to write; its folder is made
-    content: str | bytes,  # whole content
-) -> None:
-    """Write a file so that it is either the old one or the new one, never a part. It keeps its
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write a file, and its folder, so that it is either the old one or the new one, never a part. It keeps its
     permissions, and a link stays a link. Raises `ValueError` for a folder or a device."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -86,11 +83,8 @@ def file_kind(source: str) -> str | None:
     return kind
 
 # %% ../nbs/08_files.ipynb #tabform1
-def read_table(
-    path: str | Path,  # .parquet, .json, .jsonl, .csv or .tsv, UTF-8
-    texts: list[str] | None = None,  # columns of a .csv or .tsv that hold texts; None: all
-):
-    "Return the rows of a file as a pyarrow table. Raises `ValueError` if it is damaged."
+def read_table(path: str | Path, texts: list[str] | None = None):  # texts: columns of a .csv that hold texts; None: all
+    "Return the rows of a .parquet, .json, .jsonl, .csv or .tsv as a pyarrow table. Raises `ValueError` if damaged."
     import pyarrow as pa
     import pyarrow.parquet as pq
     from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
@@ -153,10 +147,8 @@ def scores_source(path: str | Path) -> dict[str, str]:
     return {"sha256": hashlib.sha256(content).hexdigest(), "path": where} | named
 
 # %% ../nbs/08_files.ipynb #9de5db96
-def pack(
-    predictions,  # class numbers, real numbers, or a list of dicts (answers to questions)
-) -> dict:  # kind: int16, int32, float32 or json; rows; data: zlib, then base64
-    "Return predictions as a record keeps them."
+def pack(predictions) -> dict:  # kind: int16, int32, float32 or json; rows; data: zlib, then base64
+    "Return predictions as a record keeps them: class numbers, real numbers, or a list of dicts (answers)."
     import numpy as np  # here and below: the command line reads files without it
     if isinstance(predictions, list): kind, content = "json", json.dumps(predictions).encode()
     else:

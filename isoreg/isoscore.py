@@ -88,7 +88,7 @@ def isoscore_from_cov(
 def participation_ratio(
     cov,  # (..., d, d) covariance, tensor or array
 ):
-    "Return tr(S)² / tr(S²), (...), the effective number of dimensions, 1 to d. Raises `ValueError` for no covariance."
+    "Return tr(S)² / tr(S²), (...), the effective number of dimensions, 1 to d. Raises `ValueError` if wrong."
     return 1 + (check_cov(cov).shape[-1] - 1) * isoscore_from_cov(cov)
 
 # %% ../nbs/02_isoscore.ipynb #c2e9d60c

@@ -131,8 +131,7 @@ def needs_reference(self: IStar) -> bool:
 # %% ../nbs/07_istar.ipynb #054db926
 def note_batch(p: nn.Module, mask: Tensor | None, keep: Tensor | None, sound: Tensor) -> None:
     "Keep in `p.worst`, (2,), whether the mask is of 0 and 1 and the batch has a score; check it at once on a CPU."
-    if mask is None or mask.dtype == torch.bool: binary = torch.ones_like(sound)
-    else: binary = (mask.to(keep.device).flatten() == keep).all()
+    binary = torch.ones_like(sound) if mask is None else (mask.to(sound.device).flatten() == keep).all()
     seen = torch.stack([binary, sound])
     before = getattr(p, "worst", None)
     p.worst = seen if before is None else before & seen

@@ -107,11 +107,8 @@ def _apply(self: IsoScore, move, *args):
 
 # %% ../nbs/04_metric.ipynb #141d1d8d
 @patch
-def merge_state(
-    self: IsoScore,
-    incoming_state,  # another metric of this class, or its state dictionary
-) -> None:
-    "Add what another metric has seen. Raises `ValueError` for other dimensions, or if it lacks sums of the correction."
+def merge_state(self: IsoScore, incoming_state: dict | torchmetrics.Metric) -> None:
+    "Add what another metric, or its state, has seen. Raises `ValueError` for other dimensions or too few sums."
     self._reduce_states(incoming_state if isinstance(incoming_state, dict) else incoming_state.metric_state)
     self._computed = None  # the cached score
     self._update_count += 1

@@ -147,9 +147,7 @@ def _band(ax, x, middle, low, high, style: tuple, label: str):
     ax.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
 
 # %% ../../nbs/report/33_figures.ipynb #50c44aa4
-def plot_fraction(
-    df: pd.DataFrame,  # of load: several values of train_fraction
-):
+def plot_fraction(df: pd.DataFrame):  # of load: several values of train_fraction
     "Return a figure of the score by share of the training part: median over seeds, quartiles as a band, runs as dots."
     if df.train_fraction.nunique() < 2: raise NotRecorded("df: all runs have one train_fraction; give several")
     df, styles = df.assign(share=100 * df.train_fraction), _styles(df)
@@ -165,9 +163,7 @@ def plot_fraction(
     return fig
 
 # %% ../../nbs/report/33_figures.ipynb #2d824500
-def plot_mean_activation(
-    df: pd.DataFrame,  # of load, records with mean_activation
-):
+def plot_mean_activation(df: pd.DataFrame):  # of load, records with mean_activation
     """Return a figure of the mean activation of each dimension of the last layer, averaged over seeds.
 
     One row a method, one column a task or setting, on one scale; a grey line is the state before training."""

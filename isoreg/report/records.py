@@ -119,9 +119,7 @@ PAPERS = ("bert-base-", "bert-large-", "albert-base-v2", "distilbert-base-cased"
 CHOSEN = {"epochs": "epochs", "lr": "learning rate", "batch_size": "batch", "accumulation": "accumulation",
           "max_length": "tokens at most", "length_groups": "groups by length", "split_protocol": "split"}
 
-def provenance(
-    df: pd.DataFrame,  # of load
-) -> str:
+def provenance(df: pd.DataFrame) -> str:
     "Return one paragraph on where the numbers come from: model, data, protocol, seeds, hardware, commit, failed runs."
     models: list[str] = []
     for name, sizes in df.groupby("model_name", sort=False).parameters:
