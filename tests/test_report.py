@@ -312,7 +312,7 @@ def test_pairs_need_one_run_a_seed_and_the_same_setting():
     assert list(compare(both).lr) == [1e-5, 3e-5] and list(compare(both).n) == [3, 3]
     epochs = [(NONE, 3), (PLUS, 5)]
     uneven = load([record(m, s, 0.6 + 0.01 * s, settings={"epochs": e}) for m, e in epochs for s in range(3)])
-    assert compare(uneven, by=[]).differ[0] == ["epochs"] and "arms differ in" in to_markdown(compare(uneven, by=[]))
+    assert compare(uneven, by=[]).differ[0] == ["epochs"] and "methods differ in" in to_markdown(compare(uneven, by=[]))
     apart = load([record(m, s, 0.6, settings={"max_train": s * (m is PLUS)}) for m in (NONE, PLUS) for s in (1, 2)])
     assert set(compare(apart).verdict) == {"no pair to compare"}
 

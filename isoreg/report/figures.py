@@ -23,7 +23,7 @@ from .records import (
 
 # %% ../../nbs/report/33_figures.ipynb #c65103d6
 def plot_tradeoff(
-    df: pd.DataFrame,  # of load: a penalty at several strengths, several seeds
+    df: pd.DataFrame,  # of load: a penalty at several values of λ, several seeds
     log: bool = False,  # logarithmic axis of the isotropy
 ):
     """Return a figure of the score against the isotropy after training, one panel for each task and setting.

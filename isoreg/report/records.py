@@ -164,7 +164,7 @@ def summarise(
     by: Sequence[str] | None = None,  # columns that tell rows apart, besides task and method; None: all that vary
     value: str = "value",  # the primary metric, another metric of the records, or a numeric column
 ) -> pd.DataFrame:  # one row a group
-    """Return mean, t interval, median and worst of each group over its seeds; failed and collapsed runs are counted.
+    """Return mean, t interval, median and worst of each group over its seeds; failed and single-class runs are counted.
     error is that of the mean for other seeds and evaluation rows. Raises `ValueError` for two runs of one seed."""
     by, rows = columns_apart(df, by), []
     for names, g in by_setting(with_outcome(df, value), by).items():
@@ -224,7 +224,7 @@ def with_outcome(df: pd.DataFrame, value: str) -> pd.DataFrame:
     return df.assign(outcome=found.where(df.status == "done").astype(float), metric=named)
 
 def check_seeds(runs: pd.DataFrame) -> None:
-    "Raise `ValueError` if two runs of one arm share a seed."
+    "Raise `ValueError` if two runs of one method share a seed."
     twice = runs[runs.duplicated("seed", keep=False)].sort_values("seed")[:2]
     differ = [c for c in SETTINGS if twice[c].map(str).nunique() > 1]
     if len(twice):
@@ -257,7 +257,7 @@ def compare(
 ) -> pd.DataFrame:  # one row a method and setting
     """Return method minus baseline, paired by seed: t interval, exact sign-flip test, Holm's correction, verdict.
     differ: settings of training that are each method's own, as `isoreg select` chose them; reachable: the smallest
-    p_holm that a row could have had. Raises `ValueError` if `by` leaves no pair, or two runs of an arm share a seed."""
+    p_holm that a row could have had. Raises `ValueError` if `by` leaves no pair, or two runs have one seed."""
     name, fixed = ("baseline", baseline) if of is None else ("of", of)
     one_of(name, fixed, df.method.unique())
     apart, rows = columns_apart(df, by, paired=True), []
@@ -277,7 +277,7 @@ def compare(
 
 # %% ../../nbs/report/27_records.ipynb #1e73e853
 def _pair(task: str, arm: pd.DataFrame, base: pd.DataFrame) -> dict:
-    "Return the comparison of two arms on a task, whose runs are paired by seed."
+    "Return the comparison of two methods on a task, whose runs are paired by seed."
     for g in (arm, base): check_seeds(g)
     a, b = (g.set_index("seed").sort_index() for g in (arm, base))
     gaps = a.outcome - b.outcome
@@ -352,7 +352,7 @@ def to_markdown(
     shown = readable(table, digits, columns).map(_linked).rename(columns=_escape)
     return shown.to_markdown(index=False, disable_numparse=True) + f"\n\n{_escape(caption)}\n"
 
-SPARED = ["IsoScore before", "worst", "median", "p by seed", "p", "incomplete pairs", "arms differ in", "mean",
+SPARED = ["IsoScore before", "worst", "median", "p by seed", "p", "incomplete pairs", "methods differ in", "mean",
           "baseline's mean", "metric", "tasks of this sign", "predicts a single class"]
 LATEX: dict = {"λ": r"$\lambda$", "ζ": r"$\zeta$", "±": r"$\pm$", "–": "--"} | {c: f"${c}$" for c in "<>|"}
 
@@ -429,7 +429,7 @@ HEADS["comparison"] = {
     "p by seed": lambda r, d: p_text(r.p_seeds), "p": lambda r, d: p_text(r.p),
     "p, Holm": lambda r, d: p_text(r.p_holm), "verdict": lambda r, d: re.sub("^too few.*", "–", r.verdict),
     "incomplete pairs": lambda r, d: "; ".join(r.incomplete),
-    "arms differ in": lambda r, d: ", ".join(dict.fromkeys(r.differ)),
+    "methods differ in": lambda r, d: ", ".join(dict.fromkeys(r.differ)),
     "predicts a single class": lambda r, d: f"{r.collapsed} of {r.n}; baseline {r.collapsed_baseline} of {r.n}"
     if r.collapsed + r.collapsed_baseline else ""}
 
