@@ -32,7 +32,7 @@ class TextBatches:
     """Yield the batches of a text corpus for a language-model loss, the same at every pass.
 
     A batch is a dict of `input_ids`, `attention_mask` and `labels` (-100: not predicted), each (batch, length). Raises
-    Raises `ValueError` for texts without a token to predict, and for a tokenizer that does not fit the loss."""
+    `ValueError` for texts without a token to predict, and for a tokenizer that does not fit the loss."""
     texts: InitVar[Sequence[str]]  # one sample each; blank ones are left out
     tokenizer: PreTrainedTokenizerBase
     loss: str = "mlm"  # "mlm", "clm" or "seq2seq"

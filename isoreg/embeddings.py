@@ -96,7 +96,6 @@ def _fits(m: Moments) -> bool:
     "Return whether float32 holds fourth powers of the rows; of very short or very long ones it does not."
     return bool(1e-12 < m.m2.trace() / m.count < 1e12)
 
-
 # %% ../nbs/36_embeddings.ipynb #emest1
 def _row_sums(m: Moments, pieces: Iterator[Tensor]) -> tuple[Tensor, int]:
     "Return r, w and z of each row, (3, n) in float64, and how many rows repeat another."
@@ -125,7 +124,6 @@ def _estimate(m: Moments, r: Tensor, w: Tensor, z: Tensor) -> tuple[IsoScoreEsti
     check_evenness(inv, f, d, torch.float32)
     score, without = float(closed_form(t2, f, d)), scores_without(d, r, w, z)
     return IsoScoreEstimate(score, jackknife_error(without, score, m.m2 / n, d), n), without
-
 
 # %% ../nbs/36_embeddings.ipynb #emb04
 def _row(m: Moments, best: IsoScoreEstimate | None, freedom: int) -> dict:

@@ -32,7 +32,7 @@ from .corpus import (
     LOSSES, TextBatches, check_head, head_input, looks_ahead, model_losses, predicted_positions, sample_losses)
 from .files import from_json, read_text, write_atomically
 from .moments import wide_dtype
-from .states import eval_mode, inside_wrapper, model_fingerprint, named_weights, same_state, weights_state
+from .states import eval_mode, inside_wrapper, model_fingerprint, named_weights, weights_state
 
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
 def empirical_fisher(
@@ -438,13 +438,19 @@ def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
 def name_sources(self: FisherEstimate) -> None:
     "Take the digests of the weights and of the batches, unless they are there; warn if the weights have changed."
     if self.of is None: return
-    (model, state, batches), self.of = self.of, None
-    if batches is not None: self.corpora = [batches.describe()]
-    if same_state(state, weights_state(model)): self.fingerprint = model_fingerprint(model)
+    model, state, batches = self.of
+    if batches is not None and self.corpora == [{}]: self.corpora = [batches.describe()]
+    if torch.equal(state.cpu(), weights_state(model).cpu()): digest = model_fingerprint(model)
     else:
-        self.fingerprint = f"norm {float(state[1])}"
-        warnings.warn("model: its weights have changed since the estimate, which names them by their norm; save an "
-                      "estimate before you train, cast or move the model")
+        digest = "sums " + hashlib.sha256(state.cpu().numpy().tobytes()).hexdigest()
+        warnings.warn("model: its weights have changed since the estimate, which names them by the sums of their bits; "
+                      "save an estimate before you train or cast the model")
+    self.fingerprint, self.of = self.fingerprint or digest, None
+
+@patch
+def __getstate__(self: FisherEstimate) -> dict:
+    self.name_sources()  # a copy does not hold the model
+    return vars(self)
 
 # %% ../nbs/11_fisher.ipynb #d7e7eafc
 def _samples(model, batch, loss, sample: str) -> Iterator[tuple[Mapping, tuple[Tensor, ...] | None]]:
@@ -488,10 +494,10 @@ def agreement(
     deviation over tensors of each of `_MEASURES` (Sharma et al. 2024, Table 1, as we read it). Raises `ValueError` for
     estimates of different models or without a diagonal."""
     if full.level != "diagonal": raise ValueError(f"full: level is {full.level!r}; agreement needs level='diagonal'")
-    if not (part.of and full.of and same_state(part.of[1], full.of[1])): part.name_sources(), full.name_sources()
+    if not (part.of and full.of and torch.equal(part.of[1], full.of[1])): part.name_sources(), full.name_sources()
     for key in ("level", "fingerprint", "loss", "reduction", "sample", "numel"):
         if getattr(part, key) != getattr(full, key): raise ValueError(f"part: has another {key} than full")
-    a, b, rows = part.mean(), full.mean(), []
+    a, b, rows = *({n: x.cpu() for n, x in e.mean().items()} for e in (part, full)), []
     if not all(0 < t <= 100 for t in top): raise ValueError(f"top: {top}; need per cent in (0, 100]")
     for share in top:
         found = (_agreement(a[n].flatten(), b[n].flatten(), share) for n in b)
@@ -509,7 +515,7 @@ def _agreement(a: Tensor, b: Tensor, share: float) -> dict[str, float]:
     k = min(round(share / 100 * len(b)), int((b > 0).sum()))
     if k < 2 or not float(a.max()) > 0: return {}
     at, chosen = b.topk(k).indices, a.topk(k).indices
-    x, y = ((v[at] / v.max()).cpu().double().numpy() for v in (a, b))
+    x, y = ((v[at] / v.max()).double().numpy() for v in (a, b))
     varies = np.ptp(x) > 0 and np.ptp(y) > 0
     correlations = [f(x, y).statistic if varies else np.nan for f in (stats.pearsonr, stats.spearmanr)]
     overlap = float(torch.isin(at, chosen[a[chosen] > 0]).sum()) / k

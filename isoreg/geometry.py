@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .checks import in_range, one_of
-from .moments import Moments, as_given, check_finite, check_points, floating, moments
+from .moments import Moments, as_given, check_finite, check_points, floating, full_precision, moments
 
 # %% ../nbs/05_geometry.ipynb #68169a04
 def geometry(
@@ -190,14 +190,14 @@ def nearest_two(x: Tensor, chunk: int = 1024) -> Tensor:
         z, some, least = (y / scale).to(dtype), left, []
         half = z.square().sum(1) / 2
         for rows in some.split(chunk):
-            table = torch.addmm(half, z[rows], z.T, beta=-1)  # less than the half squared distance by half[rows]
+            with full_precision(z): table = torch.addmm(half, z[rows], z.T, beta=-1)  # half[rows] less the half square
             table[torch.arange(len(rows), device=x.device), rows] = -torch.inf
             value, near = table.topk(min(6, len(x) - 1), 1)
             pairs = zip(rows.split(64), near.split(64))
             squares = torch.cat([(x[j] - x[i, None]).square_().sum(-1) for i, j in pairs])
             two[rows] = squares.sqrt().sort(1).values[:, :2]
             least.append(half[rows] - value[:, -1])  # of the rows that are no candidates
-        rounding = z.shape[1] * torch.finfo(dtype).eps * half.max() * 2
+        rounding = (z.shape[1] + 8) * torch.finfo(dtype).eps * half.max() * 2
         left = some[(two[some, 1] / scale).square() / 2 > torch.cat(least) - rounding] if len(x) > 7 else some[:0]
         if not len(left): break
     return two

@@ -33,9 +33,9 @@ def isoscore(
     order, d = 4 if correction == "ustat" else 2, X.shape[-1]
     inv, first = on_host(invariants(X, keep, order), X, keep)
     size = inv.trace.detach() / inv.count.clamp(min=1)
-    narrow = (inv.trace**2 < 2 * inv.square) & (X.shape[-2] < d)
+    narrow = (inv.trace**2 < 2 * inv.square) & (X.shape[-2] < d) & (X.dtype != wide_dtype(X))
     # float32 does not hold fourth powers of very short or very long rows, nor the small score of a few of them
-    if bool(((size < 1e-12) | (size > 1e12) | narrow).any()):
+    if bool((~((size >= 1e-12) & (size <= 1e12)) | narrow).any()):
         inv, _ = on_host(invariants(X.to(wide_dtype(X)), keep, order), X, keep)
     t2, f = estimate_traces(inv, correction)
     score, constant = closed_form(t2, f, d), is_constant(X, keep, inv, first)

@@ -78,7 +78,7 @@ def control_schedule(
     seed: int = 0,  # seed of "shuffled"
 ) -> dict[str, float]:  # site -> p, in the order of the schedule, without the head's
     """Return a control for a guided schedule, of the same mean rate; `shuffled` is the same on every machine. Raises
-    Raises `ValueError` for an unknown kind, bad rates, or a schedule of another model."""
+    `ValueError` for an unknown kind, bad rates, or a schedule of another model."""
     kinds, rates = {s.name: s.kind for s in sites}, check_schedule(schedule)
     check_names(rates, sites)
     rates = {n: p for n, p in rates.items() if kinds[n] != "classifier"}

@@ -25,7 +25,7 @@ class PenaltyLoss(nn.Module):
     """Return a sentence-transformers loss plus penalties on its token vectors, each part by name.
 
     A penalty gets L + 1 tensors (1, tokens, d), the tokens of all columns without padding, and no mask. Raises
-    Raises `ValueError` for a model with no or several encoders, and for a cached loss, which has no graph.
+    `ValueError` for a model with no or several encoders, and for a cached loss, which has no graph.
     """
     def __init__(
         self,

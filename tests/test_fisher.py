@@ -1,5 +1,6 @@
 """Squared per-sample gradients against a loop over samples, in float64, for every architecture the papers use."""
 
+import copy
 import gc
 from collections import Counter
 from dataclasses import replace
@@ -175,7 +176,7 @@ def test_operations_of_a_batch(level):
             alone, both = (operations(lambda: empirical_fisher(model, b, level)) for b in ([one], [one, two]))
             ours = both - alone
             price = alone.total() - ours.total()  # zeros to begin with, and the check of the sums, read at once
-            assert price <= (3 if level == "diagonal" else 1) * len(list(model.parameters())) + 10
+            assert price <= (4 if level == "diagonal" else 2) * len(list(model.parameters())) + 10
             assert alone["_local_scalar_dense"] == 1
             theirs = operations(lambda: plain(two))
             assert ours["_local_scalar_dense"] <= theirs["_local_scalar_dense"], samples
@@ -450,19 +451,19 @@ def test_the_file_that_was_saved_is_read(tmp_path):
 def test_an_estimate_hashes_nothing_until_it_is_saved_and_knows_when_the_weights_have_changed(tmp_path, monkeypatch):
     for name in ("isoreg.fisher.model_fingerprint", "isoreg.corpus.TextBatches.describe"):
         monkeypatch.setattr(name, lambda *_: pytest.fail("hashed"))
-    model, norms = toy_model(), set()
+    model, sums = toy_model(), set()
     weight, early = model.cls.predictions.bias, empirical_fisher(model, corpus_of(8))
-    for change in (model.bfloat16, lambda: weight.data.add_(1), lambda: nn.init.normal_(weight), model.float):
+    for change in (model.bfloat16, lambda: weight.data.neg_(), lambda: nn.init.normal_(weight)):
         estimate = empirical_fisher(model.float(), corpus_of(8))
         change()
-        if change != model.float:  # which changes nothing here
-            monkeypatch.setattr("isoreg.corpus.TextBatches.describe", lambda _: {"name": "c"})
-            with pytest.warns(UserWarning, match="its weights have changed since the estimate"):
-                estimate.save(tmp_path)
-            norms.add(FisherEstimate.load(tmp_path).fingerprint)
+        with monkeypatch.context() as patch, pytest.warns(UserWarning, match="its weights have changed since"):
+            patch.setattr("isoreg.corpus.TextBatches.describe", lambda _: {"name": "c"})
+            estimate.save(tmp_path)
+        sums.add(FisherEstimate.load(tmp_path).fingerprint)
+    assert len(sums) == 3 and all(name.startswith("sums ") for name in sums)
+    estimate = empirical_fisher(model, corpus_of(8))
     monkeypatch.undo()
-    assert len(norms) == 3 and all(name.startswith("norm ") for name in norms)
-    estimate.name_sources()
+    assert copy.deepcopy(estimate).fingerprint == model_fingerprint(model) and estimate.of is None  # plain data
     assert estimate.fingerprint == model_fingerprint(model) and estimate.corpora[0]["samples"] == 8
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="part: has another fingerprint"):
         agreement(replace(early, level="diagonal"), replace(estimate, level="diagonal"))

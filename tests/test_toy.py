@@ -20,11 +20,8 @@ VOCABULARY = toy_tokenizer().get_vocab().keys()
 texts = lambda rows: {v for r in rows for k, v in r.items() if k.startswith("sentence")}
 
 
-many = settings(max_examples=200, deadline=None)
-
-
 @given(seeds)
-@many
+@settings(max_examples=200, deadline=None)
 def test_every_word_is_in_the_vocabulary_and_sentences_fit(rng):
     sentence = text(draw(rng).words())
     words = sentence.removesuffix(".").split()

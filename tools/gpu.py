@@ -61,6 +61,8 @@ def pack(model: Path, data: Path) -> None:
     files = ["isoreg", "nbs/grids", "nbs/results/mpnet_scores.json", "nbs/runs", "tools"]
     subprocess.run(["git", "-C", ROOT, "archive", "-o", small / "code.tar", code, *files], check=True)
     (small / "commit").write_text(code)
+    today = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    (small / "today").write_text(today.stdout.strip())
     platforms = [f"--platform=manylinux_2_{n}_x86_64" for n in (17, 27, 28)] + ["--platform=manylinux2014_x86_64"]
     wanted = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms]
     where = ["-c", ROOT / "constraints.txt", "-d", small / "wheels"]
@@ -303,9 +305,11 @@ def take(out: Path) -> None:
     setting = lambda r: (r["key"].rsplit("-seed", 1)[0], json.dumps(r["config"] | {"seed": 0}), r["config"]["seed"])
     lines = [json.dumps(r) + "\n" for r in sorted(recorded(out), key=setting)]
     (RESULTS / "base_gpu.jsonl").write_text("".join(lines))
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    for record in (out / "benchmark").rglob("record.json"):  # which has no commit: no repository came along
-        content = json.loads(record.read_text()) | {"git_commit": commit}
+    for record in sorted((out / "benchmark").rglob("record.json"), key=os.path.getmtime):
+        content = json.loads(record.read_text())
+        if not content["works"]:
+            continue
+        content["git_commit"] = content["git_commit"] or (GPU / "0/today").read_text()  # no repository came along
         (RESULTS / "benchmark_gpu.json").write_text(json.dumps(content, indent=1) + "\n")
         if (profile := record.with_name("profile.txt")).exists():
             shutil.copy(profile, RESULTS / "benchmark_gpu.txt")

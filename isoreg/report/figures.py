@@ -199,7 +199,7 @@ def plot_forest(
     several, turned = baseline.nunique() > 1, baseline.nunique() > method.nunique() == 1  # one method against others
     fig, ax = plt.subplots(layout="constrained")
     width, places = comparisons.high - comparisons.low, []
-    scale = comparisons[~(width > 5 * width.median())][["difference", "low", "high"]].to_numpy()
+    scale = comparisons[~(width > 5 * width[width > 0].median())][["difference", "low", "high"]].to_numpy()
     low, high = np.nanmin(scale, initial=0), np.nanmax(scale, initial=0)
     limits = ax.set_xlim(low - (room := 0.04 * (high - low) or 0.01), high + room)
     ax.axvline(0, color="grey", lw=0.8)

@@ -21,8 +21,7 @@ import numpy as np
 import pandas as pd
 
 from ..checks import one_of
-from ..experiments.config import GUIDED, METHOD, RunConfig
-from ..experiments.config import method_label as label
+from ..experiments.config import GUIDED, METHOD, RunConfig, method_label as label
 from ..experiments.record import better
 from ..files import from_json, path_label, read_text, record_files
 from .statistics import (
@@ -382,7 +381,6 @@ def readable(
             except AttributeError: continue  # its column is gone
             if any(map(str, cells)): shown[head] = cells
     return shown[list(columns)] if columns else shown
-
 
 # %% ../../nbs/report/27_records.ipynb #b20b8adf
 @dataclass
