@@ -207,7 +207,8 @@ def _by_sample(self: Tape, a: Tensor) -> Tensor:
     "Return the rows of each sample, (samples, tokens, width); a row of predicted positions is padded with zeros."
     if len(a) == self.samples: return a.reshape(self.samples, -1, a.shape[-1])
     padded = a.new_zeros(self.samples, max(self.counts), a.shape[-1])
-    padded[self.row.to(a.device), self.place.to(a.device)] = a[0]
+    self.row, self.place = self.row.to(a.device), self.place.to(a.device)  # once for each device
+    padded[self.row, self.place] = a[0]
     return padded
 
 # %% ../nbs/11_fisher.ipynb #fb33bc5f

@@ -309,7 +309,8 @@ def take(out: Path) -> None:
         content = json.loads(record.read_text())
         if not content["works"]:
             continue
-        content["git_commit"] = content["git_commit"] or (GPU / "0/today").read_text()  # no repository came along
+        if (GPU / "0/today").exists():  # where no repository came along
+            content["git_commit"] = content["git_commit"] or (GPU / "0/today").read_text()
         (RESULTS / "benchmark_gpu.json").write_text(json.dumps(content, indent=1) + "\n")
         if (profile := record.with_name("profile.txt")).exists():
             shutil.copy(profile, RESULTS / "benchmark_gpu.txt")
