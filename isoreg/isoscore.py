@@ -58,7 +58,7 @@ class _TraceAndSquare(torch.autograd.Function):
     def forward(ctx, S: Tensor):
         ctx.save_for_backward(S)
         t = S.diagonal(dim1=-2, dim2=-1).to(wide_dtype(S)).sum(-1)
-        height = S.shape[-1] if few_operations(S.device) else 64
+        height = S.shape[-1] if few_operations(S.device) else 128
         blocks = (rows.to(wide_dtype(S)).flatten(-2) for rows in S.split(height, dim=-2))
         a = functools.reduce(torch.add, (torch.linalg.vecdot(rows, rows) for rows in blocks))
         return t, a
