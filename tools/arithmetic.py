@@ -41,7 +41,7 @@ def main(environments: dict[str, str]) -> None:
     "Measure each variant against this environment, one thread and fp32, and write the record."
     model = os.environ.get("ISOREG_MODELS") and f"{os.environ['ISOREG_MODELS']}/minilm-l6-mlm"
     for which in filter(None, ("toy-bert", model)):
-        label = "" if which == "toy-bert" else ", MiniLM"
+        label = "" if which == "toy-bert" else ", all-MiniLM-L6-v2, MLM"
         usual = numbers(sys.executable, "1", "fp32", which)
         variants = {name: (python, "1", "fp32", {}) for name, python in environments.items() if not label}
         variants |= {name: (sys.executable, "1", "fp32", flags) for name, flags in OLDER.items()}

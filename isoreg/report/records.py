@@ -113,7 +113,8 @@ def _row(record: dict) -> dict:
         "protocol": "as released" if str(row["recipe"]).endswith("-released") else "corrected"}
 
 # %% ../../nbs/report/27_records.ipynb #558adde1
-ENCODERS = {"minilm-l6-h384": "all-MiniLM-L6-v2", "all-mpnet-base-v2": "all-mpnet-base-v2"}  # by the folder's name
+ENCODERS = {"minilm-l6-h384": "all-MiniLM-L6-v2", "minilm-l6-mlm": "all-MiniLM-L6-v2, MLM",
+            "all-mpnet-base-v2": "all-mpnet-base-v2"}  # by the folder's name
 PAPERS = ("bert-base-", "bert-large-", "albert-base-v2", "distilbert-base-cased")
 CHOSEN = {"epochs": "epochs", "lr": "learning rate", "batch_size": "batch", "accumulation": "accumulation",
           "max_length": "tokens at most", "length_groups": "groups by length", "split_protocol": "split"}
@@ -129,8 +130,10 @@ def provenance(df: pd.DataFrame) -> str:
             f"{known_texts(g.evaluation_rows)} for evaluation)" for task, g in df.groupby("task", sort=False)]
     recipes = [f"{p} ({known_texts(g.recipe, 'no recipe')})" for p, g in df.groupby("protocol")]
     chosen = [f"{head} {known_texts(df[c])}" for c, head in CHOSEN.items()]
-    words = dict.fromkeys(re.sub(r" with seed \d+", " by the seed", note) for note in df.notes.sum())
-    notes = [n for n in words if "mean rate" not in n and "untouched" not in n]
+    notes = "\n".join(df.notes.sum())
+    for name, encoder in ENCODERS.items(): notes = notes.replace(name, encoder)
+    words = dict.fromkeys(re.sub(r" with seed \d+", " by the seed", notes).split("\n"))
+    notes = [n for n in words if n and "mean rate" not in n and "untouched" not in n]
     commits = dict.fromkeys(c[:8] + "+" * c.endswith("+") for c in df.commit.dropna())
     return (f"Model {'; '.join(models)}. Data {'; '.join(data)}. Protocol {', '.join(recipes)}; {', '.join(chosen)}. "
             f"Seeds {', '.join(map(str, sorted(df.seed.unique())))}. Hardware {known_texts(df.hardware)}. Commit "
