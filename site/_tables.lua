@@ -1,12 +1,15 @@
--- On a phone a row of four cells or more stands as a list, each cell behind its head (td[data-head] in styles.css).
+-- On a phone a row of three cells or more stands as a list, each cell behind its head (td[data-head] in styles.css).
 -- Printed text wraps, but not a table that is drawn with lines.
 function Table(found)
   local head = found.head.rows[1]
   local names = head and head.cells:map(function(cell) return pandoc.utils.stringify(cell.contents) end) or {}
-  if #names < 4 then return nil end
+  if #names < 3 then return nil end
   for _, body in ipairs(found.bodies) do
     for _, row in ipairs(body.body) do
-      for column, cell in ipairs(row.cells) do cell.attributes["data-head"] = names[column] or "" end
+      for column, cell in ipairs(row.cells) do
+        cell.attributes["data-head"] = names[column] or ""
+        if #cell.contents > 0 then cell.contents = { pandoc.Div(cell.contents) } end
+      end
     end
   end
   return found

@@ -256,6 +256,7 @@ def test_a_formula_has_no_tex_beside_it_and_no_gaps():
     made = preview.pandoc([r"$\left(\frac{a}{b} f(c) [d]\right) \left\|x\right\|$"])[0]
     taller = re.findall(r'stretchy="true"[^>]*>(.)<', made)
     assert taller == ["(", ")", "‖", "‖"] and made.count("(") == made.count(")") == 2
+    assert 'stretchy="true"' not in preview.pandoc([r"$\lVert x_j\rVert$"])[0]
 
 
 # ---- links and addresses
