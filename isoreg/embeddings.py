@@ -385,8 +385,7 @@ def draw_scores(measured: Sequence[Measured]):
         left.plot(range(1, len(share) + 1), [100 * s for s in share], label=m.name, **style)
         rows = [r for r in m.rows if "corrected" in r]
         x = [r["layer"] for r in rows] if len(m.rows) > 1 else [m.name] * len(rows)
-        scores = [r["corrected"] for r in rows]
-        half = [r["interval"][1] - r["corrected"] for r in rows]
+        scores, half = [r["corrected"] for r in rows], [r["interval"][1] - r["corrected"] for r in rows]
         right.errorbar(x, scores, half, capsize=3, **style)
     left.set(xlabel="principal axis", ylabel="% of the variance", ylim=(0, None)), left.legend(frameon=False)
     right.set_ylabel("IsoScore, corrected")
