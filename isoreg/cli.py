@@ -294,7 +294,7 @@ def status_command(
 @app.command("score")
 def score_command(
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Vectors, joined as one cloud.")] = None,
-    each: Annotated[bool, typer.Option("--each", help="Compare the files or folders; of one folder, its files.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="Compare files or folders; of one folder, its files.")] = False,
     paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all files compared.")] = False,
     array: Annotated[str | None, typer.Option(help="Name of the array or column in the files.")] = None,
     measure: Annotated[list[str] | None, typer.Option(help="One more measure, such as effective_rank.")] = None,

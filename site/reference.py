@@ -297,5 +297,6 @@ def _option(p) -> str:
     kind = "" if flag else re.sub(r" range|list\[|\]", "", p.display_type(None)).lower()
     notes = ["may be repeated"] * p.multiple + [f"{p.min} or more"] * (p.min is not None)
     notes += [f"default {p.default}"] * (p.show_default and p.default is not None and not flag)
-    text = re.sub(r"^[A-Z](?![A-Z])", lambda m: m[0].lower(), p.help).rstrip(".") + f" ({'; '.join(notes)})" * bool(notes)
+    text = re.sub(r"^[A-Z](?![A-Z])", lambda m: m[0].lower(), p.help).rstrip(".")
+    text += f" ({'; '.join(notes)})" * bool(notes)
     return f"| `{given}{' ' * bool(kind)}{kind}` | {_plain(text)} |"
