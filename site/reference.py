@@ -126,6 +126,9 @@ def entry(
     except NameError:  # an annotation names a class of a later cell; the module has it
         shown = render(held, name=name, title_level=title_level)
     call = _call(held, str(shown.dm)) if inspect.isclass(held) else _short(str(shown.dm))
+    sentence, (paragraph, _, rest) = first_sentence(held), (shown.docs or "").partition("\n\n")
+    more = " ".join(paragraph.split()).removeprefix(sentence).strip()  # nbdev sets the first line in italics
+    shown.docs = "\n\n".join(filter(None, (sentence + ":" * (more == ":"), more.lstrip(":").strip(), rest)))
     shown.dm = call.replace("`", "")  # else nbdev writes links, which code does not show as such
     return _Entry(shown, _mark(room, held) if room else "")
 
