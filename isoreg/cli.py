@@ -296,7 +296,7 @@ def score_command(
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Vectors, joined as one cloud.")] = None,
     each: Annotated[bool, typer.Option("--each", help="Compare files or folders; of one folder, its files.")] = False,
     paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all files compared.")] = False,
-    array: Annotated[str | None, typer.Option(help="Name of the array or column in the files.")] = None,
+    array: Annotated[str | None, typer.Option(help="Array or column to read; a .npy file ignores it.")] = None,
     measure: Annotated[list[str] | None, typer.Option(help="One more measure, such as effective_rank.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="A model that is scored on the texts.")] = None,
     texts: Annotated[str | None, typer.Option(help="A file, or a data set as name:configuration:split.")] = None,
