@@ -352,8 +352,8 @@ def load_dropout(
     *,
     batch=None,  # as for dropout_sites
 ) -> Applied:  # as of set_dropout or gaussian_dropout
-    """Put on again what `set_dropout` or `gaussian_dropout` left in the configuration, without the rate of a classifier
-    that is another one. Raises `ValueError` if there is no note, and for Mixout, whose pretrained weights are lost."""
+    """Set the rates that `set_dropout` or `gaussian_dropout` noted in the configuration, but not that of a classifier
+    which the model lacks. Raises `ValueError` without a note, and for Mixout, whose pretrained weights are lost."""
     model = unwrapped(model)
     note = getattr(getattr(model, "config", model), _NOTE, None)
     if not note: raise ValueError(f"model: its configuration has no {_NOTE}; use load_schedule and set_dropout")

@@ -45,8 +45,8 @@ def measure_points(
 ):  # `Measured`
     """Return the score of a cloud with its 95 % interval, dimensions in use, outliers and spectrum, in two passes.
 
-    Warns of repeated rows, and where so few or so even points have no corrected score. Raises `ValueError` for NaN
-    and for points that are all equal."""
+    Warns if rows repeat, and if the points are too few or too even for a corrected score. Raises `ValueError` for
+    NaN and for points that are all equal."""
     chosen = {k: MEASURES[one_of("measure", k, MEASURES)] for k in measures}
     v = points if isinstance(points, Vectors) else in_memory(points)
 
@@ -299,8 +299,8 @@ class Difference(NamedTuple):
     paired: bool  # the same rows or texts were taken away from both
 
 def compare(one: Measured, other: Measured, paired: bool = False) -> Difference:
-    """Return the corrected score of one minus that of the other with its 95 % interval, or, where d differs, that of
-    their dimensions in use; paired if row i of both is the same text. Raises `ValueError` for unlike points."""
+    """Return the difference of two corrected scores, or of the dimensions in use where d differs, with its interval.
+    Set `paired` if row i of both is the same text. Raises `ValueError` for points of different kinds."""
     a, b = one.row, other.row
     if a["unit"] != b["unit"]:
         raise ValueError(f"unit: a point of {one.name} is a {a['unit']}, of {other.name} a {b['unit']}; "
@@ -378,16 +378,16 @@ def draw_scores(measured: Sequence[Measured]):
     "Return a matplotlib figure of the spectra and of the corrected scores with their intervals."
     from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.1})
     for k, m in enumerate(measured):
+        style = {"color": str(0.6 * k / max(1, len(measured) - 1)), "marker": "osD^vP*"[k % 7], "ms": 4}
         share = m.rows[m.shown].get("spectrum", {"share": []})["share"]  # none of a layer without a score
-        left.plot(range(1, len(share) + 1), [100 * s for s in share], "o-", ms=4, label=m.name)
+        left.plot(range(1, len(share) + 1), [100 * s for s in share], label=m.name, **style)
         rows = [r for r in m.rows if "corrected" in r]
         x = [r["layer"] for r in rows] if len(m.rows) > 1 else [m.name] * len(rows)
-        scores = [r["corrected"] for r in rows]
-        half = [r["interval"][1] - r["corrected"] for r in rows]
-        right.errorbar(x, scores, half, fmt="o-", ms=4, capsize=3, color=f"C{k}")
-    left.set(xlabel="principal axis", ylabel="% of the variance"), left.legend(frameon=False)
+        scores, half = [r["corrected"] for r in rows], [r["interval"][1] - r["corrected"] for r in rows]
+        right.errorbar(x, scores, half, capsize=3, **style)
+    left.set(xlabel="principal axis", ylabel="% of the variance", ylim=(0, None)), left.legend(frameon=False)
     right.set_ylabel("IsoScore, corrected")
     if any(len(m.rows) > 1 for m in measured): right.set_xlabel("layer"), right.locator_params("x", integer=True)
     return figure

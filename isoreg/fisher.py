@@ -491,9 +491,9 @@ def agreement(
     full: FisherEstimate,  # from the whole corpus
     top: Sequence[float] = (5, 1, 0.5, 0.25),  # per cent of each tensor's scalars, the largest of full
 ) -> list[dict]:
-    """Return how well a subsample finds the largest entries: one dict for each share of `top`, with mean and standard
-    deviation over tensors of each of `_MEASURES` (Sharma et al. 2024, Table 1, as we read it). Raises `ValueError` for
-    estimates of different models or without a diagonal."""
+    """Return how well a subsample finds the largest entries, a dict for each share of `top`: correlations, difference
+    and overlap, mean and standard deviation over tensors (Sharma et al. 2024, Table 1, as we read it). Raises
+    `ValueError` for estimates of different models or without a diagonal."""
     if full.level != "diagonal": raise ValueError(f"full: level is {full.level!r}; agreement needs level='diagonal'")
     if not (part.of and full.of and torch.equal(part.of[1], full.of[1])): part.name_sources(), full.name_sources()
     for key in ("level", "fingerprint", "loss", "reduction", "sample", "numel"):

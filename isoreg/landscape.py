@@ -189,8 +189,8 @@ def subset(
     by: str = "scalar",  # "scalar", or "tensor" as released
     seed: int = 0,  # seed of the random choice, and of the choice among equal scores
 ) -> dict[str, Tensor]:
-    """Return a share of the parameters, a `mask` for `direction`: name -> booleans of its shape. Raises `ValueError`
-    for a share outside (0, 1], and scores that are missing, misshapen or NaN."""
+    """Return a share of the parameters as a `mask` for `direction`: booleans of the shape of each parameter, by name.
+    Raises `ValueError` for a share outside (0, 1], and scores that are missing, misshapen or NaN."""
     in_range("share", share, 0, 1, ends="(]")
     one_of("which", which, ("top", "bottom", "random"))
     one_of("by", by, ("scalar", "tensor"))

@@ -298,7 +298,7 @@ def pool(m: Moments) -> Moments:
 
 # %% ../nbs/01_moments.ipynb #eb519606
 def all_reduce(m: Moments) -> Moments:
-    "Return the moments of the union over all ranks, on every rank; differentiable. m itself where no group runs."
+    "Return the moments of the union over all ranks, on every rank; differentiable. One process gets `m` back."
     if world_size() == 1: return m
     n = sum_over_ranks(m.count)
     μ = sum_over_ranks(m.mean * m.count[..., None]) / n.clamp(min=1)[..., None]

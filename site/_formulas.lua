@@ -27,6 +27,8 @@ function Math(formula)
   local html = pandoc.write(made, "html", { html_math_method = "mathml" })
   html = html:gsub("<annotation.-</annotation>", ""):gsub("</?semantics>", "")
   html = html:gsub("⟮", "("):gsub("⟯", ")"):gsub("∥", "‖")    -- the norm that the font can stretch
+  html = html:gsub(">\u{303}<", ">~<")    -- a tilde that stands over its letter
+  if not source:find("\\left") and not source:find("\\[Bb]ig") then html = html:gsub('stretchy="true"( form="%a+">‖)', 'stretchy="false"%1') end
   if not source:find("\\left%s*%[") then html = html:gsub('stretchy="true"( form="%a+">[%[%]])', 'stretchy="false"%1') end
   if number then html = '<span class="numbered">' .. html .. '<span class="number">' .. number .. "</span></span>" end
   return pandoc.RawInline("html", html)

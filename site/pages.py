@@ -29,24 +29,21 @@ def _given(options: list[str]) -> dict[str, str]:
 
 
 def _kind(tree: list[ast.stmt], given: dict[str, str], source: bool, lines: int) -> str:
-    "Return what a cell holds: Source, Figure, Imports, Check or other Code."
+    "Return what a cell holds: Source, the code of a figure or a table, Imports, Check or other Code."
     if source:
         return "Source"
-    if "fig-cap" in given and lines > 4:
-        return "Figure"
+    for option, shown in (("fig-cap", "figure"), ("tbl-cap", "table")):
+        if option in given and lines > 4:
+            return f"Code of the {shown}"
     if tree and all(isinstance(s, ast.Import | ast.ImportFrom) for s in tree):
         return "Imports"
     return "Check" if tree and all(isinstance(s, ast.Assert) for s in tree) else "Code"
 
 
 def _label(kind: str, tree: list[ast.stmt]) -> str:
-    "Return the label of a fold, with up to three of the names that the cell defines."
-    if kind in ("Imports", "Check", "Figure"):
-        return kind
+    "Return the label of a fold, with up to three of the functions and classes that the cell defines."
     names = [s.name for s in tree if isinstance(s, ast.FunctionDef | ast.ClassDef)]
-    targets = [t for s in tree if isinstance(s, ast.Assign) for t in s.targets]
-    names = names or [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name) and n.id != "_"]
-    return f"{kind}: {', '.join(dict.fromkeys(names[:3]))}" if names else kind
+    return f"{kind}: {', '.join(names[:3])}" if names and kind in ("Source", "Code") else kind
 
 
 def fold(
@@ -186,14 +183,14 @@ def adapt(cells: list[dict], before: list[dict], folder: str, to: Addresses) -> 
         cells.append(added | {"source": code_of(before).splitlines(keepends=True)})
     if folder == "nbs/tutorials" and to.colab:
         name = front_matter(before)["output-file"].replace(".html", ".ipynb")
-        cells.insert(1, added | {"source": [f"[Open in Colab]({to.colab}/{folder}/{name})"]})
+        cells.insert(2, added | {"source": [f"[Open in Colab]({to.colab}/{folder}/{name})"]})
 
 
 def code_of(cells: list[dict]) -> str:
     "Return a section that has the code of a notebook in one block, folded."
     plain = [re.sub(r"(?m)^#\|.*\n?", "", c["source"]).strip() for c in cells if c["cell_type"] == "code"]
     code = "\n\n".join(source for source in plain if source)
-    return f"## Code\n\n<details><summary>Code: every cell</summary>\n\n```python\n{code}\n```\n\n</details>"
+    return f"## Code\n\n<details><summary>All code of this page</summary>\n\n```python\n{code}\n```\n\n</details>"
 
 
 def _store(path: Path, root: Path) -> Path | None:

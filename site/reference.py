@@ -126,6 +126,9 @@ def entry(
     except NameError:  # an annotation names a class of a later cell; the module has it
         shown = render(held, name=name, title_level=title_level)
     call = _call(held, str(shown.dm)) if inspect.isclass(held) else _short(str(shown.dm))
+    sentence, (paragraph, _, rest) = first_sentence(held), (shown.docs or "").partition("\n\n")
+    more = " ".join(paragraph.split()).removeprefix(sentence).strip()  # nbdev sets the first line in italics
+    shown.docs = "\n\n".join(filter(None, (sentence + ":" * (more == ":"), more.lstrip(":").strip(), rest)))
     shown.dm = call.replace("`", "")  # else nbdev writes links, which code does not show as such
     return _Entry(shown, _mark(room, held) if room else "")
 
@@ -199,7 +202,8 @@ def index_page(
         calls = lambda room, name: (room not in used or name in INNER.split()) == (task == "Internals")
         listed = [_room(room, *known[room], Path(folder), calls) for room in named.split() if room in known]
         text = "\n\n".join(filter(None, listed))
-        folded = f"<details><summary>What the library itself calls</summary>\n\n{text}\n\n</details>"
+        note = "You need these only if you change the library.\n\n<details><summary>What the library itself calls</summary>"
+        folded = f"{note}\n\n{text}\n\n</details>"
         parts.append(f"## {task}\n\n{folded if task == 'Internals' else text}")
     # the address of a function is another each time
     return re.sub(r"<function <lambda>( at 0x\w+)?>", "...", "\n\n".join(parts) + "\n")
@@ -271,8 +275,8 @@ def _command(name: str, command) -> str:
     for p in command.params:
         if p.param_type_name == "option":
             groups.setdefault(p.rich_help_panel or "Options", []).append(p)
-    usage = " ".join([f"isoreg {name}", "[OPTIONS]", *map(_placeholder, arguments)])
-    parts = [f"## isoreg {name}", inspect.cleandoc(command.help or ""), f"```text\n{usage}\n```"]
+    usage = " ".join([f"isoreg {name}", *["[OPTIONS]"] * any(groups["Options"]), *map(_placeholder, arguments)])
+    parts = [f"## isoreg {name}", inspect.cleandoc(command.help or ""), f"```bash\n{usage}\n```"]
     for heading, options in groups.items():
         if options:
             parts.append(f"**{heading}**\n\n{_table(options)}")
@@ -294,8 +298,9 @@ def _option(p) -> str:
     "Return the row of an option or argument: how it is given and its type, what it does, its bound and default."
     given = _placeholder(p) if p.param_type_name == "argument" else " / ".join([*p.opts, *p.secondary_opts])
     flag = getattr(p, "is_flag", False)
-    kind = "" if flag else p.display_type(None).replace(" range", "")
-    notes = [f"{p.min} or more"] * (p.min is not None)
+    kind = "" if flag else re.sub(r" range|list\[|\]", "", p.display_type(None)).lower()
+    notes = ["may be repeated"] * p.multiple + [f"{p.min} or more"] * (p.min is not None)
     notes += [f"default {p.default}"] * (p.show_default and p.default is not None and not flag)
-    text = p.help + f" ({'; '.join(notes)})" * bool(notes)
+    text = re.sub(r"^[A-Z](?![A-Z])", lambda m: m[0].lower(), p.help).rstrip(".")
+    text += f" ({'; '.join(notes)})" * bool(notes)
     return f"| `{given}{' ' * bool(kind)}{kind}` | {_plain(text)} |"

@@ -78,6 +78,7 @@ def test_every_kind_of_file_gives_the_same_vectors(tmp_path, dtype, monkeypatch)
     for name in ("X.NPY", "columns.npy", "x.npz", "x.safetensors", "lists.parquet", "fixed.parquet"):
         assert torch.equal(read(tmp_path / name), torch.tensor(x)), name
     assert torch.equal(read(tmp_path / "small.npz", array="x"), torch.tensor(x))
+    assert torch.equal(read(tmp_path / "X.NPY", array="x"), torch.tensor(x))  # it has one, without a name
 
 
 def test_any_byte_order_and_width_is_read(tmp_path):

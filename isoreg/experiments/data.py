@@ -36,7 +36,7 @@ from .toy import TOY_TASKS, toy_task
 
 # %% ../../nbs/experiments/18_data.ipynb #2a6dfe79
 def split_rows(n_train: int, n_eval: int, protocol: str = "official", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    "Return which rows of both splits train, shuffled, and which judge, counted through both."
+    "Return the numbers of the training rows, shuffled, and of the evaluation rows; they count through both splits."
     one_of("protocol", protocol, ("official", "joined"))
     rng, n = np.random.default_rng(seed), n_train + n_eval
     if protocol == "official": return rng.permutation(n_train), np.arange(n_train, n)
@@ -280,7 +280,7 @@ def resample(
     references,  # labels, or {"id", "answers"} of each question
     draws: int = 5000,
 ) -> np.ndarray:
-    "Return the primary metric on rows drawn with replacement, in 16 bits; only their number decides the draws."
+    "Return the primary metric on rows drawn with replacement, in 16 bits; the draws depend on nothing but their number."
     rng, n = np.random.default_rng(0), len(predictions)
     if task.kind == "qa":
         scores = [squad_scores(p["prediction_text"], r["answers"]["text"]) for p, r in zip(predictions, references)]

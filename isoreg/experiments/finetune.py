@@ -215,7 +215,7 @@ def _encoded(config: RunConfig, data: TaskData, tokenizer, model: nn.Module) -> 
 
 # %% ../../nbs/experiments/23_finetune.ipynb #08b45ae6
 def training_arguments(config: RunConfig, folder: str, steps: int, task_kind: str) -> TrainingArguments:
-    "Return the settings of the run in the words of the installed transformers."
+    "Return the settings of the run as the installed transformers names them."
     fixed = config.fixed()
     settings = dict(
         output_dir=folder, seed=config.seed, learning_rate=config.lr, num_train_epochs=config.epochs,

@@ -196,7 +196,7 @@ def layer_points(
     seed: int = 0,  # seed of the draw
     precision: str = "fp32",  # or "bf16": autocast
 ) -> tuple[list[int], torch.Tensor, int]:  # layers; (layers, points, d) float32; points there were
-    "Return the hidden states of a text, a cloud of points a layer; raise `ValueError` for an unknown layer."
+    "Return the hidden states of a text, one cloud of points for each layer. Raises `ValueError` for an unknown layer."
     device, found = next(model.parameters()).device, []
     sizes = [int(b["attention_mask"].sum()) if pooling == "tokens" else len(b["attention_mask"]) for b in batches]
     drawn = np.zeros(sum(sizes), bool)

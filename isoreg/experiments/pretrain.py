@@ -45,9 +45,9 @@ def pretrain(
     evaluations: int = 10,  # number of evaluations on the held-out part
     checkpoint_steps: int = 500,  # steps between checkpoints
 ) -> dict:
-    """Train as the configuration says and return the record: a finished run as it is, an interrupted one goes on.
-    Leaves the model with its tokenizer and `record.json`. Raises `ValueError` before training for a model or a text
-    that is missing, and for a tokenizer without a mask token."""
+    """Train as configured and return the record; a finished run is not repeated, and an interrupted one continues.
+    Leaves the model, its tokenizer and `record.json` in the folder. Raises `ValueError` before training if the model
+    or a text is missing, or the tokenizer has no mask token."""
     in_range("evaluations", evaluations, 1, whole=True)
     folder = Path(out) / config.key
     file, name = folder / "record.json", Path(config.model).name
@@ -148,8 +148,8 @@ def with_mlm_head(
     new: bool = False,  # whether to throw away the head that the checkpoint has
     seed: int = 0,  # seed of whatever is drawn
 ) -> tuple[nn.Module, list[str]]:
-    """Return an encoder with a masked-language-model head, in float32, and notes on how the head starts. `ValueError`
-    for a model that is missing or damaged, or that lacks weights of its encoder."""
+    """Return an encoder with a masked-language-model head, in float32, and notes on how the head starts. Raises
+    `ValueError` if the model is missing or damaged, or lacks weights of its encoder."""
     set_seed(seed)
     m, info = pretrained(AutoModelForMaskedLM, model, dtype=torch.float32, output_loading_info=True)
     missing, prefix = info["missing_keys"], f"{m.base_model_prefix}."
@@ -254,7 +254,7 @@ def unigram_loss(train: TextBatches, heldout: TextBatches) -> dict:  # loss, acc
     return {"loss": float(-log_p[ids].mean()), "accuracy": float((ids == log_p.argmax()).mean()), "tokens": len(ids)}
 
 def log_frequencies(corpus: TextBatches) -> np.ndarray:
-    "Return the log of the smoothed frequency of each token that the loss can ask for, (vocabulary,), in nats."
+    "Return the log of the smoothed frequency of each token of the vocabulary among those that the loss predicts."
     if corpus.loss == "mlm":  # every token that is not special, masked or not
         ids = np.concatenate([corpus.samples[i] for i in corpus.numbers])
         ids = ids[~np.isin(ids, corpus.special)]

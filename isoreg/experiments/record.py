@@ -200,8 +200,8 @@ def collect(
     path: str | Path,  # JSON lines file, into which several processes may collect
     below: Callable[[str | Path], Iterable[dict]] | None = None,  # yields other records of a folder
 ) -> list[dict]:
-    """Add the records of a folder to a JSON lines file, one a key, written atomically; return them. Of a failed run
-    stay key, configuration, error and attempts. Raises `ValueError` if there is no such folder."""
+    """Add the records of a folder to a JSON lines file, one for each key, in one step; return them. A failed run
+    keeps key, configuration, error and attempts. Raises `ValueError` if there is no such folder."""
     if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}; give one of runs")
     path, records = Path(path), {}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ def collect(
     return found
 
 def better(kept: dict, new: dict) -> dict:
-    "Return the new one of two failures or measurements; of runs the finished one, the later, or else the first."
+    "Return the record to keep: the new one of two failures or measurements, the finished one or the later of two runs."
     if "kind" in new or kept.get("status") != "done": return new
     if new.get("status") != "done": return kept
     if kept.get("value") != new.get("value"):

@@ -40,8 +40,8 @@ def sweep(
 ):  # a `Sweep`
     """Do the runs of a plan that are not done, and return how it ended.
 
-    `KeyboardInterrupt` kills what runs and is passed on. `OSError` for a folder that
-    cannot be written, and for a full disk."""
+    `KeyboardInterrupt` kills what runs and is passed on. Raises `OSError` if the folder
+    cannot be written or the disk is full."""
     s = Sweep(plan, out, executor or Local(), log)
     if waiting := s.look(retry_failed): s.work(waiting, on_progress)
     return s
@@ -67,7 +67,7 @@ class Sweep:
 
 # %% ../../nbs/experiments/30_sweep.ipynb #a5d4469b
 class Folder:
-    "Where the runs of a sweep lie."
+    "The folder of the runs of a sweep."
     def __init__(self, out: str | Path):
         self.out, self.home = Path(out), Path(out) / ".sweep"
 
@@ -270,7 +270,7 @@ def environment(threads: int) -> dict[str, str]:
 
 # %% ../../nbs/experiments/30_sweep.ipynb #97992d5c
 class OnRay:
-    "Run on the nodes of a cluster. `ImportError` if Ray is not installed."
+    "Run on the nodes of a cluster. Raises `ImportError` if Ray is not installed."
     def __init__(self, address: str | None = None, jobs: int | None = None):  # None: see RAY_ADDRESS and plan_jobs
         import ray
         self.ray, self.asked, self.tasks = ray, jobs, set()
@@ -312,7 +312,7 @@ def compute_on_node(run: Run, cwd: str, env: dict) -> tuple[dict | None, dict[st
 
 # %% ../../nbs/experiments/30_sweep.ipynb #dc40aadc
 def status(out: str | Path) -> dict:  # done, running, failed, missing; names of the planned; left: seconds, or None
-    "Return the state of a folder of runs, from records and locks. `OSError` if there is no such folder."
+    "Return the state of a folder of runs, from records and locks. Raises `OSError` if there is no such folder."
     folder, done, failed = Folder(out), {}, {}
     for key in sorted(p.name for p in folder.out.iterdir() if p.is_dir()):
         record = _json(folder.out / key / "record.json")

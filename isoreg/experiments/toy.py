@@ -471,5 +471,5 @@ def toy_model_path() -> Path:
     return Path(str(files("isoreg"))) / "assets" / "toy-bert"
 
 def toy_tokenizer() -> PreTrainedTokenizerFast:
-    "Return its word-level tokenizer, with BERT's special tokens and segment ids."
+    "Return the toy model's word-level tokenizer, with BERT's special tokens and segment ids."
     return PreTrainedTokenizerFast.from_pretrained(toy_model_path())

@@ -256,6 +256,7 @@ def test_a_formula_has_no_tex_beside_it_and_no_gaps():
     made = preview.pandoc([r"$\left(\frac{a}{b} f(c) [d]\right) \left\|x\right\|$"])[0]
     taller = re.findall(r'stretchy="true"[^>]*>(.)<', made)
     assert taller == ["(", ")", "‖", "‖"] and made.count("(") == made.count(")") == 2
+    assert 'stretchy="true"' not in preview.pandoc([r"$\lVert x_j\rVert$"])[0]
 
 
 # ---- links and addresses
@@ -282,7 +283,7 @@ def test_a_page_of_results_shows_its_code_at_the_end_and_a_tutorial_opens_on_col
     adapt(cells, before, "nbs/tables", Addresses({}, "-", "", "https://colab.example"))
     assert cells[1]["source"][0] == "#| echo: false\n" and "```python\nx = 1\n```" in "".join(cells[2]["source"])
     adapt(cells, before, "nbs/tutorials", Addresses({}, "-", "", "https://colab.example"))
-    assert cells[1]["source"] == ["[Open in Colab](https://colab.example/nbs/tutorials/score.ipynb)"]
+    assert cells[2]["source"] == ["[Open in Colab](https://colab.example/nbs/tutorials/score.ipynb)"]
 
 
 def test_addresses_stand_in_settings_ini():
@@ -378,8 +379,8 @@ FOLDS = [  # source, exported, options
     ("assert 1\nassert 2\n", False, ['code-summary: "Check"', "code-fold: true"]),
     ("def f(x): return x\n", True, ['code-summary: "Source: f"', "code-fold: true"]),
     ("#| code-fold: false\nimport torch\n", False, ['code-summary: "Imports"', "code-fold: false"]),
-    ("a, _ = b = 1, 2\n", False, ['code-summary: "Code: a, b"']),
-    ("#| fig-cap: x\n" + "a = 1\n" * 5, False, ['code-summary: "Figure"', "code-fold: true", "fig-cap: x"]),
+    ("a, _ = b = 1, 2\n", False, ['code-summary: "Code"']),
+    ("#| fig-cap: x\n" + "a = 1\n" * 5, False, ['code-summary: "Code of the figure"', "code-fold: true", "fig-cap: x"]),
     ("#| echo: false\nimport torch\n", False, ["echo: false"]),
     ("%matplotlib inline\n", False, []),
 ]
