@@ -183,7 +183,8 @@ def adapt(cells: list[dict], before: list[dict], folder: str, to: Addresses) -> 
         cells.append(added | {"source": code_of(before).splitlines(keepends=True)})
     if folder == "nbs/tutorials" and to.colab:
         name = front_matter(before)["output-file"].replace(".html", ".ipynb")
-        cells.insert(2, added | {"source": [f"[Open in Colab]({to.colab}/{folder}/{name})"]})
+        question = next(n for n, cell in enumerate(cells) if cell["cell_type"] == "markdown")
+        cells.insert(question + 1, added | {"source": [f"[Open in Colab]({to.colab}/{folder}/{name})"]})
 
 
 def code_of(cells: list[dict]) -> str:

@@ -66,7 +66,7 @@ def holm(
 
 # %% ../../nbs/report/26_statistics.ipynb #0424f5fc
 def smallest_p(n: int) -> float:
-    "Return the smallest two-sided p that `sign_flip` of n pairs can give: 2^(1 - n), and 2/(RESAMPLES + 1) at least."
+    "Return the smallest two-sided p that `sign_flip` of n pairs can give: 2^(1 - n), or more where it draws the signs."
     return max(min(1.0, 2.0 ** (1 - n)), 2 / (RESAMPLES + 1))
 
 # %% ../../nbs/report/26_statistics.ipynb #62d7fdf0

@@ -283,7 +283,7 @@ def test_a_page_of_results_shows_its_code_at_the_end_and_a_tutorial_opens_on_col
     adapt(cells, before, "nbs/tables", Addresses({}, "-", "", "https://colab.example"))
     assert cells[1]["source"][0] == "#| echo: false\n" and "```python\nx = 1\n```" in "".join(cells[2]["source"])
     adapt(cells, before, "nbs/tutorials", Addresses({}, "-", "", "https://colab.example"))
-    assert cells[2]["source"] == ["[Open in Colab](https://colab.example/nbs/tutorials/score.ipynb)"]
+    assert cells[3]["source"] == ["[Open in Colab](https://colab.example/nbs/tutorials/score.ipynb)"]
 
 
 def test_addresses_stand_in_settings_ini():
