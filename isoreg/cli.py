@@ -62,7 +62,7 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 _JSON = typer.Option("--json", help="Print JSON.")
 _OUT = typer.Option(help="Folder for the runs; each run gets a subfolder.")
-_ONLY = typer.Option(help="Only this block; may be given several times.")
+_ONLY = typer.Option(help="Only this block of the grid.")
 _SET = typer.Option("--set", help="name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].")
 
 # %% ../nbs/31_cli.ipynb #7f6bcbdf
@@ -294,10 +294,10 @@ def status_command(
 @app.command("score")
 def score_command(
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Vectors, joined as one cloud.")] = None,
-    each: Annotated[bool, typer.Option("--each", help="Compare the files, or those in a folder, instead.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="Compare files or folders; of one folder, its files.")] = False,
     paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all files compared.")] = False,
     array: Annotated[str | None, typer.Option(help="Name of the array or column in the files.")] = None,
-    measure: Annotated[list[str] | None, typer.Option(help="Also this measure, such as effective_rank.")] = None,
+    measure: Annotated[list[str] | None, typer.Option(help="One more measure, such as effective_rank.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="A model that is scored on the texts.")] = None,
     texts: Annotated[str | None, typer.Option(help="A file, or a data set as name:configuration:split.")] = None,
     pooling: Annotated[str | None, typer.Option(help="tokens, mean, cls, last (default: the model's own).")] = None,
@@ -312,7 +312,7 @@ def score_command(
 ):
     """IsoScore of vectors (.npy, .npz, .parquet, .safetensors) with its interval, dimensions in use and outliers.
 
-    Higher is not better: whitened from 0.27 to 0.73, all-MiniLM-L6-v2 lost 0.027 ± 0.011 of correlation on STS-B."""
+    Higher is not better: whitening took all-MiniLM-L6-v2 from 0.27 to 0.73 and cost 0.027 of correlation on STS-B."""
     from isoreg.embeddings import draw_texts, is_sentence_transformer, measure_model
     if bool(files) == bool(model) or bool(model) != bool(texts):
         raise ValueError("file: give files of vectors, or --model and --texts")

@@ -27,7 +27,7 @@ def isoscore(
     """Return the IsoScore of each cloud, (...); differentiable (Rudman et al. 2022; in closed form, corrections ours).
 
     Users of the package IsoScore 1.0, whose arrays were (d, n): pass `points.T`. Raises `ValueError` for a wrong shape,
-    too few rows, NaN or zero variance, and, corrected, for variances that are as even as so few rows allow."""
+    too few rows, NaN or zero variance; with a correction also where only rounding error is left of tr(Σ²)."""
     one_of("correction", correction, CORRECTIONS)
     X, keep = check_cloud(points, mask)  # (..., n, d), (..., n)
     order, d = 4 if correction == "ustat" else 2, X.shape[-1]
@@ -80,7 +80,7 @@ def score_from_cov(S: Tensor) -> Tensor:
 def isoscore_from_cov(
     cov,  # (..., d, d) covariance, tensor or array
 ):
-    "Return the IsoScore (...) of covariances (..., d, d), differentiable. Raises `ValueError` for no covariance."
+    "Return the IsoScore (...) of covariances (..., d, d), differentiable. Raises `ValueError` if one is wrong."
     S = check_cov(cov)
     return as_score(score_from_cov(S), cov, S)
 
@@ -277,7 +277,7 @@ def jackknife_error(without: Tensor, score: float, S: Tensor, d: int) -> float:
 
 # %% ../nbs/02_isoscore.ipynb #ab85acb6
 def _counted_twice(S: Tensor, n: int) -> Tensor:
-    "Return the relative variance that the square of E adds to the score, from S or its Gram matrix."
+    "Return the relative variance of PR that comes from pairs of rows, from S or its Gram matrix."
     S2, t1, s2, ν = S @ S, S.trace(), S.square().sum(), n - 1
     f = estimate_traces(Invariants(torch.tensor(n), t1 * ν, s2 * ν**2), "gaussian")[1]
     τ4 = _unbiased_fourth(ν, t1, s2, (S2 * S).sum(), S2.square().sum())

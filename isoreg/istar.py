@@ -24,7 +24,7 @@ from .states import check_layer, check_states, eval_mode, hidden_states
 class IStar(nn.Module):
     """Return the I-STAR term `lam * (1 - IsoScore*)` of hidden states (Rudman and Eickhoff 2024, eq. 4), a scalar.
 
-    Over several ranks the term is that of the whole batch, gradient included. `parts` holds the last term and score."""
+    Term and gradient are those of the batch of all processes (ranks). `parts` holds the last term and score."""
     def __init__(
         self,
         lam: float,  # strength; > 0 raises isotropy, < 0 lowers it; begin with 0.1 or -0.1

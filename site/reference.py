@@ -275,8 +275,8 @@ def _command(name: str, command) -> str:
     for p in command.params:
         if p.param_type_name == "option":
             groups.setdefault(p.rich_help_panel or "Options", []).append(p)
-    usage = " ".join([f"isoreg {name}", "[OPTIONS]", *map(_placeholder, arguments)])
-    parts = [f"## isoreg {name}", inspect.cleandoc(command.help or ""), f"```text\n{usage}\n```"]
+    usage = " ".join([f"isoreg {name}", *["[OPTIONS]"] * any(groups["Options"]), *map(_placeholder, arguments)])
+    parts = [f"## isoreg {name}", inspect.cleandoc(command.help or ""), f"```bash\n{usage}\n```"]
     for heading, options in groups.items():
         if options:
             parts.append(f"**{heading}**\n\n{_table(options)}")
@@ -298,8 +298,9 @@ def _option(p) -> str:
     "Return the row of an option or argument: how it is given and its type, what it does, its bound and default."
     given = _placeholder(p) if p.param_type_name == "argument" else " / ".join([*p.opts, *p.secondary_opts])
     flag = getattr(p, "is_flag", False)
-    kind = "" if flag else p.display_type(None).replace(" range", "")
-    notes = [f"{p.min} or more"] * (p.min is not None)
+    kind = "" if flag else re.sub(r" range|list\[|\]", "", p.display_type(None)).lower()
+    notes = ["may be repeated"] * p.multiple + [f"{p.min} or more"] * (p.min is not None)
     notes += [f"default {p.default}"] * (p.show_default and p.default is not None and not flag)
-    text = p.help + f" ({'; '.join(notes)})" * bool(notes)
+    text = re.sub(r"^[A-Z](?![A-Z])", lambda m: m[0].lower(), p.help).rstrip(".")
+    text += f" ({'; '.join(notes)})" * bool(notes)
     return f"| `{given}{' ' * bool(kind)}{kind}` | {_plain(text)} |"

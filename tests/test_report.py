@@ -478,7 +478,7 @@ def test_markdown_marks_in_cells_are_escaped_and_links_hold():
 def test_a_table_for_latex_has_greek_and_minus_as_maths():
     table = compare(arms(none=[0.6, 0.7], minus=[0.5, 0.65]))
     shown = to_latex(table, columns=["method", "difference", "95 % interval"])
-    assert r"I-STAR $\lambda$=$-$1 & $-$0.075 & $-$0.393 to +0.243 \\" in shown and r"95 \% interval" in shown
+    assert r"I-STAR $\lambda$=$-$1 & $-$0.075 & [$-$0.393, +0.243] \\" in shown and r"95 \% interval" in shown
     assert shown.isascii() and shown.startswith(r"\begin{tabular}{lll}")
 
 
@@ -537,7 +537,7 @@ def test_three_columns_keep_protocols_apart():
     runs = [record(m, s, v, settings={"recipe": r}) for m, v, r, s in each]
     numbers = published(paper="I-STAR", table="Table 1", model="BERT", task="rte")
     t = three_columns(load(runs), numbers, {"Base": "baseline", "I-STAR": "I-STAR λ=-1"})
-    around = lambda m: f"{m:.4f} ± 0.0071 [{m - 0.0635:.4f} to {m + 0.0635:.4f}] (n=2)"  # t of one degree: 12.706
+    around = lambda m: f"{m:.4f} ± 0.0071 [{m - 0.0635:.4f}, {m + 0.0635:.4f}] (n=2)"  # t of one degree: 12.706
     assert [str(c) for c in t["as released"]] == [around(0.605), around(0.705)]
     assert [str(c) for c in t["corrected"]] == [around(0.705), around(0.805)]
     assert list(t.published) == ["0.6224 ± 0.0048 (BERT, mean of 5)", "0.6253 ± 0.0070 (BERT, mean of 5)"]
@@ -680,7 +680,7 @@ def test_forest_fills_only_differences_cuts_wide_intervals_and_has_heads():
     base = np.random.default_rng(0).normal(0.6, 0.02, 8)
     ax = plot_forest(compare(arms(none=base, plus=base - 0.1, minus=base + 0.001 * np.array([1, -1] * 4)))).axes[0]
     marks = {line.get_markerfacecolor() for line in ax.lines if line.get_marker() in ("o", "s")}
-    assert marks == {"black", "white"} and any("n=8, p 0.016" in t.get_text() for t in ax.texts)
+    assert marks == {"black", "white"} and any("n = 8, p = 0.016" in t.get_text() for t in ax.texts)
     base = np.full(4, 0.6)  # a wide interval is cut, rows stand below their heads
     table = compare(arms(none=base, plus=base + [0.3, -0.3, 0.1, -0.2], minus=base + 0.01 * np.array([1, 2, 1, 2])))
     rows = pd.concat([table] + 2 * [table[table.method == "I-STAR λ=-1"]])

@@ -78,8 +78,8 @@ class PenaltySettings(Settings):
     correction: Literal["gaussian", "ustat"] | None = setting(
         None, "istar: score corrected for few tokens; needs no reference")
     convention: Literal["released", "text"] = setting(
-        "released", "istar: zeta weighs the reference (released) or the sample (text)")
-    padding: bool | None = setting(None, "count padding in the penalty, as the released code does")
+        "released", "istar: what zeta weighs, the reference (released) or the sample (text)")
+    padding: bool | None = setting(None, "let padding count in the penalty, as in the released code")
 
 # %% ../../nbs/experiments/19_config.ipynb #33d53afb
 _QUICK = {
@@ -118,7 +118,7 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 # %% ../../nbs/experiments/19_config.ipynb #b33b1057
 class TaskSettings(Settings):
     "The task, the data and the model."
-    task: str = setting("toy-cola", "a task, see isoreg tasks, or a file that defines one (.yaml)")
+    task: str = setting("toy-cola", "name of a task (see isoreg tasks), or a file that defines one (.yaml)")
     definition: dict | None = setting(None, "content of the file that defines your own task")
     model: Model = setting("toy-bert", "the embedded toy-bert, a folder, or a name on the hub")
     data_dir: str | None = setting(None, "folder with glue/, sst5/, squad/; without it: the hub")
@@ -146,7 +146,7 @@ class TrainingSettings(Settings):
 
 class DataSettings(Settings):
     "Which rows, in which order."
-    batches: Literal["random", "by-length"] = setting("random", "by-length has less padding")
+    batches: Literal["random", "by-length"] = setting("random", "order of the rows; by-length has less padding")
     train_split: str = setting("train", "a split, or a file such as train_part, train_rebuilt")
     eval_split: str | None = setting(None, "split to evaluate on; default: that of the task")
     train_fraction: float = setting(1.0, "share of the training part", gt=0, le=1)
@@ -341,7 +341,7 @@ class TextSettings(Settings):
     "Which model reads which text."
     model: Model = setting("toy-bert", "toy-bert, toy-gpt2, toy-t5, a folder, or a name on the hub")
     corpus: str = setting("toy", "toy, files, name:configuration:split, with commas", min_length=1)
-    column: str = setting("text", "of the files or data sets")
+    column: str = setting("text", "column of the files or data sets")
     limit: int | None = setting(None, "texts at most, drawn at random; toy: 1000, else all", ge=1)
     max_length: int = setting(128, "tokens of a sequence", ge=4)
     batch_size: int = setting(16, "sequences", ge=1)
@@ -365,7 +365,7 @@ class LossSettings(TextSettings):
 # %% ../../nbs/experiments/19_config.ipynb #2268f8df
 class FisherConfig(LossSettings):
     "Hold the settings of a Fisher estimate and of its stability under subsampling."
-    reduction: Literal["mean", "sum"] = setting("mean", "of a sample's loss over predicted tokens")
+    reduction: Literal["mean", "sum"] = setting("mean", "a sample's loss over its predicted tokens")
     sample: Literal["sequence", "position"] = setting("sequence", "unit for which one gradient is computed")
     level: Literal["diagonal", "tensor"] = setting("diagonal", "one number for each parameter, or for each tensor")
     shares: str = setting("33,10,5,1,0.1", "subsamples in per cent of the corpus; none if empty",
@@ -383,7 +383,7 @@ class FisherConfig(LossSettings):
 class GeometryConfig(TextSettings):
     "Hold the settings of isotropy and geometry of a model's hidden states."
     pooling: Literal["tokens", "cls", "mean", "last"] = setting("tokens", "all tokens, or one vector for each text")
-    layers: str = setting("all", "or hidden states with commas: 0 the embeddings, -1 the last",
+    layers: str = setting("all", "all, or hidden states with commas: 0 the embeddings, -1 the last",
                           pattern=r"^ *(all|-?\d+( *, *-?\d+)*) *$")
     points: int = setting(5000, "largest number of points of a layer, drawn at random, the same in all layers", ge=3)
 
@@ -399,16 +399,16 @@ class LandscapeConfig(LossSettings):
     limit: int | None = setting(128, "texts at most: every point of the grid reads them all", ge=1)
     subset: Literal["all", "top", "bottom", "random"] = setting(
         "all", "parameters that move, chosen by Fisher information")
-    share: float = setting(0.5, "of the parameters that move", gt=0, le=1)
+    share: float = setting(0.5, "share of the parameters that move", gt=0, le=1)
     by: Literal["tensor", "scalar"] = setting("tensor", "unit that `share` counts; the released code counts tensors")
     shape: Literal["plane", "line"] = setting("plane", "two directions, or one")
     reach: float = setting(1.5, "largest coordinate of the grid", gt=0)
-    points: int = setting(17, "on each axis; odd, so that the origin is one", ge=1)
+    points: int = setting(17, "points on each axis; odd, so that the origin is one", ge=1)
     reduction: Literal["sample", "batch"] = setting("sample", "unit of the mean; batch as released")
     one_d: Literal["zero", "scale"] = setting(
         "zero", "one-dimensional tensors: do not move (as released), or move as one filter")
     norm: Literal["filter", "equal"] = setting("filter", "equal: subsets move as far as all would")
-    direction_seed: int = setting(0, "of the random directions, and of the random subset", ge=0)
+    direction_seed: int = setting(0, "seed of the random directions and of the random subset", ge=0)
     fisher: str | None = setting(
         None, "folder of a Fisher estimate, out/KEY/full; default: estimated on the same texts")
     hessian: bool = setting(True, "curvature by Hessian-vector products beside the fit")
@@ -426,9 +426,9 @@ class PretrainConfig(TextSettings):
     "Hold the settings of the training of a language-model head, and on request of its encoder."
     model: Model = setting("toy-bert", "the embedded toy-bert, a folder, or a name on the hub")
     new_head: bool | None = setting(None, "replace the head of the checkpoint by a new one; default: only for toy-bert")
-    train_encoder: bool = setting(False, "all weights; otherwise the head alone")
+    train_encoder: bool = setting(False, "train all weights, not the head alone")
     heldout: str | None = setting(None, "another corpus; without it: the last texts of each source")
-    heldout_share: float = setting(0.02, "of the texts of each source", ge=0, lt=1)
+    heldout_share: float = setting(0.02, "share of the texts of each source that is held out", ge=0, lt=1)
     heldout_limit: int = setting(512, "held-out samples at most, a random draw", ge=1)
     limit: int | None = setting(None, "texts of a source at most; toy: 12,000, others: all", ge=2)
     packed: bool | None = setting(None, "join texts, cut pieces of max_length; toy: no, else yes")
@@ -437,8 +437,8 @@ class PretrainConfig(TextSettings):
     epochs: int = setting(1, "passes over the corpus, where steps is not given", ge=1)
     batch_size: int = setting(32, "samples a step", ge=1)
     lr: float | None = setting(None, "peak rate; head alone: 5e-3, all weights: 4e-4", gt=0, lt=1)
-    warmup: float = setting(0.1, "share of the steps", ge=0, le=1)
-    weight_decay: float = setting(0.01, "of AdamW", ge=0)
+    warmup: float = setting(0.1, "share of the steps in which the rate rises", ge=0, le=1)
+    weight_decay: float = setting(0.01, "weight decay of AdamW", ge=0)
     precision: Precision = setting("auto", "auto: on a GPU bf16 or else fp16, else fp32")
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ import pandas as pd
 
 from ..files import write_atomically
 from .records import (
-    TUNED, by_setting, clears_majority, columns_apart, compare, few_words, known_texts, load, over_tasks, p_text,
+    TUNED, by_setting, clears_majority, columns_apart, compare, known_texts, load, over_tasks, p_text,
     setting_text, summarise, to_markdown)
 
 # %% ../../nbs/report/33_figures.ipynb #c65103d6
@@ -60,7 +60,7 @@ def _metric_name(g: pd.DataFrame) -> str: return setting_text(known_texts(g.metr
 def _majority_line(ax, g: pd.DataFrame):
     "Draw the score of the majority class, dotted, where it is near the runs."
     majority, y = g.majority.mean(), g.value.dropna()
-    if len(y) and majority > max(0, y.min() - 0.5 * np.ptp(y)): ax.axhline(majority, color="grey", ls=":", lw=1)
+    if len(y) and majority >= max(0, y.min() - 0.5 * np.ptp(y)): ax.axhline(majority, color="grey", ls=":", lw=1)
 
 # %% ../../nbs/report/33_figures.ipynb #f198d5c7
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, for the colour-blind
@@ -92,10 +92,10 @@ def _panels(df: pd.DataFrame, without: Sequence[str] = ()):
     "Return a figure with a panel for each task and varying setting and room for a legend, and (axes, runs) of each."
     by = [c for c in columns_apart(df, None, paired=True) if c not in without]
     groups = list(df.groupby(by, dropna=False, sort=False))
-    lines = math.ceil(len(groups) / 2)
-    columns = math.ceil(len(groups) / lines)
-    size = min(3.4 * columns + 3, WIDTH), 3.1 * lines
-    fig, axes = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    cols = 3 if len(groups) == 3 else min(2, len(groups))
+    rows = math.ceil(len(groups) / cols)
+    size = min(4.1 * cols + 1, WIDTH), 3.1 * rows + 0.5
+    fig, axes = plt.subplots(rows, cols, figsize=size, layout="constrained", squeeze=False, gridspec_kw={"hspace": .06})
     for ax in axes.flat[len(groups):]: ax.set_visible(False)
     for ax, (names, g) in zip(axes.flat, groups):
         title = ", ".join(setting_text(v) if c == "task" else f"{c} {setting_text(v)}" for c, v in zip(by, names))
@@ -106,7 +106,7 @@ def _panels(df: pd.DataFrame, without: Sequence[str] = ()):
 def _legend(fig, panels):
     "Draw one legend of all panels."
     found = {label: handle for ax, _ in panels for handle, label in zip(*ax.get_legend_handles_labels())}
-    fig.legend(found.values(), found.keys(), loc="outside right upper", fontsize=8)
+    fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=int(fig.get_figwidth() // 2), fontsize=8)
 
 # %% ../../nbs/report/33_figures.ipynb #01d9fc94
 def plot_layers(
@@ -193,7 +193,7 @@ def plot_forest(
 ):
     """Return a figure of every difference of a table with its t interval, its pairs, and p after Holm.
 
-    Filled: Holm p at or below the level; a cross: half of the runs or more predict a single class; a dash for p: too
+    Filled: Holm p at or below the level; a cross: half of the runs or more predict a single class; no test: too
     few seeds. Intervals wider than five times the median do not set the axis; an arrow is a mark beyond it."""
     method, baseline, metrics, y = comparisons.method, comparisons.baseline, comparisons.metric.unique(), 0
     several, turned = baseline.nunique() > 1, baseline.nunique() > method.nunique() == 1  # one method against others
@@ -205,21 +205,21 @@ def plot_forest(
     ax.axvline(0, color="grey", lw=0.8)
     for i, r in enumerate(comparisons.itertuples()):
         if heads is not None and (i == 0 or heads[i] != heads[i - 1]):
-            ax.text(0, -y, heads[i], transform=ax.get_yaxis_transform(), va="center", fontsize=8, weight="bold",
-                    bbox=dict(facecolor="white", edgecolor="none", pad=1.5))
+            ax.annotate(heads[i], (0.01, -y), xycoords=("figure fraction", "data"), va="center", fontsize=8,
+                        weight="bold", bbox=dict(facecolor="white", edgecolor="none", pad=1.5)).set_in_layout(False)
             y += 1
         _draw_difference(ax, y, r, *limits)
         places.append(-y)
         y += 1
-    names = baseline if turned else method + "\nagainst " + baseline if several else method
+    names = "minus " + baseline if turned else method + "\nagainst " + baseline if several else method
     rows = comparisons.assign(method=names).loc[:, :"method"].itertuples(index=False)
     ax.set_yticks(places, [", ".join(map(setting_text, r)) for r in rows], fontsize=8)
     ax.tick_params(left=False)
     ax.locator_params(axis="x", nbins=6)
     ax.spines[["left", "top", "right"]].set_visible(False)
-    unit = setting_text(metrics[0]).replace("_", " ") if len(metrics) == 1 else "the metric of each task"
+    unit = setting_text(metrics[0]).replace("_", " ") if len(metrics) == 1 else "the metric of each task or their mean"
     what = f"{method.iloc[0]} minus the other" if turned else "difference" + f" to {baseline.iloc[0]}" * (not several)
-    ax.set(xlabel=f"{what}, in {unit}\n{few_words(comparisons.verdict)}".strip(), ylim=(0.4 - y, 0.6))
+    ax.set(xlabel=f"{what}, in {unit}", ylim=(0.4 - y, 0.6))
     fig.set_size_inches(WIDTH, 0.9 + (0.34 if several > turned else 0.22) * y)
     return fig
 
@@ -227,12 +227,12 @@ def plot_forest(
 def _draw_difference(ax, y: int, r, low: float, high: float):
     "Draw one row of a forest, and its pairs and p at the right."
     shown, few = (r.verdict.startswith(ways) for ways in (("higher", "lower"), "too few"))
-    fill, words = "black" if shown else "white", "–" if few else f"p {p_text(r.p_holm) or 'none'}"
+    fill, words = ["white", "black"][shown], "no test" * few or f"p = {p_text(r.p_holm) or 'none'}".replace("= <", "<")
     mark = "<" if r.difference < low else ">" if r.difference > high else "x" if 2 * r.collapsed >= r.n else "so"[shown]
     reach = [[r.difference - r.low], [r.high - r.difference]]
     if r.low == r.low: ax.errorbar(r.difference, -y, xerr=reach, color="black", capsize=2, lw=1, fmt="none")
     if r.n: ax.plot(np.clip(r.difference, low, high), -y, mark, color="black", mfc=fill, ms=4.5, clip_on=False)
-    ax.text(1.02, -y, f"n={r.n}, {words}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
+    ax.text(1.02, -y, f"n = {r.n}, {words}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
 
 # %% ../../nbs/report/33_figures.ipynb #c2dfeaca
 def write_report(

@@ -148,17 +148,12 @@ NAMES |= {"mnli-mm": "MNLI-mm"} | {n: f"{n.split('_')[0].capitalize()} correlati
 def setting_text(v, names: dict = NAMES) -> str:
     "Return a setting, a task (or several) or a metric as a table shows it, a dash for none."
     if v is None or v != v: return "–"
-    if isinstance(v, (int, float, np.number)): return f"{v:.12g}"
+    if isinstance(v, (int, float, np.number)): return f"{v:.12g}".replace("e-0", "e-")
     return " + ".join(names.get(part, part) for part in str(v).split(" + "))
 
 def known_texts(values, none: str = "unknown") -> str:
     "Return the different values that are known, in words."
     return " or ".join(v for v in dict.fromkeys(setting_text(v, {}) for v in values) if v != "–") or none
-
-def few_words(verdicts) -> str:
-    "Return what a dash for a verdict means, with the pairs that the test needs; nothing if there is none."
-    needed = dict.fromkeys(v.rpartition("; ")[2].split()[0] for v in verdicts if v.startswith("too few"))
-    return f"–: too few seeds for this test, which needs {' or '.join(needed)} pairs." if needed else ""
 
 # %% ../../nbs/report/27_records.ipynb #5fe78eca
 def summarise(
@@ -350,7 +345,8 @@ def to_markdown(
 ) -> str:
     "Return the table in Markdown, with links to its records, and its line of origin below."
     origin = table.attrs.get("caption", "") if caption is None else caption
-    caption = f"{few_words(table.get('verdict', ()))} {origin}".strip()
+    few = any(str(v).startswith("too few") for v in table.get("verdict", ()))
+    caption = ("–: too few seeds for a test after the correction. " * few + origin).strip()
     shown = readable(table, digits, columns).map(_linked).rename(columns=_escape)
     return shown.to_markdown(index=False, disable_numparse=True) + f"\n\n{_escape(caption)}\n"
 
@@ -395,14 +391,17 @@ class Cell:
     def __str__(self) -> str: return self.text
 
 def _number(v: float, digits: int, words: str = "{}", sign: str = "") -> str:
-    return "" if v != v else words.format(f"{v:{sign}.{digits}f}")
+    text = f"{v:{sign}.{digits}f}"  # a rounded zero has no sign
+    return "" if v != v else words.format(text if float(text) else text.lstrip("+-"))
 
 def _mean(mean: float, sd: float, digits: int) -> str: return _number(mean, digits) + _number(sd, digits, " ± {}")
 
 def _interval(r, digits: int, sign: str = "") -> str:
-    if r.low == r.low: return f"{r.low:{sign}.{digits}f} to {r.high:{sign}.{digits}f}"
+    if r.low == r.low: return f"[{_number(r.low, digits, sign=sign)}, {_number(r.high, digits, sign=sign)}]"
     if hasattr(r, "agree") and np.ptp(r.differences) > ROUNDING: return "none"  # a task has one pair
     return "all equal" if r.n > 1 else "one seed: none" if r.n else "no run"
+
+def effect(r, digits: int = 3) -> str: return _number(r.difference, digits, "{} ", "+") + _interval(r, digits, "+")
 
 # %% ../../nbs/report/27_records.ipynb #b20b8ad0
 HEADS = {"summary": {
@@ -480,7 +479,8 @@ def three_columns(
             raise ValueError(f"df: runs of {place[1]} on {place[0]} differ in {', '.join(apart)}; choose one")
         s = next(summarise(runs).itertuples())
         counts = f", {s.failed} failed" * (s.failed > 0) + f", {s.collapsed} predict a single class" * (s.collapsed > 0)
-        cells[place] = Cell(f"{_mean(s.mean, s.sd, digits)} [{_interval(s, digits)}] (n={s.n}{counts})", s.records)
+        reach = _interval(s, digits).strip("[]")
+        cells[place] = Cell(f"{_mean(s.mean, s.sd, digits)} [{reach}] (n={s.n}{counts})", s.records)
     rows = []
     for r in numbers[numbers.method.isin(list(methods))].itertuples():
         ours, of, unit = methods[r.method], f" of {r.n:.0f}" * (r.n == r.n), 100 if r.unit == "percent" else 1

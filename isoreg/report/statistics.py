@@ -150,7 +150,7 @@ def ratio_interval(
     pairs: Sequence,  # of each task (n, 2): numerator and denominator of each seed, two seeds or more
     level: float = 0.95,  # of the interval
     rows: Sequence | None = None,  # of each task (2, 2): covariance of the two means from the evaluation rows
-) -> tuple[float, float, float]:  # ratio, low, high; unbounded (-inf, inf) where the denominator is not clear of zero
+) -> tuple[float, float, float]:  # ratio, low, high; unbounded (-inf, inf) where the denominator may be zero
     "Return the ratio of two means over tasks and seeds, with Fieller's interval (1954) for other seeds, and rows."
     in_range("level", level, 0, 1, ends="()")
     x = [np.asarray(task, float) for task in pairs]

@@ -95,7 +95,7 @@ def test_every_command_and_option_is_on_the_page(name):
     options = set(re.findall(r"(?<=[│|] )\s*(--[\w-]+)", help_text)) - {"--help"}
     assert options == set(re.findall(r"^\| `(--[\w-]+)[^`]*` \|", section, re.M))
     for option, kind in re.findall(r"(--[\w-]+) +(<[^>]+>)", help_text):
-        assert f"`{option} {kind.replace(' range', '')}`" in section
+        assert f"`{option} {re.sub(r' range|list.|]', '', kind)}`" in section
     headings = re.findall(r"[╭+]─? (\w[\w ,-]*?) ─", help_text)
     assert [h for h in headings if h and options] == re.findall(r"^\*\*(.+)\*\*$", section, re.M)[:-1]
     for argument in (p for p in COMMANDS[name].params if p.param_type_name == "argument"):
