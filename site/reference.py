@@ -202,8 +202,8 @@ def index_page(
         calls = lambda room, name: (room not in used or name in INNER.split()) == (task == "Internals")
         listed = [_room(room, *known[room], Path(folder), calls) for room in named.split() if room in known]
         text = "\n\n".join(filter(None, listed))
-        note = "You need these only if you change the library.\n\n<details><summary>What the library itself calls</summary>"
-        folded = f"{note}\n\n{text}\n\n</details>"
+        note = "You need these only if you change the library."
+        folded = f"{note}\n\n<details><summary>What the library itself calls</summary>\n\n{text}\n\n</details>"
         parts.append(f"## {task}\n\n{folded if task == 'Internals' else text}")
     # the address of a function is another each time
     return re.sub(r"<function <lambda>( at 0x\w+)?>", "...", "\n\n".join(parts) + "\n")

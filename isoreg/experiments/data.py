@@ -280,7 +280,7 @@ def resample(
     references,  # labels, or {"id", "answers"} of each question
     draws: int = 5000,
 ) -> np.ndarray:
-    "Return the primary metric on rows drawn with replacement, in 16 bits; the draws depend on nothing but their number."
+    "Return the primary metric on rows drawn with replacement, in 16 bits; the draws depend on their number alone."
     rng, n = np.random.default_rng(0), len(predictions)
     if task.kind == "qa":
         scores = [squad_scores(p["prediction_text"], r["answers"]["text"]) for p, r in zip(predictions, references)]
