@@ -66,7 +66,7 @@ def _open(path: Path, array: str | None) -> Vectors:
     except Exception as error: raise ValueError(f"file: {path.name}: {error}") from None  # readers raise what they meet
     if not found: raise ValueError(f"file: {path.name} holds no vectors; in Parquet they are one column of lists")
     tables = [name for name, v in found.items() if len(v.shape) > 1] or list(found)
-    name = tables[0] if "" in found or array is None and len(tables) == 1 else array  # a .npy has one, without a name
+    name = tables[0] if "" in found or (array is None and len(tables) == 1) else array  # a .npy has no names
     if name not in found:
         given, names = "none given" if array is None else repr(array), ", ".join(list(found)[:20])
         raise ValueError(f"array: {given}, and {path.name} holds {names}; choose one with --array")
