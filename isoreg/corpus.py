@@ -115,8 +115,7 @@ def corrupt_spans(ids, rng, sentinels, end, density=0.15, span=3.0) -> tuple[np.
     "Return ids (length,) with `density` of them cut out in spans of this mean length, and the target, each with end."
     def lengths(total):
         "Divide a total into one part of at least 1 for each span, all divisions alike."
-        ends = np.sort(rng.choice(total - 1, spans - 1, replace=False)) + 1
-        return np.diff(np.r_[0, ends, total])
+        return np.diff(np.r_[0, np.sort(rng.choice(total - 1, spans - 1, replace=False)) + 1, total])
 
     n = len(ids)
     noise = min(max(round(n * density), 1), n - 1)

@@ -364,7 +364,7 @@ def write_page(
         with open(path, "rb") as file: about[f"sha256 of {path}"] = hashlib.file_digest(file, "sha256").hexdigest()
     notes = [f"- {_plain(line)}" for line in made + [f"{name}: {value}" for name, value in about.items()]]
     text = ["# IsoScore", table.to_markdown(index=False, disable_numparse=True), "![Spectra and scores](score.png)",
-            "\n".join(notes), "[Read a score](https://isoreg.github.io/isoreg/nbs/guides/reading.html)\n"]
+            "\n".join(notes), "The page *Read a score* says what the numbers mean.\n"]
     page, picture, content = Path(folder) / "score.md", Path(folder) / "score.png", io.BytesIO()
     draw_scores(measured).savefig(content, format="png", dpi=150)
     write_atomically(picture, content.getvalue())

@@ -161,7 +161,7 @@ def relink(text: str, folder: str, to: Addresses) -> str:
             return f"[{m[1]}]({relative(INDEX)}{m[3]})"
         return f"[{m[1]}]({to.source}/{target})" if to.source else m[1]
 
-    text = re.sub(rf"\[`([\w.]+)`\]\({re.escape(to.api)}([\w/]+)\.html#([\w.]+)\)", name, text)
+    text = re.sub(rf"\[`([\w.]+)(?:\(\))?`\]\({re.escape(to.api)}([\w/]+)\.html#([\w.]+)\)", name, text)
     return re.sub(r"\[([^\[\]]+)\]\((?![a-z]+:|/)([^)#\s]+\.ipynb)(#[^)\s]*)?\)", notebook, text)
 
 

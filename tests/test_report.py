@@ -256,7 +256,7 @@ FEW = "too few seeds for this test: with {} the corrected p is {} or more; 6 pai
         ([-0.1] * 6, "lower"),
         ([0.1], FEW.format("1 unequal pair", "1.000")),
         ([0.0] * 8, "equal in all pairs"),
-        (SIGNS, "no difference shown"),
+        (SIGNS, "inconclusive"),
         (HALF, FEW.format("4 unequal pairs", "0.125")),
     ],
 )
@@ -373,7 +373,7 @@ def test_tasks_together_reach_what_each_alone_cannot():
     table = compare(on_tasks(cola=[0.02, 0.01, 0.03], rte=[0.05, 0.01, 0.02], mrpc=[0.01, -0.02, -0.01]))
     assert all(v.startswith("too few seeds for this test") for v in table.verdict)
     row = over_tasks(table).iloc[0]
-    assert row.verdict == "no difference shown" and (row.tasks, row.agree) == (3, 2)  # nine pairs; one task against
+    assert row.verdict == "inconclusive" and (row.tasks, row.agree) == (3, 2)  # nine pairs; one task against
     assert over_tasks(table[table.task != "mrpc"]).verdict[0] == "higher"
     assert "2 of 3" in to_markdown(over_tasks(table)) and "CoLA + MRPC + RTE" in to_markdown(over_tasks(table))
     for rte in ([0.1], [0.1, 0.1, 0.1]):  # a task without a spread leaves no interval

@@ -113,8 +113,7 @@ def _row(record: dict) -> dict:
         "protocol": "as released" if str(row["recipe"]).endswith("-released") else "corrected"}
 
 # %% ../../nbs/report/27_records.ipynb #558adde1
-ENCODERS = {"minilm-l6-h384": "all-MiniLM-L6-v2", "minilm-l6-mlm": "all-MiniLM-L6-v2, MLM",
-            "all-mpnet-base-v2": "all-mpnet-base-v2"}  # by the folder's name
+ENCODERS = {"minilm-l6-h384": "all-MiniLM-L6-v2", "minilm-l6-mlm": "all-MiniLM-L6-v2, MLM"}  # by the folder's name
 PAPERS = ("bert-base-", "bert-large-", "albert-base-v2", "distilbert-base-cased")
 CHOSEN = {"epochs": "epochs", "lr": "learning rate", "batch_size": "batch", "accumulation": "accumulation",
           "max_length": "tokens at most", "length_groups": "groups by length", "split_protocol": "split"}
@@ -124,14 +123,13 @@ def provenance(df: pd.DataFrame) -> str:
     models: list[str] = []
     for name, sizes in df.groupby("model_name", sort=False).parameters:
         size = f"{sizes.max() / 1e6:.1f} million parameters" if sizes.any() else "size unknown"
-        encoder, other = "a sentence encoder of " * (name in ENCODERS), ", not a model of the papers"
+        encoder, other = "a sentence encoder of " * name.startswith(("all-", *ENCODERS)), ", not a model of the papers"
         models.append(f"{ENCODERS.get(name, name)} ({encoder}{size}{other * (not name.startswith(PAPERS))})")
     data = [f"{setting_text(task)} ({known_texts(g.train_rows)} rows of {known_texts(g.train_split)}, "
             f"{known_texts(g.evaluation_rows)} for evaluation)" for task, g in df.groupby("task", sort=False)]
     recipes = [f"{p} ({known_texts(g.recipe, 'no recipe')})" for p, g in df.groupby("protocol")]
     chosen = [f"{head} {known_texts(df[c])}" for c, head in CHOSEN.items()]
-    notes = "\n".join(df.notes.sum())
-    for name, encoder in ENCODERS.items(): notes = notes.replace(name, encoder)
+    notes = re.sub("|".join(ENCODERS), lambda m: ENCODERS[m[0]], "\n".join(df.notes.sum()))
     words = dict.fromkeys(re.sub(r" with seed \d+", " by the seed", notes).split("\n"))
     notes = [n for n in words if n and "mean rate" not in n and "untouched" not in n]
     commits = dict.fromkeys(c[:8] + "+" * c.endswith("+") for c in df.commit.dropna())
@@ -435,16 +433,17 @@ HEADS["comparison"] = {
 
 # %% ../../nbs/report/27_records.ipynb #d9f37688
 def _linked(cell) -> str:
-    "Return a cell in Markdown, with a link to the lines of its records in one file, or to the folder of several files."
-    text, records = _escape(cell), [r for r in getattr(cell, "records", ()) if r[1]]
-    if not records: return text
-    place = Path(os.path.commonpath([file for _, file, *_ in records])).as_posix()
-    lines = sorted({line for _, file, line, _ in records if line and file == place})
-    starts, ends = ([n for n in lines if n + step not in lines] for step in (-1, 1))
-    spans = ",".join(f"L{a}" + f"-L{b}" * (b > a) for a, b in zip(starts, ends))
-    *_, first = min(records, key=lambda r: r[2])
-    title = re.sub(r"[^\w.-]+", "-", first) + f" and {len(records) - 1} more" * (len(records) > 1)
-    return f'[{text}]({urllib.parse.quote(place)}{"#" * bool(spans)}{spans} "{title}")'
+    "Return a cell in Markdown, with a link to the lines of its records in files of one folder, or to what holds them."
+    records = sorted((r for r in getattr(cell, "records", ()) if r[1]), key=lambda r: (r[1], r[2] or 0))
+    if not records: return _escape(cell)
+    places = list(dict.fromkeys(r[1:3] for r in records))
+    near = all(line and Path(file).parent == Path(places[0][0]).parent for file, line in places)
+    place = places[0][0] if near else Path(os.path.commonpath([file for file, _ in places])).as_posix()
+    starts, ends = ([p for p in places if near and (p[0], p[1] + step) not in places] for step in (-1, 1))
+    spans = ",".join(f"{Path(file).name}:" * (file != place) + f"L{a}" + f"-L{b}" * (b > a)
+                     for (file, a), (_, b) in zip(starts, ends))
+    title = re.sub(r"[^\w.-]+", "-", records[0][-1]) + f" and {len(records) - 1} more" * (len(records) > 1)
+    return f'[{_escape(cell)}]({urllib.parse.quote(place)}{"#" * bool(spans)}{spans} "{title}")'
 
 def _escape(text) -> str:
     "Return a text in one line whose marks of Markdown are letters; an underscore within a word is none."
@@ -479,8 +478,7 @@ def three_columns(
             raise ValueError(f"df: runs of {place[1]} on {place[0]} differ in {', '.join(apart)}; choose one")
         s = next(summarise(runs).itertuples())
         counts = f", {s.failed} failed" * (s.failed > 0) + f", {s.collapsed} predict a single class" * (s.collapsed > 0)
-        reach = _interval(s, digits).strip("[]")
-        cells[place] = Cell(f"{_mean(s.mean, s.sd, digits)} [{reach}] (n={s.n}{counts})", s.records)
+        cells[place] = Cell(f"{_mean(s.mean, s.sd, digits)} {_interval(s, digits)} (n={s.n}{counts})", s.records)
     rows = []
     for r in numbers[numbers.method.isin(list(methods))].itertuples():
         ours, of, unit = methods[r.method], f" of {r.n:.0f}" * (r.n == r.n), 100 if r.unit == "percent" else 1

@@ -89,7 +89,7 @@ def judged(rows: list[dict], alpha: float = 0.05) -> list[dict]:
             takes, many = seeds_needed(int((~np.isnan(p)).sum()), alpha), f"{unequal} unequal pair{'s' * (unequal > 1)}"
             r["verdict"] = (f"too few seeds for this test: with {many} the corrected p is {p_text(best)} or more; "
                             f"{takes} pairs can reach {alpha:g}")
-        else: r["verdict"] = way if adjusted <= alpha else "no difference shown"
+        else: r["verdict"] = way if adjusted <= alpha else "inconclusive"
     return rows
 
 # %% ../../nbs/report/26_statistics.ipynb #d1a66ee0

@@ -303,7 +303,7 @@ RETIRED = {  # what the pages say, and what they do not say
     "no dropout": r"without any dropout|\(p = 0\)",
     "predicts? a single class": r"answers? (?:with )?one class|answers every question|gives one answer"
     r"|collapsed runs?\b|one class only",
-    "inconclusive": "cannot tell|can(?:not| not) be told(?! apart)",
+    "inconclusive": "no difference shown|cannot tell|can(?:not| not) be told(?! apart)",
     "exploratory round": r"\b(?:first|second|third) round\b",
     "all-MiniLM-L6-v2": r"\bstand-in\b(?!, not a model of the papers)|(?<!all-)\bMiniLM\b|[|:;f] minilm-l6",
     "method": r"\barms? (?:differ|of|on|share)\b",
