@@ -136,7 +136,7 @@ def test_the_numbers_of_a_page_say_what_its_first_paragraph_says(page):
     assert not missing, f"write the first paragraph of {page} anew; its numbers do not say: {missing}"
 
 
-@pytest.mark.parametrize("page, count", [("tables/overview", 7), ("tables/found", 4)])
+@pytest.mark.parametrize("page, count", [("tables/overview", 8), ("tables/found", 4)])
 def test_pages_repeat_the_numbers_of_the_registered_round(page, count):
     tables = page_text("found")
     cells = [c.source for c in nbformat.read(NBS / f"{page}.ipynb", 4).cells if "registered round" in c.source]
@@ -285,7 +285,7 @@ def overview():
     for text in texts:
         lines = rows_of(text)
         if lines and lines[0][0] == "claim":
-            rows += [dict(zip((head.removesuffix(" (exploratory)") for head in lines[0]), line)) for line in lines[2:]]
+            rows += [dict(zip(lines[0], line)) for line in lines[2:]]
     for row in rows:
         row["claim"], place = LINK.fullmatch(row["claim"]).groups()
         row["opens"] = opens[place.removeprefix("#")]
@@ -305,7 +305,7 @@ def test_every_claim_has_a_known_verdict_and_opens_to_the_whole_of_it(overview):
         heads = re.findall(r"^- \*(.*?):\*", text, re.MULTILINE)
         assert heads == ["Published", "As released", "Corrected, here", "Verdict", "Table"], row
         assert f"- *Verdict:* {word}" in text, row
-        cells = [row[name] for name in ("claim", "verdict", "registered", "size", "in the paper")]
+        cells = [row[name] for name in ("claim", "verdict", "registered", "size here", "in the paper")]
         assert all(len(LINK.sub(r"\1", cell)) < 76 for cell in cells), row  # two lines at the width of the site
 
 
@@ -320,14 +320,14 @@ def test_the_registered_answers_are_those_of_the_table_above(overview):
 def test_the_size_of_a_claim_opens_its_runs(overview):
     kinds = set()
     for row in overview:
-        for number, path, key in re.findall(r'\[((?:\\.|[^\[\]\\])*)\]\((\S+) "(\S+)[^"]*"\)', row["size"]):
+        for number, path, key in re.findall(r'\[((?:\\.|[^\[\]\\])*)\]\((\S+) "(\S+)[^"]*"\)', row["size here"]):
             file, _, spans = path.partition("#")
             first = int(re.match(r"L(\d+)", spans)[1])
             line = (NBS / "tables" / file).read_text().splitlines()[first - 1]
             assert json.loads(line)["key"] == key, (row["claim"], number)
             kinds.add(Path(file).stem)
-        measured = re.search(r"\\\[.*n = \d", row["size"])  # an interval over seeds
-        assert "jsonl#L" in row["size"] or not measured, row
+        measured = re.search(r"\\\[.*n = \d", row["size here"])  # an interval over seeds
+        assert "jsonl#L" in row["size here"] or not measured, row
     assert kinds == {"runs", "geometry", "fisher", "landscape"}
 
 
@@ -431,7 +431,7 @@ def test_no_page_of_results_says_what_was_wrong_about_the_records(page):
 def test_verdicts_do_not_contradict_the_interval_beside_them(overview):
     verdicts = {row["claim"]: row["verdict"] for row in overview}
     for row in overview:
-        bounds = re.findall(r"\\\[([+-]\d\S+), ([+-]\d\S+?)\\\]", row["size"])
+        bounds = re.findall(r"\\\[([+-]\d\S+), ([+-]\d\S+?)\\\]", row["size here"])
         if row["verdict"] == "inconclusive" and len(bounds) == 1:
             assert float(bounds[0][0]) <= 0 <= float(bounds[0][1]), row
     assert verdicts["Raising isotropy hurts"] == "holds in part"

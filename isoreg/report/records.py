@@ -472,14 +472,14 @@ def three_columns(
     """Return published numbers beside the runs of either protocol, from 0 to 1: mean, standard deviation, 95 % t
     interval, n; a cell without runs says "not run". Raises `ValueError` if runs differ in a setting."""
     for name in methods: one_of("methods", name, numbers.method.unique())
-    used, cells = df[df.task.isin(numbers.task) & df.method.isin(list(methods.values()))], {}
+    used, cells, rows = df[df.task.isin(numbers.task) & df.method.isin(list(methods.values()))], {}, []
     for place, runs in used.groupby(["task", "method", "protocol"]):
         if apart := columns_apart(runs, None)[1:]:
             raise ValueError(f"df: runs of {place[1]} on {place[0]} differ in {', '.join(apart)}; choose one")
         s = next(summarise(runs).itertuples())
         counts = f", {s.failed} failed" * (s.failed > 0) + f", {s.collapsed} predict a single class" * (s.collapsed > 0)
-        cells[place] = Cell(f"{_mean(s.mean, s.sd, digits)} {_interval(s, digits)} (n={s.n}{counts})", s.records)
-    rows = []
+        reach = _interval(s, digits).strip("[]")
+        cells[place] = Cell(f"{_mean(s.mean, s.sd, digits)} [{reach}] (n={s.n}{counts})", s.records)
     for r in numbers[numbers.method.isin(list(methods))].itertuples():
         ours, of, unit = methods[r.method], f" of {r.n:.0f}" * (r.n == r.n), 100 if r.unit == "percent" else 1
         rows.append({

@@ -154,7 +154,9 @@ def test_a_tutorial_takes_what_a_reader_has(path, tmp_path, monkeypatch):
     words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     for part in (tokenizer, GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, **words))):
         part.save_pretrained("gpt2")
-    shown = [text(c) for c in cells(path) if c["cell_type"] == "code" and "#| hide" not in text(c)]
+    shown = [
+        text(c) for c in cells(path) if c["cell_type"] == "code" and not re.search(r"#\| (?:hide|echo: false)", text(c))
+    ]
     source = "\n".join(shown).replace("toy_model_path()", "'gpt2'").replace("MaskedLM", "CausalLM")
     source = source.replace("(300), tokenizer)", "(300), tokenizer, loss='clm')")
     source = re.sub(r'load_task\("toy-cola"[^)]*', 'load_task("toy-cola", max_train=1024, max_eval=200', source)
