@@ -68,7 +68,7 @@ _SET = typer.Option("--set", help="name=value: this parameter in all runs, such 
 # %% ../nbs/31_cli.ipynb #7f6bcbdf
 @app.command("demo")
 def demo_command(out: Annotated[Path, _OUT] = Path("runs")):
-    "Fine-tune the toy model with and without I-STAR, and compare the two (about a minute)."
+    "Fine-tune the toy model with and without I-STAR (a penalty on isotropy) and compare the two (about a minute)."
     from isoreg.report.figures import plot_layers
     from isoreg.report.records import load
     plan = expand(load_grid("demo"))
