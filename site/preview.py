@@ -78,6 +78,8 @@ def to_pandoc(text: str, numbers: dict[str, str]) -> str:
         text,
         flags=re.S,
     )
+    caption = lambda m: f": **Table {numbers[m[2]]}.** [{m[1]}]{{#{m[2]}}}"
+    text = re.sub(r"^: (.+?)\s*\{#(tbl-[\w:-]+)\}$", caption, text, flags=re.M)
     name = lambda m: f"[{KINDS[m[2]]} {numbers[m[1]]}](#{m[1]})" if m[1] in numbers else m[0]
     return re.sub(r"(?<![\w`\\/])@((fig|tbl|eq)-\w+(?:[:-]\w+)*)", name, text)
 
