@@ -177,8 +177,7 @@ class _BatchLosses(nn.Module):
         batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         if callable(self.loss): return self.loss(self.model, batch)
         positions = predicted_positions(batch, self.loss)
-        values = sample_losses(self.model, batch, self.loss, self.reduction, positions)
-        return values[positions[0].unique()]
+        return sample_losses(self.model, batch, self.loss, self.reduction, positions)[positions[0].unique()]
 
 # %% ../nbs/12_landscape.ipynb #68aafc10
 def subset(

@@ -26,6 +26,7 @@ from ..experiments.record import better
 from ..files import from_json, path_label, read_text, record_files
 from .statistics import (
     ROUNDING, judged, p_text, ratio_interval, score_error, sign_flip, t_interval, two_errors)
+from ..schedules import SCHEMES
 
 # %% ../../nbs/report/27_records.ipynb #faf62b0c
 def load(
@@ -204,8 +205,9 @@ def columns_apart(df: pd.DataFrame, by: Sequence[str] | None, paired: bool = Fal
 
 def by_setting(df: pd.DataFrame, by: list[str]) -> dict[tuple, pd.DataFrame]:
     "Return the runs of each setting and method by (*settings, method), in order; a setting of None is a dash."
-    df = df.assign(other=df.dropout != "standard", strength=df.lam.astype(float).fillna(0))
-    df = df.sort_values([*by, "other", "strength", "method"], kind="stable")
+    order = pd.Categorical(df.dropout, [*SCHEMES]), pd.Categorical(df.regularizer, ["none", "istar"])
+    df = df.assign(how=order[0], penalty=order[1])
+    df = df.sort_values([*by, "how", "penalty", "lam", "method"], kind="stable")
     settings = [df[c].astype(object).where(df[c].notna(), "–") for c in by]
     return dict(iter(df.groupby([*settings, "method"], sort=False)))
 
