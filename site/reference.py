@@ -186,7 +186,9 @@ TASKS = {  # what a reader wants to do, and the rooms for it; a room that is not
 INNER = (  # names of these rooms that only the library calls
     "scores_without stand_out few_operations as_on_gpu full_precision pool check_batches "
     "direction step_length displaced normalize_answer squad_scores resample "
-    "ProgressFile compute plan_jobs machine environment compute_on_node"
+    "ProgressFile compute plan_jobs machine environment compute_on_node eval_mode plain_score draw_texts "
+    "is_sentence_transformer in_words predicted_logits training_arguments Scores Folder Local OnRay Checked MissingSplit "
+    "corpus_texts log_frequencies predicted_tokens toy_batches random_model"
 )
 
 

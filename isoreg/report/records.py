@@ -205,9 +205,8 @@ def columns_apart(df: pd.DataFrame, by: Sequence[str] | None, paired: bool = Fal
 
 def by_setting(df: pd.DataFrame, by: list[str]) -> dict[tuple, pd.DataFrame]:
     "Return the runs of each setting and method by (*settings, method), in order; a setting of None is a dash."
-    order = pd.Categorical(df.dropout, [*SCHEMES]), pd.Categorical(df.regularizer, ["none", "istar"])
-    df = df.assign(how=order[0], penalty=order[1])
-    df = df.sort_values([*by, "how", "penalty", "lam", "method"], kind="stable")
+    df = df.assign(how=pd.Categorical(df.dropout, [*SCHEMES]), kind=pd.Categorical(df.regularizer, ["none", "istar"]))
+    df = df.sort_values([*by, "how", "kind", "lam", "method"], kind="stable")
     settings = [df[c].astype(object).where(df[c].notna(), "–") for c in by]
     return dict(iter(df.groupby([*settings, "method"], sort=False)))
 
