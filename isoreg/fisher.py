@@ -140,6 +140,83 @@ def _agreement(a: Tensor, b: Tensor, share: float) -> dict[str, float]:
     overlap = float(torch.isin(at, chosen[a[chosen] > 0]).sum()) / k
     return dict(zip(_MEASURES, (*correlations, np.abs(x - y).mean(), overlap, k)))
 
+# %% ../nbs/11_fisher.ipynb #4264aa4d
+@dataclass
+class FisherEstimate:
+    "Sums over samples of squared gradients, with all that is needed to trust them."
+    sums: dict[str, Tensor]  # parameter name -> 0-d (level tensor) or the parameter's shape (diagonal)
+    n_samples: int
+    level: str  # "tensor" or "diagonal"
+    loss: str  # "mlm", "clm", "seq2seq", or the name of a function
+    reduction: str = "mean"  # of a sample's loss over its predicted tokens, or "sum"; "own" for a function
+    sample: str = "sequence"  # or "position"
+    numel: dict[str, int] = field(default_factory=dict)  # scalars of each parameter
+    model: str = ""  # its name
+    fingerprint: str = ""  # of its weights, once the estimate is saved or compared
+    corpora: list = field(default_factory=lambda: [{}])  # the description of the batches, from then on
+    precision: str = "fp32"
+    by_function: list = field(default_factory=list)  # parameters that autograd computed, one sample at a time
+    of: tuple | None = field(default=None, repr=False, compare=False)  # model, its state and batches, until then
+
+    @property
+    def unit(self) -> str:
+        "What the numbers are."
+        what = f"the {self.reduction} loss of a {self.sample} (nats squared per squared weight)"
+        if self.reduction == "own": what = f"what {self.loss} gives for a sample"
+        return f"sum over samples of the squared gradient of {what}"
+
+    def mean(self) -> dict[str, Tensor]:
+        "Return the mean over the samples: the empirical Fisher per scalar, or its trace over a tensor."
+        return {n: s / self.n_samples for n, s in self.sums.items()}
+
+    def scores(self) -> dict[str, float]:
+        "Return the mean over samples and over the scalars of each tensor: the tensor score of the released code."
+        totals = {n: float(s.sum(dtype=wide_dtype(s))) for n, s in self.sums.items()}
+        return {n: total / self.numel[n] / self.n_samples for n, total in totals.items()}
+
+# %% ../nbs/11_fisher.ipynb #f15e0001
+@patch
+def save(self: FisherEstimate, folder: str | Path) -> Path:
+    "Write the tensors, under a name from their content, then fisher.json that names them, and return its path."
+    self.name_sources()
+    file, content = Path(folder) / "fisher.json", tensor_files.save({k: v.contiguous() for k, v in self.sums.items()})
+    name = f"fisher-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    write_atomically(file.parent / name, content)
+    about = {k: v for k, v in vars(self).items() if k not in ("sums", "of")}
+    write_atomically(file, json.dumps(about | {"unit": self.unit, "tensors": name, "schema": 1}, indent=1) + "\n")
+    return file
+
+@patch(cls_method=True)
+def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
+    "Return the estimate in a folder, or in the fisher.json of one. Raises `ValueError` if there is none."
+    path = Path(folder) if Path(folder).is_file() else Path(folder) / "fisher.json"
+    try:
+        about = from_json(read_text(path))
+        sums = tensor_files.load_file(path.parent / about["tensors"])
+        known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
+        return FisherEstimate(sums={n: sums[n] for n in about["numel"]}, **known)
+    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+        raise ValueError(f"folder: {str(folder)!r} holds no complete estimate ({error}); compute it again") from None
+
+# %% ../nbs/11_fisher.ipynb #digest01
+@patch
+def name_sources(self: FisherEstimate) -> None:
+    "Take the digests of the weights and of the batches, unless they are there; warn if the weights have changed."
+    if self.of is None: return
+    model, state, batches = self.of
+    if batches is not None and self.corpora == [{}]: self.corpora = [batches.describe()]
+    if torch.equal(state.cpu(), weights_state(model).cpu()): digest = model_fingerprint(model)
+    else:
+        digest = "sums " + hashlib.sha256(state.cpu().numpy().tobytes()).hexdigest()
+        warnings.warn("model: its weights have changed since the estimate, which names them by the sums of their bits; "
+                      "save an estimate before you train or cast the model")
+    self.fingerprint, self.of = self.fingerprint or digest, None
+
+@patch
+def __getstate__(self: FisherEstimate) -> dict:
+    self.name_sources()  # a copy does not hold the model
+    return vars(self)
+
 # %% ../nbs/11_fisher.ipynb #d056f27e
 BLOCK = {"cpu": 2**19, "cuda": 2**26}  # scalars
 
@@ -412,83 +489,6 @@ def checked(self: _Squares) -> dict[str, Tensor]:
         warnings.warn(f"model: the mean loss of the sample is {mean:.2f} nats, and a uniform guess has ln V = "
                       f"{uniform:.2f}; the head is probably drawn at random, so load a checkpoint that holds it")
     return {n: s if s.ndim else x for (n, s), x in zip(self.sums.items(), numbers[1:])}
-
-# %% ../nbs/11_fisher.ipynb #4264aa4d
-@dataclass
-class FisherEstimate:
-    "Sums over samples of squared gradients, with all that is needed to trust them."
-    sums: dict[str, Tensor]  # parameter name -> 0-d (level tensor) or the parameter's shape (diagonal)
-    n_samples: int
-    level: str  # "tensor" or "diagonal"
-    loss: str  # "mlm", "clm", "seq2seq", or the name of a function
-    reduction: str = "mean"  # of a sample's loss over its predicted tokens, or "sum"; "own" for a function
-    sample: str = "sequence"  # or "position"
-    numel: dict[str, int] = field(default_factory=dict)  # scalars of each parameter
-    model: str = ""  # its name
-    fingerprint: str = ""  # of its weights, once the estimate is saved or compared
-    corpora: list = field(default_factory=lambda: [{}])  # the description of the batches, from then on
-    precision: str = "fp32"
-    by_function: list = field(default_factory=list)  # parameters that autograd computed, one sample at a time
-    of: tuple | None = field(default=None, repr=False, compare=False)  # model, its state and batches, until then
-
-    @property
-    def unit(self) -> str:
-        "What the numbers are."
-        what = f"the {self.reduction} loss of a {self.sample} (nats squared per squared weight)"
-        if self.reduction == "own": what = f"what {self.loss} gives for a sample"
-        return f"sum over samples of the squared gradient of {what}"
-
-    def mean(self) -> dict[str, Tensor]:
-        "Return the mean over the samples: the empirical Fisher per scalar, or its trace over a tensor."
-        return {n: s / self.n_samples for n, s in self.sums.items()}
-
-    def scores(self) -> dict[str, float]:
-        "Return the mean over samples and over the scalars of each tensor: the tensor score of the released code."
-        totals = {n: float(s.sum(dtype=wide_dtype(s))) for n, s in self.sums.items()}
-        return {n: total / self.numel[n] / self.n_samples for n, total in totals.items()}
-
-# %% ../nbs/11_fisher.ipynb #f15e0001
-@patch
-def save(self: FisherEstimate, folder: str | Path) -> Path:
-    "Write the tensors, under a name from their content, then fisher.json that names them, and return its path."
-    self.name_sources()
-    file, content = Path(folder) / "fisher.json", tensor_files.save({k: v.contiguous() for k, v in self.sums.items()})
-    name = f"fisher-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-    write_atomically(file.parent / name, content)
-    about = {k: v for k, v in vars(self).items() if k not in ("sums", "of")}
-    write_atomically(file, json.dumps(about | {"unit": self.unit, "tensors": name, "schema": 1}, indent=1) + "\n")
-    return file
-
-@patch(cls_method=True)
-def load(cls: FisherEstimate, folder: str | Path) -> FisherEstimate:
-    "Return the estimate in a folder, or in the fisher.json of one. Raises `ValueError` if there is none."
-    path = Path(folder) if Path(folder).is_file() else Path(folder) / "fisher.json"
-    try:
-        about = from_json(read_text(path))
-        sums = tensor_files.load_file(path.parent / about["tensors"])
-        known = {f.name: about[f.name] for f in fields(FisherEstimate) if f.name in about}
-        return FisherEstimate(sums={n: sums[n] for n in about["numel"]}, **known)
-    except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
-        raise ValueError(f"folder: {str(folder)!r} holds no complete estimate ({error}); compute it again") from None
-
-# %% ../nbs/11_fisher.ipynb #digest01
-@patch
-def name_sources(self: FisherEstimate) -> None:
-    "Take the digests of the weights and of the batches, unless they are there; warn if the weights have changed."
-    if self.of is None: return
-    model, state, batches = self.of
-    if batches is not None and self.corpora == [{}]: self.corpora = [batches.describe()]
-    if torch.equal(state.cpu(), weights_state(model).cpu()): digest = model_fingerprint(model)
-    else:
-        digest = "sums " + hashlib.sha256(state.cpu().numpy().tobytes()).hexdigest()
-        warnings.warn("model: its weights have changed since the estimate, which names them by the sums of their bits; "
-                      "save an estimate before you train or cast the model")
-    self.fingerprint, self.of = self.fingerprint or digest, None
-
-@patch
-def __getstate__(self: FisherEstimate) -> dict:
-    self.name_sources()  # a copy does not hold the model
-    return vars(self)
 
 # %% ../nbs/11_fisher.ipynb #d7e7eafc
 def _samples(model, batch, loss, sample: str) -> Iterator[tuple[Mapping, tuple[Tensor, ...] | None]]:

@@ -272,7 +272,7 @@ def _isoscore(c: Cloud) -> float:
     return float((eigenvalues.sum() ** 2 / eigenvalues.square().sum() - 1) / (c.d - 1))
 
 class Measure(NamedTuple):
-    "A measure of a cloud."
+    "Hold one measure of a cloud: how it is computed and what it is called."
     of: Callable[[Cloud], float]  # raises `ValueError` where it is not defined
     heading: str  # in tables and figures
     digits: int  # after the point, where it is printed

@@ -96,7 +96,7 @@ def control_schedule(
 # %% ../nbs/14_schedules.ipynb #a1b2c3d1
 @dataclass(frozen=True)
 class Scheme:
-    "One scheme of dropout."
+    "Hold a scheme of dropout: its name in tables, how its rates follow from a schedule, and what it needs."
     label: str  # its name in tables and figures
     rates: Callable | None = None  # (schedule, sites, seed) -> site -> p; None: the schedule itself
     scores: bool = False  # needs Fisher scores; its schedule is the guided one

@@ -48,7 +48,7 @@ class Site:
     """A site where the model applies dropout, with one rate.
 
     `kind` is `embedding`, `attention_probs`, `attention_output`, `ffn_inner` (between the two maps of an FFN),
-    `ffn_output`, `classifier` (outside the base model) or `other`. Names agree between heads."""
+    `ffn_output`, `classifier` (outside the base model) or `other`. Names do not depend on the task's head."""
     name: str  # for example "encoder.layer.0.attention_probs"
     kind: str
     p: float  # the rate now

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from isoreg.experiments.config import help_text
 from pages import addresses
 
 
@@ -82,7 +81,8 @@ def _setting(name: str, field) -> Field:
     "Return a setting of a configuration."
     kind = getattr(field.annotation, "__name__", None) if isinstance(field.annotation, type) else str(field.annotation)
     kind = re.sub(r"Literal\[[^]]{80,}\]", "str", kind).replace("typing.", "")  # the page of settings has the values
-    return Field(name, kind, repr(field.default), help_text(field))
+    kind = re.sub(r"Annotated\[([^,\[]+(?:\[[^]]*\])?), .*?\)\]", r"\1", kind)
+    return Field(name, kind, "" if field.is_required() else repr(field.default), field.description or "")
 
 
 def anchor(room: str, name: str) -> str:
@@ -125,6 +125,7 @@ def entry(
         shown = render(sym, name=name, title_level=title_level)
     except NameError:  # an annotation names a class of a later cell; the module has it
         shown = render(held, name=name, title_level=title_level)
+    shown.fn = getattr(sym, "__qualname__", shown.fn)  # under which nbdev finds its line
     call = _call(held, str(shown.dm)) if inspect.isclass(held) else _short(str(shown.dm))
     sentence, (paragraph, _, rest) = first_sentence(held), (shown.docs or "").partition("\n\n")
     more = " ".join(paragraph.split()).removeprefix(sentence).strip()  # nbdev sets the first line in italics
@@ -187,8 +188,8 @@ INNER = (  # names of these rooms that only the library calls
     "scores_without stand_out few_operations as_on_gpu full_precision pool check_batches "
     "direction step_length displaced normalize_answer squad_scores resample "
     "ProgressFile compute plan_jobs machine environment compute_on_node eval_mode plain_score draw_texts "
-    "is_sentence_transformer in_words predicted_logits training_arguments Scores Folder Local OnRay Checked MissingSplit "
-    "corpus_texts log_frequencies predicted_tokens toy_batches random_model"
+    "is_sentence_transformer in_words predicted_logits training_arguments Scores Folder Local OnRay Checked "
+    "MissingSplit corpus_texts log_frequencies predicted_tokens toy_batches random_model"
 )
 
 
@@ -245,7 +246,7 @@ def _plain(text: str) -> str:
 EXAMPLES = {  # in this order they build on each other
     "demo": "isoreg demo --out runs",
     "run": "isoreg run --task toy-cola --regularizer istar --lam -0.1 --set correction=ustat",
-    "rerun": "isoreg rerun runs/toy-cola-toy-bert-none-seed0-defa0c425c",  # of the demo
+    "rerun": "# a run of the demo\nisoreg rerun runs/toy-cola-toy-bert-none-seed0-defa0c425c",
     "sweep": "isoreg sweep toy --out runs --dry-run",
     "select": "sed 's/seed: .*/seed: [100, 101]/' nbs/grids/toy.yaml > search.yaml\n"
     "isoreg sweep search.yaml --out search\n"

@@ -404,7 +404,7 @@ class LandscapeConfig(LossSettings):
     shape: Literal["plane", "line"] = setting("plane", "two directions, or one")
     reach: float = setting(1.5, "largest coordinate of the grid", gt=0)
     points: int = setting(17, "points on each axis; odd, so that the origin is one", ge=1)
-    reduction: Literal["sample", "batch"] = setting("sample", "unit of the mean; batch as released")
+    reduction: Literal["sample", "batch"] = setting("sample", "what the mean loss is over; batch as released")
     one_d: Literal["zero", "scale"] = setting(
         "zero", "one-dimensional tensors: do not move (as released), or move as one filter")
     norm: Literal["filter", "equal"] = setting("filter", "equal: subsets move as far as all would")
