@@ -88,8 +88,8 @@ def test_no_cell_without_its_seeds_and_interval(path):
 
 OPENINGS = {  # page: what its numbers have to say, for its first paragraph to be true
     "guided_main": [
-        r"scored higher than baseline \([^)]*\), higher than Gaussian dropout \([^)]*\), "
-        r"higher than guided reversed \([^)]*\)\. \*\*The constant rate of the same mean has \d+ % \[[5-9]\d,",
+        r"scored higher than baseline \([^)]*\), higher than guided reversed \([^)]*\), "
+        r"higher than Gaussian dropout \([^)]*\)\. \*\*The constant rate of the same mean has \d+ % \[[5-9]\d,",
         r"In numbers\.\*\* The baseline is no better than a constant answer with 10 % of CoLA \(\d+ steps\):",
         r"failed: none of \d+ on CoLA, none of \d+ on MRPC, none of \d+ on RTE, at batch 32\.",
     ],
