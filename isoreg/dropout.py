@@ -192,7 +192,7 @@ def gaussian_dropout(
     *,
     released: bool = False,  # standard deviation p/(1-p), and noise at evaluation too
     batch=None,  # as for dropout_sites
-) -> "Applied":
+) -> Applied:
     """Replace every dropout by Gaussian noise: N(1, p/(1-p)) in train mode, none at evaluation (Wang, Manning 2013).
     Raises `ValueError` if noise is on already or a site lies in a kernel, and `RuntimeError` where a mask would stay a
     mask: only `F.dropout` and `F.scaled_dot_product_attention` are replaced."""
@@ -247,7 +247,7 @@ def mixout(
     p: float = 0.7,  # probability of the pretrained value; Lee et al. use 0.7 to 0.9
     *,
     batch=None,  # as for dropout_sites
-) -> "Applied":
+) -> Applied:
     """Mix every linear map of the encoder with the weights that it has now, in train mode (Lee, Cho and Kang 2020).
     Pooler, head and biases are not mixed. It holds one more copy of the mixed weights, which `save_pretrained` does not
     save. Raises `ValueError` for a bad p, and a model with noise on it."""
@@ -264,7 +264,7 @@ def load_dropout(
     model: nn.Module,  # fresh from from_pretrained
     *,
     batch=None,  # as for dropout_sites
-) -> "Applied":  # as of set_dropout or gaussian_dropout
+) -> Applied:  # as of set_dropout or gaussian_dropout
     """Set the rates that `set_dropout` or `gaussian_dropout` noted in the configuration, but not that of a classifier
     which the model lacks. Raises `ValueError` without a note, and for Mixout, whose pretrained weights are lost."""
     model = unwrapped(model)

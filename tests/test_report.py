@@ -735,7 +735,6 @@ def test_when_every_run_failed_the_table_still_comes(tmp_path):
 def test_a_cell_links_the_lines_of_its_records_in_every_file_beside_the_first():
     made = lambda *places: Cell("x", tuple((0, file, line, f"{file[2]}{line}") for file, line in places))
     table = lambda *places: to_markdown(pd.DataFrame({"a": [made(*places)]}), caption="")
-    assert '[x](r/s.jsonl#L3-L4,t.jsonl:L9 "s3 and 2 more")' in table(
-        ("r/t.jsonl", 9), ("r/s.jsonl", 4), ("r/s.jsonl", 3)
-    )
+    three = ("r/t.jsonl", 9), ("r/s.jsonl", 4), ("r/s.jsonl", 3)
+    assert '[x](r/s.jsonl#L3-L4,t.jsonl:L9 "s3 and 2 more")' in table(*three)
     assert '[x](. "s3 and 1 more")' in table(("a/s.jsonl", 3), ("b/t.jsonl", 3))
