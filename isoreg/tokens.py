@@ -86,8 +86,8 @@ class SequenceStream:
 def second(self: SequenceStream, g: int, x: Tensor, mask: Tensor):
     "Add the same sequences once more, to the sums of their group."
     if self.centre is not self.moments.mean:
-        e, self.centre = self.moments.mean - self.centre, self.moments.mean
-        self.G += self.n2 * e.outer(e) - self.ns.outer(e) - e.outer(self.ns)
+        h, self.centre = self.moments.mean - self.centre, self.moments.mean
+        self.G += self.n2 * h.outer(h) - self.ns.outer(h) - h.outer(self.ns)
     X = (x.to(self.G.dtype) - self.centre).masked_fill(~mask[..., None], 0)
     n, s, p = mask.sum(-1).to(X.dtype), X.sum(-2), X.square().sum((-2, -1))
     s2, Ps = s.square().sum(-1), (X.mT @ (X @ s[..., None]))[..., 0]
