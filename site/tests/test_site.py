@@ -297,7 +297,7 @@ def test_addresses_stand_in_settings_ini():
 
 
 RETIRED = {  # what the pages say, and what they do not say
-    "baseline": r"plain fine-tuning|usual p = 0|standard dropout, |\b[Tt]he base (?:and|has|is)\b",
+    "baseline": r"plain fine-tuning|usual p = 0|standard dropout|\b[Tt]he base (?:and|has|is)\b",
     "constant rate": r"constant p = mean|p = 0\.05 everywhere|mean rate everywhere|as little dropout everywhere",
     "type only": r"by type only",
     "no dropout": r"without any dropout|\(p = 0\)",
