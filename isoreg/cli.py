@@ -243,7 +243,7 @@ def _show_report(report, out: Path) -> int:
     _console.print(f"{report.found + len(report.done)} of {len(report.plan.runs)} runs are done ({made}), "
                    f"{len(report.failed)} failed; records in {out}")
     for key in report.failed: _console.print(f"  failed: see {out / key / 'failed.json'}")
-    if report.failed: _console.print("When the cause is mended, the same command with --retry-failed does them.")
+    if report.failed: _console.print("Remove the cause, then give the same command with --retry-failed.")
     return report.code
 
 # %% ../nbs/31_cli.ipynb #6b56ec45
@@ -268,7 +268,7 @@ def select_command(
              _number(c.score), _number(c.runner_up), c.candidates, ", ".join(map(str, c.seeds))) for c in choices]
     _show(plan.name, rows, ["task", "method", "chosen", "score", "next", "of", "seeds"])
     if len({one.candidates for one in choices}) > 1:
-        _console.print("The methods chose from different numbers of settings: more of them find a higher best.")
+        _console.print("The methods had different numbers of settings; with more, the best score is higher by luck.")
     if out is None: return
     write_atomically(out, text)
     _console.print(str(out))

@@ -95,8 +95,8 @@ def site_scores(
     aggregate: str = "mean_of_means",  # "mean_of_means" (as released), or "mean" (over scalars)
 ) -> dict[str, float]:  # site -> score, in the order of the sites, without the classifier's
     """Return the score of each site, the mean over the scores of its tensors, for a model with any head. Raises
-    `ValueError` for a tensor without a score, as a frozen one, a negative score or NaN, and scores of a model
-    with other layers or sizes (embeddings may grow)."""
+    `ValueError` for a tensor without a score (such as a frozen one), a negative score or NaN, and scores of a
+    model with other layers or sizes (embeddings may grow)."""
     by_scalar = one_of("aggregate", aggregate, ("mean_of_means", "mean")) == "mean"
     if isinstance(sites, nn.Module): sites = dropout_sites(sites)
     sites = [s for s in sites if s.kind != "classifier"]

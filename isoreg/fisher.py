@@ -46,8 +46,8 @@ def empirical_fisher(
 ):  # a FisherEstimate
     """Return sums over samples of the squared gradient of each sample's loss (Sharma et al. 2024, equation 3).
 
-    Without `loss` it is that of `TextBatches` or of the model's class. Raises `ValueError` for a loss for which these
-    were not made, batches without a sample, and squares that are not finite."""
+    Without `loss` we take that of `TextBatches` or of the model's class. Raises `ValueError` for a loss that does not
+    fit these, batches without a sample, and squares that are not finite."""
     one_of("level", level, ("tensor", "diagonal"))
     one_of("precision", precision, ("fp32", "bf16"))
     model = inside_wrapper(getattr(model, "_orig_mod", model))  # of torch.compile

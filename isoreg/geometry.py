@@ -24,7 +24,7 @@ def geometry(
 ) -> dict:
     """Return all measures of a cloud by name, from one set of moments and two decompositions.
 
-    Keys: points, dims, those of `MEASURES`, NaN for one that the cloud does not have, and dimensions (`Dimensions`).
+    Keys: points, dims, each name in `MEASURES` (NaN where the cloud has no value) and dimensions (`Dimensions`).
     Raises `ValueError` for fewer than 3 points, NaN or infinite values."""
     c = as_cloud(points, mask, 3)
     found = {"points": c.n, "dims": c.d}

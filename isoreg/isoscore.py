@@ -248,7 +248,7 @@ def isoscore_with_error(
 ) -> IsoScoreEstimate:
     """Return the U-statistic IsoScore of one cloud with its standard error, without resampling or gradient.
 
-    It is not cut to [0, 1]: 5 normal rows in 16 dimensions gave 1.8 ± 2.9, 8 rows 1.5 ± 0.3. Raises `ValueError` as
+    Scores may leave [0, 1]: 5 normal rows in 16 dimensions gave 1.8 ± 2.9, 8 rows 1.5 ± 0.3. Raises `ValueError` as
     `isoscore`, and for fewer than 5 rows."""
     X, keep = check_cloud(points, mask)
     if X.ndim != 2:

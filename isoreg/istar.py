@@ -232,7 +232,7 @@ def plain_score(m: Moments) -> Tensor:
 class CosReg(nn.Module):
     """Return `lam` times the sum of cosines of distinct tokens / N² (formula of Gao et al. 2019), a scalar.
 
-    Over several ranks it is that of the whole batch. `parts` holds the last term (`cosreg`) and that sum (`cosine`)."""
+    Over several ranks the sum is over the whole batch. `parts` holds the term (`cosreg`) and the sum (`cosine`)."""
     needs_reference = False
 
     def __init__(

@@ -49,7 +49,7 @@ class IsoScore(torchmetrics.Metric):
         points: Tensor,  # (..., n, d); all leading dimensions together are one cloud
         mask: Tensor | None = None,  # (..., n), true or 1 where a point counts
     ) -> None:
-        "Add a batch. Raises `ValueError` for a wrong shape or mask, NaN or infinite values; it is then left out."
+        "Add a batch. Raises `ValueError` for a wrong shape or mask, NaN or infinite values; the batch is left out."
         self._hold(merge([self._seen(), self._moments_of(points, mask)]))
 
     def compute(self) -> Tensor:

@@ -29,7 +29,7 @@ from .states import base_prefix, eval_mode, inside_wrapper, named_weights, same_
 # %% ../nbs/13_sites.ipynb #c2cdd011
 def dropout_sites(
     model: nn.Module,  # a transformers model, or any module with batch=; may be wrapped by DDP or torch.compile
-    grouping: str = "released",  # tensors of a site: "released", of its submodule; "preceding", used since the last
+    grouping: str = "released",  # tensors of a site: "released", of its submodule; "preceding", those since the last
     *,
     batch=None,  # inputs of one forward pass (dict, tuple or tensor); None takes a short text
 ) -> list["Site"]:  # in the order of execution
@@ -55,7 +55,7 @@ class Site:
     tensors: tuple[str, ...]  # names of the parameters whose scores make its score, relative to the base model
     sizes: tuple[int, ...]  # and their numbers of scalars
     handle: str  # where its rate is kept: path of a Dropout module or of a float attribute, from the root
-    calls: int  # in one forward pass; 0 if only the output tells that it is there
+    calls: int  # in one forward pass; 0 if we see the site only in the output
 
 # %% ../nbs/13_sites.ipynb #13eb027b
 @dataclass

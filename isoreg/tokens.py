@@ -19,7 +19,7 @@ def isoscore_by_sequence(
     points,  # (n_sequences, length, d) tensor or array
     mask=None,  # (n_sequences, length), true or 1 where a token counts
     groups: int = 20,  # groups of sequences, drawn with a fixed seed, each left out once
-) -> IsoScoreEstimate:  # its count is that of the sequences with tokens
+) -> IsoScoreEstimate:  # `count` is the number of sequences with tokens
     """Return the IsoScore of sequences, corrected for the dependence of their tokens, with its jackknife error.
     Raises `ValueError` for a wrong shape, NaN, fewer than 6 sequences with tokens, or a group that leaves no score."""
     in_range("groups", groups, 2, whole=True, hint="20 is usual")
@@ -115,7 +115,7 @@ def draw_groups(m: int, groups: int) -> Tensor:
 # %% ../nbs/03_tokens.ipynb #c16698b9
 @patch
 def scores(self: SequenceStream) -> Tensor:
-    "Return the score without each group, and last that of all, (groups + 1,). Raises `ValueError` where one has none."
+    "Return the score without each group, then that of all rows, (groups + 1,). Raises `ValueError` where one has none."
     self.close(-1)
     lengths, vectors, single = (total.sum(0) - total for total in (self.lengths, self.vectors, self.single))
     t2, f = _estimates(lengths, vectors, single, self.products)
@@ -126,7 +126,7 @@ def scores(self: SequenceStream) -> Tensor:
 
 @patch
 def estimate(self: SequenceStream) -> IsoScoreEstimate:
-    "Return the score of all, and its jackknife error. Raises `ValueError` where a group leaves none behind."
+    "Return the score of all, and its jackknife error. Raises `ValueError` if no score is left without a group."
     *left, score = self.scores().tolist()
     left = torch.tensor(left, dtype=torch.float64)
     error = ((len(left) - 1) / len(left) * (left - left.mean()).square().sum()).sqrt()

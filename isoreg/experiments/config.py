@@ -51,7 +51,7 @@ class Settings(Checked):
         return made
 
     def identity(self) -> dict:
-        "Return what the hash is of: the record, without later settings that have the value of before."
+        "Return what the hash is made of: the record, without later settings that have their old value."
         return {n: v for n, v in self.to_record().items() if n not in self.later or v != self.later[n]}
 
     def title(self) -> str:

@@ -276,7 +276,7 @@ def squad_scores(prediction: str, answers: list[str]) -> tuple[float, float]:
 # %% ../../nbs/experiments/18_data.ipynb #8d4d1236
 def resample(
     task: Task,
-    predictions,  # class numbers, real numbers or answers, a row each
+    predictions,  # class numbers, real numbers or answers, one for each row
     references,  # labels, or {"id", "answers"} of each question
     draws: int = 5000,
 ) -> np.ndarray:

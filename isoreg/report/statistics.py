@@ -112,7 +112,7 @@ def score_error(
 # %% ../../nbs/report/26_statistics.ipynb #7f519716
 def two_errors(
     differences: Sequence[Sequence[float] | np.ndarray],  # of each task: one number a pair, two or more
-    row_errors: Sequence[float] | None = None,  # of each task: of its mean, from the rows; None: the rows stay
+    row_errors: Sequence[float] | None = None,  # error of each task's mean, from the rows; None: the rows stay
     level: float = 0.95,  # of the interval, between 0 and 1
     pair_errors: Sequence | None = None,  # of each task: row error of each pair, to count what both share once
 ) -> dict:  # difference, error, freedom, low, high, p; all but the first two NaN without any spread
