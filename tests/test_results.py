@@ -296,7 +296,7 @@ def overview():
 
 
 HOLDS = "holds at learning rate 5e-5, three epochs"
-WORDS = {"holds", HOLDS, "holds in part", "does not hold", "inconclusive", "no test possible", "not run"}
+WORDS = {"holds", HOLDS, "holds in part", "does not hold", "inconclusive", "no test possible", "not tested"}
 
 
 def test_every_claim_has_a_known_verdict_and_opens_to_the_whole_of_it(overview):
@@ -440,7 +440,7 @@ def test_verdicts_do_not_contradict_the_interval_beside_them(overview):
     assert verdicts["The informative half shapes the loss surface"] == "holds in part"
     assert verdicts["The Fisher information stands for the Hessian"] == "inconclusive"
     assert verdicts["Below 40 % of the parameters the surface stays the same"] == "inconclusive"
-    assert verdicts["A few outlier dimensions dominate"] == "not run"
+    assert verdicts["A few outlier dimensions dominate"] == "not tested"
     assert verdicts["Guided dropout scores higher than the baseline and Gaussian dropout"] == HOLDS
 
 
