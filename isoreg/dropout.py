@@ -194,8 +194,8 @@ def gaussian_dropout(
     batch=None,  # as for dropout_sites
 ) -> Applied:
     """Replace every dropout by Gaussian noise: N(1, p/(1-p)) in train mode, none at evaluation (Wang, Manning 2013).
-    Raises `ValueError` if noise is on already or a site lies in a kernel, and `RuntimeError` where a mask would stay a
-    mask: only `F.dropout` and `F.scaled_dot_product_attention` are replaced."""
+    Raises `ValueError` if noise is on already or a site lies in a kernel, and `RuntimeError` if another function
+    would still apply its mask: only `F.dropout` and `F.scaled_dot_product_attention` are replaced."""
     model = unwrapped(model)
     found, kind = find_sites(model, batch), "gaussian-released" if released else "gaussian"
     for s in found.hidden:
@@ -249,8 +249,8 @@ def mixout(
     batch=None,  # as for dropout_sites
 ) -> Applied:
     """Mix every linear map of the encoder with the weights that it has now, in train mode (Lee, Cho and Kang 2020).
-    Pooler, head and biases are not mixed. It holds one more copy of the mixed weights, which `save_pretrained` does not
-    save. Raises `ValueError` for a bad p, and a model with noise on it."""
+    Pooler, head and biases are not mixed. The model then holds one more copy of the mixed weights, which
+    `save_pretrained` does not save. Raises `ValueError` for a bad p, and a model with noise on it."""
     model, p = unwrapped(model), check_rate("p", p)
     prefix = base_prefix(model)
     body = [m for path, m in model.named_modules() if path.startswith(prefix) and not _HEAD.search(path)]

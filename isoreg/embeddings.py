@@ -322,7 +322,7 @@ def compare(one: Measured, other: Measured, paired: bool = False) -> Difference:
 
 # %% ../nbs/36_embeddings.ipynb #emtab1
 def as_table(measured: Sequence[Measured]) -> list[dict[str, str]]:
-    "Return scores as they are read, by heading: one line each, or one for each layer of a single model."
+    "Return the scores as a table for readers, by heading: one line each, or one for each layer of a single model."
     layers = len(measured) == 1 and len(measured[0].rows) > 1
     if layers: return [{"layer": str(r["layer"])} | _cells(r) for r in measured[0].rows]
     return [{"vectors": m.name} | _cells(m.row) for m in measured]

@@ -139,7 +139,7 @@ def note_batch(p: nn.Module, mask: Tensor | None, keep: Tensor | None, sound: Te
 
 # %% ../nbs/07_istar.ipynb #d1c0a005
 def check_batches(p: nn.Module) -> None:
-    "Raise the `ValueError` of a batch since the last call that had no score. The Trainer's log calls this."
+    "Raise the `ValueError` of a batch without a score since the last call, if any. The Trainer's log calls this."
     if getattr(p, "worst", None) is None: return
     (binary, sound), p.worst = p.worst.tolist(), None
     if not binary:

@@ -142,13 +142,13 @@ def _short(signature: str) -> str:
 
 
 class _Entry(NamedTuple):
-    "What nbdev shows of a name, and the mark before it."
+    "What nbdev shows of a name, and the mark before it; no link to the source without an address."
 
     shown: object
     mark: str
 
     def _repr_markdown_(self) -> str:
-        return self.mark + self.shown._repr_markdown_()
+        return self.mark + re.sub(r"\[source\]\((?!http)[^)]*\)(\{[^}]*\})?", "", self.shown._repr_markdown_())
 
 
 def _call(kind: type, signature: str) -> str:

@@ -117,7 +117,7 @@ OPENINGS = {  # page: what its numbers have to say, for its first paragraph to b
                 (r"constant rate \(mean of guided\)", "baseline"),
             )
         ),
-        r"2: I-STAR λ=-0.1 minus baseline \| 6 of 6 \| -0.013 \| \[-0.025, -0.0001\] (?:\|[^|]*){4}\| inconclusive \|",
+        r"2: I-STAR λ=-0.1 minus baseline \| 6 of 6 \| -0.013 \| \[-0.025, 0.000\] (?:\|[^|]*){4}\| inconclusive \|",
         r"1: guided dropout minus constant rate \(mean of guided\) \| 12 of 12 (?:\|[^|]*){5}\| equivalent \|",
         r"has 81 % of the gain .* interval of this share is 51 % to 12[67] % if it counts seeds and evaluation rows",
         r"excludes a\s+gain of 0\.01 or more at this untuned λ \(p = 0\.0002",

@@ -36,7 +36,7 @@ from .toy import TOY_TASKS, toy_task
 
 # %% ../../nbs/experiments/18_data.ipynb #2a6dfe79
 def split_rows(n_train: int, n_eval: int, protocol: str = "official", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    "Return the numbers of the training rows, shuffled, and of the evaluation rows; they count through both splits."
+    "Return the indices of the training rows, shuffled, and of the evaluation rows; they run through both splits."
     one_of("protocol", protocol, ("official", "joined"))
     rng, n = np.random.default_rng(seed), n_train + n_eval
     if protocol == "official": return rng.permutation(n_train), np.arange(n_train, n)

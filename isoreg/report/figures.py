@@ -88,14 +88,14 @@ def colour_of(method: str) -> str | tuple | None:
     return plt.get_cmap("Oranges" if float(lam) < 0 else "Blues")(0.4 + 0.55 * depth)
 
 # %% ../../nbs/report/33_figures.ipynb #c6e040a8
-def _panels(df: pd.DataFrame, without: Sequence[str] = ()):
+def _panels(df: pd.DataFrame, without: Sequence[str] = (), sharey: bool = False):
     "Return a figure with a panel for each task and varying setting and room for a legend, and (axes, runs) of each."
     by = [c for c in columns_apart(df, None, paired=True) if c not in without]
     groups = list(df.groupby(by, dropna=False, sort=False))
     cols = 3 if len(groups) == 3 else min(2, len(groups))
     rows = math.ceil(len(groups) / cols)
-    size = min(4.1 * cols + 1, WIDTH), 3.1 * rows + 0.5
-    fig, axes = plt.subplots(rows, cols, figsize=size, layout="constrained", squeeze=False, gridspec_kw={"hspace": .06})
+    how = {"layout": "constrained", "squeeze": False, "gridspec_kw": {"hspace": .06}, "sharey": sharey}
+    fig, axes = plt.subplots(rows, cols, figsize=(min(4.1 * cols + 1, WIDTH), 3.1 * rows + 0.5), **how)
     for ax in axes.flat[len(groups):]: ax.set_visible(False)
     for ax, (names, g) in zip(axes.flat, groups):
         title = ", ".join(setting_text(v) if c == "task" else f"{c} {setting_text(v)}" for c, v in zip(by, names))
@@ -120,7 +120,7 @@ def plot_layers(
     done = df[df.status == "done"].reset_index(drop=True)  # a row's number is its name below
     values = {when: [_by_layer(r, what, when) for r in done.itertuples()] for when in ("before", "after")}
     if not any(values["after"]): raise NotRecorded(f"df: no finished run has {what} by layer")
-    (fig, panels), styles = _panels(done), _styles(done)
+    (fig, panels), styles = _panels(done, sharey=True), _styles(done)
     for ax, g in panels:
         arms = {name: (g[g.method == name], "after", style) for name, style in styles.items()}
         for name, (arm, when, style) in ({"before training": (g, "before", ("grey", "", ":"))} | arms).items():

@@ -161,7 +161,7 @@ def summarise(
     value: str = "value",  # the primary metric, another metric of the records, or a numeric column
 ) -> pd.DataFrame:  # one row a group
     """Return mean, t interval, median and worst of each group over its seeds; failed and single-class runs are counted.
-    error is that of the mean for other seeds and evaluation rows. Raises `ValueError` for two runs of one seed."""
+    error is the standard error of the mean (other seeds and rows). Raises `ValueError` for two runs of one seed."""
     by, rows = columns_apart(df, by), []
     for names, g in by_setting(with_outcome(df, value), by).items():
         done, x, metric = g[g.status == "done"], g.outcome.dropna(), known_texts(g.metric)
@@ -233,8 +233,8 @@ def clears_majority(
     baseline: str = "baseline",  # a value of the column method
     by: Sequence[str] | None = None,  # as for summarise
 ) -> pd.DataFrame:  # one row a task and setting
-    """Return the summary of the baseline and whether it clears two standard errors above the best constant answer, so
-    that a task can judge: True where no majority is recorded, False where the error is not known."""
+    """Return the summary of the baseline, and whether it lies over two standard errors above the best constant
+    answer, so that the task can judge: True if no majority is recorded, False if the error is not known."""
     one_of("baseline", baseline, df.method.unique())
     table = summarise(df[df.method == baseline], columns_apart(df, by, paired=True))
     above = table["mean"] - table.majority > 2 * table.error

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import shlex
+import types
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,13 @@ def test_every_public_name_is_linked_to_its_entry_or_has_it_here():
             assert "#LNone" not in page_entry
         else:
             assert f'<section id="{mark}" class="level2"><h2 hidden>{name}</h2>' in page, mark
+
+
+@pytest.mark.parametrize("address", ["", "https://code.example/x"])
+def test_a_link_to_the_source_needs_an_address(address):
+    mark = f"[source]({address}/blob/main/isoreg/x.py){{target='_blank'}}"
+    shown = types.SimpleNamespace(_repr_markdown_=lambda: mark + "\n### x")
+    assert (mark in reference._Entry(shown, "")._repr_markdown_()) == bool(address)
 
 
 def test_anchors_differ():
