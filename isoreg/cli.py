@@ -183,7 +183,7 @@ def sweep_command(
     grid: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped grid, such as toy.")],
     out: Annotated[Path, _OUT] = Path("runs"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs and their hours, and stop.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; more runs than GPUs share these.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; more than the GPUs share them.")] = None,
     only: Annotated[list[str] | None, _ONLY] = None,
     set_: Annotated[list[str] | None, _SET] = None,
     records: Annotated[Path | None, typer.Option(exists=True, help="Records (.jsonl) that count as done.")] = None,
@@ -249,7 +249,7 @@ def _show_report(report, out: Path) -> int:
 # %% ../nbs/31_cli.ipynb #6b56ec45
 @app.command("select")
 def select_command(
-    grid: Annotated[str, typer.Argument(help="The grid of the search, its seeds 100 and above.")],
+    grid: Annotated[str, typer.Argument(help="The grid of the search, with seeds of 100 and above.")],
     records: Annotated[list[Path], typer.Argument(exists=True, help="Folders of runs, or files of records (.jsonl).")],
     out: Annotated[Path | None, typer.Option(help="File for the grid of the final runs.")] = None,
     seeds: Annotated[str, typer.Option(help="Seeds of the final runs.")] = "0..5",
@@ -294,7 +294,7 @@ def status_command(
 @app.command("score")
 def score_command(
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Vectors, joined as one cloud.")] = None,
-    each: Annotated[bool, typer.Option("--each", help="Compare files or folders; of one folder, its files.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="Compare files or folders, or the files of one folder.")] = False,
     paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all files compared.")] = False,
     array: Annotated[str | None, typer.Option(help="Array or column to read; a .npy file ignores it.")] = None,
     measure: Annotated[list[str] | None, typer.Option(help="One more measure, such as effective_rank.")] = None,

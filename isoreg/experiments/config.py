@@ -141,7 +141,7 @@ class TrainingSettings(Settings):
     epochs: int | None = setting(None, "passes through the training part", ge=1)
     max_length: int | None = setting(None, "tokens of an example at most", ge=8)
     segment_ids: bool | None = setting(None, "give the model its token types")
-    precision: Precision = setting("auto", "auto: on a GPU bf16 or else fp16, else fp32")
+    precision: Precision = setting("auto", "auto: bf16 or fp16 on a GPU, fp32 elsewhere")
     length_groups: int = setting(1, "groups of similar length in which a batch is read; 4 is faster on a CPU", ge=1)
 
 class DataSettings(Settings):
@@ -340,9 +340,9 @@ def _number(x) -> str: return "?" if x is None else str(x).removesuffix(".0")
 class TextSettings(Settings):
     "Which model reads which text."
     model: Model = setting("toy-bert", "toy-bert, toy-gpt2, toy-t5, a folder, or a name on the hub")
-    corpus: str = setting("toy", "toy, files, name:configuration:split, with commas", min_length=1)
+    corpus: str = setting("toy", "toy, files, name:configuration:split; commas between", min_length=1)
     column: str = setting("text", "column of the files or data sets")
-    limit: int | None = setting(None, "texts at most, drawn at random; toy: 1000, else all", ge=1)
+    limit: int | None = setting(None, "texts at most, at random; default 1000 for toy, else all", ge=1)
     max_length: int = setting(128, "tokens of a sequence", ge=4)
     batch_size: int = setting(16, "sequences", ge=1)
     precision: Literal["fp32", "bf16"] = setting("fp32", "precision of the arithmetic")
@@ -383,7 +383,7 @@ class FisherConfig(LossSettings):
 class GeometryConfig(TextSettings):
     "Hold the settings of isotropy and geometry of a model's hidden states."
     pooling: Literal["tokens", "cls", "mean", "last"] = setting("tokens", "all tokens, or one vector for each text")
-    layers: str = setting("all", "all, or hidden states with commas: 0 the embeddings, -1 the last",
+    layers: str = setting("all", "all, or hidden states, commas between: 0 the embeddings, -1 the last",
                           pattern=r"^ *(all|-?\d+( *, *-?\d+)*) *$")
     points: int = setting(5000, "largest number of points of a layer, drawn at random, the same in all layers", ge=3)
 
@@ -404,7 +404,7 @@ class LandscapeConfig(LossSettings):
     shape: Literal["plane", "line"] = setting("plane", "two directions, or one")
     reach: float = setting(1.5, "largest coordinate of the grid", gt=0)
     points: int = setting(17, "points on each axis; odd, so that the origin is one", ge=1)
-    reduction: Literal["sample", "batch"] = setting("sample", "what the mean loss is over; batch as released")
+    reduction: Literal["sample", "batch"] = setting("sample", "what the loss is averaged over; batch: as released")
     one_d: Literal["zero", "scale"] = setting(
         "zero", "one-dimensional tensors: do not move (as released), or move as one filter")
     norm: Literal["filter", "equal"] = setting("filter", "equal: subsets move as far as all would")
@@ -431,7 +431,7 @@ class PretrainConfig(TextSettings):
     heldout_share: float = setting(0.02, "share of the texts of each source that is held out", ge=0, lt=1)
     heldout_limit: int = setting(512, "held-out samples at most, a random draw", ge=1)
     limit: int | None = setting(None, "texts of a source at most; toy: 12,000, others: all", ge=2)
-    packed: bool | None = setting(None, "join texts, cut pieces of max_length; toy: no, else yes")
+    packed: bool | None = setting(None, "join texts, cut into max_length; default no for toy, else yes")
     probability: float = setting(0.15, "probability that a token is predicted", gt=0, lt=1)
     steps: int | None = setting(None, "optimiser steps; default: as many as the epochs need", ge=1)
     epochs: int = setting(1, "passes over the corpus, where steps is not given", ge=1)
@@ -439,7 +439,7 @@ class PretrainConfig(TextSettings):
     lr: float | None = setting(None, "peak rate; head alone: 5e-3, all weights: 4e-4", gt=0, lt=1)
     warmup: float = setting(0.1, "share of the steps in which the rate rises", ge=0, le=1)
     weight_decay: float = setting(0.01, "weight decay of AdamW", ge=0)
-    precision: Precision = setting("auto", "auto: on a GPU bf16 or else fp16, else fp32")
+    precision: Precision = setting("auto", "auto: bf16 or fp16 on a GPU, fp32 elsewhere")
 
     @model_validator(mode="after")
     def _complete(self):
