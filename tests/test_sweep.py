@@ -440,6 +440,8 @@ def test_the_threads_of_a_user_are_a_limit_for_each_worker(monkeypatch, given, t
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
     assert {environment(4)[name] for name in names} == {str(threads)}
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    assert environment(4)["GLIBC_TUNABLES"] == "glibc.malloc.check=0"
 
 
 def test_each_worker_has_a_gpu_in_turn(tmp_path, monkeypatch):
