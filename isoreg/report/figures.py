@@ -94,8 +94,8 @@ def _panels(df: pd.DataFrame, without: Sequence[str] = (), sharey: bool = False)
     groups = list(df.groupby(by, dropna=False, sort=False))
     cols = 3 if len(groups) == 3 else min(2, len(groups))
     rows = math.ceil(len(groups) / cols)
-    how = {"layout": "constrained", "squeeze": False, "gridspec_kw": {"hspace": .06}, "sharey": sharey}
-    fig, axes = plt.subplots(rows, cols, figsize=(min(4.1 * cols + 1, WIDTH), 3.1 * rows + 0.5), **how)
+    fig, axes = plt.subplots(rows, cols, figsize=(min(4.1 * cols + 1, WIDTH), 3.1 * rows + 0.5), layout="constrained",
+                             squeeze=False, sharey=sharey, gridspec_kw={"hspace": .06})
     for ax in axes.flat[len(groups):]: ax.set_visible(False)
     for ax, (names, g) in zip(axes.flat, groups):
         title = ", ".join(setting_text(v) if c == "task" else f"{c} {setting_text(v)}" for c, v in zip(by, names))
