@@ -21,7 +21,7 @@ def isoscore_by_sequence(
     groups: int = 20,  # groups of sequences, drawn with a fixed seed, each left out once
 ) -> IsoScoreEstimate:  # `count` is the number of sequences with tokens
     """Return the IsoScore of sequences, corrected for the dependence of their tokens, with its jackknife error.
-    Raises `ValueError` for a wrong shape, NaN, fewer than 6 sequences with tokens, or no score without some group."""
+    Raises `ValueError` for a wrong shape, NaN, fewer than 6 sequences with tokens, or no score without a group."""
     in_range("groups", groups, 2, whole=True, hint="20 is usual")
     X, keep = check_cloud(points, mask)
     if X.ndim != 3:
@@ -115,7 +115,7 @@ def draw_groups(m: int, groups: int) -> Tensor:
 # %% ../nbs/03_tokens.ipynb #c16698b9
 @patch
 def scores(self: SequenceStream) -> Tensor:
-    "Return the scores without one group each, then that of all rows, (groups + 1,). Raises `ValueError` without one."
+    "Return the score without each group, then that of all rows, (groups + 1,). Raises `ValueError` if one is missing."
     self.close(-1)
     lengths, vectors, single = (total.sum(0) - total for total in (self.lengths, self.vectors, self.single))
     t2, f = _estimates(lengths, vectors, single, self.products)

@@ -431,7 +431,7 @@ class PretrainConfig(TextSettings):
     heldout_share: float = setting(0.02, "share of the texts of each source that is held out", ge=0, lt=1)
     heldout_limit: int = setting(512, "held-out samples at most, a random draw", ge=1)
     limit: int | None = setting(None, "texts of a source at most; toy: 12,000, others: all", ge=2)
-    packed: bool | None = setting(None, "join texts, cut into max_length; default no for toy, else yes")
+    packed: bool | None = setting(None, "join texts, cut at max_length; default: no for toy, else yes")
     probability: float = setting(0.15, "probability that a token is predicted", gt=0, lt=1)
     steps: int | None = setting(None, "optimiser steps; default: as many as the epochs need", ge=1)
     epochs: int = setting(1, "passes over the corpus, where steps is not given", ge=1)
