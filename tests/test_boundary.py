@@ -134,9 +134,3 @@ def test_markdown_in_records_stays_text(key):
     text = to_markdown(summarise(load("a.jsonl")))
     assert len(text.split("\n\n")[0].splitlines()) == 3
     assert not re.search(r"(?<!\\)<script", text) and not re.search(r"(?<!\\)\]\(javascript", text)
-
-
-def test_each_bad_combination_of_a_grid_is_counted():
-    Path("g.yaml").write_text("axes: {seed: 0..3, lr: [2, 1e-4], dropout: [standard, constant]}\n")
-    said = ends(2, "sweep", "g.yaml", "--out", "o", words=["12 of 16 combinations are bad, and none was started"])
-    assert "lr: Input should be less than 1 (2)" in said.output and "dropout_p: constant needs a rate" in said.output

@@ -406,13 +406,6 @@ class _Mean(torch.nn.Module):
         return term
 
 
-def test_any_penalty_has_a_record(tmp_path):
-    record = run(RunConfig(**SMALL), penalty=_Mean(0.1), model_folder=tmp_path / "model")
-    assert (tmp_path / "model" / "model.safetensors").is_file() and "mean_penalty" in record.loss[0]
-    record.save(tmp_path / "run")
-    assert load(tmp_path / "run").method.tolist() == ["_Mean λ=0.1"]
-
-
 def test_run_notebook_takes_any_penalty_and_writes_the_record_before_it_draws(tmp_path):
     "The guide's penalty, known to the notebook's process; then a figure that fails must not lose the record."
     notebook = nbformat.read(Path(__file__).parents[1] / "nbs" / "runs" / "finetune.ipynb", 4)

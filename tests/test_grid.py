@@ -103,6 +103,7 @@ def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
         ("notebook: finetun", "notebook: 'finetun' is unknown; did you mean 'finetune'"),
         ("fixed: {seed: [1, 2]}", "seed: Input should be a valid integer"),
         ("axes: {m: [{lam: 1}, {lam: 2}], lam: [1]}", "axes: two of them set one of lam"),
+        ("axes: {seed: 0..3, lr: [2, 1e-4], dropout: [standard, constant]}", "12 of 16 .*lr: .*dropout_p: "),
         ("axes: {lam: [.inf, 1]}", "1 of 2 .*lam: Input should be a finite number"),
         ("axes: {task: [nope.yaml, toy-cola]}", "1 of 2 .*No such file .*nope.yaml"),
         ("axes: {seed: 0..999999999999}", "more than 100000 combinations"),

@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot
@@ -82,13 +81,6 @@ def links(text):
 
 
 # ---- records to rows
-def test_importing_needs_neither_transformers_nor_matplotlib():
-    code = "import sys, isoreg.report.records as r; r.label({}); "
-    code += "print([n for n in ('torch', 'transformers', 'matplotlib', 'datasets') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=NBS.parent)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
-
-
 def test_real_records_and_their_older_settings():
     df, lines = load(FIRST), [json.loads(line) for line in FIRST.read_text().splitlines()]
     assert list(df.key) == [r["key"] for r in lines] and list(df.line) == list(range(1, len(lines) + 1))

@@ -100,27 +100,6 @@ def test_keys_keep_and_tell_apart():
     assert RunConfig(**SMALL, dropout="guided", dropout_p=0.2).key != RunConfig(**SMALL, dropout="guided").key
 
 
-def test_the_content_of_files_is_in_the_key(tmp_path):
-    plan, scores = save_schedule(tmp_path / "plan.json", {"embeddings": 0.1}), tmp_path / "scores.json"
-    scores.write_text('{"bert.x": 1.0}')
-    of_plan, of_scores = RunConfig(**SMALL, dropout=str(plan)), RunConfig(**SMALL, dropout="guided", scores=str(scores))
-    keys, dicts = (of_plan.key, of_scores.key), (of_plan.to_dict(), of_scores.to_dict())
-    assert keys == (of_plan.key, of_scores.key) and not any("sha256" in k for d in dicts for k in d)
-    save_schedule(plan, {"embeddings": 0.2})
-    scores.write_text('{"bert.x": 2.0}')
-    assert of_plan.key != keys[0] and of_scores.key != keys[1] and (of_plan.to_dict(), of_scores.to_dict()) == dicts
-    save_schedule(plan, {"embeddings": 0.1})
-    assert of_plan.key == keys[0]
-    plan.unlink()
-    with pytest.raises(FileNotFoundError, match="plan.json"):
-        of_plan.key
-    # no file, no change: the digest as it was before contents entered it
-    assert (
-        RunConfig(**SMALL, dropout="guided", batches="by-length").key
-        == "toy-cola-toy-bert-istar-0.1-guided-seed0-8c52f27328"
-    )
-
-
 def test_scores_source_and_the_record(tmp_path):
     model = AutoModelForMaskedLM.from_pretrained(toy_model_path())
     numel = {n: p.numel() for n, p in model.named_parameters()}
@@ -162,32 +141,6 @@ def test_a_text_gives_one_schedule_to_all_tasks_and_seeds(tmp_path, monkeypatch)
     assert rates.items() <= first["rates"].items() and len(rates) == 13
     one, two = (run_of(task=t, scores=None)["rates"] for t in ("toy-cola", "toy-rte"))
     assert one != two  # of the task's own texts each task has a schedule
-
-
-def test_the_content_of_a_text_is_in_the_key(tmp_path):
-    file = tmp_path / "wiki.txt"
-    file.write_text("the cat sleeps .\n")
-    config = RunConfig(**SMALL, dropout="guided", scores=f"corpus:{file}")
-    key = config.key
-    assert key == config.key != RunConfig(**SMALL, dropout="guided").key
-    file.write_text("the dog sleeps .\n")
-    assert config.key != key
-    hub = [RunConfig(**SMALL, dropout="guided", scores=f"corpus:a/b:{split}").key for split in ("one", "two")]
-    assert hub[0] != hub[1] and RunConfig(**SMALL, dropout="guided", scores="corpus:a/b:one").key == hub[0]
-
-
-@pytest.mark.parametrize(
-    "scores, message",
-    [
-        ("corpus:nowhere.txt", "no file 'nowhere.txt'"),
-        ("corpus:{}/table.xls", "the file .*table.xls' is of unknown kind"),
-        ("wikitext", "scores: 'wikitext' cannot be read as JSON"),
-    ],
-)
-def test_what_is_neither_scores_nor_a_text_is_refused_at_once(scores, message, tmp_path):
-    (tmp_path / "table.xls").write_text("x")
-    with pytest.raises(ValueError, match=message):
-        RunConfig(**SMALL, dropout="guided", scores=scores.format(tmp_path))
 
 
 @pytest.mark.parametrize("scores", ["corpus:{}/empty.txt", "corpus:nobody/nothing"])

@@ -1,6 +1,5 @@
 """Scores of tensors become scores of sites, schedules are equations 9 and 10, controls keep what they do not test."""
 
-import json
 import math
 
 import numpy as np
@@ -63,15 +62,6 @@ def test_scores_of_another_model_are_refused():
     grown = make()
     grown.resize_token_embeddings(120)
     assert site_scores(grown, estimate_of(model)) == site_scores(model, estimate_of(model))
-
-
-def test_scores_from_a_path(tmp_path):
-    estimate = estimate_of(make())
-    estimate.save(tmp_path / "estimate")
-    (tmp_path / "sc.json").write_text(json.dumps(estimate.scores()))
-    want = apply_dropout(make(), "guided", scores=estimate)
-    for path in (tmp_path / "estimate", str(tmp_path / "sc.json")):
-        assert apply_dropout(make(), "guided", scores=path) == want
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0, 0.9), st.floats(0, 0.9))

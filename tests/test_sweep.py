@@ -14,7 +14,6 @@ from unittest.mock import MagicMock
 
 import psutil
 import pytest
-import sweep_stub
 from filelock import Timeout
 from sweep_stub import finish, logged, records, start, stub, wait_for
 from typer.testing import CliRunner
@@ -567,6 +566,3 @@ def test_isoreg_run_leaves_a_run_alone_that_another_process_has(tmp_path):
         result = invoke("run", "--max-train", 32, "--max-eval", 20, "--epochs", 1, "--out", tmp_path)
     assert result.exit_code == 2 and "lock" in result.stderr
     assert not (tmp_path / config.key / "record.json").exists()
-
-
-assert sweep_stub
