@@ -383,7 +383,7 @@ def test_the_front_page_answers_as_the_page_of_the_registered_round():
     readme = " ".join((ROOT / "README.md").read_text().split())
     page = page_text("found")
     told = re.findall(r"([+-]0\.\d{3}) (\[[+-]?0\.\d+, [+-]?0\.\d+\])", readme)
-    assert len(told) == 6 and all(f"| {d} | {i}" in page or f"| {d} {i}" in page for d, i in told), told
+    assert len(told) == 7 and all(f"| {d} | {i}" in page or f"| {d} {i}" in page for d, i in told), told
     assert "81 % [51, 126] of the gain" in readme and "interval of this share is 51 % to 126 %" in page
     collapsed = [r["collapsed"] for r in question_2(-1) if r["config"]["task"] == "cola"]
     assert f"{sum(collapsed)} of {len(collapsed)} runs on CoLA predict a single class" in readme
