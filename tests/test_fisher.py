@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isoreg.corpus import TextBatches, sample_losses
 from isoreg.dropout import gaussian_dropout, load_scores
+from isoreg.experiments.measure import agreement
 from isoreg.experiments.toy import toy_corpus, toy_model_path
-from isoreg.fisher import TAPED, FisherEstimate, _Squares, agreement, empirical_fisher, squared_norms
+from isoreg.fisher import TAPED, FisherEstimate, _Squares, empirical_fisher, squared_norms
 from isoreg.states import model_fingerprint
 from isoreg.trainer import split_by_length
 
