@@ -235,7 +235,7 @@ def transformed(
     fitted_on=None,  # (m, d), source of mean and directions; None: the points
     strength: float = 1.0,  # of whitening, 0 (turned only) to 1
 ):  # (n, d), float64, a tensor or array as given; whitened: (n, r), in the r principal directions with variance
-    "Return the points after linear steps. Raises `ValueError` for an unknown step, or if a row becomes zero."
+    "Return the points after simple steps. Raises `ValueError` for an unknown step, or if a row becomes zero."
     in_range("strength", strength, 0, 1)
     fitted_on = points if fitted_on is None else fitted_on
     x, y = cloud_rows(points, None, 1), cloud_rows(fitted_on, None, 2)

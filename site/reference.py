@@ -188,7 +188,7 @@ INNER = (  # names of these rooms that only the library calls
     "scores_without stand_out few_operations as_on_gpu full_precision pool check_batches "
     "direction step_length displaced normalize_answer squad_scores resample "
     "ProgressFile compute plan_jobs machine environment compute_on_node eval_mode plain_score draw_texts "
-    "is_sentence_transformer in_words predicted_logits training_arguments Scores Folder Local OnRay Checked "
+    "is_sentence_transformer in_words predicted_logits training_arguments Scores Folder Checked "
     "MissingSplit corpus_texts log_frequencies predicted_tokens toy_batches random_model"
 )
 
@@ -205,7 +205,7 @@ def index_page(
         calls = lambda room, name: (room not in used or name in INNER.split()) == (task == "Internals")
         listed = [_room(room, *known[room], Path(folder), calls) for room in named.split() if room in known]
         text = "\n\n".join(filter(None, listed))
-        note = "You need these only if you change the library."
+        note = "Except for `RunConfig`, `RunRecord`, `collect` and `load_grid`, only the library itself needs these."
         folded = f"{note}\n\n<details><summary>What the library itself calls</summary>\n\n{text}\n\n</details>"
         parts.append(f"## {task}\n\n{folded if task == 'Internals' else text}")
     # the address of a function is another each time
@@ -274,10 +274,9 @@ def commands_page() -> str:
 def _command(name: str, command) -> str:
     "Return the section of a command."
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    groups = {"Arguments": arguments, "Options": []}
-    for p in command.params:
-        if p.param_type_name == "option":
-            groups.setdefault(p.rich_help_panel or "Options", []).append(p)
+    # the settings of a run stand on another page
+    own = [p for p in command.params if p.param_type_name == "option" and not p.rich_help_panel]
+    groups = {"Arguments": arguments, "Options": own}
     usage = " ".join([f"isoreg {name}", *["[OPTIONS]"] * any(groups["Options"]), *map(_placeholder, arguments)])
     parts = [f"## isoreg {name}", inspect.cleandoc(command.help or ""), f"```bash\n{usage}\n```"]
     for heading, options in groups.items():

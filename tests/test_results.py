@@ -89,15 +89,15 @@ def test_no_cell_without_its_seeds_and_interval(path):
 
 OPENINGS = {  # page: what its numbers have to say, for its first paragraph to be true
     "guided_main": [
-        r"scored higher than baseline \([^)]*\), higher than guided reversed \([^)]*\), "
-        r"higher than Gaussian dropout \([^)]*\)\. \*\*The constant rate of the same mean has \d+ % \[[5-9]\d,",
-        r"In numbers\.\*\* The baseline is no better than a constant answer with 10 % of CoLA \(\d+ steps\):",
-        r"failed: none of \d+ on CoLA, none of \d+ on MRPC, none of \d+ on RTE, at batch 32\.",
+        *(rf"STS-B \| {m} \| 15 (\|[^|]*){{4}}\| higher" for m in ("baseline", "guided reversed", "Gaussian dropout")),
+        r"constant rate \(mean of guided\) \| \d+ % \[[5-9]\d,",
+        r"\| 10 % \| guided dropout \| 6 \|.{,60}6 of 6; baseline 6",
+        r"\| CoLA \| 32 \| 6 \| 6 of 6 \|.{,50}\| MRPC \| 32 \| 6 \| 6 of 6",
     ],
     "istar_main": [
-        r"negative λ below zero on MRPC \(-5, -1\), RTE \(-5, -1\), above zero on CoLA \(-5, -1\); with a positive λ "
+        r"negative λ below zero on RTE \(-1\), above zero on no task; with a positive λ "
         r"below zero on no task, above zero on CoLA \([^)]*\), MRPC \([^)]*\), RTE \([^)]*\), STS-B",
-        "the last layer moves on MRPC;.*the union of layers rises on CoLA, MRPC, STS-B",
+        "On MRPC the isotropy of the last layer changes;.*the union of layers rises on CoLA, MRPC, STS-B",
         "None of .* combinations of a task and a λ has an interval above zero",
         "I-STAR λ=5 scored lower than the baseline",
         "it is neither confirmed nor excluded",
@@ -123,7 +123,7 @@ OPENINGS = {  # page: what its numbers have to say, for its first paragraph to b
         r"has 81 % of the gain .* interval of this share is 51 % to 12[67] % if it counts seeds and evaluation rows",
         r"excludes a\s+gain of 0\.01 or more at this untuned λ \(p = 0\.0002",
         r"1e-4 .* the baseline gains \+0\.033, \+0\.012, \+0\.011 .* dropout gains \+0\.039, \+0\.011, \+0\.014",
-        r"±0\.01 is 6 times the paper's mean gain\. This gain is \+0\.0016, the mean of the 8 of 27 cells",
+        r"The paper's mean gain is \+0\.0016, the mean of the 8 of 27 cells",
         r"on CoLA 5 of 5 seeds on processors and 5 of 6 seeds on the GPU lie below zero",
         rf"472 of {len(SECOND)} runs enter an outcome",
     ],
@@ -137,7 +137,7 @@ def test_the_numbers_of_a_page_say_what_its_first_paragraph_says(page):
     assert not missing, f"write the first paragraph of {page} anew; its numbers do not say: {missing}"
 
 
-@pytest.mark.parametrize("page, count", [("overview", 9), ("found", 6), ("istar_main", 6)])
+@pytest.mark.parametrize("page, count", [("overview", 9), ("found", 6), ("istar_main", 8)])
 def test_pages_repeat_the_numbers_of_their_tables(page, count):
     tables = "found" if page == "overview" else page
     cells = [c for c in nbformat.read(NBS / "tables" / f"{page}.ipynb", 4).cells if c.cell_type == "markdown"]
