@@ -269,5 +269,5 @@ def mean_cosine(X: Tensor, keep: Tensor | None) -> Tensor:
     return (Σ_u / N).square().sum() - N_0 / N / N
 
 # %% ../nbs/07_istar.ipynb #f852c172
-# a new penalty of this room is one line here; then the command, the grids, the records and the tables know it
+# a new penalty of this module is one line here; then the command, the grids, the records and the tables know it
 PENALTY_CLASSES: dict[str, type[nn.Module]] = {"istar": IStar, "cosreg": CosReg}

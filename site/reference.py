@@ -263,7 +263,7 @@ EXAMPLES = {  # in this order they build on each other
 
 
 def commands_page() -> str:
-    "Return the page of the commands in Markdown: usage, arguments, options by group, an example."
+    "Return the page of the commands in Markdown: usage, arguments, an example, options but the settings of a run."
     import typer
     from isoreg.cli import app
 

@@ -470,7 +470,7 @@ def three_columns(
     methods: dict[str, str],  # the paper's name of a method -> ours, as in the column method
     digits: int = 4,  # of a score, 0 to 1
 ) -> pd.DataFrame:  # task, method, published, as released, corrected, read
-    """Return published numbers beside the runs of either protocol, from 0 to 1: mean, standard deviation, 95 % t
+    """Return published numbers next to the runs of either protocol, from 0 to 1: mean, standard deviation, 95 % t
     interval, n; a cell without runs says "not run". Raises `ValueError` if runs differ in a setting."""
     for name in methods: one_of("methods", name, numbers.method.unique())
     used, cells, rows = df[df.task.isin(numbers.task) & df.method.isin(list(methods.values()))], {}, []

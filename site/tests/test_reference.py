@@ -102,7 +102,9 @@ def test_text_has_no_meaning_in_markdown_but_code_has(given, plain):
 def test_every_command_and_option_is_on_the_page(name):
     section = re.search(rf"^## isoreg {name}\n(.+?)(?=^## |\Z)", commands_page(), re.M | re.S)[1]
     help_text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
-    help_text = help_text.partition("─ Task ─")[0]  # the settings of a run are on another page
+    help_text, _, settings = help_text.partition("─ Task ─")  # these are on the page of options
+    page = (NBS / "guides/options.ipynb").read_text()
+    assert all(f"`{option}`" in page for option in re.findall(r"(?<=[│|] )\s*(--[\w-]+)", settings))
     options = set(re.findall(r"(?<=[│|] )\s*(--[\w-]+)", help_text)) - {"--help"}
     assert options == set(re.findall(r"^\| `(--[\w-]+)[^`]*` \|", section, re.M))
     for option, kind in re.findall(r"(--[\w-]+) +(<[^>]+>)", help_text):
