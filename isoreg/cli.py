@@ -23,7 +23,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import isoreg
-from .experiments.config import RunConfig, groups, help_text, method_label, parse_set, plain_type
+from .experiments.config import RunConfig, help_text, method_label, parse_set, plain_type
 from .experiments.grid import Run, choose, expand, final_grid, grid_path, load_grid
 from .experiments.notebook import execute, is_refusal
 from .experiments.record import RunRecord, changed_inputs, read_lines, read_record
@@ -63,7 +63,7 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
 _JSON = typer.Option("--json", help="Print JSON.")
 _OUT = typer.Option(help="Folder for the runs; each run gets a subfolder.")
 _ONLY = typer.Option(help="Only this block of the grid.")
-_SET = typer.Option("--set", help="name=value: this parameter in all runs, such as data_dir=data or seed=[0,1].")
+_SET = typer.Option("--set", help="name=value: this setting in all runs, such as data_dir=data or seed=[0,1].")
 
 # %% ../nbs/31_cli.ipynb #7f6bcbdf
 @app.command("demo")
@@ -73,7 +73,7 @@ def demo_command(out: Annotated[Path, _OUT] = Path("runs")):
     from isoreg.report.records import load
     plan = expand(load_grid("demo"))
     report = _sweep(plan, out, retry_failed=True)
-    if report.code: raise typer.Exit(_show_report(report, out))
+    if report.code: raise typer.Exit(_show_report(report, out, ""))
     records = [RunRecord.load(out / run.key) for run in plan.runs]
     _show_records(records)
     plot_layers(load(records)).savefig(out / "demo.png", dpi=150)
@@ -86,8 +86,9 @@ def demo_command(out: Annotated[Path, _OUT] = Path("runs")):
 def _with_settings(command):
     "Return the command with an option for each setting of a run; `**settings` gets what is given."
     own = list(inspect.signature(command).parameters.values())[:-1]
-    for heading, fields in groups(RunConfig).items():
-        for name, field in fields.items():
+    for part in reversed(RunConfig.__bases__):
+        heading = part.__name__.removesuffix("Settings")
+        for name, field in part.model_fields.items():
             kind = plain_type(field)
             if kind is dict: continue  # the definition of a task comes from its file
             option = typer.Option(help=help_text(field), rich_help_panel=heading)
@@ -116,6 +117,7 @@ def run_command(
     record = RunRecord.load(folder)
     _show_records([record])
     notes = record.data["notes"] + record.model["notes"] + record.dropout.get("notes", [])
+    notes += [warning for warning in record.warnings if warning.startswith("the model was not saved")]
     for note in notes + ["predicts a single class"] * record.collapsed: _console.print(_printable(f"note: {note}"))
     _console.print(f"record and notebook: {folder}")
 
@@ -154,10 +156,10 @@ def _show_records(records: Sequence[RunRecord]):
 @app.command("rerun")
 def rerun_command(
     what: Annotated[str, typer.Argument(metavar="KEY|RECORD", help="Key of a stored run, record.json or its folder.")],
-    records: Annotated[Path, typer.Option(help="Records (.jsonl) that have the key.")] = Path("nbs/results"),
+    records: Annotated[Path, typer.Option(help="File or folder of records (.jsonl) to search.")] = Path("nbs/results"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: new place of model or data_dir.")] = None,
 ):
-    "Repeat a stored run and say whether score and predictions are equal; exits 1 if they are not."
+    "Repeat a stored run and say whether score and predictions are equal; exit with code 1 if they are not."
     from isoreg.experiments.finetune import rerun
     from isoreg.experiments.models import quiet_loading
     record = _stored(Path(what), records)
@@ -182,8 +184,8 @@ def _stored(what: Path, records: Path) -> dict:
 def sweep_command(
     grid: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped grid, such as toy.")],
     out: Annotated[Path, _OUT] = Path("runs"),
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs and their hours, and stop.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; more than the GPUs share them.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs and the time they take, and stop.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Number of runs at a time; several may share a GPU.")] = None,
     only: Annotated[list[str] | None, _ONLY] = None,
     set_: Annotated[list[str] | None, _SET] = None,
     records: Annotated[Path | None, typer.Option(exists=True, help="Records (.jsonl) that count as done.")] = None,
@@ -211,7 +213,7 @@ def sweep_command(
 def _cost(grid: str, done: dict[str, dict], missing: int) -> str:
     "Return how long the missing runs take: by those that are done, or by the head of the grid file."
     if done:
-        mean = statistics.mean(record.get("total_seconds", 0.0) for record in done.values())
+        mean = statistics.mean(r.get("total_seconds") or r.get("seconds", 0.0) for r in done.values())
         return f"one after another they take about {_time(mean * missing)}, by the mean of those that are done"
     head = re.search(r"(?:Estimate|Measured): ([\d.,]+ \w+ \w+)", read_text(grid_path(grid)))
     return f"the whole grid takes about {head[1]}" if head else "how long they take is known when one of them is done"
@@ -237,13 +239,13 @@ def _sweep(plan, out: Path, jobs: int | None = None, ray: bool = False, retry_fa
         return sweep(plan, out, OnRay(None, jobs) if ray else Local(jobs), retry_failed, _errors.print, on_progress)
 
 # %% ../nbs/31_cli.ipynb #096625ec
-def _show_report(report, out: Path) -> int:
+def _show_report(report, out: Path, option: str = " with --retry-failed") -> int:
     "Print how a sweep ended, and return the exit code."
     made = f"{len(report.done)} by this sweep, {_time(report.seconds)}"
     _console.print(f"{report.found + len(report.done)} of {len(report.plan.runs)} runs are done ({made}), "
                    f"{len(report.failed)} failed; records in {out}")
     for key in report.failed: _console.print(f"  failed: see {out / key / 'failed.json'}")
-    if report.failed: _console.print("Remove the cause, then give the same command with --retry-failed.")
+    if report.failed: _console.print(f"Remove the cause, then give the same command{option}.")
     return report.code
 
 # %% ../nbs/31_cli.ipynb #6b56ec45
@@ -256,7 +258,7 @@ def select_command(
     only: Annotated[list[str] | None, _ONLY] = None,
     set_: Annotated[list[str] | None, _SET] = None,
 ):
-    "For each task and method, choose the setting with the highest mean score, and write the grid of the final runs."
+    "Choose the setting with the highest mean score for each task and method, and write the grid of the final runs."
     if out is not None and out.exists() and out.samefile(grid_path(grid)):
         raise ValueError(f"out: {str(out)!r} is the grid of the search; give another file")
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
@@ -266,7 +268,7 @@ def select_command(
     text = final_grid(choices, seeds, plan.name)
     rows = [(c.config["task"], " ".join(c.method), ", ".join(f"{name} {value}" for name, value in c.settings.items()),
              _number(c.score), _number(c.runner_up), c.candidates, ", ".join(map(str, c.seeds))) for c in choices]
-    _show(plan.name, rows, ["task", "method", "chosen", "score", "next", "of", "seeds"])
+    _show(plan.name, rows, ["task", "method", "chosen", "score", "second best", "settings tried", "seeds"])
     if len({one.candidates for one in choices}) > 1:
         _console.print("The methods had different numbers of settings; with more, the best score is higher by luck.")
     if out is None: return
@@ -295,29 +297,29 @@ def status_command(
 def score_command(
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Vectors, joined as one cloud.")] = None,
     each: Annotated[bool, typer.Option("--each", help="Compare files or folders, or the files of one folder.")] = False,
-    paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all files compared.")] = False,
+    paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all that are compared.")] = False,
     array: Annotated[str | None, typer.Option(help="Array or column to read; a .npy file ignores it.")] = None,
     measure: Annotated[list[str] | None, typer.Option(help="One more measure, such as effective_rank.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="A model that is scored on the texts.")] = None,
     texts: Annotated[str | None, typer.Option(help="A file, or a data set as name:configuration:split.")] = None,
-    pooling: Annotated[str | None, typer.Option(help="tokens, mean, cls, last (default: the model's own).")] = None,
+    pooling: Annotated[str | None, typer.Option(help="tokens, mean, cls, last; default: its own, else tokens.")] = None,
     layer: Annotated[int, typer.Option(help="Layer that is compared: 0 is the embeddings, -1 the last.")] = -1,
     normalize: Annotated[bool, typer.Option("--normalize", help="Bring each vector to length one.")] = False,
     column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",
-    max_lines: Annotated[int, typer.Option(min=1, help="Texts at most, drawn at random.")] = 500,
-    max_length: Annotated[int, typer.Option(min=1, help="Tokens of a text at most; longer texts are cut.")] = 128,
+    max_lines: Annotated[int, typer.Option(min=1, help="Largest number of texts, drawn at random.")] = 500,
+    max_length: Annotated[int, typer.Option(min=1, help="Largest number of tokens; longer texts are cut.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draw of texts.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the scores as a page (score.md) with a picture.")] = None,
     as_json: Annotated[bool, _JSON] = False,
 ):
-    """IsoScore of vectors (.npy, .npz, .parquet, .safetensors) with its interval, dimensions in use and outliers.
+    """Measure the IsoScore of vectors (.npy, .npz, .parquet, .safetensors), with interval, dimensions in use, outliers.
 
     Higher is not better: whitening took all-MiniLM-L6-v2 from 0.27 to 0.73 and cost 0.027 of correlation on STS-B."""
     from isoreg.embeddings import draw_texts, is_sentence_transformer, measure_model
     if bool(files) == bool(model) or bool(model) != bool(texts):
         raise ValueError("file: give files of vectors, or --model and --texts")
-    if files and (pooling or layer != -1 or max_lines != 500):
-        raise ValueError("pooling, layer, max_lines: are for --model; files of vectors are read whole")
+    if files and (pooling, layer, column, max_lines, max_length, seed) != (None, -1, "text", 500, 128, 0):
+        raise ValueError("pooling, layer, column, max_lines, max_length, seed: are for --model and its texts")
     if model and (measure or array or each): raise ValueError("measure, array, each: are for files of vectors")
     if paired and files and not each: raise ValueError("paired: compares row by row; give --each with it")
     if model:
@@ -374,9 +376,9 @@ def report_command(
     source: Annotated[list[Path], typer.Argument(help="Folders of runs, or .jsonl files of records.")],
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
     baseline: Annotated[str, typer.Option(help="Method that the others are compared with.")] = "baseline",
-    by: Annotated[list[str] | None, typer.Option(help="One more setting by which the table has separate rows.")] = None,
+    by: Annotated[list[str] | None, typer.Option(help="Setting with separate rows; default: all that vary.")] = None,
 ):
-    "Tables (.md) and figures (.png) from records: intervals, tests, runs that failed or predict a single class."
+    "Write tables (.md) and figures (.png) of records: intervals, tests, runs that failed or predict a single class."
     from isoreg.report.figures import write_report
     from isoreg.report.records import load, readable, summarise
     with _errors.status("tables and figures"):
@@ -385,7 +387,7 @@ def report_command(
         compared = baseline in methods and len(methods) > 1
         files, summary = write_report(runs, out, baseline if compared else None, by), summarise(runs, by)
     if not compared:
-        _errors.print(f"no comparisons: no run of {baseline!r} beside others; methods are {', '.join(methods)}")
+        _errors.print(f"no comparisons: they need {baseline!r} and another method; methods are {', '.join(methods)}")
     left_out = ["median", "worst", "predicts a single class", "IsoScore before"]  # no room on a screen
     shown = readable(summary).drop(columns=left_out, errors="ignore")
     _show("", shown.itertuples(index=False), list(shown))
@@ -394,7 +396,7 @@ def report_command(
 # %% ../nbs/31_cli.ipynb #8261207b
 @app.command("tasks")
 def tasks_command():
-    "The tasks, their metrics, and their places on the hub and in a data folder."
+    "List the tasks, their metrics, and their places on the hub and in a data folder."
     from isoreg.experiments.tasks import TASKS
     rows = [(t.name, ", ".join(t.papers), t.metric, "/".join(filter(None, t.hub or ())),
              t.folder or ("-" if t.hub else "embedded"))

@@ -43,8 +43,8 @@ def apply_dropout(
     seed: int = 0,  # seed of "shuffled"; the others ignore it
     batch=None,  # as for dropout_sites
 ) -> "Applied":  # how, rates of all sites, mean rate without the classifier, notes; undo() takes it back
-    """Put a scheme of dropout on a model; `standard` leaves the model's own rates. Raises `ValueError` for an unknown
-    name, and for an argument that is missing or has no meaning for the scheme."""
+    """Put a dropout scheme on a model; `standard` leaves the model's own rates. Raises `ValueError` for an unknown
+    name, and for a p or scores that is missing or has no meaning for the scheme."""
     model, schedule = unwrapped(model), None
     about: dict[str, Any] = {}
     if isinstance(how, (str, Path)) and str(how).endswith(".json"): how = load_schedule(how)
@@ -52,7 +52,7 @@ def apply_dropout(
     else: how = str(one_of("how", how, SCHEMES, also="a schedule, or a JSON file"))
     scheme = SCHEMES.get(how, Scheme("your own schedule"))
     if p is not None and not scheme.rate: raise ValueError(f"p: has no meaning for {how}; use constant")
-    if scheme.scores != (scores is not None): raise ValueError("scores: guided and its controls need them, no other")
+    if scheme.scores != (scores is not None): raise ValueError("scores: needed by guided and its controls alone")
     if how == "standard": done = _own_rates(model, batch)
     elif how in NOISES: done = NOISES[how](model, *(() if p is None else (p,)), batch=batch)
     else:
@@ -121,8 +121,8 @@ def _tensor_scores(sites: Sequence[Site], scores) -> dict[str, float]:
     stacks = {re.sub(r"\d+\.$", "", k) for k in known}
     deeper = [n for n, k in layers.items() if k not in known and re.sub(r"\d+\.$", "", k) in stacks]
     if missing or deeper:
-        raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have none, {len(deeper)} are of further "
-                         f"layers, such as {(missing + deeper)[0]!r}; take those of the same model, none of it frozen")
+        raise ValueError(f"scores: {len(missing)} of {len(wanted)} tensors have no score, {len(deeper)} scores are of "
+                         f"other layers, such as {(missing + deeper)[0]!r}; score all parameters of the same model")
     grown = {t for s in sites if s.kind == "embedding" for t in s.tensors}
     for t, size in wanted.items():
         in_range(f"scores[{t!r}]", scores[names[t]], 0, hint="pass an estimate or its .scores()")
@@ -155,13 +155,13 @@ def set_dropout(
     model: nn.Module,  # as for dropout_sites
     schedule: Mapping[str, float],  # site -> p in [0, 1)
     *,
-    partial: bool = False,  # allow sites without a rate, which stay as they are; the classifier's may be left out
+    partial: bool = False,  # whether sites without a rate keep theirs; the classifier's may always be left out
     batch=None,  # as for dropout_sites
 ) -> "Applied":  # rates, mean and calls; undo(), or leaving a with block, puts everything back
     """Set the rate of each site by name, check that it is the one applied, and note it in the configuration.
 
     Call it before training, outside of `torch.compile`d code, and `load_dropout` after loading. Raises `ValueError`
-    for a bad rate or name, and `RuntimeError` if a rate does not arrive; the model is then unchanged."""
+    for a bad rate or name, and `RuntimeError` if the model does not apply a rate; the model is then unchanged."""
     model = unwrapped(model)
     rates, found = check_schedule(schedule), find_sites(model, batch)
     check_names(rates, found.sites, complete=not partial)
@@ -249,8 +249,8 @@ def mixout(
     batch=None,  # as for dropout_sites
 ) -> Applied:
     """Mix every linear map of the encoder with the weights that it has now, in train mode (Lee, Cho and Kang 2020).
-    Pooler, head and biases are not mixed. The model then holds one more copy of the mixed weights, which
-    `save_pretrained` does not save. Raises `ValueError` for a bad p, and a model with noise on it."""
+    Pooler, head and biases are not mixed; the encoder's dropout rates become 0. The model then holds one more copy of
+    the mixed weights, which `save_pretrained` does not save. Raises `ValueError` for a bad p or a model with noise."""
     model, p = unwrapped(model), check_rate("p", p)
     prefix = base_prefix(model)
     body = [m for path, m in model.named_modules() if path.startswith(prefix) and not _HEAD.search(path)]

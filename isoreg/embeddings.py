@@ -38,8 +38,8 @@ from .vectors import Vectors, in_memory
 def measure_points(
     points,  # (n, d) tensor or array, or `Vectors`
     name: str = "points",
-    normalize: bool = False,  # each vector to length one
-    measures: Sequence[str] = (),  # more of them, by their names in `isoreg.geometry.MEASURES`
+    normalize: bool = False,  # whether each vector is scaled to length one
+    measures: Sequence[str] = (),  # further measures, by their names in `isoreg.geometry.MEASURES`
     progress: Callable[[int], None] = lambda rows: None,  # called with each number of rows read
     unit: str = "row",  # what a point stands for: "row", "text"
 ):  # `Measured`
@@ -70,7 +70,7 @@ def measure_points(
 class Measured(NamedTuple):
     "The scores of vectors, or of a model on texts."
     name: str
-    rows: list[dict]  # one of vectors, one a layer of a model
+    rows: list[dict]  # one row for vectors, one for each layer of a model
     shown: int  # the row that is compared
     without: Tensor  # its corrected scores without each row, or each group of texts
 
@@ -163,8 +163,8 @@ def measure_model(
     texts: Sequence[str],
     pooling: str | None = None,  # default the model's own, else tokens
     layer: int = -1,  # layer that a comparison takes, 0 the embeddings
-    normalize: bool = False,  # each vector to length one
-    max_length: int = 128,  # largest number of tokens of a text
+    normalize: bool = False,  # whether each vector is scaled to length one
+    max_length: int = 128,  # largest number of tokens of a text, unless the model pools its own
 ) -> Measured:
     "Return the scores of a model on texts, a row for each layer."
     if pooling is None and is_sentence_transformer(model):
@@ -186,10 +186,10 @@ def embed(
     texts: Sequence[str],
     pooling: str | None = None,  # default the model's own, else the mean
     layer: int | None = -1,  # 0 the embeddings, -1 the last; None: all
-    normalize: bool = False,  # each vector to length one
-    max_length: int = 128,  # largest number of tokens of a text
+    normalize: bool = False,  # whether each vector is scaled to length one
+    max_length: int = 128,  # largest number of tokens of a text, unless the model pools its own
 ) -> Tensor:  # (n, d) float32, or (layers, n, d)
-    "Return the vectors of texts."
+    "Return the vectors of texts. Raises `ValueError` for an unknown pooling, and for a text without a token."
     if pooling is None and is_sentence_transformer(model):
         if layer != -1: raise ValueError("layer: a SentenceTransformers model has one output; give a pooling")
         return _own_vectors(model, list(texts), normalize)
@@ -197,7 +197,7 @@ def embed(
     one_of("pooling", pooling or "mean", _POOLINGS)
     encoder, batch = _load(model, texts, max_length)
     batches = [_part(batch, rows) for rows in torch.arange(len(batch["input_ids"])).split(32)]
-    chosen = lambda count: list(range(count)) if layer is None else [range(count)[layer]]
+    def chosen(count): return list(range(count)) if layer is None else [range(count)[layer]]
     points = layer_points(encoder, batches, pooling or "mean", chosen)[1]
     if normalize: points = torch.nn.functional.normalize(points, dim=-1)
     return points if layer is None else points[0]
@@ -222,7 +222,7 @@ def _load(model: str, texts: Sequence[str], max_length: int) -> tuple[torch.nn.M
     lengths = batch["attention_mask"].sum(1)
     if not bool(lengths.all()): raise ValueError(f"texts: number {int(lengths.argmin())} (from 0) has no token")
     if full := int((lengths == length).sum()):
-        warnings.warn(f"max_length: {full} of {len(texts)} texts fill {length} tokens; what is longer is cut")
+        warnings.warn(f"max_length: {full} of {len(texts)} texts fill {length} tokens; longer texts are cut")
     return body, batch
 
 def _part(batch: dict, rows: Tensor) -> dict:
@@ -387,7 +387,9 @@ def draw_scores(measured: Sequence[Measured]):
         x = [r["layer"] for r in rows] if len(m.rows) > 1 else [m.name] * len(rows)
         scores, half = [r["corrected"] for r in rows], [r["interval"][1] - r["corrected"] for r in rows]
         right.errorbar(x, scores, half, capsize=3, **style)
-    left.set(xlabel="principal axis", ylabel="% of the variance", ylim=(0, None)), left.legend(frameon=False)
-    right.set_ylabel("IsoScore, corrected")
-    if any(len(m.rows) > 1 for m in measured): right.set_xlabel("layer"), right.locator_params("x", integer=True)
+    left.set(xlabel="principal axis", ylabel="% of the variance", ylim=(0, None))
+    left.legend(frameon=False)
+    by_layer = all(len(m.rows) > 1 for m in measured)
+    right.set(xlabel="layer" if by_layer else "", ylabel="IsoScore, corrected")
+    if by_layer: right.locator_params("x", integer=True)
     return figure

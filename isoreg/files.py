@@ -96,10 +96,9 @@ def read_table(path: str | Path, texts: list[str] | None = None):  # texts: colu
     content = read_text(path)
     if kind == "csv":
         mark, lines = "\t" if str(path).lower().endswith(".tsv") else ",", content.strip("\n").split("\n")
-        odd = any(line.count('"') % 2 for line in lines) and len({line.count(mark) for line in lines}) == 1
         words = dict.fromkeys(texts or next(csv.reader(lines, delimiter=mark)), pa.string())
         types = ConvertOptions(column_types=words, true_values=[], false_values=[], null_values=[""])
-        form = ParseOptions(delimiter=mark, quote_char=False if odd else '"', newlines_in_values=True)
+        form = ParseOptions(delimiter=mark, quote_char=_quote(lines, mark), newlines_in_values=True)
         whole = ReadOptions(block_size=len(content.encode()) + 1)
         return read_csv(pa.BufferReader(content.encode()), whole, form, types)
     if not content.lstrip().startswith("["): content = f"[{','.join(filter(str.strip, content.split(chr(10))))}]"
@@ -107,6 +106,13 @@ def read_table(path: str | Path, texts: list[str] | None = None):  # texts: colu
     if not all(isinstance(row, dict) for row in rows): raise ValueError("its rows are no objects")
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [row.get(name) for row in rows] for name in names})
+
+def _quote(lines: list[str], mark: str) -> str | bool:
+    "Return the quotation mark of a table; False where it is a letter, because only then all rows have one length."
+    if len({line.count(mark) for line in lines}) > 1 or not any(line.count('"') % 2 for line in lines): return '"'
+    rows = csv.reader((f"{line}\n" for line in lines), delimiter=mark, strict=True)
+    try: return '"' if len({len(row) for row in rows}) == 1 else False
+    except csv.Error: return False
 
 # %% ../nbs/08_files.ipynb #lacksroo
 def load_rows(*names, **options):

@@ -36,15 +36,15 @@ def empirical_fisher(
     model: nn.Module,  # evaluated in eval mode; parameters that require no gradient are left out
     batches: Iterable[Mapping],  # TextBatches, or any iterable of dicts of tensors, samples first
     level: str = "tensor",  # "tensor": squared norms; "diagonal": every scalar
-    loss: str | Callable | None = None,  # "mlm", "clm", "seq2seq"; (model, one sample) -> (1,); None: the model's
-    reduction: str = "mean",  # over the predicted tokens of a sample, as released; "sum" is its log-likelihood
-    sample: str = "sequence",  # "position": every predicted token is a sample of its own
+    loss: str | Callable | None = None,  # "mlm", "clm", "seq2seq", or (model, one sample) -> (1,); None: the model's
+    reduction: str = "mean",  # "mean" over a sample's predicted tokens, as released, or "sum"
+    sample: str = "sequence",  # "sequence", or "position": each predicted token is one sample
     precision: str = "fp32",  # "bf16" for autocast; sums stay in float32 or wider
 ):  # a FisherEstimate
     """Return sums over samples of the squared gradient of each sample's loss (Sharma et al. 2024, equation 3).
 
     Without `loss` we take that of `TextBatches` or of the model's class. Raises `ValueError` for a loss that does not
-    fit these, batches without a sample, and squares that are not finite."""
+    fit the model or the batches, batches without a sample, and squares that are not finite."""
     one_of("level", level, ("tensor", "diagonal"))
     one_of("precision", precision, ("fp32", "bf16"))
     model = inside_wrapper(getattr(model, "_orig_mod", model))  # of torch.compile
@@ -112,15 +112,15 @@ class FisherEstimate:
     sample: str = "sequence"  # or "position"
     numel: dict[str, int] = field(default_factory=dict)  # scalars of each parameter
     model: str = ""  # its name
-    fingerprint: str = ""  # of its weights, once the estimate is saved or compared
-    corpora: list = field(default_factory=lambda: [{}])  # the description of the batches, from then on
+    fingerprint: str = ""  # digest of its weights, set when the estimate is saved or compared
+    corpora: list = field(default_factory=lambda: [{}])  # description of the batches, set with it
     precision: str = "fp32"
     by_function: list = field(default_factory=list)  # parameters that autograd computed, one sample at a time
-    of: tuple | None = field(default=None, repr=False, compare=False)  # model, its state and batches, until then
+    of: tuple | None = field(default=None, repr=False, compare=False)  # model, its state, batches; None once named
 
     @property
     def unit(self) -> str:
-        "What the numbers are."
+        "Return the unit of the sums, in words."
         what = f"the {self.reduction} loss of a {self.sample} (nats squared per squared weight)"
         if self.reduction == "own": what = f"what {self.loss} gives for a sample"
         return f"sum over samples of the squared gradient of {what}"
@@ -349,7 +349,7 @@ class _Squares:
         if not self.parameters:
             raise ValueError("model: no parameter requires a gradient; call model.requires_grad_(True)")
         self.device = next(iter(self.parameters.values())).device
-        self.widest = torch.float32 if self.device.type == "mps" else torch.float64
+        self.widest = wide_dtype(next(iter(self.parameters.values())))
         self.sums, self.total, self.predicted = {}, torch.zeros((), device=self.device), 0
         for n, p in self.parameters.items():
             if level == "diagonal": self.sums[n] = torch.zeros_like(p, dtype=_wide(p))

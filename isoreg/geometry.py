@@ -99,7 +99,7 @@ def unit_rows(x: Tensor) -> Tensor:
     "Return the rows of x (n, d) divided by their lengths, in float64. Raises `ValueError` for a row of zeros."
     x = x.double()
     length = x.norm(dim=1, keepdim=True)
-    if not bool(length.all()): raise ValueError("points: a row is zero and has no direction; mask it")
+    if not bool(length.all()): raise ValueError("points: a row is zero and has no direction; leave it out")
     return x / length
 
 # %% ../nbs/05_geometry.ipynb #f07730c0
@@ -178,8 +178,8 @@ def two_nn(
     F = torch.arange(1, kept + 1, dtype=torch.float64, device=ρ.device) / len(ρ)
     t, b = ρ[:kept].log(), -torch.log1p(-F)
     if kept > 1 and bool(t.any()): return float((t * b).sum() / t.square().sum())
-    raise ValueError("points: too few different points, or two nearest neighbours that are equally far from every "
-                     "point, as in a grid; need more different points")
+    raise ValueError("points: too few different points, or every point has two nearest neighbours at equal "
+                     "distance, as in a grid; need more different points")
 
 # %% ../nbs/05_geometry.ipynb #cedf2ef9
 def nearest_two(x: Tensor, chunk: int = 1024) -> Tensor:
@@ -231,9 +231,9 @@ def stand_out(m: Moments) -> Dimensions:
 # %% ../nbs/05_geometry.ipynb #cd5cdd92
 def transformed(
     points,  # (n, d) tensor or array
-    *steps: str | int,  # "centre", "normalise", "whiten", or how many top directions (and the mean) go; in this order
+    *steps: str | int,  # "centre", "normalise", "whiten", or the number of top directions to remove (with the mean)
     fitted_on=None,  # (m, d), source of mean and directions; None: the points
-    strength: float = 1.0,  # of whitening, 0 (turned only) to 1
+    strength: float = 1.0,  # strength of whitening, 0 (rotation only) to 1
 ):  # (n, d), float64, a tensor or array as given; whitened: (n, r), in the r principal directions with variance
     "Return the points after simple steps. Raises `ValueError` for an unknown step, or if a row becomes zero."
     in_range("strength", strength, 0, 1)

@@ -80,7 +80,7 @@ def score_from_cov(S: Tensor) -> Tensor:
 def isoscore_from_cov(
     cov,  # (..., d, d) covariance, tensor or array
 ):
-    "Return the IsoScore (...) of covariances (..., d, d), differentiable. Raises `ValueError` if one is wrong."
+    "Return the IsoScore (...) of covariances (..., d, d), differentiable. Raises `ValueError` for an invalid one."
     S = check_cov(cov)
     return as_score(score_from_cov(S), cov, S)
 
@@ -88,7 +88,7 @@ def isoscore_from_cov(
 def participation_ratio(
     cov,  # (..., d, d) covariance, tensor or array
 ):
-    "Return tr(S)² / tr(S²), (...), the effective number of dimensions, 1 to d. Raises `ValueError` if wrong."
+    "Return tr(S)² / tr(S²), (...), the effective dimensions, 1 to d. Raises `ValueError` for an invalid covariance."
     return 1 + (check_cov(cov).shape[-1] - 1) * isoscore_from_cov(cov)
 
 # %% ../nbs/02_isoscore.ipynb #c2e9d60c
@@ -173,8 +173,8 @@ def check_score(score: Tensor, points: Tensor, mask: Tensor | None, count: Tenso
     check_finite(points, mask)
     if constant: raise ValueError("points: all rows of a cloud are equal: zero variance has no isotropy; "
                                   "leave constant clouds out")
-    raise ValueError("points: values too large or too small to be squared in their precision; rescale them, "
-                     "the score does not depend on the scale")
+    raise ValueError("points: values too large or too small to be squared in their precision; rescale them, and "
+                     "a reference with them")
 
 # %% ../nbs/02_isoscore.ipynb #0ad4ccaf
 def is_constant(points: Tensor, mask: Tensor | None, inv: Invariants, length: Tensor) -> bool:
@@ -192,8 +192,8 @@ def check_evenness(inv: Invariants, f: Tensor, d: int, dtype: torch.dtype):
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     rounding = eps * inv.count.clamp(max=d + 1).clamp(min=16) * a
     if bool(((a > 0) & f.isfinite() & (f <= rounding)).any()):
-        raise ValueError("points: as even as so few rows can be, or one row holds nearly all of the variance: "
-                         "only rounding is left of the corrected score; add points, or look at the longest row")
+        raise ValueError("points: the rows are as even as so few can be, or one holds nearly all of the variance; the "
+                         "corrected score would be rounding alone: add points, or look at the longest row")
 
 # %% ../nbs/02_isoscore.ipynb #e4b1f0a8
 def check_cloud(points, mask=None) -> tuple[Tensor, Tensor | None]:
@@ -213,7 +213,7 @@ def check_cov(cov, name: str = "cov", dims: int | None = None) -> Tensor:
     S = floating(cov, name)
     if S.ndim < 2 or S.shape[-1] < 2 or S.shape[-2:] != (dims or S.shape[-1],) * 2:
         raise ValueError(f"{name}: need a covariance (..., d, d) with {f'd = {dims}' if dims else 'd >= 2'}, got "
-                         f"{tuple(S.shape)}; pass that of the same layer, not the points")
+                         f"{tuple(S.shape)}; pass a covariance of the same hidden state, not the points")
     faults = {
         "holds NaN or infinite values; drop the points that caused them": ~S.isfinite(),
         "not symmetric; pass (cov + cov.T) / 2 if that is meant":
@@ -306,8 +306,8 @@ def _row_error(X: Tensor, score: float) -> float:
 def isoscore_star(
     points,  # (..., n, d) tensor or array
     reference_cov,  # (d, d) or (..., d, d), the paper's Sigma_S; not differentiated
-    zeta: float,  # in [0, 1]; in the released convention 0 is plain IsoScore
-    mask=None,  # (..., n) or its last dimensions
+    zeta: float,  # weight of what convention names, 0 to 1; 0 with "released" is plain IsoScore
+    mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts
     convention: str = "released",  # "released" (Algorithm 1 and code): zeta weighs reference_cov; "text": the sample
 ):
     """Return the `IsoScore*` of each cloud, (...); differentiable in `points` (Rudman and Eickhoff 2024, Algorithm 1).

@@ -24,18 +24,18 @@ from .states import check_layer, check_states, eval_mode, hidden_states
 class IStar(nn.Module):
     """Return the I-STAR term `lam * (1 - IsoScore*)` of hidden states (Rudman and Eickhoff 2024, eq. 4), a scalar.
 
-    Term and gradient are those of the batch of all processes (ranks). `parts` holds the last term and score."""
+    Term and gradient are those of the batch of all processes (ranks). `parts` holds the last term and score. Raises
+    `ValueError` for a setting out of range, and for a reference that is missing or does not fit."""
     def __init__(
         self,
-        lam: float,  # strength; > 0 raises isotropy, < 0 lowers it; begin with 0.1 or -0.1
+        lam: float,  # weight of the penalty; > 0 raises isotropy, < 0 lowers it; begin with 0.1 or -0.1
         zeta: float = 0.2,  # weight of the reference (convention "released"); 0 needs none
-        reference_cov: Tensor | None = None,  # (d, d), or (L, d, d) with layers="mean"
+        reference_cov: Tensor | None = None,  # (d, d), or (L, d, d) with layers="mean"; a PenaltyTrainer makes it
         layers: str | int = "union",  # "union" of 1..L, "mean" of their scores, or an index into hidden_states
         correction: str | None = None,  # "gaussian" or "ustat": the bias-corrected score, without reference
         *,
         convention: str = "released",  # what zeta weighs: "released" the reference, "text" the sample
-        padding: bool = False,  # count padding too, as the released code does
-        embeddings: bool = False,  # count the embedding layer too
+        padding: bool = False,  # whether padding counts too, as in the released code
     ):
         super().__init__()
         self.lam = in_range("lam", lam, hint="positive raises isotropy, negative lowers it, the paper uses -5 to 5")
@@ -44,8 +44,8 @@ class IStar(nn.Module):
         self.convention = one_of("convention", convention, CONVENTIONS)
         self.correction = one_of("correction", correction, CORRECTIONS)
         if correction and reference_cov is not None:
-            raise ValueError(f"reference_cov: correction={correction!r} reads none; leave one of the two out")
-        self.zeta, self.layers, self.padding, self.embeddings = zeta, layers, padding, embeddings
+            raise ValueError(f"reference_cov: correction={correction!r} uses no reference; leave one of the two out")
+        self.zeta, self.layers, self.padding = zeta, layers, padding
         self.parts, self.given = {}, False
         self.register_buffer("reference_cov", None, persistent=False)
         if reference_cov is not None: self.set_reference(reference_cov)
@@ -60,7 +60,8 @@ class IStar(nn.Module):
 def score(self: IStar, hidden_states: tuple[Tensor, ...], attention_mask: Tensor | None = None) -> Tensor:
     """Return `IsoScore*`, or the corrected score, of a batch, a scalar. Below 8 tokens a corrected score is 1.
 
-    Raises `ValueError` for states, mask or reference that do not fit, and below 2 tokens ("gaussian" 3, "ustat" 4)."""
+    Raises `ValueError` for states, mask or reference that do not fit, and below 2 tokens ("gaussian" 3, "ustat" 4; on
+    a GPU only `check_batches` does, which the Trainer calls when it logs)."""
     mask = None if self.padding else attention_mask
     rows = [X_l.flatten(0, 1) for X_l in self.chosen(hidden_states, mask)]
     keep = None if mask is None else mask.to(rows[0].device).flatten() != 0
@@ -81,7 +82,7 @@ def chosen(self: IStar, states: tuple[Tensor, ...], mask: Tensor | None) -> Sequ
     "Return the hidden states whose tokens count, each (batch, length, d)."
     check_states(states, mask)
     if not isinstance(self.layers, str): return [states[check_layer("layers", self.layers, states)]]
-    X = states[0 if self.embeddings else 1 :]
+    X = states[1:]
     if len({h.shape for h in X}) == 1: return X
     raise ValueError(f"layers: shapes {[tuple(h.shape) for h in X]} have no union and no mean; take one layer, "
                      "such as layers=-1, with zeta=0 or a correction")
@@ -96,8 +97,8 @@ def check_layers(layers: str | int) -> None:
 def mixed(self: IStar, m: Moments) -> Tensor:
     "Return `IsoScore*` (...) of the moments. Raises `ValueError` for a reference that is missing or does not fit."
     if self.reference_cov is None:
-        raise ValueError(f"reference_cov: zeta={self.zeta:g} needs one; pass reference_covariance(model, batches), or "
-                         "use zeta=0 or a correction")
+        raise ValueError(f"reference_cov: zeta={self.zeta:g} needs a reference; train with a PenaltyTrainer, "
+                         "pass reference_covariance(model, batches), or use a correction")
     S, ζ = m.m2 / (m.count - 1)[..., None, None], self.zeta
     Σ_S: Tensor = self.reference_cov.to(S.device)
     if Σ_S.shape not in (S.shape, S.shape[-2:]):
@@ -120,7 +121,7 @@ def unmixed(self: IStar, m: Moments) -> Tensor:
 # %% ../nbs/07_istar.ipynb #refset02
 @patch
 def set_reference(self: IStar, reference_cov: Tensor) -> None:
-    "Take a reference covariance, (d, d) or (L, d, d), detached. A `PenaltyTrainer` keeps it."
+    "Set the reference covariance, (d, d) or (L, d, d), detached; a `PenaltyTrainer` then does not replace it."
     self.reference_cov, self.given = check_reference_cov(reference_cov), True
 
 @patch(as_prop=True)
@@ -144,7 +145,7 @@ def check_batches(p: nn.Module) -> None:
     (binary, sound), p.worst = p.worst.tolist(), None
     if not binary:
         raise ValueError("attention_mask: holds values other than 0 and 1; pass 1 where a token counts, "
-                         "of an additive mask mask == 0")
+                         "else 0 (for an additive mask, pass mask == 0)")
     if not sound:
         raise ValueError("hidden_states: a batch has no score, because too few tokens count, all are equal, or "
                          "values are NaN; use larger batches, or lower lam or the learning rate")
@@ -168,14 +169,13 @@ def as_penalties(penalty) -> list[nn.Module]:
 def reference_covariance(
     model: nn.Module,  # a transformers model, or DistributedDataParallel around one
     batches: Iterable[dict],  # batches of the training set, in random order
-    max_points: int = 250_000,  # token vectors over all layers and ranks
+    max_points: int = 250_000,  # largest number of token vectors, over all layers and ranks
     layers: str | int = "union",  # layers as in IStar; "mean" gives (L, d, d), the others (d, d)
     *,
-    padding: bool = False,  # count padding too, as the released code does
-    embeddings: bool = False,  # count the embedding layer too
-    progress: bool = True,  # show a progress bar
-    released: bool = False,  # stop where the released code does
-    mask_fn: Callable | None = None,  # mask function of hidden_states
+    padding: bool = False,  # whether padding counts too, as in the released code
+    progress: bool = True,  # whether to show a progress bar
+    released: bool = False,  # whether to stop where the released code does
+    mask_fn: Callable | None = None,  # function (inputs, states) -> mask, as in hidden_states
 ) -> Tensor:
     """Return the covariance of token vectors of the training set, the paper's Sigma_S, the same on all ranks.
 
@@ -184,7 +184,7 @@ def reference_covariance(
     one = not isinstance(layers, str)
     m = token_moments(model, batches, max_points, padding, released, one, progress, mask_fn)
     if one: return m.map(lambda f: f[check_layer("layers", int(layers), f)]).cov()
-    m = m if embeddings else m.map(lambda f: f[1:])
+    m = m.map(lambda f: f[1:])
     return m.cov() if layers == "mean" else pool(m).cov()
 
 # %% ../nbs/07_istar.ipynb #84b4997a
@@ -212,11 +212,11 @@ def token_moments(model, batches, max_points, padding=False, released=False, one
 def measure_isotropy(
     model: nn.Module,  # a transformers model
     batches: Iterable[dict],  # model inputs
-    max_points: int = 250_000,  # token vectors over all layers
+    max_points: int = 250_000,  # largest number of token vectors, over all layers
     *,
-    mask_fn: Callable | None = None,  # mask function of hidden_states
+    mask_fn: Callable | None = None,  # function (inputs, states) -> mask, as in hidden_states
 ) -> dict:
-    """Return the IsoScore of the tokens: `union` of layers 1..L, `layers`, `embeddings`, and `points`, their number.
+    """Return the plain IsoScore of tokens: `union` of layers 1..L, `layers`, `embeddings`, and `points` in the union.
 
     A layer without variance scores NaN. Raises `ValueError` if no batch comes."""
     m = token_moments(model, batches, max_points, mask_fn=mask_fn)
@@ -237,10 +237,10 @@ class CosReg(nn.Module):
 
     def __init__(
         self,
-        lam: float = 1.0,  # strength; the paper uses 1, > 0 spreads the directions
+        lam: float = 1.0,  # weight of the penalty; the paper uses 1, > 0 spreads the directions
         layer: int = -1,  # index into hidden_states; the paper uses the last
         *,
-        padding: bool = False,  # count padding too, as the released code does
+        padding: bool = False,  # whether padding counts too, as in the released code
     ):
         super().__init__()
         self.lam = in_range("lam", lam, hint="> 0 spreads the directions")

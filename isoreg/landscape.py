@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .checks import in_range, one_of
 from .corpus import predicted_positions, sample_losses
+from .moments import wide_dtype
 from .states import eval_mode
 
 # %% ../nbs/12_landscape.ipynb #82aaf65a
@@ -77,8 +78,8 @@ def _noise(seed: int, name: str, shape: torch.Size, draw: Callable = torch.randn
 def direction(
     model: nn.Module,  # source of the scale; not changed
     seed: int,  # seed of the draw
-    one_d: str = "zero",  # tensors of one dimension: "zero" none, "scale" each is one filter
-    mask: Mapping[str, Tensor] | None = None,  # parameter name -> booleans, or one; others stay
+    one_d: str = "zero",  # tensors of one dimension: "zero": they stay; "scale": each is one filter
+    mask: Mapping[str, Tensor] | None = None,  # parameter name -> one boolean, or one for each scalar; others stay
     norm: str = "filter",  # "filter", or "equal": as long as without the mask
 ) -> dict[str, Tensor]:
     """Return a random direction with filters as long as those of the weights (Li et al. 2018). Raises `ValueError` for
@@ -152,15 +153,15 @@ def displaced(
 def mean_loss(
     model: nn.Module,
     batches: Iterable,  # those of a text, or what `loss` takes
-    loss: str | Callable = "mlm",  # "mlm", "clm", "seq2seq", or of (model, batch): (batch,) losses
-    reduction: str = "mean",  # over each sample's tokens; "batch": over those of the batch
+    loss: str | Callable = "mlm",  # "mlm", "clm", "seq2seq", or (model, batch) -> (batch,) losses
+    reduction: str = "mean",  # "mean" over each sample's tokens, or "batch" over those of the batch
 ) -> float:
-    "Return the mean loss over all samples, in eval mode; NaN and infinity are passed on."
+    "Return the mean loss over all samples, in nats, in eval mode, NaN included. Raises `ValueError` without a sample."
     losses, total, samples = _BatchLosses(model, loss, reduction), 0.0, 0
     with eval_mode(model):
         for batch in batches:
             values = losses(batch)
-            total += values.sum(dtype=torch.float64)
+            total += values.sum(dtype=wide_dtype(values))
             samples += len(values)
     if not samples: raise ValueError("batches: no sample came; a generator can be read only once")
     return float(total) / samples
@@ -173,10 +174,11 @@ class _BatchLosses(nn.Module):
 
     def forward(self, batch: Mapping) -> Tensor:
         "Return the losses of the samples that have something to predict, (samples,)."
-        device = next(self.model.parameters()).device
-        batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        weight = next(self.model.parameters())
+        batch = {k: v.to(weight.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         if callable(self.loss): return self.loss(self.model, batch)
         positions = predicted_positions(batch, self.loss)
+        if not len(positions[0]): return weight.new_zeros(0)
         return sample_losses(self.model, batch, self.loss, self.reduction, positions)[positions[0].unique()]
 
 # %% ../nbs/12_landscape.ipynb #68aafc10
@@ -284,9 +286,11 @@ def plane_hessian(
                 step = sum(a * d[n] for a, d in zip(at, directions) if n in d)
                 weights[f"model.{n}"] = (params[n].detach() + step).to(params[n].dtype)
             values = functional_call(losses, weights, (batch,))
+            if not len(values): continue
             (slope,) = torch.autograd.grad(values.sum(), at, create_graph=True)
             H += torch.stack([torch.autograd.grad(s, at, retain_graph=True)[0] for s in slope])
             samples += len(values)
+    if not samples: raise ValueError("batches: no sample came; a generator can be read only once")
     return ((H + H.T) / 2).numpy() / samples
 
 # %% ../nbs/12_landscape.ipynb #d00fd1d7

@@ -37,7 +37,7 @@ class IsoScore(torchmetrics.Metric):
         given, weighed = reference_cov is not None, reference_weight(zeta, convention) != 0
         if given or zeta if correction else weighed and not given:
             raise ValueError(f"reference_cov: {'given' if given else 'missing'} with {correction=}, {zeta=}, "
-                             f"{convention=}; a corrected score reads none, a weight needs one")
+                             f"{convention=}; leave reference_cov and zeta out with a correction, else give both")
         R = check_reference_cov(reference_cov, num_dims).double() if given else None
         self.reference_cov: Tensor | None
         self.mixed, self.names = given and weighed, Moments._fields[: 5 if correction == "ustat" else 3]
@@ -57,6 +57,15 @@ class IsoScore(torchmetrics.Metric):
         return self._score(self._seen())
 
 # %% ../nbs/04_metric.ipynb #metric-c1
+@patch
+def forward(self: IsoScore, *args, **kwargs) -> Tensor:
+    "Add a batch and return its own score. Raises `ValueError` for a batch without one, which is left out."
+    before = vars(self).copy()
+    try: return torchmetrics.Metric.forward(self, *args, **kwargs)
+    except ValueError:
+        vars(self).update(before)
+        raise
+
 @patch
 def _score(self: IsoScore, m: Moments) -> Tensor:
     "Return the score of the moments, plain, corrected or with the reference."

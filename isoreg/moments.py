@@ -239,7 +239,7 @@ def check_points(points, mask=None) -> tuple[Tensor, Tensor | None]:
                          f"pass {tuple(want)} or its last dimensions, true where a row counts")
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError("mask: holds values other than 0 and 1; pass true or 1 where a row counts, else 0 "
-                         "(an additive mask is mask == 0)")
+                         "(for an additive mask, pass mask == 0)")
     return points, (mask != 0).to(points.device).expand(want)
 
 def check_finite(points: Tensor, mask: Tensor | None = None):

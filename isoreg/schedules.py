@@ -23,7 +23,8 @@ def guided_schedule(
     p_max: float = 0.1,  # rate of the least informative site
     p_min: float = 0.0,  # rate of the most informative site
 ) -> dict[str, float]:  # site -> p, in the order of the scores
-    "Return rates by rank, p_max for the lowest score (Sharma et al. 2024, eqs 9, 10). Raises `ValueError` for NaN."
+    """Return rates by rank, p_max for the lowest score (Sharma et al. 2024, eqs 9, 10); warns if all scores are equal.
+    Raises `ValueError` for NaN, a rate outside [0, 1) and p_min above p_max."""
     in_range("p_min", p_min, 0, check_rate("p_max", p_max))
     for name, score in scores.items(): in_range(f"scores[{name!r}]", score)
     if len(scores) > 1 and len(set(scores.values())) == 1:
@@ -76,7 +77,7 @@ def control_schedule(
     schedule: Mapping[str, float],  # site -> p
     sites: Sequence,  # what dropout_sites gave
     seed: int = 0,  # seed of "shuffled"
-) -> dict[str, float]:  # site -> p, in the order of the schedule, without the head's
+) -> dict[str, float]:  # site -> p, in the order of the schedule, without the classifier's
     """Return a control for a guided schedule, of the same mean rate; `shuffled` is the same on every machine. Raises
     `ValueError` for an unknown kind, bad rates, or a schedule of another model."""
     kinds, rates = {s.name: s.kind for s in sites}, check_schedule(schedule)
@@ -96,7 +97,7 @@ def control_schedule(
 # %% ../nbs/14_schedules.ipynb #a1b2c3d1
 @dataclass(frozen=True)
 class Scheme:
-    "Hold a scheme of dropout: its name in tables, how its rates follow from a schedule, and what it needs."
+    "Hold a dropout scheme: its name in tables, how its rates follow from a schedule, and what it needs."
     label: str  # its name in tables and figures
     rates: Callable | None = None  # (schedule, sites, seed) -> site -> p; None: the schedule itself
     scores: bool = False  # needs Fisher scores; its schedule is the guided one

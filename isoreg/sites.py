@@ -29,14 +29,14 @@ from .states import base_prefix, eval_mode, inside_wrapper, named_weights, same_
 # %% ../nbs/13_sites.ipynb #c2cdd011
 def dropout_sites(
     model: nn.Module,  # a transformers model, or any module with batch=; may be wrapped by DDP or torch.compile
-    grouping: str = "released",  # tensors of a site: "released", of its submodule; "preceding", those since the last
+    grouping: str = "released",  # tensors of a site: "released": of its submodule; "preceding": since the last site
     *,
     batch=None,  # inputs of one forward pass (dict, tuple or tensor); None takes a short text
 ) -> list["Site"]:  # in the order of execution
     """Return every site where the model applies dropout in train mode, found by one forward pass.
 
     Layers that are shared, as in ALBERT, are one site that is called several times. The model is left as it was.
-    Raises `ValueError` if there is no site, and warns if a rate arrives that cannot be set."""
+    Raises `ValueError` if there is no site, and warns if the model applies a rate that cannot be set."""
     found = find_sites(unwrapped(model), batch, one_of("grouping", grouping, ("released", "preceding")))
     if not found.sites:
         raise ValueError(f"model: {type(model).__name__} has no dropout site" + f"; {found.stray}" * bool(found.stray))
@@ -193,7 +193,7 @@ def _example(model: nn.Module) -> dict[str, Tensor]:
 # %% ../nbs/13_sites.ipynb #4a67eb4d
 _RATES: dict[Callable, Callable] = {
     F.dropout: lambda input, p=0.5, training=True, inplace=False: p * training,
-    F.scaled_dot_product_attention: lambda q, k, v, attn_mask=None, dropout_p=0.0, *rest, **more: dropout_p,
+    F.scaled_dot_product_attention: lambda query, key, value, attn_mask=None, dropout_p=0.0, *rest, **more: dropout_p,
     F.multi_head_attention_forward: lambda *args, training=True, **more: args[10] * training}
 
 def applied_rate(func: Callable, args: tuple, kwargs: Mapping) -> float | None:

@@ -20,7 +20,7 @@ from .checks import in_range
 def hidden_states(
     model: nn.Module,  # a transformers model, or DistributedDataParallel around one
     batch: Mapping,  # model inputs, such as input_ids and attention_mask
-    mask_fn: Callable | None = None,  # of inputs and states: the mask, in place of attention_mask
+    mask_fn: Callable | None = None,  # function (inputs, states) -> mask (batch, length), in place of attention_mask
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return the hidden states of a batch, L + 1 tensors (batch, length, d), and its mask (batch, length) or None.
 
@@ -28,14 +28,14 @@ def hidden_states(
     encoder = encoder_of(model)
     device = next(encoder.parameters()).device
     names = set(inspect.signature(encoder.forward).parameters) - {"args", "kwargs"} or USUAL
-    known = {k: v for k, v in batch.items() if k in names and k != "labels"}
-    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in known.items()}
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    inputs = {k: v for k, v in moved.items() if k in names and k != "labels"}
     if getattr(inputs.get("input_ids"), "ndim", 2) == 3:  # multiple choice: a row for each choice
         inputs |= {k: inputs[k].flatten(0, 1) for k in inputs.keys() & USUAL}
     # with a cache, the texts of a packed row would see each other
     if "use_cache" in names: inputs["use_cache"] = False
     states = states_of(encoder(**inputs, output_hidden_states=True))
-    return states, token_mask(encoder, inputs, states, mask_fn)
+    return states, token_mask(encoder, moved | inputs, states, mask_fn)
 
 # %% ../nbs/06_states.ipynb #84750e3c
 USUAL = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}

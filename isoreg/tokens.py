@@ -104,7 +104,7 @@ def close(self: SequenceStream, g: int):
     P, G, S = self.moments.m2 - self.P_g, self.G - self.G_g, self.vectors[g, 0]
     inner = [(A * B).sum() for A, B in ((P, P), (P, G), (G, G))]
     self.products[g] = torch.stack([*inner, P.trace(), G.trace(), S @ P @ S, S @ G @ S])
-    self.P_g.zero_(), self.G_g.zero_()
+    for sums in (self.P_g, self.G_g): sums.zero_()
 
 # %% ../nbs/03_tokens.ipynb #eb65a5ac
 def draw_groups(m: int, groups: int) -> Tensor:

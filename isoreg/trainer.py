@@ -31,19 +31,18 @@ class PenaltyMixin:
     """Add penalties to the training loss of a transformers Trainer: `class MyTrainer(PenaltyMixin, Trainer)`.
 
     A penalty is a module that is called as `penalty(hidden_states, attention_mask)` and returns a weighted scalar. The
-    log shows the means of `task_loss` and of the scalars that a penalty keeps in a dict `parts`. Raises `ValueError`
+    log shows the means of `task_loss` and of the scalars that a penalty keeps in a dict `parts`. Raises `TypeError`
     for a penalty that is no module."""
     def __init__(
         self,
         *args,  # arguments of the Trainer
         penalty: nn.Module | Sequence[nn.Module] = (),  # one penalty or several
-        mask_fn: Callable | None = None,  # mask function of hidden_states
+        mask_fn: Callable | None = None,  # function (inputs, states) -> mask, as in hidden_states
         **kwargs,  # arguments of the Trainer
     ):
         self.penalties, self.mask_fn, self.sums = as_penalties(penalty), mask_fn, Counter()
         super().__init__(*args, **kwargs)
-        if any(IGNORES_ITEMS.search(type(m).__name__) for m in self.model.modules()):
-            self.model_accepts_loss_kwargs = False
+        if any(map(ignores_items, self.model.modules())): self.model_accepts_loss_kwargs = False
         known = [getattr(c, "penalty", None) for c in self.callback_handler.callbacks]
         for p in dict.fromkeys(self.penalties):
             p.to(self.args.device)
@@ -51,7 +50,7 @@ class PenaltyMixin:
                 self.add_callback(ReferenceRefresh(p, mask_fn=mask_fn))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        "Return the Trainer's loss, in training with the penalties added."
+        "Return the Trainer's loss; in train mode, add the penalties to it."
         loss_of = functools.partial(super().compute_loss, model, num_items_in_batch=num_items_in_batch)
         if not model.training or not self.penalties: return loss_of(inputs, return_outputs=return_outputs)
         trl = any(kind.__module__.split(".")[0] == "trl" for kind in type(self).__mro__)
@@ -65,11 +64,15 @@ class PenaltyMixin:
         return (loss, outputs) if return_outputs else loss
 
 class PenaltyTrainer(PenaltyMixin, Trainer):
-    "Train as the transformers Trainer, with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
+    "Train as the transformers Trainer does, with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
 
 # %% ../nbs/09_trainer.ipynb #trlmodel
-# heads that ignore num_items_in_batch
-IGNORES_ITEMS = re.compile(r"For(\w*Classification|MultipleChoice|QuestionAnswering)$")
+def ignores_items(head: nn.Module) -> bool:
+    "Return whether a head of transformers takes num_items_in_batch and ignores it."
+    kind = type(head)
+    if re.search(r"For(\w*Classification|MultipleChoice|QuestionAnswering)$", kind.__name__): return True
+    is_head = kind.__module__.startswith("transformers.") and "For" in kind.__name__
+    return is_head and "self.loss_function(" not in inspect.getsource(kind.forward)
 
 # %% ../nbs/09_trainer.ipynb #e8b64804
 @patch
@@ -117,10 +120,10 @@ class ReferenceRefresh(TrainerCallback):
     def __init__(
         self,
         penalty: nn.Module,  # an IStar, or another with `needs_reference` and `set_reference`
-        max_points: int = 250_000,  # token vectors over all layers and ranks
+        max_points: int = 250_000,  # largest number of token vectors, over all layers and ranks
         *,
-        released: bool = False,  # draw as the released code does, and in float32
-        mask_fn: Callable | None = None,  # mask function of hidden_states
+        released: bool = False,  # whether to draw as the released code does, in float32
+        mask_fn: Callable | None = None,  # function (inputs, states) -> mask, as in hidden_states
     ):
         self.penalty, self.max_points, self.released, self.mask_fn = penalty, max_points, released, mask_fn
 
@@ -132,8 +135,7 @@ class ReferenceRefresh(TrainerCallback):
 
     def draw(self, args, state, model: nn.Module, loader: DataLoader) -> Tensor:
         "Return the reference of examples drawn for this epoch."
-        names = "layers", "padding", "embeddings"
-        counted: dict = {name: getattr(self.penalty, name) for name in names if hasattr(self.penalty, name)}
+        counted: dict = {n: getattr(self.penalty, n) for n in ("layers", "padding") if hasattr(self.penalty, n)}
         batches = own_batches(loader, args.per_device_train_batch_size, args.seed * 1009 + int(state.epoch or 0))
         half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         autocast = torch.autocast(args.device.type, dtype=half, enabled=half is not None and not self.released)
@@ -156,12 +158,12 @@ def own_batches(loader: DataLoader, batch_size: int | None, seed: int) -> Iterab
 
 # %% ../nbs/09_trainer.ipynb #9a3630ef
 class IsotropyLog(TrainerCallback):
-    "Measure isotropy on a fixed sample before training and at each evaluation; `history` holds one dict for each."
+    "Measure isotropy on a fixed sample before training and at each evaluation, into `history` and `eval_isoscore`."
     def __init__(
         self,
         batches: Sequence[dict] | DataLoader,  # collated batches, the same at each reading
-        max_points: int = 250_000,  # token vectors over all layers
-        mask_fn: Callable | None = None,  # mask function of hidden_states
+        max_points: int = 250_000,  # largest number of token vectors, over all layers
+        mask_fn: Callable | None = None,  # function (inputs, states) -> mask, as in hidden_states
     ):
         self.batches, self.max_points, self.mask_fn = batches, max_points, mask_fn
         self.history, self.step, self.training = [], None, False
@@ -217,7 +219,7 @@ def _put_schedule(model: nn.Module, checkpoint: str | None = None):
     if checkpoint and file.exists(): noted = from_json(read_text(file)).get("dropout_schedule")
     if not noted: return
     if mine and mine != noted:
-        raise ValueError(f"dropout_schedule: {file} has another than the model; apply that of the checkpoint")
+        raise ValueError(f"dropout_schedule: {file} has another schedule than the model; apply the checkpoint's")
     config.dropout_schedule = noted
     # this takes a note out that is not in force, and puts it back at the end
     with apply_dropout(model, "standard"): in_force = hasattr(config, "dropout_schedule")
@@ -226,12 +228,12 @@ def _put_schedule(model: nn.Module, checkpoint: str | None = None):
 # %% ../nbs/09_trainer.ipynb #d65de4c2
 def split_by_length(
     model: nn.Module,  # a transformers model, whose encoder's forward is replaced
-    groups: int = 4,  # groups of a batch; 1 gives the encoder its own forward back
+    groups: int = 4,  # number of groups of a batch; 1 gives the encoder its own forward back
 ) -> nn.Module:
     """Return the same model; its encoder now reads each batch in groups of similar length, with fewer padded tokens.
 
-    Hidden states at padded positions become zero, so do not use it with `padding=True`. Raises `ValueError` for an
-    encoder whose tokens read padded positions."""
+    Hidden states beyond the longest text of a group become zero, so do not use it with `padding=True`. Raises
+    `ValueError` for an encoder whose tokens read padded positions."""
     in_range("groups", groups, 1, whole=True, hint="1 leaves the batch as it is")
     encoder = encoder_of(model)
     earlier = vars(encoder).get("forward")
@@ -259,7 +261,8 @@ class Grouped:
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         masked = ids is not None and mask is not None and mask.shape == ids.shape
         other = [inputs.get(name) is not None for name in ("past_key_values", "encoder_hidden_states")]
-        if not masked or any(other): return self.whole(*args, **kwargs)
+        whole = inputs.get("output_attentions") or inputs.get("return_dict") is False
+        if not masked or any(other) or whole: return self.whole(*args, **kwargs)
         # one past the last token of each text, (batch,)
         ends = (mask.bool() * torch.arange(1, ids.shape[1] + 1, device=ids.device)).amax(1)
         order, outputs = ends.argsort(), []

@@ -4,16 +4,18 @@ import json
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from isoreg.cli import app
 from isoreg.experiments.grid import expand, load_grid
-from isoreg.experiments.models import load_tokenizer, read_body, read_config
+from isoreg.experiments.models import load_tokenizer, pretrained, read_body
 from isoreg.experiments.toy import toy_model_path
 from isoreg.report.records import load, summarise, to_markdown
 
@@ -70,7 +72,7 @@ def test_code_of_a_checkpoint_is_not_run_and_nobody_is_asked(monkeypatch):
     broken_model(written("config.json", model_type="evil", auto_map=classes))
     Path("model/evil.py").write_text("open('ran', 'w')")
     Path("model/tokenizer_config.json").write_text(json.dumps({"auto_map": classes}))
-    for call in (read_config, read_body, load_tokenizer):
+    for call in (partial(pretrained, AutoConfig), read_body, load_tokenizer):
         with pytest.raises(ValueError, match="model"):
             call("model")
     assert not Path("ran").exists()

@@ -13,7 +13,7 @@ from papermill import inspect_notebook
 from isoreg.experiments import config as module
 from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig, RunConfig
 from isoreg.experiments.config import RECIPES, choices, help_text, make_penalty, method_label, parse_set
-from isoreg.experiments.notebook import run_notebook_path
+from isoreg.experiments.notebook import shipped
 from isoreg.experiments.tasks import Task
 from isoreg.dropout import NOISES
 from isoreg.istar import PENALTY_CLASSES
@@ -62,7 +62,7 @@ def test_the_runs_of_earlier_versions_are_found_again():
 
 @pytest.mark.parametrize("name, value", [("cosreg_layer", 2), ("out_of_memory", "halve"), ("warmup", 0.5)])
 def test_a_run_that_this_version_cannot_repeat_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"^{name}: the run had {value!r}, and this version always has"):
+    with pytest.raises(ValueError, match=f"^{name}: the run had {value!r}, this version always has"):
         RunConfig.from_record(RunConfig().to_record() | {name: value})
 
 
@@ -110,7 +110,7 @@ def test_defaults_survive_json_and_every_setting_has_its_line_of_help(kind):
 
 @pytest.mark.parametrize("name", module.CONFIGS)
 def test_a_run_notebook_has_the_settings_of_its_configuration(name):
-    kind, given = module.CONFIGS[name], inspect_notebook(str(run_notebook_path(name)))
+    kind, given = module.CONFIGS[name], inspect_notebook(str(shipped("runs/*.ipynb")[name]))
     values = {n: ast.literal_eval(p["default"]) for n, p in given.items() if n in kind.model_fields}
     beside = {"finetune": {"save_model"}, "mlm_head": {"evaluations", "checkpoint_steps"}}.get(name, set()) | {"out"}
     assert set(given) == set(kind.model_fields) | beside and kind(**values) == kind()

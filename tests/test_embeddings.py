@@ -309,7 +309,7 @@ def test_the_spectrum_is_that_of_singular_values_at_any_scale(shape, scale):
 
 def test_a_basis_has_a_plain_score_and_no_corrected_one(tmp_path):
     x = np.eye(8)
-    with pytest.warns(UserWarning, match="points: no corrected score: points: as even as so few rows can be"):
+    with pytest.warns(UserWarning, match="points: no corrected score: points: the rows are as even as so few can be"):
         found = measure_points(x).row
     assert found["plain"] == pytest.approx(float(isoscore(x))) and "corrected" not in found
     assert found["dimensions_in_use"] == pytest.approx(7) and len(found["spectrum"]["share"]) == 8
@@ -347,7 +347,7 @@ def test_texts_of_a_table_are_drawn_too(tmp_path):
 def test_texts_that_are_cut_are_told(tmp_path):
     "And may be read whole: the vectors of a cut text are those of its first tokens."
     texts = [f"every dog {'sleeps ' * k}." for k in range(8)]
-    with pytest.warns(UserWarning, match="max_length: 5 of 8 texts fill 8 tokens; what is longer is cut"):
+    with pytest.warns(UserWarning, match="max_length: 5 of 8 texts fill 8 tokens; longer texts are cut"):
         cut = embed("toy-bert", texts, max_length=8)
     whole = embed("toy-bert", texts, max_length=32)
     assert [torch.allclose(a, b, atol=1e-5) for a, b in zip(cut, whole)] == [True] * 4 + [False] * 4
@@ -365,7 +365,7 @@ def test_a_tokenizer_that_names_no_length_has_that_of_the_model(tmp_path, kind, 
     config = getattr(hf, f"{kind}Config")(vocab_size=len(tokenizer), max_position_embeddings=20, **sizes)
     getattr(hf, f"{kind}Model")(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=f"max_length: 1 of 1 texts fill {20 - first} tokens; what is longer is cut$"):
+    with pytest.warns(UserWarning, match=f"max_length: 1 of 1 texts fill {20 - first} tokens; longer texts are cut$"):
         assert embed(str(tmp_path), ["every dog " + "sleeps " * 50]).shape == (1, 16)
 
 
@@ -721,7 +721,8 @@ def test_options_of_the_other_kind_are_refused_and_rows_of_equal_number_get_a_hi
     (tmp_path / "t.txt").write_text("\n".join(toy_corpus(9)))
     np.savez(tmp_path / "states.npz", states=np.zeros((9, 4, 3)), mask=np.ones((9, 4)))
     assert "choose one with --array" in invoke(tmp_path / "states.npz").stderr  # never the mask
-    assert "are for --model" in invoke(tmp_path / "y.npy", "--layer", 3).stderr
+    for given in (["--layer", 3], ["--column", "b"], ["--max-length", 7]):
+        assert "are for --model" in invoke(tmp_path / "y.npy", *given).stderr
     given = ["--model", "toy-bert", "--texts", tmp_path / "t.txt"]
     assert "are for files" in invoke(*given, "--measure", "rankme").stderr
     done = invoke(tmp_path / "x.npz", "--out", tmp_path / "page")  # its one table

@@ -70,6 +70,7 @@ LONG = "word " * 400_000  # 2 MB
         ("a.tsv", 'text\tlabel\n"twas so\t0\n5" wide\t1\n', {"text": ['"twas so', '5" wide'], "label": [0, 1]}),
         ("a.csv", 'text,label\n"two\nlines, ""so""",0.5\n007,\n',
          {"text": ['two\nlines, "so"', "007"], "label": [0.5, None]}),
+        ("a.csv", 'text,label\n"Hello, world\nbye",x\n', {"text": ["Hello, world\nbye"], "label": ["x"]}),
         ("a.csv", "text,label\nNA,yes\nnull,no\n", {"text": ["NA", "null"], "label": ["yes", "no"]}),
         ("a.csv", f"text,label\n{LONG},1\n", {"text": [LONG], "label": [1]}),
         ("a.jsonl", '{"text": "2024-01-31T10:00:00"}\n{"text": "b", "label": 1}\n',

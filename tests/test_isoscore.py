@@ -349,11 +349,11 @@ REFUSED = [
     (lambda: isoscore(nan, [0, 1, 1, 1, 1]), r"points: row 1 \(from 0\) holds NaN.*mask"),
     (lambda: isoscore(x53, torch.ones(4)), r"mask: shape \(4,\) does not fit points \(5, 3\)"),
     (lambda: isoscore(x53, correction="bootstrap"), "correction: 'bootstrap' is unknown.*'ustat'"),
-    (lambda: isoscore(torch.eye(5), correction="gaussian"), "points: as even as so few rows"),
-    (lambda: isoscore(torch.eye(64), correction="ustat"), "points: as even as so few rows"),
+    (lambda: isoscore(torch.eye(5), correction="gaussian"), "points: the rows are as even as so few"),
+    (lambda: isoscore(torch.eye(64), correction="ustat"), "points: the rows are as even as so few"),
     (lambda: isoscore_with_error(x53[:4]), "points: 4 rows count.*at least 5"),
     (lambda: isoscore_with_error(torch.randn(2, 9, 3)), r"points: one cloud wanted, got shape \(2, 9, 3\)"),
-    (lambda: isoscore_with_error(torch.eye(5)), "points: as even as so few rows"),
+    (lambda: isoscore_with_error(torch.eye(5)), "points: the rows are as even as so few"),
     (lambda: isoscore_star(same, eye, 0.0), "points: .*zero variance"),
     (lambda: isoscore_star(same, eye, 1.0, convention="text"), "points: .*zero variance"),
     (lambda: isoscore_star(x53, torch.eye(3), 1.2), r"zeta: 1.2 .*\[0, 1\]"),
@@ -383,8 +383,8 @@ REFUSED = [
     (lambda: IsoScore(3).update(nan), r"points: row 0 \(from 0\) holds NaN"),
     (lambda: IsoScore(3, correction="ustat").merge_state(IsoScore(3)), "parts: clouds differ"),
     (lambda: IsoScore(3).merge_state(IsoScore(4)), "parts: clouds differ"),
-    (lambda: seen(eye, correction="ustat").compute(), "points: as even as so few rows"),
-    (lambda: seen(even, correction="gaussian").compute(), "points: as even as so few rows"),
+    (lambda: seen(eye, correction="ustat").compute(), "points: the rows are as even as so few"),
+    (lambda: seen(even, correction="gaussian").compute(), "points: the rows are as even as so few"),
     (lambda: seen(same, same[:3]).compute(), "points: .*zero variance"),
     (lambda: isoscore_from_cov(torch.diag(torch.tensor([3.0, -1, 1]))), "negative variance"),
     (lambda: isoscore_from_cov(torch.stack([1e4 * torch.eye(2), torch.tensor([[1.0, 1], [0, 1]])])), "not symmetric"),
@@ -413,7 +413,10 @@ def test_a_metric_of_batches_is_the_score_of_all_points(correction):
     assert metric.count == 110 and before != metric.compute() == exact
     with pytest.raises(ValueError, match="NaN"):
         metric.update(x * math.nan)
-    assert metric.compute() == exact  # that batch was left out
+    for short in (x[:1], x * math.nan):  # has no score of its own
+        with pytest.raises(ValueError, match="points: "):
+            metric(short)
+    assert metric.compute() == exact  # those batches were left out
     plain = seen(x[:20])
     plain.merge_state(seen(x[20:], correction=correction))  # which has the sums of the plain score, and maybe others
     assert_close(plain.compute(), isoscore(x.double()), rtol=1e-9, atol=0)

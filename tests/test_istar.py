@@ -44,13 +44,10 @@ def test_union_mean_and_single_layer():
     torch.testing.assert_close(IStar(1, 0.3, references, layers="mean").score(states, mask), each.mean())
 
 
-def test_padding_and_embeddings_only_when_asked():
+def test_padding_only_when_asked():
     states, mask = states_and_mask()
     torch.testing.assert_close(
         IStar(1, zeta=0, padding=True).score(states, mask), isoscore(torch.cat(states[1:]).flatten(0, 1))
-    )
-    torch.testing.assert_close(
-        IStar(1, zeta=0, embeddings=True).score(states, mask), isoscore(torch.cat([h[mask.bool()] for h in states]))
     )
     poisoned = tuple(h.masked_fill(mask[..., None] == 0, float("nan")) for h in states)
     torch.testing.assert_close(IStar(1, zeta=0)(poisoned, mask), IStar(1, zeta=0)(states, mask))

@@ -343,11 +343,13 @@ def test_sequences_with_nothing_to_predict_are_left_out():
     d, line = direction(model, 0), [0.0, 1.0]
     blank = {k: v[:2].clone() for k, v in batches[0].items()}
     blank["labels"][:] = -100
-    padded = [{k: torch.cat([b[k], blank[k]]) for k in b} for b in batches]
+    padded = [{k: torch.cat([b[k], blank[k]]) for k in b} for b in batches] + [blank]
     for how in ("mean", "batch"):
         whole, more = (loss_surface(model, b, d, alphas=line, reduction=how).losses for b in (batches, padded))
         np.testing.assert_allclose(more, whole, rtol=1e-5)
     np.testing.assert_allclose(plane_hessian(model, padded, d), plane_hessian(model, batches, d), rtol=1e-4)
+    with pytest.raises(ValueError, match="batches: no sample came"):
+        plane_hessian(model, [blank], d)
 
 
 def test_a_quadratic_model_has_the_known_curvature():

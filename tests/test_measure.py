@@ -15,8 +15,9 @@ from isoreg.dropout import load_scores
 from isoreg.fisher import FisherEstimate, empirical_fisher
 from isoreg.landscape import direction, mean_loss, step_length, subset
 from isoreg.experiments.config import FisherConfig, LandscapeConfig
-from isoreg.experiments.measure import as_surface, collect_measurements, load_language_model, measure
+from isoreg.experiments.measure import as_surface, load_language_model, measure
 from isoreg.experiments.models import check_vocabulary
+from isoreg.experiments.record import collect
 from isoreg.experiments.toy import toy_model_path
 
 SCHEMA = Draft202012Validator(json.loads((Path(__file__).parents[1] / "nbs/results/landscape.schema.json").read_text()))
@@ -148,7 +149,7 @@ def test_a_measurement_found_again_takes_the_place_of_its_line(tmp_path, finishe
     again = line | {"finished": finished, "notes": ["again"]}
     (tmp_path / "all.jsonl").write_text(json.dumps(line))
     (tmp_path / "record.json").write_text(json.dumps(again))
-    assert collect_measurements(tmp_path, tmp_path / "all.jsonl") == [again]
+    assert collect(tmp_path, tmp_path / "all.jsonl", "fisher") == [again]
 
 
 def test_collecting_goes_on_after_broken_records(tmp_path, fisher_run):
@@ -163,15 +164,15 @@ def test_collecting_goes_on_after_broken_records(tmp_path, fisher_run):
         (tmp_path / "runs" / name / "record.json").write_text(text)
     (tmp_path / "all.jsonl").write_text('{"key": "x"}\n\n{"key": "y"}\n')
     with pytest.warns(UserWarning) as caught:
-        records = collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl")
+        records = collect(tmp_path / "runs", tmp_path / "all.jsonl", "fisher")
     assert [r["key"] for r in records] == [FisherConfig(**TINY).key, "x", "y"]
     for name in "abc":
         assert any("left out" in str(w.message) and f"{name}/record.json" in str(w.message) for w in caught)
     with pytest.warns(UserWarning, match="left out"):
-        assert collect_measurements(tmp_path / "runs", tmp_path / "all.jsonl") == records
+        assert collect(tmp_path / "runs", tmp_path / "all.jsonl", "fisher") == records
     assert len((tmp_path / "all.jsonl").read_text().splitlines()) == 3
     with pytest.raises(ValueError, match="folder: no folder"):
-        collect_measurements(tmp_path / "nowhere", tmp_path / "other.jsonl")
+        collect(tmp_path / "nowhere", tmp_path / "other.jsonl", "fisher")
     assert not (tmp_path / "other.jsonl").exists()
 
 

@@ -23,6 +23,7 @@ from isoreg.experiments.notebook import execute
 from isoreg.experiments.config import PretrainConfig
 from isoreg.experiments.pretrain import LikelihoodTrainer, corpus_texts, heldout_loss, last_checkpoint, log_frequencies
 from isoreg.experiments.pretrain import pretrain, toy_batches, toy_language_model, unigram_loss, with_mlm_head
+from isoreg.experiments.sweep import status
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 
 V, H = len(toy_tokenizer()), 16
@@ -142,6 +143,7 @@ def test_head_alone_is_learnt_back_below_the_baseline(tmp_path):
     assert [e["step"] for e in record["curve"]] == [0, 30, 60] and record["steps"] == 60
     model = folder / "toy-bert"  # the name of the model, which the keys of its runs will have
     assert sorted(folder.iterdir()) == [folder / n for n in ("record.json", "toy-bert")]
+    assert status(tmp_path)["done"] == [config.key]
     load = lambda place: hf.AutoModel.from_pretrained(place, add_pooling_layer=False).state_dict()
     encoder, shipped = load(model), load(toy_model_path())
     assert all(torch.equal(encoder[n], shipped[n]) for n in shipped if "pooler" not in n)

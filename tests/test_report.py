@@ -45,7 +45,8 @@ def record(method, seed, value, task="rte", settings=(), **more):
     before = {"union": 0.2, "layers": [0.2, 0.1], "embeddings": 0.3}
     after = {"union": 0.1 + 0.01 * seed + 0.1 * (method.get("lam") or 0), "layers": [0.3, 0.2], "embeddings": 0.3}
     dimension = {"cls": [7.0, 6.0, 5.0], "mean": [None, 5.0 + seed, 4.0]}
-    found = {"key": f"{task}-{sorted(config.items())}", "config": config, "status": "done", "metric": "accuracy"}
+    found = {"key": f"{task}-{sorted(config.items())}", "status": "done", "metric": "accuracy"}
+    found |= {"config": RunConfig.model_construct(**config).fixed() | config}
     found |= {"value": value, "metrics": {"accuracy": value, "f1": 0.5}}
     found |= {"data": {"majority": 0.527, "notes": [], "train_rows": 2490, "evaluation_rows": 277}}
     found |= {"isoscore": {"before": before, "after": after}, "git_commit": "0123456789abcdef"}
@@ -56,7 +57,8 @@ def record(method, seed, value, task="rte", settings=(), **more):
 
 def failed(method, seed, error="RuntimeError: out of memory", **kw):
     whole = record(method, seed, 0.0, **kw)
-    return {"key": whole["key"], "config": whole["config"], "error": error, "attempts": 2}
+    config = {n: v for n, v in whole["config"].items() if n in RunConfig.model_fields}  # as a sweep writes it
+    return {"key": whole["key"], "config": config, "error": error, "attempts": 2}
 
 
 def arms(**values):
@@ -110,7 +112,7 @@ def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         content = content if isinstance(content, str | bytes) else json.dumps(content)
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.warns(UserWarning, match="left out 4, no record of a run: .*cut.*fisher.*latin"):
+    with pytest.warns(UserWarning, match="left out 4 that hold no record of a run: .*cut.*fisher.*latin"):
         df = load(tmp_path)
     status = {"baseline0": "done", "I-STAR λ=-10": "failed", "I-STAR λ=10": "done", "baseline1": "failed"}
     assert dict(zip(df.method + df.seed.astype(str), df.status)) == status and len(df) == 4

@@ -67,7 +67,7 @@ def test_with_istar_from_files(tmp_path):
     assert second.dropout["schedule_sha256"] == digest[:16] and "schedule_sha256" not in first.dropout
     assert second.dropout["rates"] == first.dropout["rates"] and losses(second) == losses(first)
     (tmp_path / "scores.json").write_text(json.dumps({"bert.x": 1.0}))
-    with pytest.raises(ValueError, match="scores: .* tensors have none"):
+    with pytest.raises(ValueError, match="scores: .* tensors have no score"):
         run(RunConfig(**SMALL, dropout="guided", scores=str(tmp_path / "scores.json")))
 
 

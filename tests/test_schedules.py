@@ -52,11 +52,11 @@ def test_scores_of_another_model_are_refused():
     model, deep, wide = make(), make(head="ForMaskedLM", num_hidden_layers=4), make(head="ForMaskedLM", hidden_size=32)
     before = rates(model)
     for scores in (scores_of(deep), estimate_of(deep)):
-        with pytest.raises(ValueError, match=r"0 of 33 .* 32 are of further layers, such as 'encoder.layer.2"):
+        with pytest.raises(ValueError, match=r"0 of 33 .* 32 scores are of other layers, such as 'encoder.layer.2"):
             site_scores(model, scores)
     with pytest.raises(ValueError, match=r"0.attention.self.query.weight' has 1024 scalars in the estimate, 256 in"):
         apply_dropout(model, "guided", scores=estimate_of(wide))
-    with pytest.raises(ValueError, match="tensors have none"):
+    with pytest.raises(ValueError, match="tensors have no score"):
         apply_dropout(deep, "shuffled", scores=scores_of(model))
     assert rates(model) == before
     grown = make()
@@ -163,7 +163,7 @@ REFUSED = [
     (lambda: site_scores(make(), {n: v for n, v in scores_of(make()).items() if n != LAST}), "1 of 33 tensors have"),
     (lambda: site_scores(make(), scores_of(make()), "median"), "aggregate"),
     (lambda: site_scores(make(), "none.json"), "scores: .*none.json"),
-    (lambda: site_scores(make(), scores_of(make("gpt2"))), "33 of 33 tensors have none"),
+    (lambda: site_scores(make(), scores_of(make("gpt2"))), "33 of 33 tensors have no score"),
 ]
 LAST = "bert.encoder.layer.0.output.dense.weight"
 

@@ -63,7 +63,7 @@ TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
         (dict(files={"train": "a.csv"}), "files: validation is missing"),
         (dict(files={"validation": "a.csv"}), "files: train is missing"),
         (dict(files={"train": "a.csv", "validation": "a.xls"}), "files: validation: '.xls' is unknown"),
-        (dict(labels=("a", "b", "c")), "metric: f1 is of two labels"),
+        (dict(labels=("a", "b", "c")), "metric: f1 needs two labels"),
         (dict(kind="regression", metric="pearson", metrics=("pearson",)), "labels: .*else none"),
     ],
 )
@@ -336,6 +336,12 @@ def test_numbers_and_booleans_go_by_their_names_however_they_are_written(tmp_pat
     assert tuple(found) == numbers and (names or "1.0" not in known or "other" in known)
 
 
+def test_quoted_numbers_are_labels_in_the_order_of_numbers(tmp_path):
+    (tmp_path / "t.jsonl").write_text("".join(f'{{"text": "a", "label": "{k}"}}\n' for k in (10, -2, 9)))
+    files = dict.fromkeys(("train", "validation"), str(tmp_path / "t.jsonl"))
+    assert load_task(Task("own", files=files)).task.labels == ("-2", "9", "10")
+
+
 @pytest.mark.parametrize(
     "names, train",
     [(("1", "2"), "1.0 3.0"), (("1", "0"), "true false"), (("1", "2"), "1.5 2")],
@@ -360,7 +366,7 @@ def test_an_empty_label_is_missing_and_an_empty_text_is_a_text(tmp_path):
 
 def test_a_task_is_added_in_one_place(tmp_path, monkeypatch):
     own(tmp_path, text=TEXTS, label=[0, 1] * 3)
-    with pytest.raises(ValueError, match="give the folder of polarity as data_dir"):
+    with pytest.raises(ValueError, match="give the folder that holds it as data_dir"):
         load_task(Task(**OWN))
     with pytest.raises(MissingSplit, match="polarity/dev.parquet.*train, validation"):
         load_task(Task(**OWN), tmp_path, eval_split="dev")

@@ -8,6 +8,7 @@ import re
 import tempfile
 import types
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ import torch
 import transformers
 from ranks import on_ranks
 from small_transformers import CONFIG, as_released, model_and_batches, of_two_stacks
-from transformers import BertConfig, BertForSequenceClassification, BertModel, Seq2SeqTrainer, Seq2SeqTrainingArguments
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel, Seq2SeqTrainer
+from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments, default_data_collator
 
 from isoreg.dropout import apply_dropout
 from isoreg.isoscore import isoscore_star
@@ -95,6 +96,20 @@ def test_accumulation_does_not_change_the_gradient(penalty, rows, own):
         trainer.compute_loss_func = own
         found.append(gradients(trainer))
     assert_same(*found)
+
+
+def test_a_masked_language_model_counts_once_and_its_penalty_may_read_the_labels():
+    predicted = lambda inputs, states: inputs["labels"] != -100
+    rows = [r | {"labels": r["input_ids"].where(torch.arange(8) % 2 == 0, -100)} for r in examples(2, 0)] * 4
+    found, rates = [], dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    for size, steps in ((8, 1), (2, 4)):
+        torch.manual_seed(0)
+        model, kind = BertForMaskedLM(BertConfig(**CONFIG, **rates)), partial(InOrder, mask_fn=predicted)
+        found.append(gradients(make_trainer(IStar(-2, zeta=0), rows, size, steps, kind=kind, model=model)))
+    assert_same(*found)
+    penalty = IStar(-2)
+    make_trainer(penalty, rows, kind=kind, model=model).train()
+    assert penalty.reference_cov.shape == (16, 16)
 
 
 class PlainInOrder(Trainer):
@@ -510,6 +525,8 @@ def test_groups_by_length_read_fewer_tokens_and_name_what_they_refuse():
         states = model(ids, attention_mask=mask).last_hidden_state
         # padding on the left is right as well, though nothing is saved
         assert model(ids, attention_mask=mask.flip(1)).last_hidden_state.shape == (8, 12, 16)
+        assert model(ids, attention_mask=mask, output_attentions=True).attentions[0].shape == (8, 2, 12, 12)
+        assert model(ids, attention_mask=mask, return_dict=False)[0].shape == (8, 12, 16)
     assert read[:4] == [(2, 3)] * 3 + [(2, 12)] and states.shape == (8, 12, 16) and states[:6, 3:].abs().max() == 0
     with pytest.raises(ValueError, match="groups: 0"):
         split_by_length(model, 0)

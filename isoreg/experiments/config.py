@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import pkgutil
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
@@ -47,7 +46,7 @@ class Settings(Checked):
         made = cls(**{n: v for n, v in given.items() if n not in gone})
         for n, v in made.fixed().items():
             if given.get(n, v) == v: continue
-            raise ValueError(f"{n}: the run had {given[n]!r}, and this version always has {v!r}; use an older one")
+            raise ValueError(f"{n}: the run had {given[n]!r}, this version always has {v!r}; use an older isoreg")
         return made
 
     def identity(self) -> dict:
@@ -71,7 +70,7 @@ def setting(default, help: str, **bounds) -> Any:
 
 class PenaltySettings(Settings):
     "What is added to the loss."
-    regularizer: str = setting("istar", "none, istar, cosreg, or your own class as module:Class")
+    regularizer: str = setting("istar", "penalty: none, istar, cosreg, or your own class as module:Class")
     lam: float | None = setting(None, "weight of the penalty; default -0.1 for istar, 1 for others")
     layers: Literal["union", "mean"] | int = setting("union", "istar: union or mean of layers, or the number of one")
     zeta: float = setting(0.2, "istar: weight of the reference covariance", ge=0, le=1)
@@ -130,7 +129,7 @@ class DropoutSettings(Settings):
         "standard", "dropout scheme, or a file with a schedule")
     scores: str | None = setting(None, "guided: file of Fisher scores, or corpus:TEXT; default: from the task's texts")
     dropout_p: float | None = setting(
-        None, "rate of all sites; guided: the highest rate, default 0.1; mixout: the probability", ge=0, lt=1)
+        None, "rate of all sites; guided: highest, default 0.1; mixout: probability, default 0.7", ge=0, lt=1)
 
 class TrainingSettings(Settings):
     "How the model is trained."
@@ -139,19 +138,19 @@ class TrainingSettings(Settings):
     lr: float | None = setting(None, "largest learning rate", gt=0, lt=1)
     batch_size: int | None = setting(None, "examples of a micro-batch", ge=1)
     epochs: int | None = setting(None, "passes through the training part", ge=1)
-    max_length: int | None = setting(None, "tokens of an example at most", ge=8)
-    segment_ids: bool | None = setting(None, "give the model its token types")
+    max_length: int | None = setting(None, "largest number of tokens of an example", ge=8)
+    segment_ids: bool | None = setting(None, "whether the model gets its token types")
     precision: Precision = setting("auto", "auto: bf16 or fp16 on a GPU, fp32 elsewhere")
     length_groups: int = setting(1, "groups of similar length in which a batch is read; 4 is faster on a CPU", ge=1)
 
 class DataSettings(Settings):
     "Which rows, in which order."
     batches: Literal["random", "by-length"] = setting("random", "order of the rows; by-length has less padding")
-    train_split: str = setting("train", "a split, or a file such as train_part, train_rebuilt")
+    train_split: str = setting("train", "split to train on, or a file in data_dir, such as train_part")
     eval_split: str | None = setting(None, "split to evaluate on; default: that of the task")
     train_fraction: float = setting(1.0, "share of the training part", gt=0, le=1)
-    max_train: int | None = setting(None, "training rows at most", ge=1)
-    max_eval: int | None = setting(None, "evaluation rows at most", ge=1)
+    max_train: int | None = setting(None, "largest number of training rows", ge=1)
+    max_eval: int | None = setting(None, "largest number of evaluation rows", ge=1)
 
 # %% ../../nbs/experiments/19_config.ipynb #ce630c50
 GUIDED = tuple(n for n, s in SCHEMES.items() if s.scores)
@@ -247,8 +246,8 @@ def _check(self: RunConfig):
     if self._is_qa() and self.model == "toy-bert":
         raise ValueError("model: the embedded model reads 64 words; give squad a real encoder")
     if self.length_groups > 1 and (self._is_qa() or (self.padding and self.regularizer != "none")):
-        raise ValueError(f"length_groups: {self.length_groups} leaves padding out, which counts "
-                         "with padding=true and in questions; use 1")
+        raise ValueError(f"length_groups: {self.length_groups} leaves padding out, but it counts "
+                         "with padding=true and in question answering; use 1")
     if self.dropout.endswith(".json"): load_schedule(self.dropout)
     else: one_of("dropout", self.dropout, SCHEMES, also="a schedule of your own as a file (.json)")
     if self.dropout == "constant" and self.dropout_p is None:
@@ -340,11 +339,11 @@ def _number(x) -> str: return "?" if x is None else str(x).removesuffix(".0")
 class TextSettings(Settings):
     "Which model reads which text."
     model: Model = setting("toy-bert", "toy-bert, toy-gpt2, toy-t5, a folder, or a name on the hub")
-    corpus: str = setting("toy", "toy, files, name:configuration:split; commas between", min_length=1)
+    corpus: str = setting("toy", "toy; or files and name:configuration:split, separated by commas", min_length=1)
     column: str = setting("text", "column of the files or data sets")
-    limit: int | None = setting(None, "texts at most, at random; default 1000 for toy, else all", ge=1)
+    limit: int | None = setting(None, "largest number of texts, drawn at random; default 1000 for toy, else all", ge=1)
     max_length: int = setting(128, "tokens of a sequence", ge=4)
-    batch_size: int = setting(16, "sequences", ge=1)
+    batch_size: int = setting(16, "sequences of a batch", ge=1)
     precision: Literal["fp32", "bf16"] = setting("fp32", "precision of the arithmetic")
     seed: int = setting(0, "seed of the order and of random draws", ge=0, lt=2**32)
 
@@ -365,9 +364,9 @@ class LossSettings(TextSettings):
 # %% ../../nbs/experiments/19_config.ipynb #2268f8df
 class FisherConfig(LossSettings):
     "Hold the settings of a Fisher estimate and of its stability under subsampling."
-    reduction: Literal["mean", "sum"] = setting("mean", "a sample's loss over its predicted tokens")
+    reduction: Literal["mean", "sum"] = setting("mean", "mean or sum of a sample's loss over its predicted tokens")
     sample: Literal["sequence", "position"] = setting("sequence", "unit for which one gradient is computed")
-    level: Literal["diagonal", "tensor"] = setting("diagonal", "one number for each parameter, or for each tensor")
+    level: Literal["diagonal", "tensor"] = setting("diagonal", "one number for each scalar, or for each tensor")
     shares: str = setting("33,10,5,1,0.1", "subsamples in per cent of the corpus; none if empty",
                           pattern=r"^ *(\d+(\.\d+)? *(, *\d+(\.\d+)? *)*)?$")
     draws: int = setting(5, "subsamples of each share", ge=1)
@@ -383,7 +382,7 @@ class FisherConfig(LossSettings):
 class GeometryConfig(TextSettings):
     "Hold the settings of isotropy and geometry of a model's hidden states."
     pooling: Literal["tokens", "cls", "mean", "last"] = setting("tokens", "all tokens, or one vector for each text")
-    layers: str = setting("all", "all, or hidden states, commas between: 0 the embeddings, -1 the last",
+    layers: str = setting("all", "all, or numbers of hidden states with commas; 0: embeddings, -1: the last",
                           pattern=r"^ *(all|-?\d+( *, *-?\d+)*) *$")
     points: int = setting(5000, "largest number of points of a layer, drawn at random, the same in all layers", ge=3)
 
@@ -396,7 +395,7 @@ class GeometryConfig(TextSettings):
 class LandscapeConfig(LossSettings):
     "Hold the settings of a loss surface or line through a model."
     later = {"reduction": "sample"}
-    limit: int | None = setting(128, "texts at most: every point of the grid reads them all", ge=1)
+    limit: int | None = setting(128, "largest number of texts; every point of the grid reads them all", ge=1)
     subset: Literal["all", "top", "bottom", "random"] = setting(
         "all", "parameters that move, chosen by Fisher information")
     share: float = setting(0.5, "share of the parameters that move", gt=0, le=1)
@@ -407,11 +406,11 @@ class LandscapeConfig(LossSettings):
     reduction: Literal["sample", "batch"] = setting("sample", "what the loss is averaged over; batch: as released")
     one_d: Literal["zero", "scale"] = setting(
         "zero", "one-dimensional tensors: do not move (as released), or move as one filter")
-    norm: Literal["filter", "equal"] = setting("filter", "equal: subsets move as far as all would")
+    norm: Literal["filter", "equal"] = setting("filter", "equal: a subset moves as far as all parameters would")
     direction_seed: int = setting(0, "seed of the random directions and of the random subset", ge=0)
     fisher: str | None = setting(
         None, "folder of a Fisher estimate, out/KEY/full; default: estimated on the same texts")
-    hessian: bool = setting(True, "curvature by Hessian-vector products beside the fit")
+    hessian: bool = setting(True, "whether Hessian-vector products give the curvature, in addition to the fit")
 
     @model_validator(mode="after")
     def _complete(self):
@@ -429,8 +428,8 @@ class PretrainConfig(TextSettings):
     train_encoder: bool = setting(False, "train all weights, not the head alone")
     heldout: str | None = setting(None, "another corpus; without it: the last texts of each source")
     heldout_share: float = setting(0.02, "share of the texts of each source that is held out", ge=0, lt=1)
-    heldout_limit: int = setting(512, "held-out samples at most, a random draw", ge=1)
-    limit: int | None = setting(None, "texts of a source at most; toy: 12,000, others: all", ge=2)
+    heldout_limit: int = setting(512, "largest number of held-out samples, a random draw", ge=1)
+    limit: int | None = setting(None, "largest number of texts of a source; default 12,000 for toy, else all", ge=2)
     packed: bool | None = setting(None, "join texts, cut at max_length; default: no for toy, else yes")
     probability: float = setting(0.15, "probability that a token is predicted", gt=0, lt=1)
     steps: int | None = setting(None, "optimiser steps; default: as many as the epochs need", ge=1)
@@ -448,7 +447,7 @@ class PretrainConfig(TextSettings):
                  "limit": 12_000 if is_toy else None, "lr": 4e-4 if self.train_encoder else 5e-3}
         values.update({n: v for n, v in usual.items() if values[n] is None})
         if self.heldout is None and self.heldout_share == 0:
-            raise ValueError("heldout_share: 0 leaves no text to judge by; give it, or heldout")
+            raise ValueError("heldout_share: 0 leaves no text to evaluate on; give a share above 0, or heldout")
         if self.steps is not None: values["epochs"] = 1
         if self.heldout is not None: values["heldout_share"] = 0.0
         return self
@@ -477,13 +476,6 @@ def help_text(field: FieldInfo) -> str:
     if field.default is not None: inside.append(f"default {field.default}")
     return (field.description or "") + (f" ({'; '.join(inside)})" if inside else "")
 
-def groups(kind: type[Settings]) -> dict[str, dict[str, FieldInfo]]:
-    "Return the settings under the names of the classes that they come from."
-    found: dict[str, dict[str, FieldInfo]] = {}
-    for name, field in kind.model_fields.items():
-        own = next(c for c in kind.__mro__ if name in inspect.get_annotations(c))
-        found.setdefault(re.sub("Settings|Config", "", own.__name__), {})[name] = field
-    return found
 
 # %% ../../nbs/experiments/19_config.ipynb #81c9548b
 def parse_set(pairs: Iterable[str]) -> dict:

@@ -36,7 +36,7 @@ from .toy import TOY_TASKS, toy_task
 
 # %% ../../nbs/experiments/18_data.ipynb #2a6dfe79
 def split_rows(n_train: int, n_eval: int, protocol: str = "official", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    "Return the indices of the training rows, shuffled, and of the evaluation rows; they run through both splits."
+    "Return the indices of training rows, shuffled, and evaluation rows, counted over both splits, training first."
     one_of("protocol", protocol, ("official", "joined"))
     rng, n = np.random.default_rng(seed), n_train + n_eval
     if protocol == "official": return rng.permutation(n_train), np.arange(n_train, n)
@@ -49,11 +49,11 @@ def load_task(
     data_dir: str | Path | None = None,  # folder of Parquet files; None reads the hub
     train_split: str = "train",  # or a file such as "train_part", "train_rebuilt"
     eval_split: str | None = None,  # default the task's own
-    split_protocol: str = "official",  # "official" or "joined"
+    split_protocol: str = "official",  # "official", or "joined": both splits shuffled together, then 80 to 20
     seed: int = 0,  # seed of the shuffles
     train_fraction: float = 1.0,  # share of the train part to keep, in (0, 1]
     max_train: int | None = None,  # largest number of train rows
-    max_eval: int | None = None,  # largest number of evaluation rows, the same ones for every seed
+    max_eval: int | None = None,  # largest number of evaluation rows; in "official" the same ones for every seed
 ) -> "TaskData":
     "Return the rows to train and to evaluate on. Raises `ValueError` for missing texts or labels, or `MissingSplit`."
     in_range("train_fraction", train_fraction, 0, 1, ends="(]", hint="1 uses all rows")
@@ -142,7 +142,7 @@ def _read(task: Task, data_dir: str | Path | None, split: str) -> tuple[pa.Table
             raise ValueError(f"files: {split}: {str(path)!r} has changed since this run was planned; plan it again")
     elif data_dir is None or task.folder is None:
         if task.hub is None or split.endswith(UNOFFICIAL):
-            raise ValueError(f"{split} of {task.name} is not on the hub; give the folder of {task.folder} as data_dir")
+            raise ValueError(f"{split} of {task.name} is not on the hub; give the folder that holds it as data_dir")
         return load_rows(*task.hub, split=split).data.table, f"hub:{'/'.join(filter(None, task.hub))}"
     else:
         path = Path(data_dir, name := f"{task.folder}/{split}.parquet")
@@ -208,7 +208,8 @@ def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     if task.labels: return task
     values = [v for v in set(table[task.label].to_pylist()) - {None} if str(v).strip().lower() not in ("", "nan")]
     found = {v if isinstance(v, str) else _canonical(v): v for v in values}
-    order = sorted(found, key=None if any(isinstance(v, str) for v in values) else found.__getitem__)
+    numbers, words = all(map(_NUMBER.fullmatch, map(str, values))), any(isinstance(v, str) for v in values)
+    order = sorted(found, key=float if numbers else None if words else found.__getitem__)
     if "f1" in task.metrics and len(order) > 1:
         notes.append(f"f1 is that of the label {order[1]!r}; labels in the definition set another order")
     return Task(**dict(task) | {"labels": order})
@@ -280,7 +281,7 @@ def resample(
     references,  # labels, or {"id", "answers"} of each question
     draws: int = 5000,
 ) -> np.ndarray:
-    "Return the primary metric on rows drawn with replacement, in 16 bits; the draws depend on their number alone."
+    "Return the primary metric on rows drawn with replacement, (draws,) of 16 bits; the draws depend on n alone."
     rng, n = np.random.default_rng(0), len(predictions)
     if task.kind == "qa":
         scores = [squad_scores(p["prediction_text"], r["answers"]["text"]) for p, r in zip(predictions, references)]

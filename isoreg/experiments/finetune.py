@@ -4,6 +4,7 @@
 __all__ = ['SMALL', 'CORPUS_TEXTS', 'run', 'training_arguments', 'Scores', 'ProgressFile', 'sentence_vectors', 'pooled', 'rerun']
 
 # %% ../../nbs/experiments/23_finetune.ipynb #1bdfce06
+import contextlib
 import hashlib
 import inspect
 import itertools
@@ -56,7 +57,7 @@ def run(
     penalty: nn.Module | None = None,  # takes (hidden_states, attention_mask), in place of the configuration's
     schedule: Callable[[list[Site]], dict[str, float]] | None = None,  # rates of the sites, in place of its dropout
 ) -> RunRecord:
-    "Fine-tune and evaluate as configured, and return the record. Raises `ValueError` before training starts."
+    "Fine-tune and evaluate as configured, and return the record. Raises `ValueError` for bad input, before training."
     if task is not None: config = RunConfig(**config.to_dict() | {"task": task, "definition": None})
     if penalty is not None: config = _with_penalty(config, penalty)
     else: penalty = make_penalty(config)
@@ -306,7 +307,9 @@ class ProgressFile(TrainerCallback):
 
     def write(self, stage: str, step: int = 0, total: int = 0) -> None:
         self.last, state = time.monotonic(), {"stage": stage, "step": step, "total": total, "loss": self.loss}
-        if self.path is not None: write_atomically(self.path, json.dumps(plain(state)))
+        if self.path is None: return
+        # Windows refuses while another process reads the file
+        with contextlib.suppress(PermissionError): write_atomically(self.path, json.dumps(plain(state)))
 
     def on_log(self, args, state, control, logs=None, **kwargs): self.loss = (logs or {}).get("loss", self.loss)
 

@@ -121,7 +121,7 @@ def combinations(self: Block, overrides: dict) -> list[dict]:
     for picks in _product(self.name, [_options(n, values) for n, values in axes.items()]):
         given = {n: v for pick in picks for n, v in pick.items()}
         if len(given) < sum(map(len, picks)):
-            raise ValueError(f"{self.name}: axes: two of them set one of {', '.join(given)}")
+            raise ValueError(f"{self.name}: axes: two axes set one setting, one of {', '.join(given)}")
         found.append(self.fixed | given)
     return _with_values(found, {n: v for n, v in overrides.items() if n not in self.axes})
 
@@ -138,7 +138,7 @@ def _values(name: str, x) -> list:
         ends = re.fullmatch(r"(-?\d{1,18})\.\.(-?\d{1,18})", v) if isinstance(v, str) else None
         found += range(int(ends[1]), int(ends[2]) + 1)[:LARGEST + 1] if ends else [v]
     if found: return found
-    raise ValueError(f"{name}: {x!r} has no value; give one, and of a range the lower end first")
+    raise ValueError(f"{name}: {x!r} has no value; give a value, or a range with the lower end first")
 
 def _options(axis: str, values) -> list[dict]:
     "Return the parameters of each value of an axis; of a table the product of its lists."
@@ -217,7 +217,7 @@ def choose(plan: Plan, records: Iterable[dict]) -> list[Choice]:
     lost = [r.key for r in plan.runs if r.key not in scores]
     if lost:
         raise ValueError(
-            f"records: {len(lost)} of {len(plan.runs)} runs have none, such as {lost[0]}; finish "
+            f"records: {len(lost)} of {len(plan.runs)} runs have no record, such as {lost[0]}; finish "
             "the search first, and give the --set and --only that it was swept with")
     groups: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in plan.runs:
@@ -247,8 +247,9 @@ def _best(settings: list[list[Run]], scores: dict, varied: list[str]) -> Choice:
 
 # %% ../../nbs/experiments/29_grid.ipynb #b00e4305
 def final_grid(choices: list[Choice], seeds: str = "0..5", of: str = "search") -> str:
-    "Return the grid file of the final runs of a search with a name. Raises `ValueError` for a seed of the search."
+    "Return the text of the grid of the final runs of search `of`. Raises `ValueError` for a seed of the search."
     axis = _values("seeds", from_yaml(seeds))
+    if not all(type(seed) is int for seed in axis): raise ValueError(f"seeds: {seeds!r}; give 0..5 or [0, 1, 2]")
     if used := set(axis) & {seed for c in choices for seed in c.seeds}:
         raise ValueError(f"seeds: {min(used)} was searched on; give others: 0..5")
     configs = [{n: v for n, v in c.config.items() if v is not None} for c in choices]

@@ -2,8 +2,7 @@
 
 # %% auto #0
 __all__ = ['load_model', 'check_whole', 'read_body', 'has_decoder', 'load_language_head', 'pretrained', 'model_source',
-           'read_config', 'quiet_loading', 'load_tokenizer', 'resolve_precision', 'trainer_arguments', 'process_kept',
-           'save_model']
+           'quiet_loading', 'load_tokenizer', 'resolve_precision', 'trainer_arguments', 'process_kept', 'save_model']
 
 # %% ../../nbs/experiments/21_models.ipynb #45f61435
 import contextlib
@@ -14,14 +13,14 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import (
-    AutoConfig, AutoModel, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
-    PretrainedConfig, PreTrainedTokenizerBase, TrainingArguments, set_seed)
+    AutoModel,  AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
+    PreTrainedTokenizerBase, TrainingArguments, set_seed)
 from transformers.utils import logging
 
 from .config import RunConfig
@@ -31,7 +30,7 @@ from ..files import expanded, read_text
 
 # %% ../../nbs/experiments/21_models.ipynb #4b57d844
 def load_model(
-    config: RunConfig,  # task, model and seed count
+    config: RunConfig,  # a run, of which task, model and seed are read
     task: Task | None = None,  # the configuration's, with the labels that its rows have
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:  # model, tokenizer, notes
     "Return the encoder with a head drawn with the seed, in float32. Raises `ValueError` for a missing weight."
@@ -137,10 +136,6 @@ def pretrained(kind, model: str, **options):
         raise ValueError(f"model: {model!r} cannot be read ({why}); give the folder of a complete checkpoint, "
                          "or a name on the hub") from None
     loaded = found[0] if isinstance(found, tuple) else found
-    for file in Path(source).glob("*.safetensors") if isinstance(loaded, nn.Module) else ():
-        with safe_open(file, "pt") as stored:
-            if any(k.endswith("weight") and stored.get_slice(k).get_dtype()[0] in "IU" for k in stored.keys()):
-                raise ValueError(f"model: {model!r} stores weights as integers; give it as it was before quantisation")
     named = loaded.named_parameters() if isinstance(loaded, nn.Module) else ()
     if odd := [name for name, w in named if not bool(w.isfinite().all())]:
         raise ValueError(f"model: {model!r} has NaN or infinity in {len(odd)} of its weights ({odd[0]}, ...); "
@@ -154,12 +149,9 @@ def model_source(model: str) -> str:
     if os.path.isdir(folder): return str(folder)  # unlike the method of a path, also of a name too long for one
     if model.count("/") > 1 or model.startswith("models/") or not re.fullmatch(r"[\w./-]+", model, re.ASCII):
         raise ValueError(f"model: no folder {model!r} here, and a name on the hub is owner/name; "
-                         "give the folder from its root, or start where it lies")
+                         "give the whole path of the folder, or start isoreg in the folder that holds it")
     return model
 
-def read_config(model: str) -> PretrainedConfig:
-    "Return the configuration of a checkpoint. Raises `ValueError` where there is none."
-    return pretrained(AutoConfig, model)
 
 # %% ../../nbs/experiments/21_models.ipynb #quietc01
 @contextlib.contextmanager
@@ -191,7 +183,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module, texts
                          "give the tokenizer of this model, or resize_token_embeddings")
     if len(tokenizer) < 0.9 * rows:
         odd.append(f"the tokenizer has {len(tokenizer)} entries and the model {rows} embedding rows; "
-                   "is the tokenizer of another model?")
+                   "is it the tokenizer of another model?")
     if tokenizer.unk_token_id is not None:
         picks = np.random.default_rng(0).permutation(len(texts))[:1000]  # one draw for all models
         encoded = (tokenizer(texts[k], add_special_tokens=False, truncation=True)["input_ids"] for k in picks)
@@ -217,7 +209,7 @@ def resolve_precision(precision: str) -> str:
     "Return what auto means on this machine: bf16 on a GPU that has it, else fp16 on a GPU, else fp32."
     if precision != "auto": return precision
     if not torch.cuda.is_available(): return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 def trainer_arguments(precision: str, **settings) -> TrainingArguments:
     "Return arguments of a Trainer that is quiet and uses one device."
@@ -231,13 +223,11 @@ def trainer_arguments(precision: str, **settings) -> TrainingArguments:
 @contextlib.contextmanager
 def process_kept() -> Iterator[None]:
     "Give a context without the precision of an earlier training, and restore threads and environment at its end."
-    name, threads = "ACCELERATE_MIXED_PRECISION", torch.get_num_threads()
-    left = os.environ.pop(name, None)
-    try: yield
-    finally:
-        torch.set_num_threads(threads)
-        os.environ.pop(name, None)
-        if left is not None: os.environ[name] = left
+    threads = torch.get_num_threads()
+    with mock.patch.dict(os.environ):
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+        try: yield
+        finally: torch.set_num_threads(threads)
 
 # %% ../../nbs/experiments/21_models.ipynb #909ff6e7
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
@@ -249,6 +239,6 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         settings = fresh / "tokenizer_config.json"  # with the name of the class that transformers 4 knows as well as 5
-        settings.write_text(read_text(settings).replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
+        settings.write_text(read_text(settings).replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), "utf-8")
         if folder.exists(): folder.rename(Path(there) / "old")
         fresh.rename(folder)

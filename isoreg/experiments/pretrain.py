@@ -21,8 +21,8 @@ from fastcore.basics import patch
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
-    AutoModelForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, T5Config, T5ForConditionalGeneration,
-    Trainer, set_seed)
+    AutoConfig, AutoModelForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, T5Config,
+    T5ForConditionalGeneration, Trainer, set_seed)
 from transformers.trainer_callback import PrinterCallback
 
 from ..checks import in_range, one_of
@@ -30,12 +30,12 @@ from ..corpus import TextBatches, load_texts, predicted_logits
 from .config import PretrainConfig
 from .finetune import SMALL, ProgressFile
 from isoreg.experiments.models import (
-    check_whole, load_tokenizer, pretrained, process_kept, read_config, resolve_precision, save_model,
+    check_whole, load_tokenizer, pretrained, process_kept, resolve_precision, save_model,
     trainer_arguments)
 from .record import (
     changed_inputs, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions)
 from .toy import toy_corpus, toy_tokenizer
-from ..files import write_atomically
+from ..files import expanded, write_atomically
 from ..states import eval_mode
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #1292211a
@@ -50,7 +50,7 @@ def pretrain(
     or a text is missing, or the tokenizer has no mask token."""
     in_range("evaluations", evaluations, 1, whole=True)
     folder = Path(out) / config.key
-    file, name = folder / "record.json", Path(config.model).name
+    file, name = folder / "record.json", expanded(config.model).absolute().name
     if file.exists() and not changed_inputs(done := json.loads(file.read_text())):
         if (folder / done["model"].get("folder", "model") / "config.json").is_file(): return done
     begun, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
@@ -131,7 +131,7 @@ def corpus_texts(config: PretrainConfig) -> tuple[list[str], list[str]]:
 def text_batches(config: PretrainConfig) -> tuple[TextBatches, TextBatches]:
     "Return training and held-out batches; the held-out masks do not depend on the run's seed."
     tokenizer, (train, heldout) = load_tokenizer(config.model), corpus_texts(config)
-    places = getattr(read_config(config.model), "max_position_embeddings", None) or math.inf
+    places = getattr(pretrained(AutoConfig, config.model), "max_position_embeddings", None) or math.inf
     if min(config.max_length, tokenizer.model_max_length) > places:
         raise ValueError(f"max_length: {config.max_length} is more than the {places} positions of {config.model}")
     settings: dict = {n: getattr(config, n) for n in ("max_length", "probability", "packed")} | {"tokenizer": tokenizer}

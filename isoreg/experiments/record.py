@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -35,18 +35,18 @@ class RunRecord:
     "What a run measured."
     key: str = Field(description="name of the run: a hash of its configuration, behind readable words")
     config: dict = Field(description="the whole `RunConfig`")
-    status: Literal["done"] = setting("done", "the only one a record has; a failed run leaves failed.json")
+    status: Literal["done"] = setting("done", "done in every record; a failed run leaves failed.json")
     metric: str = setting("", "name of the primary metric")
-    value: float | None = setting(None, "of the primary metric after the last epoch: no maximum over epochs")
+    value: float | None = setting(None, "primary metric after the last epoch, not the best epoch")
     metrics: dict[str, float | None] = setting({}, "all metrics after the last epoch")
     epochs: list[dict] = setting([], "one for each epoch")
-    isoscore: dict = setting({}, "of held-out tokens before and after: union, layers, embeddings, points")
+    isoscore: dict = setting({}, "IsoScore of held-out tokens before and after: union, layers, embeddings, points")
     geometry: dict = setting({}, "after training: intrinsic_dimension by hidden state, mean_activation of the last")
     predictions: dict = setting({}, "of the evaluation rows, in their order; packed, see `unpack`")
     others: dict = setting({}, "further tasks evaluated once, after training: value, metrics, predictions, by task")
     resampled: dict = setting({}, "primary metric on resampled evaluation rows, the same for each task; packed")
     loss: list | dict = setting([], "one dict for each logged step; collected: columns of the steps")
-    collapsed: bool = setting(False, "all predictions are one class")
+    collapsed: bool = setting(False, "whether the run predicts a single class")
     train_seconds: float = setting(0.0, "wall time of training, evaluations included")
     device_seconds: float = setting(0.0, "processor time on a CPU; wall time with the queue drained on a GPU")
     total_seconds: float = setting(0.0, "wall time of everything")
@@ -158,8 +158,8 @@ def inputs_sha256(config: dict) -> dict[str, str]:
     folder = expanded(config["model"])
     files = sorted(folder.iterdir()) if config["model"] != "toy-bert" and folder.is_dir() else []
     loaded = [p for p in files if p.is_file() and not _NEVER_LOADED.fullmatch(p.name)]
-    paths = {"model": [p for p in loaded if _WEIGHTS.fullmatch(p.name)],
-             "corpus": [expanded(s.strip()) for s in (config.get("corpus") or "").split(",")]}
+    paths = {"model": [p for p in loaded if _WEIGHTS.fullmatch(p.name)]}
+    for name in ("corpus", "heldout"): paths[name] = [expanded(s.strip()) for s in (config.get(name) or "").split(",")]
     if scores := config.get("fisher"):
         paths["fisher"] = [expanded(scores), expanded(scores) / "fisher.json"]
     if config.get("data_dir") is not None: paths["data_dir"] = _data_files(config)
@@ -198,7 +198,7 @@ def weights_sha256(model) -> str:
 def collect(
     folder: str | Path,  # of runs, searched for record.json and failed.json
     path: str | Path,  # JSON lines file, into which several processes may collect
-    below: Callable[[str | Path], Iterable[dict]] | None = None,  # yields other records of a folder
+    kind: str = "finetune",  # or a measurement: fisher, landscape, geometry
 ) -> list[dict]:
     """Add the records of a folder to a JSON lines file, one for each key, in one step; return them. A failed run
     keeps key, configuration, error and attempts. Raises `ValueError` if there is no such folder."""
@@ -206,7 +206,7 @@ def collect(
     path, records = Path(path), {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):
-        for r in (*read_lines(path), *(below or _below)(folder)):
+        for r in (*read_lines(path), *_below(folder, kind)):
             records[r["key"]] = better(records[r["key"]], r) if r["key"] in records else r
         found = [records[key] for key in sorted(records)]
         write_atomically(path, "".join(json.dumps(r) + "\n" for r in found))
@@ -222,12 +222,15 @@ def better(kept: dict, new: dict) -> dict:
     return max(kept, new, key=lambda r: str(r.get("started") or ""))
 
 # %% ../../nbs/experiments/20_record.ipynb #5b1d0c2s
-def _below(folder: str | Path) -> Iterator[dict]:
-    "Yield the records of the runs below a folder; warn of a file that holds none."
+def _below(folder: str | Path, kind: str) -> Iterator[dict]:
+    "Yield the records of this kind below a folder; warn of a file that holds none."
     for file in record_files(folder, "record.json", "failed.json"):
         try:
-            if file.name == "record.json": yield with_columns(RunRecord.load(file).to_dict())
-            elif "task" in ((found := read_record(file)).get("config") or ()):
+            found = read_record(file)
+            if found.get("kind", "finetune") != kind: continue
+            if kind != "finetune": yield found
+            elif file.name == "record.json": yield with_columns(RunRecord.load(file).to_dict())
+            elif "task" in (found.get("config") or ()):
                 yield {"status": "failed"} | {n: found.get(n) for n in ("key", "config", "error", "attempts")}
             else: raise ValueError(f"{file} is of no failed run")
         except ValueError as error: warnings.warn(f"left out: {error}")

@@ -34,7 +34,7 @@ def sweep(
     plan: Plan,
     out: str | Path = "runs",  # folder of the runs, as of isoreg run
     executor=None,  # OnRay(...), or Local(...), the default
-    retry_failed: bool = False,  # also do what failed in an earlier sweep
+    retry_failed: bool = False,  # whether to repeat runs that failed in an earlier sweep
     log: Callable[[str], None] = lambda line: None,  # called with a line for each event
     on_progress: Callable = lambda sweep: None,  # called twice a second with the `Sweep`
 ):  # a `Sweep`
@@ -133,7 +133,7 @@ def publish(self: Folder, run: Run, part: Path, failure: dict | None = None):
 
 # %% ../../nbs/experiments/30_sweep.ipynb #ac9da0c5
 def compute(run: Run, part: Path, env: dict | None = None, on_start: Callable = lambda kernel: None) -> dict | None:
-    "Execute a run's notebook below the folder `part`; return error, traceback and attempts if it fails twice."
+    "Execute a run's notebook below the folder `part`; return what failed, if bad input or twice."
     output, parameters = part / run.key / "notebook.ipynb", run.parameters | {"out": str(part)}
     for attempt in (1, 2):
         shutil.rmtree(part / run.key, ignore_errors=True)
@@ -316,7 +316,7 @@ def status(out: str | Path) -> dict:  # done, running, failed, missing; names of
     folder, done, failed = Folder(out), {}, {}
     for key in sorted(p.name for p in folder.out.iterdir() if p.is_dir()):
         record = _json(folder.out / key / "record.json")
-        run = Run(key, record.get("kind", "finetune"), record.get("config", {}))
+        run = Run(key, record.get("kind", "mlm_head" if "heldout" in record else "finetune"), record.get("config", {}))
         if folder.record(run): done[key] = record.get("total_seconds") or record.get("seconds", 0.0)
         elif failure := folder.failure(key): failed[key] = failure.get("error", "")
     running = [p.parent.name for p in sorted(folder.home.glob("*/lock")) if _is_held(p)]

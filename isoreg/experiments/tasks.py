@@ -50,7 +50,7 @@ class Task(Checked):
     official_rows: Rows = {}  # number of rows of each official split
     also: Names = ()  # tasks on whose rows a trained model is scored too
     label: str = "label"  # column of the labels
-    files: dict[str, str] = {}  # of each split, in place of hub and folder
+    files: dict[str, str] = {}  # file of each split, in place of hub and folder
     sha256: dict[str, str] = {}  # digest of each file
 
     def __init__(self, name=None, /, **values): super().__init__(**{"name": name} | values)
@@ -85,7 +85,7 @@ def _check(self: Task):
         raise ValueError(f"labels: {self.labels}; name two different labels or more for a "
                          "classification, else none")
     if "f1" in self.metrics and different > 2:
-        raise ValueError(f"metric: f1 is of two labels, and the task has {different}; use accuracy")
+        raise ValueError(f"metric: f1 needs two labels, and the task has {different}; use accuracy")
     if len({*self.text, self.label}) <= len(self.text): raise ValueError("text: name each column once, not the label")
     elsewhere = self.hub or self.folder or self.name.startswith("toy-")
     for split in ("train", *self.eval_splits, *self.files) if self.files or not elsewhere else ():
@@ -112,7 +112,7 @@ def read_task(path: str | Path) -> Task:
     path = Path(path)
     try:
         values = from_yaml(read_text(path))
-        if not isinstance(values, dict): raise ValueError("no table; write name: polarity, and so on")
+        if not isinstance(values, dict): raise ValueError("the file holds no fields; begin with name: polarity")
         if isinstance(files := values.get("files"), dict):
             values["files"] = {split: str(path.parent / str(file)) for split, file in files.items()}
         return Task(**{str(name): value for name, value in values.items()})
@@ -122,15 +122,15 @@ def read_task(path: str | Path) -> Task:
 def definition(task: Task) -> dict:
     "Return what a record holds of your own task: the fields, and digests of its files."
     if task.name in TASKS or task.name.startswith("toy-") or not re.fullmatch(r"[\w.-]+", task.name):
-        raise ValueError(f"name: {task.name!r} is a task of isoreg, or not of letters, digits, ., - and _; "
-                         "choose another")
+        raise ValueError(f"name: {task.name!r} is a task of isoreg, or has other characters than letters, "
+                         "digits, ., - and _; choose another")
     digests = task.sha256 or {s: file_digest(s, file) for s, file in task.files.items()}
     return task.model_copy(update={"sha256": digests}).model_dump(mode="json", exclude_defaults=True)
 
 def file_digest(split: str, file: str) -> str:
     "Return the digest of the file of a split. Raises `ValueError` if it is not there."
     if Path(file).is_file(): return content_digest(Path(file))
-    raise ValueError(f"files: {split}: no file {file!r}; give its path beside the definition, or, to repeat a "
+    raise ValueError(f"files: {split}: no file {file!r}; give its path relative to the definition or, to repeat a "
                      "stored run, its folder as data_dir")
 
 def content_digest(path: Path) -> str:

@@ -23,7 +23,7 @@ from .records import (
 
 # %% ../../nbs/report/33_figures.ipynb #c65103d6
 def plot_tradeoff(
-    df: pd.DataFrame,  # of load: a penalty at several values of λ, several seeds
+    df: pd.DataFrame,  # runs from load: a penalty at several values of λ, several seeds
     log: bool = False,  # logarithmic axis of the isotropy
 ):
     """Return a figure of the score against the isotropy after training, one panel for each task and setting.
@@ -110,7 +110,7 @@ def _legend(fig, panels):
 
 # %% ../../nbs/report/33_figures.ipynb #01d9fc94
 def plot_layers(
-    df: pd.DataFrame,  # of load
+    df: pd.DataFrame,  # runs from load
     what: str = "isoscore",  # or "intrinsic_dimension", of the mean over tokens
     log: bool = False,  # logarithmic axis
 ):
@@ -147,7 +147,7 @@ def _band(ax, x, middle, low, high, style: tuple, label: str):
     ax.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
 
 # %% ../../nbs/report/33_figures.ipynb #50c44aa4
-def plot_fraction(df: pd.DataFrame):  # of load: several values of train_fraction
+def plot_fraction(df: pd.DataFrame):  # runs from load: several values of train_fraction
     "Return a figure of the score by share of the training part: median over seeds, quartiles as a band, runs as dots."
     if df.train_fraction.nunique() < 2: raise NotRecorded("df: all runs have one train_fraction; give several")
     df, styles = df.assign(share=100 * df.train_fraction), _styles(df)
@@ -163,7 +163,7 @@ def plot_fraction(df: pd.DataFrame):  # of load: several values of train_fractio
     return fig
 
 # %% ../../nbs/report/33_figures.ipynb #2d824500
-def plot_mean_activation(df: pd.DataFrame):  # of load, records with mean_activation
+def plot_mean_activation(df: pd.DataFrame):  # runs from load, records with mean_activation
     """Return a figure of the mean activation of each dimension of the last layer, averaged over seeds.
 
     One row a method, one column a task or setting, on one scale; a grey line is the state before training."""
@@ -188,7 +188,7 @@ def plot_mean_activation(df: pd.DataFrame):  # of load, records with mean_activa
 
 # %% ../../nbs/report/33_figures.ipynb #486415c3
 def plot_forest(
-    comparisons: pd.DataFrame,  # of compare; several can be put together with pandas.concat
+    comparisons: pd.DataFrame,  # table from compare; several can be put together with pandas.concat
     heads: Sequence[str] | None = None,  # one a row: rows with the same head stand together below it
 ):
     """Return a figure of every difference of a table with its t interval, its pairs, and p after Holm.
@@ -236,9 +236,9 @@ def _draw_difference(ax, y: int, r, low: float, high: float):
 
 # %% ../../nbs/report/33_figures.ipynb #c2dfeaca
 def write_report(
-    source,  # of load, or its table
+    source,  # what load takes, or its table
     folder: str | Path,  # gets the files; made if it is not there
-    baseline: str | None = "baseline",  # of the comparisons; None: no comparisons
+    baseline: str | None = "baseline",  # baseline of the comparisons; None: no comparisons
     by: Sequence[str] | None = None,  # as for summarise and compare
 ) -> list[Path]:  # the files
     """Write summary.md, comparisons.md, over_tasks.md (several tasks), failures.md and the figures (.png).

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from ..checks import one_of
-from ..experiments.config import GUIDED, METHOD, RunConfig, method_label as label
+from ..experiments.config import GUIDED, METHOD, RECIPES, RunConfig, method_label as label
 from ..experiments.record import better
 from ..files import from_json, path_label, read_text, record_files
 from .statistics import (
@@ -43,7 +43,7 @@ def load(
         row = _row(record) | {"file": file, "line": line}
         rows[row["key"]] = better(rows[row["key"]], row) if row["key"] in rows else row
     if not rows: raise ValueError("source: holds no record of a run; give a folder of runs or a .jsonl file")
-    if wrong: warnings.warn(f"left out {len(wrong)}, no record of a run: {', '.join(wrong[:3])}", stacklevel=2)
+    if wrong: warnings.warn(f"left out {len(wrong)} that hold no record of a run: {', '.join(wrong[:3])}", stacklevel=2)
     df = pd.DataFrame(list(rows.values()))
     numbers = ["value", "majority", *df.filter(regex="^isoscore_(?!layers)")]
     df[numbers] = df[numbers].astype(float)
@@ -91,12 +91,14 @@ SETTINGS = dict.fromkeys(RunConfig().to_record()) | {n: field.default for n, fie
 
 # %% ../../nbs/report/27_records.ipynb #d69f4acf
 def _row(record: dict) -> dict:
-    "Return the row of a record: its settings, what RECORDED names, and what follows from several of its parts."
+    "Return the row of a record: its settings and its recipe's, what RECORDED names, and what follows from them."
     def at(place):
         found = record
         for name in place.split("."): found = found.get(name) if isinstance(found, dict) else None
         return found
-    row = SETTINGS | RunConfig.later | record["config"] | {c: at(place) for c, place in RECORDED.items()}
+    config = record["config"]
+    if config.get("recipe") in RECIPES: config = RunConfig.model_construct(**config).fixed() | config
+    row = SETTINGS | RunConfig.later | config | {c: at(place) for c, place in RECORDED.items()}
     # a table groups by a text, not by a dict
     row |= {n: json.dumps(row[n], sort_keys=True) for n in SETTINGS if isinstance(row[n], dict)}
     if row["value"] is None or not math.isfinite(row["value"]):
@@ -156,7 +158,7 @@ def known_texts(values, none: str = "unknown") -> str:
 
 # %% ../../nbs/report/27_records.ipynb #5fe78eca
 def summarise(
-    df: pd.DataFrame,  # of load
+    df: pd.DataFrame,  # runs from load
     by: Sequence[str] | None = None,  # columns that tell rows apart, besides task and method; None: all that vary
     value: str = "value",  # the primary metric, another metric of the records, or a numeric column
 ) -> pd.DataFrame:  # one row a group
@@ -229,7 +231,7 @@ def check_seeds(runs: pd.DataFrame) -> None:
 
 # %% ../../nbs/report/27_records.ipynb #c17df239
 def clears_majority(
-    df: pd.DataFrame,  # of load
+    df: pd.DataFrame,  # runs from load
     baseline: str = "baseline",  # a value of the column method
     by: Sequence[str] | None = None,  # as for summarise
 ) -> pd.DataFrame:  # one row a task and setting
@@ -243,7 +245,7 @@ def clears_majority(
 
 # %% ../../nbs/report/27_records.ipynb #27b0173c
 def compare(
-    df: pd.DataFrame,  # of load
+    df: pd.DataFrame,  # runs from load
     baseline: str = "baseline",  # method that the others are compared with, a value of the column method
     by: Sequence[str] | None = None,  # columns in which pairs agree, besides task and seed; None: all that vary
     value: str = "value",  # as for summarise
@@ -252,7 +254,7 @@ def compare(
     min_pairs: int = 0,  # rows with fewer complete pairs are left out, and take no part in the correction
 ) -> pd.DataFrame:  # one row a method and setting
     """Return method minus baseline, paired by seed: t interval, exact sign-flip test, Holm's correction, verdict.
-    differ: settings of training that are each method's own, as `isoreg select` chose them; reachable: the smallest
+    differ: settings, data, weights, hardware or commit in which the runs of a pair differ; reachable: the smallest
     p_holm that a row could have had. Raises `ValueError` if `by` leaves no pair, or two runs have one seed."""
     name, fixed = ("baseline", baseline) if of is None else ("of", of)
     one_of(name, fixed, df.method.unique())
@@ -296,7 +298,7 @@ def _differ(a: pd.DataFrame, b: pd.DataFrame) -> list[str]:
 
 # %% ../../nbs/report/27_records.ipynb #bfad97bc
 def over_tasks(
-    table: pd.DataFrame,  # of compare
+    table: pd.DataFrame,  # table from compare
 ) -> pd.DataFrame:  # one row a method and setting; task holds the names of its tasks
     """Return the mean of a method's differences over its tasks: its interval, sign-flip test, Holm p and verdict.
     agree: tasks whose difference has the sign of the mean; p_seeds: all pairs of a seed are flipped at once."""
@@ -325,11 +327,11 @@ def _pairs(table: pd.DataFrame) -> pd.DataFrame:
 
 # %% ../../nbs/report/27_records.ipynb #88cc5c3b
 def gain_share(
-    table: pd.DataFrame,  # of compare, both methods against one baseline
+    table: pd.DataFrame,  # table from compare, both methods against one baseline
     method: str,  # whose gain is the numerator
     of: str,  # whose gain is the denominator
 ) -> tuple[float, float, float, int]:  # share, low, high, pairs; NaN and no pair where no task has two seeds of both
-    "Return the share of one method's gain that another has, tasks weighted equally, with Fieller's interval."
+    "Return one method's gain as a share of another's, tasks weighted equally, with Fieller's interval."
     own, other = (_pairs(table[table.method == m]) for m in (method, of))
     both = own.merge(other, on=["task", "seed"], suffixes=("", "_of"), validate="1:1")
     parts = [g[["gain", "gain_of"]].to_numpy() for _, g in both.groupby("task") if len(g) > 1]
@@ -337,9 +339,9 @@ def gain_share(
 
 # %% ../../nbs/report/27_records.ipynb #88788ed1
 def to_markdown(
-    table: pd.DataFrame,  # of summarise, compare, over_tasks, clears_majority or three_columns, or any other
+    table: pd.DataFrame,  # table from summarise, compare, over_tasks, clears_majority or three_columns, or any other
     caption: str | None = None,  # line of origin; None: the table's own
-    digits: int = 3,  # of the metric
+    digits: int = 3,  # decimals of the metric
     columns: Sequence[str] | None = None,  # shown ones, by their heads; None: all that hold anything
 ) -> str:
     "Return the table in Markdown, with links to its records, and its line of origin below."
@@ -355,7 +357,7 @@ LATEX: dict = {"λ": r"$\lambda$", "ζ": r"$\zeta$", "±": r"$\pm$", "–": "--"
 
 def to_latex(
     table: pd.DataFrame,  # as for to_markdown
-    digits: int = 3,  # of the metric
+    digits: int = 3,  # decimals of the metric
     columns: Sequence[str] | None = None,  # as for to_markdown; None: eight, without the first of SPARED
 ) -> str:
     "Return the table for pdfLaTeX with booktabs, as pandas writes it; Greek letters and minus signs are maths."
@@ -367,7 +369,7 @@ def to_latex(
 # %% ../../nbs/report/27_records.ipynb #88788es1
 def readable(
     table: pd.DataFrame,  # as for to_markdown
-    digits: int = 3,  # of the metric
+    digits: int = 3,  # decimals of the metric
     columns: Sequence[str] | None = None,  # as for to_markdown
 ) -> pd.DataFrame:  # of texts, without links
     "Return the table for readers: column heads from HEADS, without missing or empty columns."
@@ -465,8 +467,8 @@ def published(
 
 # %% ../../nbs/report/27_records.ipynb #067fdb6d
 def three_columns(
-    df: pd.DataFrame,  # of load; the column protocol decides where a run goes
-    numbers: pd.DataFrame,  # of published: single numbers with a task, as many rows as wanted
+    df: pd.DataFrame,  # runs from load; the column protocol decides where a run goes
+    numbers: pd.DataFrame,  # rows from published: single numbers with a task, as many rows as wanted
     methods: dict[str, str],  # the paper's name of a method -> ours, as in the column method
     digits: int = 4,  # of a score, 0 to 1
 ) -> pd.DataFrame:  # task, method, published, as released, corrected, read

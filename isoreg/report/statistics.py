@@ -99,7 +99,7 @@ def p_text(p: float) -> str:
 
 # %% ../../nbs/report/26_statistics.ipynb #5c60ab6a
 def score_error(
-    scores,  # of the plain method, one a seed
+    scores,  # scores of one method, one a seed
     rows: float,  # of evaluation; NaN if they are not known
     correlation: bool = False,  # the score is a correlation, not a rate
 ) -> float:
