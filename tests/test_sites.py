@@ -141,12 +141,16 @@ def test_plain_torch_modules_with_a_batch():
     with pytest.raises(ValueError, match="batch: none given"):
         dropout_sites(model)
 
-    class Attention(nn.Linear):
-        def forward(self, x):
-            rate = 0.1 * self.training
-            return F.scaled_dot_product_attention(query=x, key=super().forward(x), value=x, dropout_p=rate)
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.map = 0.1, nn.Linear(8, 8)
 
-    assert [s.p for s in dropout_sites(nn.Sequential(Attention(8, 8)), batch=torch.randn(2, 5, 8))] == [0.1]
+        def forward(self, x):
+            rate = self.drop * self.training
+            return F.scaled_dot_product_attention(query=x, key=self.map(x), value=x, dropout_p=rate)
+
+    assert [s.p for s in dropout_sites(Attention(), batch=torch.randn(2, 5, 8))] == [0.1]
 
 
 def test_a_wrapped_model_is_looked_into():

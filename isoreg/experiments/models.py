@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import (
-    AutoModel,  AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
+    AutoModel, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
     PreTrainedTokenizerBase, TrainingArguments, set_seed)
 from transformers.utils import logging
 
