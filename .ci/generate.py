@@ -43,6 +43,14 @@ def write_schema(name: str, schema: dict) -> None:
     (NOTEBOOKS / "results" / f"{name}.schema.json").write_text(json.dumps(schema, indent=1) + "\n")
 
 
+def describe_settings(name: str) -> None:
+    "Write the words of the configuration into the schema of a kind of measurement."
+    schema = json.loads((NOTEBOOKS / "results" / f"{name}.schema.json").read_text())
+    for setting, about in schema["properties"]["config"]["properties"].items():
+        about["description"] = CONFIGS[name].model_fields[setting].description
+    write_schema(name, schema)
+
+
 def write_page(name: str, text: str) -> None:
     "Write the Markdown that the last cell of a guide shows, as running it would."
     path = NOTEBOOKS / "guides" / f"{name}.ipynb"
@@ -71,5 +79,7 @@ if __name__ == "__main__":
     for name in CONFIGS:
         write_parameters(name)
     write_schema("record", record_schema())
+    for name in ("fisher", "landscape", "geometry"):
+        describe_settings(name)
     write_page("reference", index_page(NOTEBOOKS))
     write_page("commands", commands_page())

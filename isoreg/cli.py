@@ -134,7 +134,7 @@ def _execute(run, out: Path, save_model: bool):
             execute("finetune", notebook, parameters)
     except PapermillExecutionError as error:
         if error.ename == "KeyboardInterrupt": raise KeyboardInterrupt from None
-        if not is_refusal(error): raise
+        if not is_refusal(error) and error.ename != "OutOfMemoryError": raise
         raise ValueError(f"{error.evalue}\nnotebook: {notebook}") from None
 
 def _stage(state: dict) -> Text:
@@ -297,12 +297,12 @@ def status_command(
 def score_command(
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Vectors, joined as one cloud.")] = None,
     each: Annotated[bool, typer.Option("--each", help="Compare files or folders, or the files of one folder.")] = False,
-    paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in all that are compared.")] = False,
+    paired: Annotated[bool, typer.Option("--paired", help="Row i is the same text in each file or model.")] = False,
     array: Annotated[str | None, typer.Option(help="Array or column to read; a .npy file ignores it.")] = None,
     measure: Annotated[list[str] | None, typer.Option(help="One more measure, such as effective_rank.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="A model that is scored on the texts.")] = None,
     texts: Annotated[str | None, typer.Option(help="A file, or a data set as name:configuration:split.")] = None,
-    pooling: Annotated[str | None, typer.Option(help="tokens, mean, cls, last; default: its own, else tokens.")] = None,
+    pooling: Annotated[str | None, typer.Option(help="tokens, mean, cls, last; else the model's, or tokens.")] = None,
     layer: Annotated[int, typer.Option(help="Layer that is compared: 0 is the embeddings, -1 the last.")] = -1,
     normalize: Annotated[bool, typer.Option("--normalize", help="Bring each vector to length one.")] = False,
     column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",

@@ -52,7 +52,8 @@ def apply_dropout(
     else: how = str(one_of("how", how, SCHEMES, also="a schedule, or a JSON file"))
     scheme = SCHEMES.get(how, Scheme("your own schedule"))
     if p is not None and not scheme.rate: raise ValueError(f"p: has no meaning for {how}; use constant")
-    if scheme.scores != (scores is not None): raise ValueError("scores: needed by guided and its controls alone")
+    if scheme.scores != (scores is not None):
+        raise ValueError(f"scores: {how} {'needs them' if scheme.scores else 'takes none; guided and its controls do'}")
     if how == "standard": done = _own_rates(model, batch)
     elif how in NOISES: done = NOISES[how](model, *(() if p is None else (p,)), batch=batch)
     else:
@@ -155,7 +156,7 @@ def set_dropout(
     model: nn.Module,  # as for dropout_sites
     schedule: Mapping[str, float],  # site -> p in [0, 1)
     *,
-    partial: bool = False,  # whether sites without a rate keep theirs; the classifier's may always be left out
+    partial: bool = False,  # whether sites may be left out and keep their rate; the classifier always may
     batch=None,  # as for dropout_sites
 ) -> "Applied":  # rates, mean and calls; undo(), or leaving a with block, puts everything back
     """Set the rate of each site by name, check that it is the one applied, and note it in the configuration.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import isoreg
 from .checks import one_of
-from .files import expanded, write_atomically
+from .files import write_atomically
 from .geometry import MEASURES, Cloud, stand_out, unit_rows
 from .isoscore import (
     IsoScoreEstimate, check_evenness, closed_form, estimate_traces, invariants_of_moments, isoscore_from_cov,
@@ -164,7 +164,7 @@ def measure_model(
     pooling: str | None = None,  # default the model's own, else tokens
     layer: int = -1,  # layer that a comparison takes, 0 the embeddings
     normalize: bool = False,  # whether each vector is scaled to length one
-    max_length: int = 128,  # largest number of tokens of a text, unless the model pools its own
+    max_length: int = 128,  # largest number of tokens of a text; ignored if the model pools itself
 ) -> Measured:
     "Return the scores of a model on texts, a row for each layer."
     if pooling is None and is_sentence_transformer(model):
@@ -187,7 +187,7 @@ def embed(
     pooling: str | None = None,  # default the model's own, else the mean
     layer: int | None = -1,  # 0 the embeddings, -1 the last; None: all
     normalize: bool = False,  # whether each vector is scaled to length one
-    max_length: int = 128,  # largest number of tokens of a text, unless the model pools its own
+    max_length: int = 128,  # largest number of tokens of a text; ignored if the model pools itself
 ) -> Tensor:  # (n, d) float32, or (layers, n, d)
     "Return the vectors of texts. Raises `ValueError` for an unknown pooling, and for a text without a token."
     if pooling is None and is_sentence_transformer(model):
@@ -233,7 +233,7 @@ def _part(batch: dict, rows: Tensor) -> dict:
 # %% ../nbs/36_embeddings.ipynb #d1c0a002
 def is_sentence_transformer(model: str) -> bool:
     "Return whether the model defines how its tokens become one vector."
-    return os.path.isfile(expanded(model) / "modules.json") or str(model).startswith("sentence-transformers/")
+    return os.path.isfile(Path(model).expanduser() / "modules.json") or str(model).startswith("sentence-transformers/")
 
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     "Return the vectors that a SentenceTransformers model gives, float32."
@@ -242,7 +242,7 @@ def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     except ImportError:
         raise ValueError(f"model: {model!r} needs sentence-transformers; pip install 'isoreg[integrations]', or give "
                          "a pooling, which reads its encoder alone") from None
-    folder = expanded(model)
+    folder = Path(model).expanduser()
     if folder.is_dir():  # the library runs Python files of a folder
         kinds = [str(module["type"]) for module in json.loads((folder / "modules.json").read_text())]
         if not all(kind.startswith("sentence_transformers.") for kind in kinds):

@@ -45,10 +45,6 @@ def record_files(folder: str | Path, *names: str) -> list[Path]:
 # %% ../nbs/08_files.ipynb #bdcf34c0
 LARGEST = 100_000  # values of an axis, runs of a grid
 
-def expanded(path: str | Path) -> Path:
-    "Return a path with the home folder in the place of its ~."
-    return Path(os.path.expanduser(path))
-
 def path_label(path: str) -> str:
     "Return the last part of a path that says which model, scores or schedule it is."
     general = r"/|model|best|full|(fisher|record)(\.json)?|checkpoint-\d+"
@@ -108,10 +104,10 @@ def read_table(path: str | Path, texts: list[str] | None = None):  # texts: colu
     return pa.table({name: [row.get(name) for row in rows] for name in names})
 
 def _quote(lines: list[str], mark: str) -> str | bool:
-    "Return the quotation mark of a table; False where it is a letter, because only then all rows have one length."
+    "Return the quotation mark of a table, or False if its lines have equal columns only without quoting."
     if len({line.count(mark) for line in lines}) > 1 or not any(line.count('"') % 2 for line in lines): return '"'
     rows = csv.reader((f"{line}\n" for line in lines), delimiter=mark, strict=True)
-    try: return '"' if len({len(row) for row in rows}) == 1 else False
+    try: return '"' if mark == "," and len({len(row) for row in rows if row}) == 1 else False
     except csv.Error: return False
 
 # %% ../nbs/08_files.ipynb #lacksroo

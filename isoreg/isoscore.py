@@ -306,7 +306,7 @@ def _row_error(X: Tensor, score: float) -> float:
 def isoscore_star(
     points,  # (..., n, d) tensor or array
     reference_cov,  # (d, d) or (..., d, d), the paper's Sigma_S; not differentiated
-    zeta: float,  # weight of what convention names, 0 to 1; 0 with "released" is plain IsoScore
+    zeta: float,  # weight, 0 to 1, of reference_cov ("released") or of the sample ("text")
     mask=None,  # (..., n) or its last dimensions, true or 1 where a row counts
     convention: str = "released",  # "released" (Algorithm 1 and code): zeta weighs reference_cov; "text": the sample
 ):

@@ -60,8 +60,8 @@ class IStar(nn.Module):
 def score(self: IStar, hidden_states: tuple[Tensor, ...], attention_mask: Tensor | None = None) -> Tensor:
     """Return `IsoScore*`, or the corrected score, of a batch, a scalar. Below 8 tokens a corrected score is 1.
 
-    Raises `ValueError` for states, mask or reference that do not fit, and below 2 tokens ("gaussian" 3, "ustat" 4; on
-    a GPU only `check_batches` does, which the Trainer calls when it logs)."""
+    Raises `ValueError` for states, mask or reference that do not fit, and below 2 tokens ("gaussian" 3, "ustat" 4).
+    On a GPU, `check_batches` reports too few tokens; the Trainer calls it when it logs."""
     mask = None if self.padding else attention_mask
     rows = [X_l.flatten(0, 1) for X_l in self.chosen(hidden_states, mask)]
     keep = None if mask is None else mask.to(rows[0].device).flatten() != 0

@@ -156,7 +156,7 @@ def mean_loss(
     loss: str | Callable = "mlm",  # "mlm", "clm", "seq2seq", or (model, batch) -> (batch,) losses
     reduction: str = "mean",  # "mean" over each sample's tokens, or "batch" over those of the batch
 ) -> float:
-    "Return the mean loss over all samples, in nats, in eval mode, NaN included. Raises `ValueError` without a sample."
+    "Return the mean loss of all samples in eval mode; it may be NaN or infinite. Raises `ValueError` without a sample."
     losses, total, samples = _BatchLosses(model, loss, reduction), 0.0, 0
     with eval_mode(model):
         for batch in batches:

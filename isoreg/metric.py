@@ -27,7 +27,7 @@ class IsoScore(torchmetrics.Metric):
         reference_cov: Tensor | None = None,  # (d, d); gives IsoScore*
         zeta: float = 0.0,  # weight of reference_cov, see convention
         convention: str = "released",  # "released" or "text", as in isoscore_star
-        **kwargs,  # of torchmetrics.Metric
+        **kwargs,  # arguments of torchmetrics.Metric
     ):
         super().__init__(**kwargs)
         check_zeta(zeta)
@@ -59,10 +59,10 @@ class IsoScore(torchmetrics.Metric):
 # %% ../nbs/04_metric.ipynb #metric-c1
 @patch
 def forward(self: IsoScore, *args, **kwargs) -> Tensor:
-    "Add a batch and return its own score. Raises `ValueError` for a batch without one, which is left out."
+    "Add a batch and return its own score. Raises `ValueError` for a batch without a score; it is left out."
     before = vars(self).copy()
     try: return torchmetrics.Metric.forward(self, *args, **kwargs)
-    except ValueError:
+    except BaseException:
         vars(self).update(before)
         raise
 

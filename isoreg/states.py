@@ -35,7 +35,7 @@ def hidden_states(
     # with a cache, the texts of a packed row would see each other
     if "use_cache" in names: inputs["use_cache"] = False
     states = states_of(encoder(**inputs, output_hidden_states=True))
-    return states, token_mask(encoder, moved | inputs, states, mask_fn)
+    return states, token_mask(moved | inputs, states, mask_fn)
 
 # %% ../nbs/06_states.ipynb #84750e3c
 USUAL = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
@@ -63,15 +63,11 @@ def states_of(output: Mapping) -> tuple[Tensor, ...]:
     raise ValueError("model: returned no hidden_states; let its forward take output_hidden_states=True and return them")
 
 # %% ../nbs/06_states.ipynb #20914372
-def token_mask(model: nn.Module, inputs: Mapping, states: Sequence[Tensor], mask_fn: Callable | None = None):
+def token_mask(inputs: Mapping, states: Sequence[Tensor], mask_fn: Callable | None = None):
     "Return the mask of the vectors that count, (batch, length), or None if all do."
     if mask_fn is not None: return mask_fn(inputs, states)
-    mask, length = inputs.get("attention_mask"), states[-1].shape[1]
-    if mask is not None and mask.ndim == 3: mask = mask.flatten(0, 1)
-    frames = getattr(model, "_get_feature_vector_attention_mask", None)
-    if frames is None or mask is None or mask.shape[-1] == length: return mask
-    adapted = {"add_adapter": False} if "add_adapter" in inspect.signature(frames).parameters else {}
-    return frames(length, mask, **adapted)
+    mask = inputs.get("attention_mask")
+    return mask.flatten(0, 1) if mask is not None and mask.ndim == 3 else mask
 
 # %% ../nbs/06_states.ipynb #687005b9
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class PenaltyMixin:
     ):
         self.penalties, self.mask_fn, self.sums = as_penalties(penalty), mask_fn, Counter()
         super().__init__(*args, **kwargs)
-        if any(map(ignores_items, self.model.modules())): self.model_accepts_loss_kwargs = False
+        if ignores_items(self.model): self.model_accepts_loss_kwargs = False
         known = [getattr(c, "penalty", None) for c in self.callback_handler.callbacks]
         for p in dict.fromkeys(self.penalties):
             p.to(self.args.device)
@@ -60,19 +60,23 @@ class PenaltyMixin:
         with note: loss = loss_of({**inputs, "output_hidden_states": True}, return_outputs=asked)
         loss, outputs = loss if asked else (loss, None)
         states = states_of(outputs) if asked else seen[0]
-        loss = self.penalised(loss, states, token_mask(body, inputs, states, self.mask_fn), num_items_in_batch)
+        loss = self.penalised(loss, states, token_mask(inputs, states, self.mask_fn), num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
 class PenaltyTrainer(PenaltyMixin, Trainer):
     "Train as the transformers Trainer does, with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
 
 # %% ../nbs/09_trainer.ipynb #trlmodel
-def ignores_items(head: nn.Module) -> bool:
-    "Return whether a head of transformers takes num_items_in_batch and ignores it."
-    kind = type(head)
-    if re.search(r"For(\w*Classification|MultipleChoice|QuestionAnswering)$", kind.__name__): return True
-    is_head = kind.__module__.startswith("transformers.") and "For" in kind.__name__
-    return is_head and "self.loss_function(" not in inspect.getsource(kind.forward)
+HEADS = re.compile(r"For(\w*Classification|MultipleChoice|QuestionAnswering)$")
+
+def ignores_items(model: nn.Module) -> bool:
+    "Return whether the head of a transformers model takes num_items_in_batch and ignores it."
+    kinds = list(dict.fromkeys(map(type, model.modules())))
+    if any(HEADS.search(kind.__name__) for kind in kinds): return True
+    forwards = [kind.forward for kind in kinds if kind.forward.__module__.startswith("transformers.")]
+    # the outermost head computes the loss
+    heads = [f for f in forwards if "labels" in inspect.signature(f).parameters]
+    return bool(heads) and "self.loss_function(" not in inspect.getsource(heads[0])
 
 # %% ../nbs/09_trainer.ipynb #e8b64804
 @patch
@@ -158,7 +162,7 @@ def own_batches(loader: DataLoader, batch_size: int | None, seed: int) -> Iterab
 
 # %% ../nbs/09_trainer.ipynb #9a3630ef
 class IsotropyLog(TrainerCallback):
-    "Measure isotropy on a fixed sample before training and at each evaluation, into `history` and `eval_isoscore`."
+    "Measure isotropy on a fixed sample before training and at each evaluation, for `history` and `eval_isoscore`."
     def __init__(
         self,
         batches: Sequence[dict] | DataLoader,  # collated batches, the same at each reading
@@ -261,8 +265,9 @@ class Grouped:
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         masked = ids is not None and mask is not None and mask.shape == ids.shape
         other = [inputs.get(name) is not None for name in ("past_key_values", "encoder_hidden_states")]
-        whole = inputs.get("output_attentions") or inputs.get("return_dict") is False
-        if not masked or any(other) or whole: return self.whole(*args, **kwargs)
+        def asked(name): return inputs.get(name, getattr(self.encoder.config, name, None))
+        other += [asked("output_attentions"), asked("return_dict") is False]
+        if not masked or any(other): return self.whole(*args, **kwargs)
         # one past the last token of each text, (batch,)
         ends = (mask.bool() * torch.arange(1, ids.shape[1] + 1, device=ids.device)).amax(1)
         order, outputs = ends.argsort(), []
@@ -300,7 +305,7 @@ def agrees(self: Grouped) -> bool:
     ids = torch.randint(config.vocab_size, (4, length), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(length) < (torch.arange(1, 5) * length / 4).ceil()[:, None]
     ids, mask = ids.to(weight.device), mask.to(weight.device)
-    inputs = dict(input_ids=ids, attention_mask=mask.long(), output_hidden_states=True)
+    inputs = dict(input_ids=ids, attention_mask=mask.long(), output_hidden_states=True, return_dict=True)
     with torch.no_grad(), eval_mode(self.encoder), same_draws(weight.device), full_precision(mask):
         whole, split = self.whole(**inputs).hidden_states, self(**inputs).hidden_states
     # of the length of a vector

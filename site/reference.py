@@ -185,7 +185,7 @@ TASKS = {  # what a reader wants to do, and the rooms for it; a room that is not
     "Read results": "report.records report.statistics report.figures",
 }
 INNER = (  # names of these rooms that only the library calls
-    "scores_without stand_out few_operations as_on_gpu full_precision pool check_batches "
+    "scores_without stand_out few_operations full_precision pool check_batches "
     "direction step_length displaced normalize_answer squad_scores resample "
     "ProgressFile compute plan_jobs machine environment compute_on_node eval_mode plain_score draw_texts "
     "is_sentence_transformer in_words predicted_logits training_arguments Scores Folder Checked "

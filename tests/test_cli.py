@@ -115,6 +115,7 @@ def cell(name, value=""):
         (TypeError("a mistake"), 1, ""),
         (OSError(28, "No space left on device"), 2, "No space left on device"),
         (cell("ValueError", "task: no"), 2, "error: task: no\nnotebook: "),
+        (cell("OutOfMemoryError", "CUDA out of memory"), 2, "error: CUDA out of memory"),
         (cell("KeyboardInterrupt"), 130, "error: stopped; the same command does the rest"),
         (KeyboardInterrupt(), 130, "error: stopped; the same command does the rest"),
     ],

@@ -71,6 +71,8 @@ LONG = "word " * 400_000  # 2 MB
         ("a.csv", 'text,label\n"two\nlines, ""so""",0.5\n007,\n',
          {"text": ['two\nlines, "so"', "007"], "label": [0.5, None]}),
         ("a.csv", 'text,label\n"Hello, world\nbye",x\n', {"text": ["Hello, world\nbye"], "label": ["x"]}),
+        ("a.tsv", 'text\tlabel\n"he said\t1\nso ."\t0\n', {"text": ['"he said', 'so ."'], "label": [1, 0]}),
+        ("a.csv", 'text\n"two\nlines"\n\nbye\n', {"text": ["two\nlines", "bye"]}),
         ("a.csv", "text,label\nNA,yes\nnull,no\n", {"text": ["NA", "null"], "label": ["yes", "no"]}),
         ("a.csv", f"text,label\n{LONG},1\n", {"text": [LONG], "label": [1]}),
         ("a.jsonl", '{"text": "2024-01-31T10:00:00"}\n{"text": "b", "label": 1}\n',

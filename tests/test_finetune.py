@@ -310,6 +310,7 @@ QUERY = "bert.encoder.layer.0.attention.self.query.weight"
         (lambda w: {k: v for k, v in w.items() if "layer.1." not in k}, r"lacks .* weights .*layer\.1\..*complete"),
         (lambda w: {f"wrapped.{k}": v for k, v in w.items()}, "lacks .* weights .*embeddings"),
         (lambda w: w | {QUERY: w[QUERY] / 0}, "has NaN or infinity in 1 of its weights"),
+        (lambda w: w | {QUERY: (100 * w[QUERY]).to(torch.int8)}, "stores weights as integers"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_with_weights_that_are_none_is_refused(tmp_path, change, message):

@@ -281,38 +281,7 @@ def test_llama_has_a_site_a_layer_at_rate_0_and_guided_adds_dropout():
     assert sorted(apply_dropout(model, "guided", scores=scores)["rates"].values()) == [0.0, 0.05, 0.1]
 
 
-# ---- images and sound
-
-
-def wav2vec():
-    torch.manual_seed(0)
-    convolutions = dict(conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2)
-    positions = dict(num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, mask_time_prob=0.0, layerdrop=0.0)
-    return hf.Wav2Vec2ForSequenceClassification(hf.Wav2Vec2Config(**SMALL, **convolutions, **positions))
-
-
-def sound(n=4):
-    torch.manual_seed(0)
-    mask = (torch.arange(400) < torch.linspace(150, 400, n)[:, None]).long()
-    return {"input_values": torch.randn(n, 400) * mask, "attention_mask": mask, "labels": torch.arange(n) % 2}
-
-
-def test_sound_counts_the_frames_of_its_samples_in_the_trainer_too():
-    batch, model = sound(), wav2vec()
-    inputs = {k: batch[k] for k in ("input_values", "attention_mask")}
-    states, mask = hidden_states(model.eval(), inputs)
-    output = model(**inputs, output_hidden_states=True)
-    frames = model._get_feature_vector_attention_mask(output.hidden_states[0].shape[1], batch["attention_mask"])
-    assert torch.equal(mask, frames) and 0 < int(frames.sum()) < frames.numel()
-    measured = measure_isotropy(model, [inputs])
-    tokens = torch.cat([h[frames] for h in output.hidden_states[1:]])
-    assert measured["union"] == pytest.approx(float(isoscore(tokens.double())), rel=1e-4)
-    log = IsotropyLog([inputs])
-    penalty = IStar(0.5, zeta=0.2)  # its reference reads the frames too
-    trainer = PenaltyTrainer(model, arguments(), train_dataset=examples(batch), penalty=penalty, callbacks=[log])
-    trainer.train()
-    assert log.history[0]["union"] == pytest.approx(measured["union"], rel=1e-5)
-    assert "istar" in trainer.state.log_history[0] and penalty.reference_cov.shape == (16, 16)
+# ---- images and choices
 
 
 def test_the_choices_of_a_question_are_rows_of_their_own():

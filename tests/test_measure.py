@@ -149,6 +149,8 @@ def test_a_measurement_found_again_takes_the_place_of_its_line(tmp_path, finishe
     again = line | {"finished": finished, "notes": ["again"]}
     (tmp_path / "all.jsonl").write_text(json.dumps(line))
     (tmp_path / "record.json").write_text(json.dumps(again))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/record.json").write_text(json.dumps(again | {"kind": "geometry"}))
     assert collect(tmp_path, tmp_path / "all.jsonl", "fisher") == [again]
 
 

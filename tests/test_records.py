@@ -18,7 +18,7 @@ from isoreg.files import unpack
 from isoreg.experiments.finetune import run, sentence_vectors
 from isoreg.experiments.record import RunRecord, changed_inputs, collect, inputs_sha256, read_lines, record_schema
 from isoreg.report.records import load
-from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig
+from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig
 from isoreg.experiments.measure import measure
 from isoreg.experiments.data import encode, load_metric, load_task
 from isoreg.experiments.toy import toy_model_path
@@ -71,6 +71,14 @@ def test_several_processes_collect_into_one_file(tmp_path):
     code = f"from isoreg.experiments.record import collect; collect({str(tmp_path)!r} + '/runs-%d', {str(lines)!r})"
     started = [subprocess.Popen([sys.executable, "-c", code % seed]) for seed in seeds]
     assert [process.wait() for process in started] == [0] * 4 and len(read_lines(lines)) == 4
+
+
+def test_the_held_out_text_is_an_input(tmp_path):
+    config = PretrainConfig(heldout=str(tmp_path / "t.txt")).to_dict()
+    (tmp_path / "t.txt").write_text("first")
+    record = {"config": config, "inputs": inputs_sha256(config)}
+    (tmp_path / "t.txt").write_text("second")
+    assert changed_inputs(record) == ["heldout"]
 
 
 @pytest.mark.parametrize("name", ["special_tokens_map.json", "vocab.txt", "config.json", "model-2.safetensors"])

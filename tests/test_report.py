@@ -28,6 +28,7 @@ from isoreg.report.statistics import ratio_interval
 
 NBS = Path(__file__).parents[1] / "nbs"
 FIRST = NBS / "results" / "istar_first.jsonl"
+QUICK = {n: v for n, v in RunConfig(recipe="quick").to_record().items() if n not in RunConfig.model_fields}
 NONE = {"regularizer": "none", "lam": 0.0, "zeta": 0.0}
 MINUS, PLUS = ({"regularizer": "istar", "lam": lam} for lam in (-1.0, 1.0))
 
@@ -46,7 +47,7 @@ def record(method, seed, value, task="rte", settings=(), **more):
     after = {"union": 0.1 + 0.01 * seed + 0.1 * (method.get("lam") or 0), "layers": [0.3, 0.2], "embeddings": 0.3}
     dimension = {"cls": [7.0, 6.0, 5.0], "mean": [None, 5.0 + seed, 4.0]}
     found = {"key": f"{task}-{sorted(config.items())}", "status": "done", "metric": "accuracy"}
-    found |= {"config": RunConfig.model_construct(**config).fixed() | config}
+    found |= {"config": QUICK | config}
     found |= {"value": value, "metrics": {"accuracy": value, "f1": 0.5}}
     found |= {"data": {"majority": 0.527, "notes": [], "train_rows": 2490, "evaluation_rows": 277}}
     found |= {"isoscore": {"before": before, "after": after}, "git_commit": "0123456789abcdef"}

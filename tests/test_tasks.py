@@ -366,7 +366,7 @@ def test_an_empty_label_is_missing_and_an_empty_text_is_a_text(tmp_path):
 
 def test_a_task_is_added_in_one_place(tmp_path, monkeypatch):
     own(tmp_path, text=TEXTS, label=[0, 1] * 3)
-    with pytest.raises(ValueError, match="give the folder that holds it as data_dir"):
+    with pytest.raises(ValueError, match="give the folder with polarity as data_dir"):
         load_task(Task(**OWN))
     with pytest.raises(MissingSplit, match="polarity/dev.parquet.*train, validation"):
         load_task(Task(**OWN), tmp_path, eval_split="dev")
@@ -379,7 +379,7 @@ def test_a_task_is_added_in_one_place(tmp_path, monkeypatch):
 
 
 def test_part_files_are_never_asked_of_the_hub():
-    with pytest.raises(ValueError, match="train_part of qnli is not on the hub"):
+    with pytest.raises(ValueError, match="train_part of qnli: not on the hub"):
         load_task("qnli", train_split="train_part")
 
 

@@ -23,7 +23,8 @@ from isoreg.dropout import apply_dropout
 from isoreg.isoscore import isoscore_star
 from isoreg.istar import CosReg, IStar, measure_isotropy
 from isoreg.sites import dropout_sites
-from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, ReferenceRefresh, own_batches, split_by_length
+from isoreg.trainer import IsotropyLog, PenaltyMixin, PenaltyTrainer, ReferenceRefresh
+from isoreg.trainer import ignores_items, own_batches, split_by_length
 
 
 def examples(n, seed):
@@ -110,6 +111,19 @@ def test_a_masked_language_model_counts_once_and_its_penalty_may_read_the_labels
     penalty = IStar(-2)
     make_trainer(penalty, rows, kind=kind, model=model).train()
     assert penalty.reference_cov.shape == (16, 16)
+
+
+class OwnHead(BertForMaskedLM):
+    "A model of one's own that computes its loss as its parent does."
+
+
+@pytest.mark.parametrize(
+    "kind", [OwnHead, "T5ForConditionalGeneration", "MarianMTModel", "GPT2LMHeadModel", "RwkvForCausalLM"]
+)
+def test_heads_that_ignore_the_number_of_items_are_known(kind):
+    kind = getattr(transformers, kind) if isinstance(kind, str) else kind
+    with torch.device("meta"):
+        assert ignores_items(kind(kind.config_class())) == (kind.__name__[0] in "OTM")
 
 
 class PlainInOrder(Trainer):
@@ -527,6 +541,8 @@ def test_groups_by_length_read_fewer_tokens_and_name_what_they_refuse():
         assert model(ids, attention_mask=mask.flip(1)).last_hidden_state.shape == (8, 12, 16)
         assert model(ids, attention_mask=mask, output_attentions=True).attentions[0].shape == (8, 2, 12, 12)
         assert model(ids, attention_mask=mask, return_dict=False)[0].shape == (8, 12, 16)
+        model.config.output_attentions = True
+        assert len(split_by_length(model, 2)(ids, attention_mask=mask).attentions) == 2
     assert read[:4] == [(2, 3)] * 3 + [(2, 12)] and states.shape == (8, 12, 16) and states[:6, 3:].abs().max() == 0
     with pytest.raises(ValueError, match="groups: 0"):
         split_by_length(model, 0)

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from ..checks import one_of
-from ..files import CORPUS, expanded, file_kind, from_yaml, path_label, scores_digest, scores_texts
+from ..files import CORPUS, file_kind, from_yaml, path_label, scores_digest, scores_texts
 from ..schedules import SCHEMES, load_schedule
 from .tasks import TASKS, Checked, Task, definition, get_task, read_task
 
@@ -105,7 +105,7 @@ RECIPES: dict[str, dict] = {
 # %% ../../nbs/experiments/19_config.ipynb #fc5521b0
 def _model(path: str) -> str:
     "Return the path of a model's folder in its one form, and a name on the hub as it is."
-    if path.startswith((".", "/", "~")) and not os.path.isfile(expanded(path) / "config.json"):
+    if path.startswith((".", "/", "~")) and not os.path.isfile(Path(path).expanduser() / "config.json"):
         raise ValueError(f"model: no config.json in folder {path!r}; "
                          "give a folder made by save_pretrained, or a name on the hub")
     # without ./ it could be a name on the hub
@@ -217,7 +217,7 @@ def _fill(self: RunConfig):
     usual = RECIPES[recipe] | {"recipe": recipe, "lam": -0.1 if self.regularizer == "istar" else 1.0}
     if self._is_qa(): usual |= {"max_length": 384, "segment_ids": True}
     values.update({n: v for n, v in usual.items() if n in values and values[n] is None})
-    if self.data_dir is not None: values["data_dir"] = str(expanded(self.data_dir))
+    if self.data_dir is not None: values["data_dir"] = str(Path(self.data_dir).expanduser())
     for name in ("scores", "dropout"):
         path = values[name] or ""
         if path.endswith(".json") and not path.startswith(CORPUS): values[name] = str(Path(path))
@@ -475,7 +475,6 @@ def help_text(field: FieldInfo) -> str:
     inside = [", ".join(choices(field))] if choices(field) else []
     if field.default is not None: inside.append(f"default {field.default}")
     return (field.description or "") + (f" ({'; '.join(inside)})" if inside else "")
-
 
 # %% ../../nbs/experiments/19_config.ipynb #81c9548b
 def parse_set(pairs: Iterable[str]) -> dict:

@@ -142,7 +142,7 @@ def _read(task: Task, data_dir: str | Path | None, split: str) -> tuple[pa.Table
             raise ValueError(f"files: {split}: {str(path)!r} has changed since this run was planned; plan it again")
     elif data_dir is None or task.folder is None:
         if task.hub is None or split.endswith(UNOFFICIAL):
-            raise ValueError(f"{split} of {task.name} is not on the hub; give the folder that holds it as data_dir")
+            raise ValueError(f"{split} of {task.name}: not on the hub; give the folder with {task.folder} as data_dir")
         return load_rows(*task.hub, split=split).data.table, f"hub:{'/'.join(filter(None, task.hub))}"
     else:
         path = Path(data_dir, name := f"{task.folder}/{split}.parquet")
@@ -209,7 +209,7 @@ def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     values = [v for v in set(table[task.label].to_pylist()) - {None} if str(v).strip().lower() not in ("", "nan")]
     found = {v if isinstance(v, str) else _canonical(v): v for v in values}
     numbers, words = all(map(_NUMBER.fullmatch, map(str, values))), any(isinstance(v, str) for v in values)
-    order = sorted(found, key=float if numbers else None if words else found.__getitem__)
+    order = sorted(sorted(found), key=float if numbers else str if words else found.__getitem__)
     if "f1" in task.metrics and len(order) > 1:
         notes.append(f"f1 is that of the label {order[1]!r}; labels in the definition set another order")
     return Task(**dict(task) | {"labels": order})
@@ -281,7 +281,7 @@ def resample(
     references,  # labels, or {"id", "answers"} of each question
     draws: int = 5000,
 ) -> np.ndarray:
-    "Return the primary metric on rows drawn with replacement, (draws,) of 16 bits; the draws depend on n alone."
+    "Return the primary metric on rows drawn anew, (draws,), to 16 bits; the draws depend on the number of rows alone."
     rng, n = np.random.default_rng(0), len(predictions)
     if task.kind == "qa":
         scores = [squad_scores(p["prediction_text"], r["answers"]["text"]) for p, r in zip(predictions, references)]

@@ -38,7 +38,7 @@ from .record import (
     RunRecord, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions, weights_sha256)
 from .tasks import Task, get_task
 from .toy import toy_corpus
-from ..files import expanded, file_kind, pack, scores_source, scores_texts, unpack, write_atomically
+from ..files import file_kind, pack, scores_source, scores_texts, unpack, write_atomically
 from ..fisher import empirical_fisher
 from ..geometry import two_nn
 from ..istar import PENALTY_CLASSES, measure_isotropy
@@ -125,7 +125,7 @@ def _prepare(config: RunConfig, data: TaskData, record: RunRecord, schedule):
     record.dropout = _apply_dropout(config, model, data, tokenizer, schedule)
     if config.length_groups > 1: split_by_length(model, config.length_groups)
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
-    source = "folder" if os.path.isdir(expanded(config.model)) else "hub"
+    source = "folder" if os.path.isdir(Path(config.model).expanduser()) else "hub"
     record.model = {
         "parameters": sum(p.numel() for p in model.parameters()), "fingerprint": weights_sha256(model), "notes": notes,
         "source": "embedded" if config.model == "toy-bert" else source}
@@ -365,7 +365,7 @@ def rerun(
     config = record["config"] | where
     own = config.get("definition") or {}
     if where.get("data_dir") and "files" in own:
-        files = {split: str(expanded(where["data_dir"]) / Path(file).name) for split, file in own["files"].items()}
+        files = {s: str(Path(where["data_dir"]).expanduser() / Path(f).name) for s, f in own["files"].items()}
         config["definition"] = own | {"files": files}
     now = run(RunConfig.from_record(config)).to_dict()
     old, new = (unpack(r["predictions"]) for r in (record, now))

@@ -121,7 +121,7 @@ def combinations(self: Block, overrides: dict) -> list[dict]:
     for picks in _product(self.name, [_options(n, values) for n, values in axes.items()]):
         given = {n: v for pick in picks for n, v in pick.items()}
         if len(given) < sum(map(len, picks)):
-            raise ValueError(f"{self.name}: axes: two axes set one setting, one of {', '.join(given)}")
+            raise ValueError(f"{self.name}: axes: two axes set one of {', '.join(given)}; keep each in one")
         found.append(self.fixed | given)
     return _with_values(found, {n: v for n, v in overrides.items() if n not in self.axes})
 
@@ -249,7 +249,7 @@ def _best(settings: list[list[Run]], scores: dict, varied: list[str]) -> Choice:
 def final_grid(choices: list[Choice], seeds: str = "0..5", of: str = "search") -> str:
     "Return the text of the grid of the final runs of search `of`. Raises `ValueError` for a seed of the search."
     axis = _values("seeds", from_yaml(seeds))
-    if not all(type(seed) is int for seed in axis): raise ValueError(f"seeds: {seeds!r}; give 0..5 or [0, 1, 2]")
+    if not all(type(seed) is int for seed in axis): raise ValueError(f"seeds: {seeds!r}; need whole numbers: 0..5")
     if used := set(axis) & {seed for c in choices for seed in c.seeds}:
         raise ValueError(f"seeds: {min(used)} was searched on; give others: 0..5")
     configs = [{n: v for n, v in c.config.items() if v is not None} for c in choices]

@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoModel, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
@@ -26,7 +26,7 @@ from transformers.utils import logging
 from .config import RunConfig
 from .tasks import Task, get_task
 from .toy import toy_model_path
-from ..files import expanded, read_text
+from ..files import read_text
 
 # %% ../../nbs/experiments/21_models.ipynb #4b57d844
 def load_model(
@@ -136,6 +136,10 @@ def pretrained(kind, model: str, **options):
         raise ValueError(f"model: {model!r} cannot be read ({why}); give the folder of a complete checkpoint, "
                          "or a name on the hub") from None
     loaded = found[0] if isinstance(found, tuple) else found
+    for file in Path(source).glob("*.safetensors") if isinstance(loaded, nn.Module) else ():
+        with safe_open(file, "pt") as stored:
+            if any(k.endswith("weight") and stored.get_slice(k).get_dtype()[0] in "IU" for k in stored.keys()):
+                raise ValueError(f"model: {model!r} stores weights as integers; give it as it was before quantisation")
     named = loaded.named_parameters() if isinstance(loaded, nn.Module) else ()
     if odd := [name for name, w in named if not bool(w.isfinite().all())]:
         raise ValueError(f"model: {model!r} has NaN or infinity in {len(odd)} of its weights ({odd[0]}, ...); "
@@ -145,13 +149,12 @@ def pretrained(kind, model: str, **options):
 def model_source(model: str) -> str:
     "Return where from_pretrained finds the model. Raises `ValueError` for a path without a folder."
     if model == "toy-bert": return str(toy_model_path())
-    folder = expanded(model)
+    folder = Path(model).expanduser()
     if os.path.isdir(folder): return str(folder)  # unlike the method of a path, also of a name too long for one
     if model.count("/") > 1 or model.startswith("models/") or not re.fullmatch(r"[\w./-]+", model, re.ASCII):
         raise ValueError(f"model: no folder {model!r} here, and a name on the hub is owner/name; "
                          "give the whole path of the folder, or start isoreg in the folder that holds it")
     return model
-
 
 # %% ../../nbs/experiments/21_models.ipynb #quietc01
 @contextlib.contextmanager
@@ -223,11 +226,13 @@ def trainer_arguments(precision: str, **settings) -> TrainingArguments:
 @contextlib.contextmanager
 def process_kept() -> Iterator[None]:
     "Give a context without the precision of an earlier training, and restore threads and environment at its end."
-    threads = torch.get_num_threads()
-    with mock.patch.dict(os.environ):
-        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-        try: yield
-        finally: torch.set_num_threads(threads)
+    name, threads = "ACCELERATE_MIXED_PRECISION", torch.get_num_threads()
+    left = os.environ.pop(name, None)
+    try: yield
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.pop(name, None)
+        if left is not None: os.environ[name] = left
 
 # %% ../../nbs/experiments/21_models.ipynb #909ff6e7
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -35,7 +36,7 @@ from isoreg.experiments.models import (
 from .record import (
     changed_inputs, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions)
 from .toy import toy_corpus, toy_tokenizer
-from ..files import expanded, write_atomically
+from ..files import write_atomically
 from ..states import eval_mode
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #1292211a
@@ -50,7 +51,7 @@ def pretrain(
     or a text is missing, or the tokenizer has no mask token."""
     in_range("evaluations", evaluations, 1, whole=True)
     folder = Path(out) / config.key
-    file, name = folder / "record.json", expanded(config.model).absolute().name
+    file, name = folder / "record.json", Path(os.path.abspath(os.path.expanduser(config.model))).name
     if file.exists() and not changed_inputs(done := json.loads(file.read_text())):
         if (folder / done["model"].get("folder", "model") / "config.json").is_file(): return done
     begun, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")

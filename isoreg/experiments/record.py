@@ -26,7 +26,8 @@ from pydantic.dataclasses import dataclass
 
 import isoreg
 from .config import RunConfig, setting
-from ..files import expanded, from_json, read_text, record_files, write_atomically
+from ..checks import one_of
+from ..files import from_json, read_text, record_files, write_atomically
 from .tasks import content_digest, get_task
 
 # %% ../../nbs/experiments/20_record.ipynb #eb06837a
@@ -155,13 +156,13 @@ _NEVER_LOADED = re.compile(r"\..*|README.*|.*\.(md|onnx|h5|msgpack|png|py)|train
 
 def inputs_sha256(config: dict) -> dict[str, str]:
     "Return 16 digits of the sha256 of the files that the settings name, of a run or a measurement."
-    folder = expanded(config["model"])
+    folder = Path(config["model"]).expanduser()
     files = sorted(folder.iterdir()) if config["model"] != "toy-bert" and folder.is_dir() else []
     loaded = [p for p in files if p.is_file() and not _NEVER_LOADED.fullmatch(p.name)]
     paths = {"model": [p for p in loaded if _WEIGHTS.fullmatch(p.name)]}
-    for name in ("corpus", "heldout"): paths[name] = [expanded(s.strip()) for s in (config.get(name) or "").split(",")]
+    for n in ("corpus", "heldout"): paths[n] = [Path(s.strip()).expanduser() for s in (config.get(n) or "").split(",")]
     if scores := config.get("fisher"):
-        paths["fisher"] = [expanded(scores), expanded(scores) / "fisher.json"]
+        paths["fisher"] = [Path(scores).expanduser(), Path(scores).expanduser() / "fisher.json"]
     if config.get("data_dir") is not None: paths["data_dir"] = _data_files(config)
     lines = {name: [content_digest(p) for p in found if p.is_file()] for name, found in paths.items()}
     # of every other file of the model's folder: special tokens, chat templates, index of the shards
@@ -175,7 +176,7 @@ def _data_files(config: dict) -> list[Path]:
     task, split = get_task(config["task"], config.get("definition")), config.get("eval_split")
     parts = [(task, config["train_split"]), (task, split or task.eval_splits[0])]
     if not split: parts += [(other, other.eval_splits[0]) for other in map(get_task, task.also)]
-    return [expanded(config["data_dir"]) / str(t.folder) / f"{name}.parquet" for t, name in parts]
+    return [Path(config["data_dir"]).expanduser() / str(t.folder) / f"{name}.parquet" for t, name in parts]
 
 # %% ../../nbs/experiments/20_record.ipynb #0b263b7a
 def changed_inputs(record: dict) -> list[str]:
@@ -196,12 +197,13 @@ def weights_sha256(model) -> str:
 
 # %% ../../nbs/experiments/20_record.ipynb #0e50cab9
 def collect(
-    folder: str | Path,  # of runs, searched for record.json and failed.json
+    folder: str | Path,  # folder of runs, searched for record.json and failed.json
     path: str | Path,  # JSON lines file, into which several processes may collect
-    kind: str = "finetune",  # or a measurement: fisher, landscape, geometry
+    kind: str = "finetune",  # kind of the records: finetune, fisher, landscape or geometry
 ) -> list[dict]:
     """Add the records of a folder to a JSON lines file, one for each key, in one step; return them. A failed run
     keeps key, configuration, error and attempts. Raises `ValueError` if there is no such folder."""
+    one_of("kind", kind, ("finetune", "fisher", "landscape", "geometry"))
     if not Path(folder).is_dir(): raise ValueError(f"folder: no folder {str(folder)!r}; give one of runs")
     path, records = Path(path), {}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -97,7 +97,8 @@ def _row(record: dict) -> dict:
         for name in place.split("."): found = found.get(name) if isinstance(found, dict) else None
         return found
     config = record["config"]
-    if config.get("recipe") in RECIPES: config = RunConfig.model_construct(**config).fixed() | config
+    if record.get("error") and str(config.get("recipe")) in RECIPES:
+        config = RunConfig.model_construct(**config).fixed() | config
     row = SETTINGS | RunConfig.later | config | {c: at(place) for c, place in RECORDED.items()}
     # a table groups by a text, not by a dict
     row |= {n: json.dumps(row[n], sort_keys=True) for n in SETTINGS if isinstance(row[n], dict)}
@@ -470,7 +471,7 @@ def three_columns(
     df: pd.DataFrame,  # runs from load; the column protocol decides where a run goes
     numbers: pd.DataFrame,  # rows from published: single numbers with a task, as many rows as wanted
     methods: dict[str, str],  # the paper's name of a method -> ours, as in the column method
-    digits: int = 4,  # of a score, 0 to 1
+    digits: int = 4,  # decimals of a score, 0 to 1
 ) -> pd.DataFrame:  # task, method, published, as released, corrected, read
     """Return published numbers next to the runs of either protocol, from 0 to 1: mean, standard deviation, 95 % t
     interval, n; a cell without runs says "not run". Raises `ValueError` if runs differ in a setting."""
