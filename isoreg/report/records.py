@@ -97,7 +97,7 @@ def _row(record: dict) -> dict:
         for name in place.split("."): found = found.get(name) if isinstance(found, dict) else None
         return found
     config = record["config"]
-    if record.get("error") and str(config.get("recipe")) in RECIPES:
+    if "accumulation" not in config and str(config.get("recipe")) in RECIPES:
         config = RunConfig.model_construct(**config).fixed() | config
     row = SETTINGS | RunConfig.later | config | {c: at(place) for c, place in RECORDED.items()}
     # a table groups by a text, not by a dict
