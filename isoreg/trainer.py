@@ -67,15 +67,15 @@ class PenaltyTrainer(PenaltyMixin, Trainer):
     "Train as the transformers Trainer does, with penalties: `PenaltyTrainer(..., penalty=IStar(lam=-0.1))`."
 
 # %% ../nbs/09_trainer.ipynb #trlmodel
-HEADS = re.compile(r"For(\w*Classification|MultipleChoice|QuestionAnswering)$")
-
 def ignores_items(model: nn.Module) -> bool:
     "Return whether the head of a transformers model takes num_items_in_batch and ignores it."
-    kinds = list(dict.fromkeys(map(type, model.modules())))
-    if any(HEADS.search(kind.__name__) for kind in kinds): return True
-    forwards = [kind.forward for kind in kinds if kind.forward.__module__.startswith("transformers.")]
+    kinds = dict.fromkeys(map(type, model.modules()))
+    known = r"For(\w*Classification|MultipleChoice|QuestionAnswering)$"
+    if any(re.search(known, kind.__name__) for kind in kinds): return True
+    forwards = [getattr(kind, "forward", None) for kind in kinds]  # parts of TorchScript have none
+    own = [f for f in forwards if str(getattr(f, "__module__", "")).startswith("transformers.")]
     # the outermost head computes the loss
-    heads = [f for f in forwards if "labels" in inspect.signature(f).parameters]
+    heads = [f for f in own if "labels" in inspect.signature(f).parameters]
     return bool(heads) and "self.loss_function(" not in inspect.getsource(heads[0])
 
 # %% ../nbs/09_trainer.ipynb #e8b64804

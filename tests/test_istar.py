@@ -277,17 +277,19 @@ def test_penalties_come_alone_or_in_a_list():
 
 def test_a_penalty_without_a_gradient_warns_but_not_where_it_measures():
     states, mask = states_and_mask()
-    for penalty in (IStar(-1, zeta=0), IStar(1, correction="ustat"), CosReg(1)):
+    for penalty in (IStar(-1, zeta=0), IStar(1, correction="ustat"), CosReg(1), IStar(0, zeta=0)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             with torch.no_grad():
                 penalty(states, mask)
             penalty.eval()(states, mask)
+            penalty.train()(*states_and_mask(requires_grad=True))
             assert not caught
             for _ in range(3):
-                penalty.train()(states, mask)
-        (warning,) = caught
-        assert f"the term of this {type(penalty).__name__} has no gradient" in str(warning.message)
+                penalty(states, mask)
+        said = [str(w.message).partition(", ")[0] for w in caught]
+        has_effect = penalty.lam != 0  # else it trains nothing by intention
+        assert said == [f"penalty: the term of this {type(penalty).__name__} has no gradient"] * has_effect
 
 
 # ---- compiled, and without waiting

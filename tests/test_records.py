@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from jsonschema import Draft202012Validator
+from small_transformers import CONFIG
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
 
 from isoreg.dropout import load_dropout
@@ -141,18 +142,12 @@ def test_a_saved_model_loads_with_its_dropout(tmp_path):
     assert written == pytest.approx({name: rates[name] for name in written})
 
 
-def bert():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    return BertModel(BertConfig(vocab_size=50, **sizes))
-
-
 def same(got, wanted):
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_sentence_vectors_equal_one_text_at_a_time():
-    model = bert().train()
+    model = BertModel(BertConfig(**CONFIG)).train()
     ids, lengths = torch.randint(1, 50, (5, 9)), torch.tensor([9, 4, 7, 1, 5])
     mask = (torch.arange(9) < lengths[:, None]).long()
     batches = [{"input_ids": ids[rows], "attention_mask": mask[rows]} for rows in (slice(3), slice(3, 5))]
@@ -169,7 +164,7 @@ def test_sentence_vectors_equal_one_text_at_a_time():
 
 
 def test_first_token_is_found_behind_padding_on_the_left():
-    model = bert()
+    model = BertModel(BertConfig(**CONFIG))
     ids, lengths = torch.randint(1, 50, (4, 9)), torch.tensor([9, 4, 1, 6])
     right, position = (torch.arange(9) < lengths[:, None]).long(), torch.arange(9).expand(4, 9)
     turn = (position - (9 - lengths[:, None])) % 9  # the same tokens at the end of the row
