@@ -43,15 +43,15 @@ def isoscore_by_sequence(
 def _estimates(lengths: Tensor, vectors: Tensor, single: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
     "Return estimates of (tr Σ)² and tr(Σ²), (...) each, from the sums that a `SequenceStream` holds."
     N, N2, N3, N4 = lengths.unbind(-1)
-    S, Ps, ps, s2s = vectors.unbind(-2)
+    z, Ps, ps, s2s = vectors.unbind(-2)
     own, sPs, p2, p_s2, s4 = single.unbind(-1)
-    PP, PG, GG, p, g, SPS, SGS = products.unbind(-1)
-    S2 = S.square().sum(-1)
+    PP, PG, GG, p, g, zPz, zGz = products.unbind(-1)
+    z2 = z.square().sum(-1)
     pairs, triples = N**2 - N2, N**3 - 3 * N * N2 + 2 * N3
-    fours = pairs**2 - 4 * (N**2 * N2 - 2 * N * N3 + N4) + 2 * (N2**2 - N4)
-    μMμ = (SPS - PG - 2 * (S * Ps).sum(-1) + 2 * sPs) / triples
-    pμμ = (p * S2 - p * g - 2 * (S * ps).sum(-1) + 2 * p_s2) / triples
-    μ4 = (S2**2 - 2 * g * S2 - 4 * SGS + g**2 + 2 * GG + 8 * (S * s2s).sum(-1) - 6 * s4) / fours
+    fours = N**4 - 6 * N**2 * N2 + 8 * N * N3 + 3 * N2**2 - 6 * N4
+    μMμ = (zPz - PG - 2 * (z * Ps).sum(-1) + 2 * sPs) / triples
+    pμμ = (p * z2 - p * g - 2 * (z * ps).sum(-1) + 2 * p_s2) / triples
+    μ4 = (z2**2 - 2 * g * z2 - 4 * zGz + g**2 + 2 * GG + 8 * (z * s2s).sum(-1) - 6 * s4) / fours
     return (p**2 - p2) / pairs - 2 * pμμ + μ4, (PP - own) / pairs - 2 * μMμ + μ4
 
 # %% ../nbs/03_tokens.ipynb #d592b341
@@ -67,7 +67,7 @@ class SequenceStream:
         self.lengths = zeros(k, 4)  # of each group, sums of n_c, n_c^2, n_c^3 and n_c^4
         self.vectors = zeros(k, 4, d)  # of s_c, P_c s_c, p_c s_c and |s_c|^2 s_c
         self.single = zeros(k, 5)  # of <P_c, P_c>, s_c' P_c s_c, p_c^2, p_c |s_c|^2 and |s_c|^4
-        self.products = zeros(k, 7)  # without each group: <P, P>, <P, G>, <G, G>, tr P, tr G, S'PS and S'GS
+        self.products = zeros(k, 7)  # without each group: <P, P>, <P, G>, <G, G>, tr P, tr G, z'Pz and z'Gz
 
     def first(self, x: Tensor, mask: Tensor):
         "Add sequences (b, length, d) to the mean."
@@ -101,9 +101,9 @@ def second(self: SequenceStream, g: int, x: Tensor, mask: Tensor):
 @patch
 def close(self: SequenceStream, g: int):
     "End group g."
-    P, G, S = self.moments.m2 - self.P_g, self.G - self.G_g, self.vectors[g, 0]
+    P, G, z = self.moments.m2 - self.P_g, self.G - self.G_g, self.vectors[g, 0]
     inner = [(A * B).sum() for A, B in ((P, P), (P, G), (G, G))]
-    self.products[g] = torch.stack([*inner, P.trace(), G.trace(), S @ P @ S, S @ G @ S])
+    self.products[g] = torch.stack([*inner, P.trace(), G.trace(), z @ P @ z, z @ G @ z])
     for sums in (self.P_g, self.G_g): sums.zero_()
 
 # %% ../nbs/03_tokens.ipynb #eb65a5ac
