@@ -33,14 +33,3 @@ def __getattr__(name: str):
 def __dir__() -> list[str]:
     from pkgutil import iter_modules
     return sorted({*globals(), *_HOME, *(m.name for m in iter_modules(__path__) if not m.name.startswith("_"))})
-
-
-def _command() -> None:
-    "Run the command line. An interrupt while it is being loaded ends it like any later one."
-    import sys
-    try:
-        from .cli import app
-        app()
-    except KeyboardInterrupt:
-        print("error: stopped", file=sys.stderr)
-        sys.exit(130)

@@ -7,7 +7,7 @@ __all__ = ['one_of', 'in_range']
 import difflib
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # %% ../nbs/00_checks.ipynb #5f1c0a06
 def one_of(
@@ -63,3 +63,12 @@ def did_you_mean(value, choices: Iterable) -> str:
     names = [c for c in choices if isinstance(c, str)]
     near = difflib.get_close_matches(value, names, 1) if isinstance(value, str) else []
     return f"did you mean {near[0]!r}? " if near else ""
+
+# %% ../nbs/00_checks.ipynb #5f1c0a1t
+def check_texts(texts: Iterable[str]) -> list[str]:
+    "Return the texts as a list. Raises `ValueError` for a single string, a table, and what is no list of strings."
+    table = isinstance(texts, (str, Mapping)) or hasattr(texts, "columns")
+    texts = [] if table else list(texts)
+    if not texts or not all(isinstance(t, str) for t in texts):
+        raise ValueError("texts: need a list of strings; of a table pass the column, such as data['text']")
+    return texts

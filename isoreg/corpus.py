@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from .checks import in_range, one_of
+from .checks import check_texts, in_range, one_of
 from .files import file_kind, load_rows, read_table
 
 # %% ../nbs/10_corpus.ipynb #bb6ad3ec
@@ -46,7 +46,7 @@ class TextBatches:
     by_length: bool = True  # neighbours in length share a batch; False: drawn at random
 
     def __post_init__(self, texts):
-        self._check(texts)
+        texts = self._check(texts)
         self.epoch, self.drawn = 0, None
         self.max_length = min(self.max_length, self.tokenizer.model_max_length)
         self.find_ids()
@@ -66,15 +66,13 @@ class TextBatches:
 
 # %% ../nbs/10_corpus.ipynb #textchk1
 @patch
-def _check(self: TextBatches, texts):
-    "Raise `ValueError` for a setting out of its range, and for what is no list of strings."
+def _check(self: TextBatches, texts) -> list[str]:
+    "Return the texts. Raises `ValueError` for a setting out of its range, and for what is no list of strings."
     one_of("loss", self.loss, LOSSES)
     for n, low in (("batch_size", 1), ("max_length", 4), ("seed", 0)): in_range(n, vars(self)[n], low, whole=True)
     in_range("probability", self.probability, 0, 1, ends="()")
     in_range("span", self.span, 1)
-    table = isinstance(texts, (str, Mapping)) or hasattr(texts, "columns")
-    if table or not all(isinstance(t, str) for t in texts):
-        raise ValueError("texts: need a list of strings; of a table pass the column, such as data['text']")
+    return check_texts(texts)
 
 # %% ../nbs/10_corpus.ipynb #68a65817
 @patch
@@ -183,7 +181,8 @@ def draw(self: TextBatches, share: float, seed: int = 0) -> TextBatches:
     in_range("share", share, 0, 1, ends="(]")
     drawn = np.random.default_rng([seed, 1]).permutation(self.numbers)
     part = copy(self)
-    part.numbers, part.drawn = np.sort(drawn[: max(1, round(share * len(drawn)))]), [float(share), int(seed)]
+    part.numbers = np.sort(drawn[: max(1, round(share * len(drawn)))])
+    part.drawn = [*(self.drawn or []), float(share), int(seed)]
     return part
 
 @patch
@@ -278,10 +277,11 @@ def check_head(model: nn.Module, loss: str) -> None:
                          f"{' or '.join(map(repr, known))}; use that, for the batches too")
 
 def looks_ahead(model: nn.Module) -> bool:
-    "Return whether a causal model sees the tokens on the right: its family is masked, and it is no decoder."
-    config = model.config
-    masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return masked and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False))
+    "Return whether a causal model sees the tokens on the right: by its settings, or as a masked family's encoder."
+    config = model.config.to_dict()
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True: return True
+    masked = config["model_type"] in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return masked and not (config.get("is_decoder") or config.get("causal"))
 
 # %% ../nbs/10_corpus.ipynb #1cf830ec
 def load_texts(

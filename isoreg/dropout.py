@@ -60,6 +60,7 @@ def apply_dropout(
         sites = dropout_sites(model, batch=batch)
         if scheme.rate: schedule = {s.name: check_rate("p", p) for s in sites if s.kind != "classifier"}
         if scheme.scores:
+            p_max, p_min, seed = float(p_max), float(p_min), int(seed)
             about = {"scores": site_scores(sites, scores), "p_max": p_max, "p_min": p_min, "seed": seed}
             schedule = guided_schedule(about["scores"], p_max, p_min)
         if scheme.rates: schedule = scheme.rates(schedule, sites, seed)
@@ -104,6 +105,7 @@ def site_scores(
     named, found = _tensor_scores(sites, scores), {}
     for s in sites:
         f = [named[t] for t in s.tensors]
+        if not f: raise ValueError(f"sites: {s.name!r} comes before all weights, so it has no score; use a schedule")
         found[s.name] = float(np.average(f, weights=s.sizes if by_scalar else None))
     return found
 
@@ -174,11 +176,12 @@ def _change(model: nn.Module, found: Found, rates: Mapping[str, float], batch, n
     if noises and _noise_of(model): raise ValueError(f"model: has {_noise_of(model)} noise already; undo it first")
     chosen = {s.handle: rates[s.name] for s in found.sites if s.name in rates}
     with ExitStack() as undo:
-        if noises: undo.callback(torch.compiler.reset)
-        for noise in noises: undo.enter_context(mock.patch.object(noise.module, "forward", noise))
-        if noises: torch.compiler.reset()
         undo.enter_context(rates_at(model, chosen))
         for h, p in chosen.items(): set_rate(model, h, p)
+        if noises: undo.callback(torch.compiler.reset)
+        # after the rates: an Identity that became a Dropout has another forward
+        for noise in noises: undo.enter_context(mock.patch.object(noise.module, "forward", noise))
+        if noises: torch.compiler.reset()
         calls = _verify(model, found, rates, batch)
         now, config = {s.name: s.p for s in found.sites}, getattr(model, "config", model)
         kept = {n: p for n, p in getattr(config, _NOTE, {"rates": {}})["rates"].items() if now.get(n, p) == p}
@@ -205,14 +208,14 @@ def gaussian_dropout(
     rates = check_schedule(p if isinstance(p, Mapping) else own)
     check_names(rates, found.sites)
     callers = dict.fromkeys(c.module for c in found.calls)
-    noises = [_GaussianNoise(model.get_submodule(path), kind) for path in callers]
+    noises = (_GaussianNoise(model.get_submodule(path), kind) for path in callers)
     return _change(model, found, rates, batch, noises, released=released)
 
 # %% ../nbs/15_dropout.ipynb #b1b2c3d6s0
-def _noisy(p: float, released: bool, /, input: Tensor, *rest, **others) -> Tensor:
+def _noisy(p: float, released: bool, /, input: Tensor, *rest, inplace=False, **others) -> Tensor:
     "Return the input times N(1, p/(1-p)); as released the standard deviation is p/(1-p)."
-    std = p / (1 - p) if released else math.sqrt(p / (1 - p))
-    return input * torch.empty_like(input).normal_(1, std)
+    noise = torch.empty_like(input).normal_(1, p / (1 - p) if released else math.sqrt(p / (1 - p)))
+    return input.mul_(noise) if inplace or any(rest[2:]) else input * noise
 
 def _noisy_attention(p, released, /, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                      enable_gqa=False) -> Tensor:
@@ -256,6 +259,7 @@ def mixout(
     prefix = base_prefix(model)
     body = [m for path, m in model.named_modules() if path.startswith(prefix) and not _HEAD.search(path)]
     noises = [_MixoutNoise(m, p) for m in body if isinstance(m, (nn.Linear, Conv1D))]
+    if not noises: raise ValueError(f"model: {type(model).__name__} has no nn.Linear to mix; use dropout")
     found = find_sites(model, batch)
     rates = {s.name: 0.0 for s in found.sites if s.kind != "classifier"}
     return _change(model, found, rates, batch, noises, p=p, mixed=len(noises))

@@ -23,7 +23,7 @@ from scipy import special
 from torch import Tensor
 
 import isoreg
-from .checks import one_of
+from .checks import check_texts, in_range, one_of
 from .files import write_atomically
 from .geometry import MEASURES, Cloud, stand_out, unit_rows
 from .isoscore import (
@@ -87,9 +87,8 @@ def _sum_up(pieces: Iterator[Tensor], name: str) -> Moments:
         part = moments(x, order=4).map(Tensor.double)
         if not _fits(part): part = moments(x.double(), order=4)
         m = merge([m, part]) if m else part
-    rounding = (8 * torch.finfo(torch.float64).eps) ** 2 * m.count * m.mean.square().sum()
     if not bool(m.m4.isfinite()): raise ValueError(f"{name}: values too large to be squared; rescale them")
-    if m.m2.trace() <= rounding: raise ValueError(f"{name}: all rows are equal: zero variance has no isotropy")
+    if not m.varies(): raise ValueError(f"{name}: all rows are equal: zero variance has no isotropy")
     return m
 
 def _fits(m: Moments) -> bool:
@@ -110,7 +109,8 @@ def _row_sums(m: Moments, pieces: Iterator[Tensor]) -> tuple[Tensor, int]:
             y = rows.to(dtype) - mean
             r, z, places = torch.linalg.vecdot(y, y), *(y @ side).tensor_split([1], 1)
             w = sum(torch.linalg.vecdot(y[:, a:] @ low[a:, a : a + 96], y[:, a : a + 96]) for a in range(0, d, 96))
-            if cell is None: cell = 1e-3 * r.median().sqrt().double() + 1e-6 * m.mean.norm()
+            if cell is None:  # fine enough that different rows of few dimensions hardly meet in it
+                cell = min(1e-3, float(m.count) ** (-3 / d)) * r.median().sqrt().double() + 1e-6 * m.mean.norm()
             sums.append(torch.stack([r, w, z[:, 0]]).double())
             marks.append(((places / cell).floor().long() * weights).sum(1))
     return torch.cat(sums, 1), int(m.count) - len(torch.cat(marks).unique())
@@ -152,7 +152,8 @@ def draw_texts(
     from isoreg.corpus import read_lines
     texts = [str(text) for text in read_lines(str(source), column) if text is not None and str(text).strip()]
     if not texts: raise ValueError(f"file: {str(source)!r} holds no text; give a file with a text in each line")
-    drawn = sorted(random.Random(seed).sample(range(len(texts)), min(limit, len(texts))))
+    limit = min(in_range("limit", limit, 1, whole=True), len(texts))
+    drawn = sorted(random.Random(seed).sample(range(len(texts)), limit))
     return [texts[i] for i in drawn], len(texts)
 
 # %% ../nbs/36_embeddings.ipynb #eff46717
@@ -167,6 +168,7 @@ def measure_model(
     max_length: int = 128,  # largest number of tokens of a text; ignored if the model pools itself
 ) -> Measured:
     "Return the scores of a model on texts, a row for each layer."
+    texts = check_texts(texts)
     if pooling is None and is_sentence_transformer(model):
         found = measure_points(embed(model, texts, layer=layer), model, normalize, unit="text")
         return found._replace(rows=[{"layer": "output"} | found.row])
@@ -190,9 +192,10 @@ def embed(
     max_length: int = 128,  # largest number of tokens of a text; ignored if the model pools itself
 ) -> Tensor:  # (n, d) float32, or (layers, n, d)
     "Return the vectors of texts. Raises `ValueError` for an unknown pooling, and for a text without a token."
+    texts = check_texts(texts)
     if pooling is None and is_sentence_transformer(model):
         if layer != -1: raise ValueError("layer: a SentenceTransformers model has one output; give a pooling")
-        return _own_vectors(model, list(texts), normalize)
+        return _own_vectors(model, texts, normalize)
     from isoreg.experiments.measure import layer_points
     one_of("pooling", pooling or "mean", _POOLINGS)
     encoder, batch = _load(model, texts, max_length)
@@ -207,7 +210,7 @@ def _load(model: str, texts: Sequence[str], max_length: int) -> tuple[torch.nn.M
     "Return the encoder of a model and the padded texts."
     from isoreg.experiments.models import (
         check_vocabulary, has_decoder, limit_length, load_tokenizer, quiet_loading, read_body)
-    model, texts = str(model), list(texts)
+    model = str(model)
     with quiet_loading(): body = read_body(model).eval()
     tokenizer = load_tokenizer(model)
     tokenizer.padding_side = "right"  # on the left it would move the positions of the tokens
@@ -216,7 +219,7 @@ def _load(model: str, texts: Sequence[str], max_length: int) -> tuple[torch.nn.M
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
     if has_decoder(body):
         body, tokenizer.model_input_names = body.get_encoder(), ["input_ids", "attention_mask"]
-    length = min(max_length, tokenizer.model_max_length)
+    length = min(in_range("max_length", max_length, 4, whole=True), tokenizer.model_max_length)
     batch = dict(tokenizer(texts, max_length=length, truncation=True, padding=True, return_tensors="pt",
                            return_attention_mask=True))
     lengths = batch["attention_mask"].sum(1)

@@ -32,6 +32,7 @@ from .moments import wide_dtype
 from .states import eval_mode, inside_wrapper, model_fingerprint, named_weights, weights_state
 
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
+@torch.inference_mode(False)  # whatever the caller has
 def empirical_fisher(
     model: nn.Module,  # evaluated in eval mode; parameters that require no gradient are left out
     batches: Iterable[Mapping],  # TextBatches, or any iterable of dicts of tensors, samples first
@@ -101,7 +102,7 @@ def squares_on_rows(ids: Tensor, g: Tensor, dense: tuple[Tensor, ...] = ()) -> t
     return row, E * (E + 2 * D)
 
 # %% ../nbs/11_fisher.ipynb #4264aa4d
-@dataclass
+@dataclass(eq=False)
 class FisherEstimate:
     "Sums over samples of squared gradients, with all that is needed to trust them."
     sums: dict[str, Tensor]  # parameter name -> 0-d (level tensor) or the parameter's shape (diagonal)

@@ -120,9 +120,11 @@ def _candidates(model: nn.Module) -> list[str]:
         placeholder = isinstance(m, nn.Identity) and "drop" in path.rpartition(".")[2].lower()
         if placeholder or isinstance(m, _DropoutNd): handles.append(path)
         else:
-            numbers = {k: v for k, v in vars(m).items() if type(v) in (int, float) and "drop" in k.lower()}
+            numbers = {k: v for k, v in vars(m).items() if "drop" in k.lower() and _is_number(v)}
             handles += [f"{path}.{k}".lstrip(".") for k, v in numbers.items() if 0 <= v < 1]
     return [h for h in handles if not _SKIPS.search(h)]
+
+def _is_number(v) -> bool: return isinstance(v, (int, float)) and not isinstance(v, bool)
 
 def _owner(model: nn.Module, handle: str) -> tuple[nn.Module, str]:
     "Return the module that holds a rate, and the name of its attribute."
@@ -157,7 +159,7 @@ def trial(model: nn.Module):
         try:
             for owner in [*model.modules(), *filter(None, [getattr(model, "config", None)])]:
                 for k, v in list(vars(owner).items()):
-                    skips = type(v) in (int, float) and _SKIPS.search(f"{type(owner).__name__}.{k}")
+                    skips = _is_number(v) and _SKIPS.search(f"{type(owner).__name__}.{k}")
                     # adapters that are merged into the weights stay there
                     adapts = k == "_disable_adapters" and not getattr(owner, "merged", False)
                     if not skips and not adapts: continue
@@ -187,8 +189,11 @@ def _example(model: nn.Module) -> dict[str, Tensor]:
     takes = inspect.signature(model.forward).parameters
     if "input_ids" not in takes or not hasattr(model, "dummy_inputs"):
         raise ValueError(f"batch: none given, and {type(model).__name__} reads no text; pass batch=, its inputs")
-    example = {k: v[:1] for k, v in model.dummy_inputs.items() if k in takes}
-    return example | {"attention_mask": torch.ones_like(example["input_ids"])}
+    example = {k: v[:1] for k, v in model.dummy_inputs.items() if k in takes and v is not None}
+    example["attention_mask"] = torch.ones_like(example["input_ids"])
+    if model.config.is_encoder_decoder: example.setdefault("decoder_input_ids", example["input_ids"])
+    choices = type(model).__name__.endswith("ForMultipleChoice")
+    return {k: v[:, None] for k, v in example.items()} if choices else example
 
 # %% ../nbs/13_sites.ipynb #4a67eb4d
 _RATES: dict[Callable, Callable] = {
@@ -361,5 +366,5 @@ def unwrapped(model: nn.Module) -> nn.Module:
     "Return the model inside DistributedDataParallel, torch.compile or PEFT. Raises `ValueError` for no module."
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {model!r:.80} is no torch module; load it with AutoModel.from_pretrained")
-    inner = inside_wrapper(getattr(model, "_orig_mod", model))
+    inner = inside_wrapper(model)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # adapters stay in it

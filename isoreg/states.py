@@ -41,8 +41,9 @@ def hidden_states(
 USUAL = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 
 def inside_wrapper(model: nn.Module) -> nn.Module:
-    "Return the model inside DistributedDataParallel, or the model itself."
-    return getattr(model, "module", model)
+    "Return the model inside DistributedDataParallel and torch.compile, in any order, or the model itself."
+    while (inner := getattr(model, "_orig_mod", getattr(model, "module", None))) is not None: model = inner
+    return model
 
 def encoder_of(model: nn.Module) -> nn.Module:
     "Return the model without wrapper, head and decoder. Raises `ValueError` for a learned prompt of PEFT."

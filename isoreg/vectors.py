@@ -143,7 +143,9 @@ def _parquet(path: Path) -> dict[str, Vectors]:
     file, found = pq.ParquetFile(path), {}
     for field in file.schema_arrow:
         if not re.match(r"\w*list<\w+: (u?int\d+|halffloat|float|double)\b", str(field.type)): continue
-        d = len(next(batches(1, field.name)).column(0)[0])
+        first = next(batches(1, field.name), None)
+        if first is None: raise ValueError("it holds no rows")
+        d = len(first.column(0)[0])
         found[field.name] = Vectors((file.metadata.num_rows, d), partial(pieces, d, field.name))
     return found
 

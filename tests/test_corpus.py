@@ -51,6 +51,7 @@ def test_a_sample_does_not_depend_on_its_batch(size, share, seed):
     assert rows(again) == whole and len(list(again)) == len(again)
     part = again.draw(share, seed)
     assert rows(part) <= whole and len(part.numbers) == max(1, round(share * 60))
+    assert part.draw(share, 1).describe()["drawn"] == [share, seed, share, 1]
 
 
 def test_seed_and_epoch():
@@ -147,7 +148,7 @@ ALPHABET = " ".join("abcdefghijklmnopqrstuvwxyz")
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda t: TextBatches([], t), "texts: the corpus '' has no token that mlm"),
+        (lambda t: TextBatches([], t), "texts: need a list of strings"),
         (lambda t: TextBatches(["", " \n"], t, name="x"), "texts: the corpus 'x' has no token"),
         (lambda t: TextBatches(["[SEP] [CLS]", "[PAD]"], t), "texts: .*has no token that mlm"),
         (lambda t: TextBatches(["a"], plain_tokenizer(), "clm"), "texts: .*has no token that clm"),

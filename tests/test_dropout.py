@@ -223,8 +223,12 @@ def test_a_mask_that_noise_cannot_replace_is_refused_by_name(p):
 
 def test_noise_follows_an_identity_that_becomes_a_dropout():
     model = make("modernbert", attention_dropout=0.0, embedding_dropout=0.0, mlp_dropout=0.0).train()
+    before = rates(model)
+    names = [n for n in before if n != "classifier"]
+    with gaussian_dropout(model, 0.2):
+        assert list(rates(model)) == list(before) and not torch.equal(output(model), output(model))
     noise = gaussian_dropout(model)
-    names = [n for n in rates(model) if n != "classifier"]
+    assert rates(model) == before
     set_dropout(model, {n: 0.2 for n in names})  # looks for noise at each
     layer = model.model.embeddings.drop
     x = layer(torch.ones(50_000))
@@ -417,6 +421,26 @@ def test_bad_calls_change_nothing(how, kwargs, message):
     with pytest.raises(ValueError, match=message):
         apply_dropout(model, how, **kwargs)
     assert rates(model) == before and model.config.to_dict() == config
+
+
+def test_models_of_ones_own():
+    class InPlace(nn.Linear):
+        drop = 0.0
+
+        def forward(self, x):
+            y = super().forward(x)
+            F.dropout(y, self.drop, self.training, inplace=True)
+            return y
+
+    x, model = torch.randn(3, 4), InPlace(4, 4)
+    model.drop = 0.2
+    with gaussian_dropout(model, 0.3, batch=x):
+        assert not torch.equal(model(x), model(x))
+    first = nn.Sequential(nn.Dropout(0.1), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="'0' comes before all weights"):
+        apply_dropout(first, "guided", scores={"1.weight": 1.0, "1.bias": 1.0}, batch=x)
+    with pytest.raises(ValueError, match="has no nn.Linear to mix"):
+        mixout(nn.Sequential(nn.Conv1d(3, 3, 1), nn.Dropout(0.1)), batch=x[None])
 
 
 def test_a_compiled_model_that_has_run_gets_the_regulariser():

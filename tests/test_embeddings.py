@@ -142,9 +142,16 @@ def test_a_file_that_is_cut_and_lists_of_several_lengths_are_refused(tmp_path):
     # as many numbers as rows of equal length would have
     pd.DataFrame({"v": [[1.0, 2.0], [3.0, 4.0, 5.0], [6.0]]}).to_parquet(tmp_path / "sum.parquet")
     pd.DataFrame({"v": [[1.0, 2.0], None]}).to_parquet(tmp_path / "gap.parquet")
+    pq.write_table(pa.table({"v": pa.array([], pa.list_(pa.float32()))}), tmp_path / "none.parquet")
     pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]}).to_parquet(tmp_path / "wide.parquet")
     np.save(tmp_path / "row.npy", cloud()[0])
-    words = {"x.npy": "x.npy: ", "x.parquet": "x.parquet: ", "wide.parquet": "no vectors", "row.npy": "(10,)"}
+    words = {
+        "x.npy": "x.npy: ",
+        "none.parquet": "none.parquet: it holds no rows",
+        "x.parquet": "x.parquet: ",
+        "wide.parquet": "no vectors",
+        "row.npy": "(10,)",
+    }
     words |= dict.fromkeys(("sum.parquet", "gap.parquet"), "lists of 'v' differ in length, or some are missing")
     for name, said in words.items():
         done = invoke(tmp_path / name)
@@ -265,6 +272,8 @@ def test_repeated_rows_are_counted(tmp_path):
     with pytest.warns(UserWarning, match="points: 240 of 720 rows have a near copy"):
         two_nn(np.concatenate([x, near]))
     assert measure_points(x).row["repeated"] == 0
+    plane = torch.randn(50_000, 2, generator=torch.Generator().manual_seed(0))
+    assert measure_points(plane).row["repeated"] == 0
     texts = toy_corpus(12, seed=5)
     with pytest.warns(UserWarning, match=f"toy-bert: {24 - len(set(texts))} of 24 texts repeat another one"):
         measure_model("toy-bert", texts * 2, "tokens")
@@ -400,6 +409,12 @@ def test_refusals_of_a_model(texts):
         measure_model("toy-bert", texts, pooling="tokens", layer=9)
     with pytest.raises(ValueError, match="texts: 5 given, but a score by sequence needs at least 6"):
         measure_model("toy-bert", texts[:5])
+    for wrong in (texts[0], pd.DataFrame({"text": texts}), []):
+        for call in (embed, measure_model):
+            with pytest.raises(ValueError, match="texts: need a list of strings"):
+                call("toy-bert", wrong)
+    with pytest.raises(ValueError, match="max_length: 0 is out of range"):
+        embed("toy-bert", texts, max_length=0)
 
 
 def gpt2(folder, tokenizer):

@@ -369,12 +369,18 @@ def toy_model():
     return T.AutoModelForMaskedLM.from_pretrained(toy_model_path())
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, compiled, lambda model: nn.DataParallel(compiled(model))])
 def test_a_wrapped_model_has_the_scores_of_the_model(wrap):
     ours, expected = empirical_fisher(wrap(toy_model()), corpus_of(8)), empirical_fisher(toy_model(), corpus_of(8))
     torch.testing.assert_close(ours.sums, expected.sums)
-    rows = list(corpus_of(8))
-    assert empirical_fisher(wrap(toy_model()), rows).sums.keys() == expected.sums.keys()
+    rows, model = list(corpus_of(8)), wrap(toy_model())
+    with torch.inference_mode():
+        assert empirical_fisher(model, rows).sums.keys() == expected.sums.keys()
+    assert ours != expected
 
 
 def test_agreement_measures():
@@ -498,6 +504,7 @@ def idle():
 
 bert, masked = (lambda: model_of("bert")), (lambda: [batch_of("mlm")])
 ahead = lambda: T.BertLMHeadModel(T.BertConfig(**TEXT))
+both_ways = lambda: T.LlamaForCausalLM(T.LlamaConfig(**TEXT, is_causal=False))
 seq2seq = lambda: TextBatches(toy_corpus(12), tokenizer_of("t5"), loss="seq2seq")
 REFUSED = [  # model, batches, options, message
     (bert, masked, dict(level="row"), "level: 'row'"),
@@ -527,6 +534,7 @@ REFUSED = [  # model, batches, options, message
     (causal_model, lambda: list(corpus_of(12)), dict(loss="mlm"), "loss: 'mlm', but GPT2LMHeadModel was made"),
     (causal_model, lambda: corpus_of(12), {}, "loss: 'mlm', but GPT2LMHeadModel was made for 'clm'"),
     (ahead, lambda: [batch_of("clm")], {}, "loss: 'clm', but the model sees the tokens on the right"),
+    (both_ways, lambda: [batch_of("clm")], {}, "but the model sees the tokens on the right"),
 ]
 
 

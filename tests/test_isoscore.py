@@ -10,6 +10,7 @@ import sys
 from unittest import mock
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.testing import assert_close
@@ -115,7 +116,8 @@ def test_mean_scale_rotation_bounds_and_masks(seed, n, d, shift, scale):
     assert_close(isoscore(x * scale), score, rtol=1e-9, atol=0)
     assert_close(isoscore(x @ q), score, rtol=1e-8, atol=1e-12)
     garbage, mask = torch.cat([x, torch.full((5, d), float("nan"))]), torch.arange(n + 5) < n
-    assert_close(isoscore(garbage, mask), score, rtol=1e-9, atol=1e-13)
+    for same in (mask, pd.Series(mask, index=range(7, n + 12)), mask.flip(0).numpy()[::-1]):
+        assert_close(isoscore(garbage, same), score, rtol=1e-9, atol=1e-13)
 
 
 @relaxed

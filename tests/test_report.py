@@ -4,8 +4,6 @@ import itertools
 import json
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import matplotlib.pyplot
@@ -23,7 +21,7 @@ from isoreg.report import figures
 from isoreg.report.figures import plot_forest, plot_fraction, plot_layers, plot_mean_activation, plot_tradeoff
 from isoreg.report.figures import write_report
 from isoreg.report.records import Cell, clears_majority, compare, gain_share, label, load, over_tasks, provenance
-from isoreg.report.records import published, readable, summarise, three_columns, to_latex, to_markdown
+from isoreg.report.records import published, readable, summarise, three_columns, to_markdown
 from isoreg.report.statistics import ratio_interval
 
 NBS = Path(__file__).parents[1] / "nbs"
@@ -468,32 +466,6 @@ def test_markdown_marks_in_cells_are_escaped_and_links_hold():
     cell = Cell("a_b [c]", ((0, "runs/a [b]/record.json", 0, 'a "b" | c'),))
     link = r'[a_b \[c\]](runs/a%20%5Bb%5D/record.json "a-b-c")'
     assert link in to_markdown(pd.DataFrame({"x": [cell]}), "x")
-
-
-def test_a_table_for_latex_has_greek_and_minus_as_maths():
-    table = compare(arms(none=[0.6, 0.7], minus=[0.5, 0.65]))
-    shown = to_latex(table, columns=["method", "difference", "95 % interval"])
-    assert r"I-STAR $\lambda$=$-$1 & $-$0.075 & [$-$0.393, +0.243] \\" in shown and r"95 \% interval" in shown
-    assert shown.isascii() and shown.startswith(r"\begin{tabular}{lll}")
-
-
-@pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs pdflatex")
-def test_tables_compile_with_pdflatex_and_have_eight_columns(tmp_path):
-    zeta = [record({"regularizer": "istar", "lam": 1.0, "zeta": 0.4}, s, 0.6, settings={"clip": None}) for s in (0, 1)]
-    each = [(m, s, t) for m in (NONE, MINUS) for s in (0, 1) for t in ("rte", "x")]
-    df = load([*zeta, *(record(m, s, 0.5 + 0.1 * s, task=t) for m, s, t in each)])
-    odd = {"metric": r"a_b 5 % & #1 {$x$} ~ ^ \ <y> | –"}
-    numbers = published(paper="I-STAR", table="Table 1", model="BERT", task="rte")
-    tables = [summarise(df), compare(df), over_tasks(compare(df)), clears_majority(df), summarise(df.assign(**odd))]
-    tables.append(three_columns(df[df.regularizer == "none"], numbers, {"Base": "baseline"}))
-    texts = [to_latex(table) for table in tables]
-    assert all(re.match(r"\\begin{tabular}{l{6,8}}", text) and text.isascii() for text in texts)
-    assert all(text.count(r"$\zeta$") for text in texts[:2])
-    body = r"\documentclass{article}\usepackage{booktabs}\begin{document}\tiny " + "\n\n".join(texts)
-    (tmp_path / "t.tex").write_text(body + r"\end{document}")
-    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
-    assert done.returncode == 0 and "Missing character" not in done.stdout, done.stdout[-2000:]
 
 
 # ---- published numbers
