@@ -46,10 +46,9 @@ class _Commands(TyperGroup):
         raise typer.Exit(code)
 
     def get_params(self, ctx):
-        "Return the options; a flag of any command is shown without a value, where typer shows <bool>."
         params = super().get_params(ctx)
         for option in [*params, *(p for command in self.commands.values() for p in command.get_params(ctx))]:
-            if getattr(option, "is_flag", False): option.metavar = ""
+            if getattr(option, "is_flag", False): option.metavar = ""  # where typer shows <bool>
         return params
 
 app = typer.Typer(
@@ -63,7 +62,7 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
 _JSON = typer.Option("--json", help="Print JSON.")
 _OUT = typer.Option(help="Folder for the runs; each run gets a subfolder.")
 _ONLY = typer.Option(help="Only this block of the grid.")
-_SET = typer.Option("--set", help="name=value: this setting in all runs, such as data_dir=data or seed=[0,1].")
+_SET = typer.Option("--set", help="name=value, as seed=[0,1]: in the runs that name it, or in all if none does.")
 
 # %% ../nbs/31_cli.ipynb #7f6bcbdf
 @app.command("demo")
@@ -399,8 +398,7 @@ def tasks_command():
     "List the tasks, their metrics, and their places on the hub and in a data folder."
     from isoreg.experiments.tasks import TASKS
     rows = [(t.name, ", ".join(t.papers), t.metric, "/".join(filter(None, t.hub or ())),
-             t.folder or ("-" if t.hub else "embedded"))
-            for t in TASKS.values()]
+             t.folder or ("-" if t.hub else "embedded")) for t in TASKS.values()]
     _show("", rows, ["task", "papers", "metric", "hub", "data folder"])
 
 # %% ../nbs/31_cli.ipynb #be305037
@@ -419,7 +417,7 @@ def _show(title: str, rows: Iterable, left: Sequence[str] = (), right: Sequence[
     for row in rows: table.add_row(*(_printable(str(cell)) for cell in row))
     _console.print(table)
 
-def _number(x: float | None) -> str: return "undefined" if x is None else "-" if x != x else f"{x:.4f}"
+def _number(x: float | None) -> str: return "undefined" if x in (None, float("-inf")) else "-" if x != x else f"{x:.4f}"
 
 def _time(seconds: float) -> str:
     "Return a duration in hours, minutes or seconds."

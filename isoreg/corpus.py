@@ -278,10 +278,9 @@ def check_head(model: nn.Module, loss: str) -> None:
 
 def looks_ahead(model: nn.Module) -> bool:
     "Return whether a causal model sees the tokens on the right: by its settings, or as a masked family's encoder."
-    config = model.config.to_dict()
-    if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True: return True
-    masked = config["model_type"] in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return masked and not (config.get("is_decoder") or config.get("causal"))
+    c = model.config.to_dict()
+    if c.get("is_causal") is False or c.get("use_bidirectional_attention") is True: return True
+    return c["model_type"] in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (c.get("is_decoder") or c.get("causal"))
 
 # %% ../nbs/10_corpus.ipynb #1cf830ec
 def load_texts(

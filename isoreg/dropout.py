@@ -60,7 +60,6 @@ def apply_dropout(
         sites = dropout_sites(model, batch=batch)
         if scheme.rate: schedule = {s.name: check_rate("p", p) for s in sites if s.kind != "classifier"}
         if scheme.scores:
-            p_max, p_min, seed = float(p_max), float(p_min), int(seed)
             about = {"scores": site_scores(sites, scores), "p_max": p_max, "p_min": p_min, "seed": seed}
             schedule = guided_schedule(about["scores"], p_max, p_min)
         if scheme.rates: schedule = scheme.rates(schedule, sites, seed)

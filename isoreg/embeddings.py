@@ -98,7 +98,7 @@ def _fits(m: Moments) -> bool:
 # %% ../nbs/36_embeddings.ipynb #emest1
 def _row_sums(m: Moments, pieces: Iterator[Tensor]) -> tuple[Tensor, int]:
     "Return r, w and z of each row, (3, n) in float64, and how many rows repeat another."
-    g, d, sums, marks, cell = torch.Generator().manual_seed(0), len(m.mean), [], [], None
+    g, n, d, sums, marks, cell = torch.Generator().manual_seed(0), float(m.count), len(m.mean), [], [], None
     directions = torch.randn(d, 6, generator=g, dtype=torch.float64)
     weights, right = torch.randint(2**62, (6,), generator=g), torch.cat([m.m3[:, None], directions], 1)
     half = 2 * m.m2.tril(-1) + m.m2.diag().diag()  # y' half y = y' m2 y
@@ -109,11 +109,10 @@ def _row_sums(m: Moments, pieces: Iterator[Tensor]) -> tuple[Tensor, int]:
             y = rows.to(dtype) - mean
             r, z, places = torch.linalg.vecdot(y, y), *(y @ side).tensor_split([1], 1)
             w = sum(torch.linalg.vecdot(y[:, a:] @ low[a:, a : a + 96], y[:, a : a + 96]) for a in range(0, d, 96))
-            if cell is None:  # fine enough that different rows of few dimensions hardly meet in it
-                cell = min(1e-3, float(m.count) ** (-3 / d)) * r.median().sqrt().double() + 1e-6 * m.mean.norm()
+            if cell is None: cell = min(1e-3, n ** (-3 / d)) * r.median().sqrt().double() + 1e-6 * m.mean.norm()
             sums.append(torch.stack([r, w, z[:, 0]]).double())
             marks.append(((places / cell).floor().long() * weights).sum(1))
-    return torch.cat(sums, 1), int(m.count) - len(torch.cat(marks).unique())
+    return torch.cat(sums, 1), int(n) - len(torch.cat(marks).unique())
 
 def _estimate(m: Moments, r: Tensor, w: Tensor, z: Tensor) -> tuple[IsoScoreEstimate, Tensor]:
     "Return the corrected score of rows with these sums, with its error, and the scores without each row, (n,)."
@@ -152,8 +151,7 @@ def draw_texts(
     from isoreg.corpus import read_lines
     texts = [str(text) for text in read_lines(str(source), column) if text is not None and str(text).strip()]
     if not texts: raise ValueError(f"file: {str(source)!r} holds no text; give a file with a text in each line")
-    limit = min(in_range("limit", limit, 1, whole=True), len(texts))
-    drawn = sorted(random.Random(seed).sample(range(len(texts)), limit))
+    drawn = sorted(random.Random(seed).sample(range(len(texts)), min(in_range("limit", limit, 1), len(texts))))
     return [texts[i] for i in drawn], len(texts)
 
 # %% ../nbs/36_embeddings.ipynb #eff46717

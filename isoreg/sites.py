@@ -120,11 +120,9 @@ def _candidates(model: nn.Module) -> list[str]:
         placeholder = isinstance(m, nn.Identity) and "drop" in path.rpartition(".")[2].lower()
         if placeholder or isinstance(m, _DropoutNd): handles.append(path)
         else:
-            numbers = {k: v for k, v in vars(m).items() if "drop" in k.lower() and _is_number(v)}
-            handles += [f"{path}.{k}".lstrip(".") for k, v in numbers.items() if 0 <= v < 1]
+            numbers = {k: v for k, v in vars(m).items() if "drop" in k.lower() and isinstance(v, (int, float))}
+            handles += [f"{path}.{k}".lstrip(".") for k, v in numbers.items() if 0 <= v < 1 and v is not False]
     return [h for h in handles if not _SKIPS.search(h)]
-
-def _is_number(v) -> bool: return isinstance(v, (int, float)) and not isinstance(v, bool)
 
 def _owner(model: nn.Module, handle: str) -> tuple[nn.Module, str]:
     "Return the module that holds a rate, and the name of its attribute."
@@ -159,7 +157,7 @@ def trial(model: nn.Module):
         try:
             for owner in [*model.modules(), *filter(None, [getattr(model, "config", None)])]:
                 for k, v in list(vars(owner).items()):
-                    skips = _is_number(v) and _SKIPS.search(f"{type(owner).__name__}.{k}")
+                    skips = isinstance(v, (int, float)) and _SKIPS.search(f"{type(owner).__name__}.{k}")
                     # adapters that are merged into the weights stay there
                     adapts = k == "_disable_adapters" and not getattr(owner, "merged", False)
                     if not skips and not adapts: continue

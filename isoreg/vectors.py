@@ -143,9 +143,8 @@ def _parquet(path: Path) -> dict[str, Vectors]:
     file, found = pq.ParquetFile(path), {}
     for field in file.schema_arrow:
         if not re.match(r"\w*list<\w+: (u?int\d+|halffloat|float|double)\b", str(field.type)): continue
-        first = next(batches(1, field.name), None)
-        if first is None: raise ValueError("it holds no rows")
-        d = len(first.column(0)[0])
+        if not file.metadata.num_rows: raise ValueError("it holds no rows")
+        d = len(next(batches(1, field.name)).column(0)[0])
         found[field.name] = Vectors((file.metadata.num_rows, d), partial(pieces, d, field.name))
     return found
 

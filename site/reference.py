@@ -64,7 +64,7 @@ def _written(kind: type) -> dict[str, Field]:
         default = "" if node.value is None else ast.unparse(node.value)
         if default.startswith(("field(", "dataclasses.field(")):
             default = "..."
-        if isinstance(node.value, ast.Call) and default.startswith(("kept(", "Field(")):
+        if isinstance(node.value, ast.Call) and default.startswith(("setting(", "Field(")):
             default, behind = _described(node.value)
         found[node.target.id] = Field(node.target.id, ast.unparse(node.annotation), default, behind)
     return found
@@ -72,9 +72,9 @@ def _written(kind: type) -> dict[str, Field]:
 
 def _described(call: ast.Call) -> tuple[str, str]:
     "Return default and description of a field of a record, which the call that makes it names."
-    text, *default = [*call.args, *(word.value for word in call.keywords)]
-    given = ast.unparse(default[0]) if default else "None" if ast.unparse(call.func) == "kept" else ""
-    return {"dict": "{}", "list": "[]"}.get(given, given), ast.literal_eval(text)
+    words = {word.arg: word.value for word in call.keywords}
+    default, text = call.args or (None, words["description"])
+    return ast.unparse(default) if default else "", ast.literal_eval(text)
 
 
 def _setting(name: str, field) -> Field:

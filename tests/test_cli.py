@@ -35,7 +35,7 @@ def isoreg(*arguments, cwd=None):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
+    folder = tmp_path_factory.mktemp("runs {seed}")  # a name that papermill would fill in
     return folder, isoreg("run", *OPTIONS, "--lam", "0.5", "--seed", "3", cwd=folder)
 
 

@@ -533,3 +533,16 @@ def test_two_runs_that_diverged_alike_are_equal(records, monkeypatch):
     record = RunRecord(**records["base"].to_dict() | {"predictions": pack(np.array([np.nan, 1.0])), "value": None})
     monkeypatch.setattr("isoreg.experiments.finetune.run", lambda config: record)
     assert rerun(record.to_dict())["equal"]
+
+
+def test_the_precision_of_an_earlier_training_is_not_that_of_the_next(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    config = RunConfig(task="toy-cola", max_train=64, max_eval=64, epochs=1, regularizer="none", precision="fp32")
+    wanted = run(config).to_dict()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as TrainingArguments(bf16=True) of transformers 4 does
+    found = run(config).to_dict()
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"  # whoever set it may want it
+    assert found["isoscore"] == wanted["isoscore"] and found["predictions"] == wanted["predictions"]
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    half = run(config.model_copy(update={"precision": "bf16"})).to_dict()
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ and half["isoscore"] != wanted["isoscore"]

@@ -209,7 +209,7 @@ def assert_equal_runs(tmp_path, config, evaluations, checkpoint_steps):
 
 def test_killed_and_resumed_is_the_run_left_alone(tmp_path):
     folder = killed_at(tmp_path / "killed", 30)  # in the third epoch of 13 steps, half a checkpoint written
-    (place,) = (folder / "training").iterdir()
+    (place,) = (folder / ".training").iterdir()
     assert not (folder / "record.json").exists()
     assert last_checkpoint(place, 50).endswith(("checkpoint-25", "checkpoint-30"))
     (place / "checkpoint-99").mkdir()
@@ -227,7 +227,7 @@ def test_killed_after_the_last_step(tmp_path, monkeypatch):
         patch.setattr("isoreg.experiments.pretrain.save_model", die)
         with pytest.raises(KeyboardInterrupt):
             pretrain(config, tmp_path / "killed", 2, 2)
-    (place,) = (tmp_path / "killed" / config.key / "training").iterdir()
+    (place,) = (tmp_path / "killed" / config.key / ".training").iterdir()
     assert last_checkpoint(place, 5).endswith("checkpoint-4") and last_checkpoint(place, 4).endswith("checkpoint-2")
     assert_equal_runs(tmp_path, config, 2, 2)
 

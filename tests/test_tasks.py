@@ -1,5 +1,6 @@
 """Tasks: metrics against formulas and other libraries, split protocols, sources, SQuAD windows."""
 
+import json
 import math
 import os
 import warnings
@@ -299,6 +300,7 @@ def test_labels_are_integers_or_names(tmp_path, labels):
         (dict(text=[None] + TEXTS[1:], label=[0, 1] * 3), "1 rows of column text are None"),
         (dict(txt=TEXTS, label=[0, 1] * 3), "no column text; it has"),
         (dict(text=[], label=[]), "has no rows"),
+        (dict(text=TEXTS, label=[[0, 1]] * 6), "no valid label, such as"),
     ],
 )
 def test_rows_without_text_or_label_are_refused(tmp_path, columns, message):
@@ -334,6 +336,20 @@ def of_csv(tmp_path, train, evaluation, names=()):
 def test_numbers_and_booleans_go_by_their_names_however_they_are_written(tmp_path, names, train, evaluation, numbers):
     known, *found = of_csv(tmp_path, train, evaluation, names)
     assert tuple(found) == numbers and (names or "1.0" not in known or "other" in known)
+
+
+def test_large_numbers_and_headings_that_repeat(tmp_path):
+    split = dict.fromkeys(("train", "validation"), str(tmp_path / "t.jsonl"))
+    rows = [{"text": "a", "label": x} for x in (10**16 + 1, 10**16 + 2, 1)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load_task(Task("own", files=split)).task.labels == ("1", f"{10**16 + 1}", f"{10**16 + 2}")
+    assert load_task(Task("own", metric="pearson", files=split)).train["label"][:] == pytest.approx([1e16, 1e16, 1.0])
+    (tmp_path / "t.jsonl").write_text('{"text": "a", "label": [0, 1]}\n')
+    with pytest.raises(ValueError, match="column label: give one label a row"):
+        load_task(Task("own", files=split))
+    (tmp_path / "t.csv").write_text("text,text,label\na,b,0\nc,d,1\n")
+    with pytest.raises(ValueError, match="has 2 column text; it has"):
+        load_task(Task("own", files=dict.fromkeys(split, str(tmp_path / "t.csv"))))
 
 
 def test_quoted_numbers_are_labels_in_the_order_of_numbers(tmp_path):

@@ -159,8 +159,8 @@ def _typed(task: Task, table: pa.Table, split: str) -> Dataset:
     "Return the rows of one split with the task's columns and types."
     where, text = f"{split} of {task.name}", Value("string")
     stored = [task.label if c == "label" else c for c in task.columns]
-    missing = [c for c in stored if c not in table.column_names]
-    if missing: raise ValueError(f"{where} has no column {missing[0]}; it has {table.column_names}")
+    for c, n in ((c, table.column_names.count(c)) for c in stored):
+        if n != 1: raise ValueError(f"{where} has {n or 'no'} column {c}; it has {table.column_names}")
     if not len(table): raise ValueError(f"{where} has no rows")
     table = table.select(stored).rename_columns(task.columns)
     types = dict.fromkeys(task.columns, text)
@@ -180,13 +180,14 @@ _NUMBER = re.compile(r"-?\d+(\.\d*)?")
 def _canonical(label) -> str:
     "Return a label as text, the same for 1, 1.0 and '01'."
     text = str(label)
-    return f"{float(text):.15g}" if _NUMBER.fullmatch(text) else text
+    if not _NUMBER.fullmatch(text): return text
+    return f"{float(text):.15g}" if "." in text else str(int(text))
 
 def _label_numbers(task: Task, labels: list, where: str) -> list:
     "Return labels as numbers. Raises `ValueError` for those that are missing, out of range or none of the names."
     if task.kind == "regression":
         low = 0 if task.name in TASKS else -math.inf  # GLUE marks unlabelled rows by -1
-        numbers = pd.to_numeric(pd.Series(labels, dtype=object), errors="coerce").tolist()
+        numbers = pd.to_numeric(pd.Series(labels, dtype=object), errors="coerce").astype("float32").tolist()
         found = [x if math.isfinite(x) and x >= low else None for x in numbers]
     else:
         place = {f(name): i for f in (_canonical, str) for i, name in enumerate(task.labels)}
@@ -206,6 +207,7 @@ def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     if names and task.files and sorted(names) == sorted(task.labels) and names != [*task.labels]:
         raise ValueError(f"labels: {[*task.labels]}, and the file has the order {names}; give them in that order")
     if task.labels: return task
+    if pa.types.is_nested(table[task.label].type): raise ValueError(f"column {task.label}: give one label a row")
     values = [v for v in set(table[task.label].to_pylist()) - {None} if str(v).strip().lower() not in ("", "nan")]
     found = {v if isinstance(v, str) else _canonical(v): v for v in values}
     numbers, words = all(map(_NUMBER.fullmatch, map(str, values))), any(isinstance(v, str) for v in values)

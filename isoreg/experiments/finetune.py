@@ -29,8 +29,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from ..corpus import TextBatches, load_texts
 from ..dropout import apply_dropout
 from .config import GUIDED, RATED, PenaltySettings, RunConfig, make_penalty
-from .data import (
-    MissingSplit, TaskData, encode, load_metric, load_task, resample, squad_predictions)
+from .data import MissingSplit, TaskData, encode, load_metric, load_task, resample, squad_predictions
 from isoreg.experiments.models import (
     check_vocabulary, load_language_head, load_model, model_source, process_kept, resolve_precision, save_model,
     trainer_arguments)

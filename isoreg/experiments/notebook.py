@@ -36,6 +36,7 @@ def execute(
     known = shipped("runs/*.ipynb")
     path = notebook if isinstance(notebook, Path) else known[one_of("notebook", notebook, known)]
     Path(output).parent.mkdir(parents=True, exist_ok=True)
+    path, output = (re.sub("[{}]", r"\g<0>\g<0>", str(p)) for p in (path, output))  # papermill formats them
     for name in ("papermill", "asyncio"): logging.getLogger(name).setLevel(logging.CRITICAL)
     with (tempfile.TemporaryDirectory(prefix="isoreg-") as folder,
           _kernel_manager(folder, env or {}, on_start) as manager):

@@ -30,9 +30,8 @@ from ..checks import in_range, one_of
 from ..corpus import TextBatches, load_texts, predicted_logits
 from .config import PretrainConfig
 from .finetune import SMALL, ProgressFile
-from isoreg.experiments.models import (
-    check_whole, load_tokenizer, pretrained, process_kept, resolve_precision, save_model,
-    trainer_arguments)
+from .models import (
+    check_whole, load_tokenizer, pretrained, process_kept, resolve_precision, save_model, trainer_arguments)
 from .record import (
     changed_inputs, git_commit, hardware, inputs_sha256, peak_memory_mib, plain, versions)
 from .toy import toy_corpus, toy_tokenizer
@@ -63,7 +62,7 @@ def pretrain(
         "git_commit": git_commit(), "started": started, "seconds": time.perf_counter() - begun}
     record["model"]["folder"] = name
     write_atomically(file, json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
-    shutil.rmtree(folder / "training")
+    shutil.rmtree(folder / ".training")
     return json.loads(file.read_text())
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #05f3daca
@@ -77,7 +76,7 @@ def train(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_ste
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
     text = {"corpus": corpus.describe(), "heldout": heldout.describe()}
     record = {"inputs": inputs_sha256(config.to_dict()), "text": text, "notes": notes}
-    place = folder / "training" / hashlib.sha256(json.dumps(record).encode()).hexdigest()[:8]
+    place = folder / ".training" / hashlib.sha256(json.dumps(record).encode()).hexdigest()[:8]
     steps = config.steps or config.epochs * len(corpus)
     checkpoint = last_checkpoint(place, steps)
     trainer = LikelihoodTrainer(

@@ -263,7 +263,7 @@ def machine() -> tuple[int, list[str], float]:
 
 def environment(threads: int) -> dict[str, str]:
     "Return the environment of a kernel with the given number of BLAS threads, or fewer if OMP_NUM_THREADS says so."
-    threads = min(threads, int(os.environ.get("OMP_NUM_THREADS") or threads))
+    threads = min(threads, int((os.environ.get("OMP_NUM_THREADS") or f"{threads}").split(",")[0]))
     names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
     pages = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # huge pages: 13 to 16 % less CPU time
     return dict.fromkeys(names, str(threads)) | {"TOKENIZERS_PARALLELISM": "false", "GLIBC_TUNABLES": pages}
@@ -314,12 +314,13 @@ def compute_on_node(run: Run, cwd: str, env: dict) -> tuple[dict | None, dict[st
 def status(out: str | Path) -> dict:  # done, running, failed, missing; names of the planned; left: seconds, or None
     "Return the state of a folder of runs, from records and locks. Raises `OSError` if there is no such folder."
     folder, done, failed = Folder(out), {}, {}
+    running = [p.parent.name for p in sorted(folder.home.glob("*/lock")) if _is_held(p)]
     for key in sorted(p.name for p in folder.out.iterdir() if p.is_dir()):
         record = _json(folder.out / key / "record.json")
         run = Run(key, record.get("kind", "mlm_head" if "heldout" in record else "finetune"), record.get("config", {}))
         if folder.record(run): done[key] = record.get("total_seconds") or record.get("seconds", 0.0)
+        elif key in running: continue
         elif failure := folder.failure(key): failed[key] = failure.get("error", "")
-    running = [p.parent.name for p in sorted(folder.home.glob("*/lock")) if _is_held(p)]
     planned = dict(pair for path in folder.home.glob("grid-*.json") for pair in _json(path).items())
     missing = [key for key in planned if key not in {*done, *failed, *running}]
     left = None

@@ -49,6 +49,9 @@ def load(
     df["metric"] = df.metric.fillna(df.task.map(df.groupby("task").metric.first()))  # a failed run has none
     named = df[df.dropout.isin(GUIDED)].groupby("task").scores.nunique(dropna=False).max() > 1
     df["method"] = [label(settings, scores=named) for settings in df[list(METHOD)].to_dict("records")]
+    for column in ("regularizer", "dropout"):  # two files or classes of one name
+        several = df.groupby("method")[column].transform("nunique") > 1
+        df.loc[several, "method"] += " (" + df[column] + ")"
     return df
 
 # %% ../../nbs/report/27_records.ipynb #3d299e67
@@ -149,6 +152,7 @@ NAMES |= {"mnli-mm": "MNLI-mm"} | {n: f"{n.split('_')[0].capitalize()} correlati
 def setting_text(v, names: dict = NAMES) -> str:
     "Return a setting, a task (or several) or a metric as a table shows it, a dash for none."
     if v is None or v != v: return "–"
+    if isinstance(v, (bool, np.bool_)): return "yes" if v else "no"
     if isinstance(v, (int, float, np.number)): return f"{v:.12g}".replace("e-0", "e-")
     return " + ".join(names.get(part, part) for part in str(v).split(" + "))
 
@@ -167,6 +171,7 @@ def summarise(
     by, rows = columns_apart(df, by), []
     for names, g in by_setting(with_outcome(df, value), by).items():
         done, x, metric = g[g.status == "done"], g.outcome.dropna(), known_texts(g.metric)
+        drawn = math.nan if value in df and value != "value" else g.evaluation_rows.min()
         check_seeds(done)
         low, high = t_interval(x)
         numbers = done.filter(list(RECORDED)).drop(columns=["value", *by], errors="ignore").select_dtypes("number")
@@ -175,7 +180,7 @@ def summarise(
             "sd": x.std(), "low": low, "high": high, "median": x.median(), "worst": x.min(),
             "collapsed": int(done.collapsed.sum()), "isoscore_after_sd": done.isoscore_after.std(),
             "majority": done.majority.mean() if value == "value" else math.nan, "records": _records(g),
-            "error": score_error(x, g.evaluation_rows.min(), metric in CORRELATIONS) if len(x) else math.nan})
+            "error": score_error(x, drawn, metric in CORRELATIONS) if len(x) else math.nan})
     return _table(rows, "summary", [*by, "method"], provenance(df))
 
 def _records(g: pd.DataFrame) -> tuple:
@@ -202,7 +207,8 @@ def columns_apart(df: pd.DataFrame, by: Sequence[str] | None, paired: bool = Fal
         done = df[df.status == "done"].groupby(["task", "method"])
         if paired: counts[TUNED] = done[TUNED].nunique(dropna=False).max()
         by = list(counts.index[counts > 1])
-    for c in by: one_of("by", c, df.columns)
+    plain = [c for c in df if not isinstance(df[c].iloc[0], (dict, list))]
+    for c in by: one_of("by", c, plain)
     return ["task", *(c for c in by if c not in ("task", "metric", "method"))]
 
 def by_setting(df: pd.DataFrame, by: list[str]) -> dict[tuple, pd.DataFrame]:
@@ -219,6 +225,8 @@ def with_outcome(df: pd.DataFrame, value: str) -> pd.DataFrame:
     if value not in df.select_dtypes("number"): one_of("value", value, sorted(names))
     found = df[value] if value in df else df.metrics.map(lambda m: m.get(value))
     named = df.metric if value == "value" else value
+    mixed = [task for task, n in df.groupby("task").metric.nunique().items() if n > 1 and value == "value"]
+    if mixed: raise ValueError(f"metric: runs of {mixed[0]!r} have different ones; choose those of one definition")
     return df.assign(outcome=found.where(df.status == "done").astype(float), metric=named)
 
 def check_seeds(runs: pd.DataFrame) -> None:
@@ -276,6 +284,8 @@ def compare(
 # %% ../../nbs/report/27_records.ipynb #1e73e853
 def _pair(task: str, arm: pd.DataFrame, base: pd.DataFrame) -> dict:
     "Return the comparison of two methods on a task, whose runs are paired by seed."
+    # a failed run at another setting does not stand in the way of one with its seed
+    arm, base = (g[(g.status == "done") | ~g.duplicated("seed", keep=False)] for g in (arm, base))
     for g in (arm, base): check_seeds(g)
     a, b = (g.set_index("seed").sort_index() for g in (arm, base))
     gaps = a.outcome - b.outcome
@@ -312,7 +322,7 @@ def _together(g: pd.DataFrame) -> dict:
     have, pairs = g[g.n > 0], _pairs(g)
     shares = pairs.gain / pairs.groupby("task").task.transform("size") / len(have)  # sum to the mean of the means
     found, signs = {"low": math.nan, "high": math.nan}, np.sign(have.difference.round(12))
-    if all(math.isfinite(t_interval(d)[0]) for d in have.differences): found = two_errors(list(have.differences))
+    if have.n.min() > 1: found = two_errors(list(have.differences))
     sums = ["n", "failed", "incomplete", "differ", "collapsed", "collapsed_baseline", "records", "records_baseline"]
     return dict(g[sums].sum()) | dict(have[["mean", "mean_baseline"]].mean()) | {
         "metric": known_texts(g.metric) if g.metric.nunique() == 1 else "mean of the tasks' metrics",

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import reference
 from isoreg.cli import app
 from isoreg.experiments.config import CONFIGS
+from isoreg.experiments.record import RunRecord
 from isoreg.experiments.toy import toy_corpus, toy_tokenizer
 from pages import addresses
 from reference import EXAMPLES, anchor, commands_page, entry, fields, index_page, public_names
@@ -36,6 +37,11 @@ def cells(path):
 
 def text(cell):
     return "".join(cell["source"])
+
+
+def test_fields_of_a_record_show_their_defaults():
+    shown = entry(RunRecord)._repr_markdown_()
+    assert "status: Literal['done'] = 'done',  # done in every record" in shown and "setting(" not in shown
 
 
 # ---- the index

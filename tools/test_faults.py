@@ -1,4 +1,4 @@
-"""What goes wrong around a run: kernels that are killed, a device without memory, a cluster that loses what it has."""
+"""What takes minutes: runs that are killed at any point, and clusters that lose a part. `nox -s long` runs it."""
 
 import dataclasses
 import os
@@ -10,14 +10,10 @@ import sweep_stub
 from sweep_stub import logged, records, stub, wait_for
 from test_sweep import importable
 
-from isoreg.experiments.config import RunConfig
-from isoreg.experiments.finetune import run
 from isoreg.experiments.grid import expand, load_grid
 from isoreg.experiments.sweep import OnRay, sweep
 
 assert importable  # a fixture, used by every test
-LONG = pytest.mark.skipif("ISOREG_LONG" not in os.environ, reason="takes minutes; ISOREG_LONG=1 runs it")
-
 
 KILLED_IN = """
 import importlib.machinery, os
@@ -39,7 +35,6 @@ POINTS = ["isoreg.trainer.token_mask", "isoreg.experiments.record.write_atomical
 POINTS += [f"isoreg.experiments.finetune.{name}" for name in ("load_model", "_judged")]
 
 
-@LONG
 @pytest.mark.parametrize("point", POINTS)
 def test_a_real_run_killed_at_any_point_is_the_run_that_was_not(tmp_path, monkeypatch, point, whole_run):
     (tmp_path / "sitecustomize.py").write_text(KILLED_IN)
@@ -71,19 +66,6 @@ def of_the_model(found: dict) -> dict:
     return {key: of(r) for key, r in found.items()}
 
 
-def test_the_precision_of_an_earlier_training_is_not_that_of_the_next(monkeypatch):
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    config = RunConfig(task="toy-cola", max_train=64, max_eval=64, epochs=1, regularizer="none", precision="fp32")
-    wanted = run(config).to_dict()
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as TrainingArguments(bf16=True) of transformers 4 does
-    found = run(config).to_dict()
-    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"  # whoever set it may want it
-    assert found["isoscore"] == wanted["isoscore"] and found["predictions"] == wanted["predictions"]
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-    half = run(config.model_copy(update={"precision": "bf16"})).to_dict()
-    assert "ACCELERATE_MIXED_PRECISION" not in os.environ and half["isoscore"] != wanted["isoscore"]
-
-
 def cluster_of(ray, monkeypatch, nodes):
     "A cluster on this machine whose nodes can be taken away, with one core each; the head has none."
     from ray.cluster_utils import Cluster
@@ -107,7 +89,6 @@ def kernels_below(node) -> list:
     return [(p, p.parent()) for p in family if any("ipykernel" in word for word in p.cmdline())]
 
 
-@LONG
 @pytest.mark.parametrize("loss", ["kernel", "worker", "node"])
 def test_a_sweep_outlives_what_a_cluster_loses(tmp_path, monkeypatch, loss):
     ray = pytest.importorskip("ray", reason="ray is not installed")
