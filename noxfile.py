@@ -47,7 +47,7 @@ def fuzz(session: nox.Session) -> None:
 def long(session: nox.Session) -> None:
     "Run the tests that take minutes: whole runs that are killed, clusters of Ray that lose a part."
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    session.run("python", "-m", "pytest", "-q", "tools/test_faults.py", env=QUIET | {"PYTHONPATH": path})
+    session.run("python", "-m", "pytest", "-q", "-rs", "tools/test_faults.py", env=QUIET | {"PYTHONPATH": path})
 
 
 @nox.session

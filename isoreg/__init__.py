@@ -18,7 +18,6 @@ _HOME = {"IStar": "istar", "CosReg": "istar", "PenaltyTrainer": "trainer", "isos
          "isoscore_with_error": "isoscore", "outlier_dimensions": "geometry", "two_nn": "geometry",
          "empirical_fisher": "fisher", "apply_dropout": "dropout"}
 
-
 def __getattr__(name: str):
     "The names above, and the modules: each is imported when it is first asked for (PEP 562)."
     from importlib import import_module
@@ -28,7 +27,6 @@ def __getattr__(name: str):
     if name not in {m.name for m in iter_modules(__path__)}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{__name__}.{name}")
-
 
 def __dir__() -> list[str]:
     from pkgutil import iter_modules

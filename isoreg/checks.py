@@ -66,8 +66,9 @@ def did_you_mean(value, choices: Iterable) -> str:
 
 # %% ../nbs/00_checks.ipynb #5f1c0a1t
 def check_texts(texts: Iterable[str]) -> list[str]:
-    "Return the texts as a list. Raises `ValueError` for a single string, a table, and what is no list of strings."
-    texts = [] if isinstance(texts, (str, Mapping)) or hasattr(texts, "columns") else list(texts)
+    "Return the texts as a list. Raises `ValueError` for a string, a table, no text, and what is no list of strings."
+    odd = isinstance(texts, (str, Mapping)) or hasattr(texts, "columns") or not isinstance(texts, Iterable)
+    texts = [] if odd else list(texts)
     if not texts or not all(isinstance(t, str) for t in texts):
         raise ValueError("texts: need a list of strings; of a table pass the column, such as data['text']")
     return texts

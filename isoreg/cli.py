@@ -48,7 +48,7 @@ class _Commands(TyperGroup):
     def get_params(self, ctx):
         params = super().get_params(ctx)
         for option in [*params, *(p for command in self.commands.values() for p in command.get_params(ctx))]:
-            if getattr(option, "is_flag", False): option.metavar = ""  # where typer shows <bool>
+            if getattr(option, "is_flag", False): option.metavar = ""  # else typer shows <bool>
         return params
 
 app = typer.Typer(
@@ -62,7 +62,7 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
 _JSON = typer.Option("--json", help="Print JSON.")
 _OUT = typer.Option(help="Folder for the runs; each run gets a subfolder.")
 _ONLY = typer.Option(help="Only this block of the grid.")
-_SET = typer.Option("--set", help="name=value, as seed=[0,1]: in the runs that name it, or in all if none does.")
+_SET = typer.Option("--set", help="name=value: in the runs of a block that set it, or in all of them if none does.")
 
 # %% ../nbs/31_cli.ipynb #7f6bcbdf
 @app.command("demo")
@@ -306,7 +306,7 @@ def score_command(
     normalize: Annotated[bool, typer.Option("--normalize", help="Bring each vector to length one.")] = False,
     column: Annotated[str, typer.Option(help="Column of the texts, where they are a table.")] = "text",
     max_lines: Annotated[int, typer.Option(min=1, help="Largest number of texts, drawn at random.")] = 500,
-    max_length: Annotated[int, typer.Option(min=1, help="Largest number of tokens; longer texts are cut.")] = 128,
+    max_length: Annotated[int, typer.Option(min=4, help="Largest number of tokens; longer texts are cut.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draw of texts.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the scores as a page (score.md) with a picture.")] = None,
     as_json: Annotated[bool, _JSON] = False,

@@ -170,7 +170,7 @@ def set_dropout(
     return _change(model, found, rates, batch)
 
 def _change(model: nn.Module, found: Found, rates: Mapping[str, float], batch, noises=(), **about) -> "Applied":
-    "Put noises on their modules, set the rates, check and note them; compiled models look for the noises anew."
+    "Set the rates, put the noises that these functions make on their modules, check and note the rates."
     if found.stray: raise RuntimeError(found.stray)
     if noises and _noise_of(model): raise ValueError(f"model: has {_noise_of(model)} noise already; undo it first")
     chosen = {s.handle: rates[s.name] for s in found.sites if s.name in rates}
@@ -178,8 +178,7 @@ def _change(model: nn.Module, found: Found, rates: Mapping[str, float], batch, n
         undo.enter_context(rates_at(model, chosen))
         for h, p in chosen.items(): set_rate(model, h, p)
         if noises: undo.callback(torch.compiler.reset)
-        # after the rates: an Identity that became a Dropout has another forward
-        for noise in noises: undo.enter_context(mock.patch.object(noise.module, "forward", noise))
+        for noise in (make() for make in noises): undo.enter_context(mock.patch.object(noise.module, "forward", noise))
         if noises: torch.compiler.reset()
         calls = _verify(model, found, rates, batch)
         now, config = {s.name: s.p for s in found.sites}, getattr(model, "config", model)
@@ -207,7 +206,7 @@ def gaussian_dropout(
     rates = check_schedule(p if isinstance(p, Mapping) else own)
     check_names(rates, found.sites)
     callers = dict.fromkeys(c.module for c in found.calls)
-    noises = (_GaussianNoise(model.get_submodule(path), kind) for path in callers)
+    noises = [partial(_GaussianNoise, model.get_submodule(path), kind) for path in callers]
     return _change(model, found, rates, batch, noises, released=released)
 
 # %% ../nbs/15_dropout.ipynb #b1b2c3d6s0
@@ -257,7 +256,7 @@ def mixout(
     model, p = unwrapped(model), check_rate("p", p)
     prefix = base_prefix(model)
     body = [m for path, m in model.named_modules() if path.startswith(prefix) and not _HEAD.search(path)]
-    noises = [_MixoutNoise(m, p) for m in body if isinstance(m, (nn.Linear, Conv1D))]
+    noises = [partial(_MixoutNoise, m, p) for m in body if isinstance(m, (nn.Linear, Conv1D))]
     if not noises: raise ValueError(f"model: {type(model).__name__} has no nn.Linear to mix; use dropout")
     found = find_sites(model, batch)
     rates = {s.name: 0.0 for s in found.sites if s.kind != "classifier"}

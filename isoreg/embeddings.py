@@ -104,12 +104,12 @@ def _row_sums(m: Moments, pieces: Iterator[Tensor]) -> tuple[Tensor, int]:
     half = 2 * m.m2.tril(-1) + m.m2.diag().diag()  # y' half y = y' m2 y
     for x in pieces:
         dtype = torch.promote_types(x.dtype, torch.float32) if _fits(m) else torch.float64
-        mean, low, side = m.mean.to(dtype), half.to(dtype), right.to(dtype)
+        mean, low, side, eps = m.mean.to(dtype), half.to(dtype), right.to(dtype), torch.finfo(dtype).eps
         for rows in x.split(max(1, (1 << 20) // d)):
             y = rows.to(dtype) - mean
             r, z, places = torch.linalg.vecdot(y, y), *(y @ side).tensor_split([1], 1)
             w = sum(torch.linalg.vecdot(y[:, a:] @ low[a:, a : a + 96], y[:, a : a + 96]) for a in range(0, d, 96))
-            if cell is None: cell = min(1e-3, n ** (-3 / d)) * r.median().sqrt().double() + 1e-6 * m.mean.norm()
+            if cell is None: cell = min(1e-3, n ** (-3 / d)) * r.median().sqrt().double() + 4 * eps * m.mean.norm()
             sums.append(torch.stack([r, w, z[:, 0]]).double())
             marks.append(((places / cell).floor().long() * weights).sum(1))
     return torch.cat(sums, 1), int(n) - len(torch.cat(marks).unique())

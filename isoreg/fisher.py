@@ -32,7 +32,7 @@ from .moments import wide_dtype
 from .states import eval_mode, inside_wrapper, model_fingerprint, named_weights, weights_state
 
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
-@torch.inference_mode(False)  # whatever the caller has
+@torch.inference_mode(False)  # it needs gradients, also in a caller's inference mode
 def empirical_fisher(
     model: nn.Module,  # evaluated in eval mode; parameters that require no gradient are left out
     batches: Iterable[Mapping],  # TextBatches, or any iterable of dicts of tensors, samples first

@@ -226,7 +226,7 @@ def check_points(points, mask=None) -> tuple[Tensor, Tensor | None]:
         raise ValueError(f"points: need shape (..., n_points, n_dims), got {tuple(points.shape)}, which lacks an axis "
                          "or holds no value; add the missing axis or points")
     if mask is None: return points, None
-    mask = mask if isinstance(mask, Tensor) else torch.from_numpy(np.array(mask))
+    mask = mask if isinstance(mask, Tensor) else torch.from_numpy(np.array(mask))  # torch takes no negative strides
     if mask.ndim == 0 or mask.shape != want[-mask.ndim :]:
         raise ValueError(f"mask: shape {tuple(mask.shape)} does not fit points {tuple(points.shape)}; "
                          f"pass {tuple(want)} or its last dimensions, true where a row counts")

@@ -409,7 +409,7 @@ def test_refusals_of_a_model(texts):
         measure_model("toy-bert", texts, pooling="tokens", layer=9)
     with pytest.raises(ValueError, match="texts: 5 given, but a score by sequence needs at least 6"):
         measure_model("toy-bert", texts[:5])
-    for wrong in (texts[0], pd.DataFrame({"text": texts}), []):
+    for wrong in (texts[0], pd.DataFrame({"text": texts}), [], None):
         for call in (embed, measure_model):
             with pytest.raises(ValueError, match="texts: need a list of strings"):
                 call("toy-bert", wrong)

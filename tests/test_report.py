@@ -333,7 +333,7 @@ def test_methods_are_compared_each_at_the_setting_chosen_for_it():
     assert set(summarise(load(runs)).lr) == {1e-5, 3e-5, 5e-5}  # what was chosen stays in the summary
     assert plot_tradeoff(load(runs)).axes[0].get_title() == "RTE\nlr by method"
     assert sorted(compare(load(runs), by=["lr"]).n) == [0, 6]
-    # a failed run parts no pairs, and has no other run's seed
+    # a failed run parts no pairs, and does not stand in the way of a done one
     for seed in (7, 0):
         assert list(compare(load([*runs, failed(NONE, seed, settings={"lr": 3e-5})])).n) == [6, 6]
     others = [record(NONE, s, 0.5, settings={"lr": 3e-5}) for s in range(6)]  # now there are equal ones
@@ -474,23 +474,28 @@ def test_what_has_one_name_is_told_apart_or_refused(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rates.json").write_text('{"embeddings": 0.1}')
     files = [str(tmp_path / name / "rates.json") for name in ("a", "b")]
-    runs = [record({"dropout": file}, s, 0.6 + 0.1 * k) for k, file in enumerate(files) for s in (0, 1)]
+    runs = [record(NONE | {"dropout": file}, s, 0.6 + 0.1 * k) for k, file in enumerate(files) for s in (0, 1)]
     assert [m.partition(" (")[2] for m in summarise(load(runs)).method] == [f"{file})" for file in files]
+    runs = [record(NONE | {"dropout": "guided", "scores": f"{k}/s.json"}, 0, 0.6) for k in "ab"]
+    assert sorted(m.partition(" (")[2] for m in load(runs).method) == ["a/s.json)", "b/s.json)"]
     mixed = load([record(NONE, 0, 0.6), record(NONE, 1, 0.6, metric="f1")])
     for table in (summarise, compare):
-        with pytest.raises(ValueError, match="metric: runs of 'rte' have different ones"):
+        with pytest.raises(ValueError, match="metric: the runs of 'rte' have different metrics"):
             table(mixed)
     df = load([record(NONE, s, 0.6, settings={"segment_ids": s > 0}) for s in (0, 1)])
     assert [row[1] for row in rows_of(to_markdown(summarise(df)))[2:]] == ["no", "yes"]
-    with pytest.raises(ValueError, match="by: 'notes' is unknown"):
-        summarise(df, by=["notes"])
+    for column in ("notes", "isoscore_layers_after"):
+        with pytest.raises(ValueError, match=f"by: '{column}' is unknown"):
+            summarise(load([failed(NONE, 2), *(record(NONE, s, 0.6) for s in (0, 1))]), by=[column])
     error = summarise(load([record(NONE, s, 0.6) for s in (0, 1)]), value="isoscore_after").error
     assert error.item() == pytest.approx(0.005)
 
 
-def test_an_interval_over_tasks_counts_a_task_without_spread():
-    found = over_tasks(compare(on_tasks(a=[0.01, 0.02, 0.03], b=[0.0, 0.0, 0.0])))
-    assert found.difference.item() == pytest.approx(0.01) and found.low.item() < 0.01 < found.high.item() < 0.03
+def test_of_two_failed_runs_of_a_seed_one_counts():
+    done = [record(m, s, 0.6) for m in (NONE, PLUS) for s in (0, 1)]
+    lost = [failed(NONE, 2, settings={"lr": lr}) for lr in (1e-5, 3e-5)]
+    (row,) = compare(load([*done, record(PLUS, 2, 0.6), *lost])).itertuples()
+    assert (row.n, row.failed, row.incomplete) == (2, 1, ["rte seed 2: a run failed"])
 
 
 # ---- published numbers

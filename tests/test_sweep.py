@@ -437,7 +437,7 @@ def test_workers_and_threads():
     assert plan_jobs(32, gpus=2, jobs=18) == (18, 1) and plan_jobs(1, gpus=4) == (1, 1)
 
 
-@pytest.mark.parametrize("given, threads", [("", 4), ("2", 2), ("8", 4)])
+@pytest.mark.parametrize("given, threads", [("", 4), ("2", 2), ("8", 4), ("2,1", 2)])
 def test_the_threads_of_a_user_are_a_limit_for_each_worker(monkeypatch, given, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"

@@ -348,8 +348,12 @@ def test_large_numbers_and_headings_that_repeat(tmp_path):
     with pytest.raises(ValueError, match="column label: give one label a row"):
         load_task(Task("own", files=split))
     (tmp_path / "t.csv").write_text("text,text,label\na,b,0\nc,d,1\n")
-    with pytest.raises(ValueError, match="has 2 column text; it has"):
+    with pytest.raises(ValueError, match="has 2 columns text; it has"):
         load_task(Task("own", files=dict.fromkeys(split, str(tmp_path / "t.csv"))))
+    (tmp_path / "t.csv").write_text("text,label,label\na,0,0\nc,1,1\n")
+    for labels in ((), ("0", "1")):
+        with pytest.raises(ValueError, match="has 2 columns label; it has"):
+            load_task(Task("own", labels=labels, files=dict.fromkeys(split, str(tmp_path / "t.csv"))))
 
 
 def test_quoted_numbers_are_labels_in_the_order_of_numbers(tmp_path):

@@ -160,7 +160,7 @@ def _typed(task: Task, table: pa.Table, split: str) -> Dataset:
     where, text = f"{split} of {task.name}", Value("string")
     stored = [task.label if c == "label" else c for c in task.columns]
     for c, n in ((c, table.column_names.count(c)) for c in stored):
-        if n != 1: raise ValueError(f"{where} has {n or 'no'} column {c}; it has {table.column_names}")
+        if n != 1: raise ValueError(f"{where} has {n or 'no'} column{'s' * (n > 1)} {c}; it has {table.column_names}")
     if not len(table): raise ValueError(f"{where} has no rows")
     table = table.select(stored).rename_columns(task.columns)
     types = dict.fromkeys(task.columns, text)
@@ -202,7 +202,7 @@ def _label_numbers(task: Task, labels: list, where: str) -> list:
 
 def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
     "Return the task with its labels; if it names none, those of the training rows, sorted."
-    if task.kind != "classification" or task.label not in table.column_names: return task
+    if task.kind != "classification" or table.column_names.count(task.label) != 1: return task
     names = getattr(Features.from_arrow_schema(table.select([task.label]).schema)[task.label], "names", None)
     if names and task.files and sorted(names) == sorted(task.labels) and names != [*task.labels]:
         raise ValueError(f"labels: {[*task.labels]}, and the file has the order {names}; give them in that order")

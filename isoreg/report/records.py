@@ -49,9 +49,9 @@ def load(
     df["metric"] = df.metric.fillna(df.task.map(df.groupby("task").metric.first()))  # a failed run has none
     named = df[df.dropout.isin(GUIDED)].groupby("task").scores.nunique(dropna=False).max() > 1
     df["method"] = [label(settings, scores=named) for settings in df[list(METHOD)].to_dict("records")]
-    for column in ("regularizer", "dropout"):  # two files or classes of one name
-        several = df.groupby("method")[column].transform("nunique") > 1
-        df.loc[several, "method"] += " (" + df[column] + ")"
+    for column in ("regularizer", "dropout", "scores"):  # two files or classes of one name
+        several = df.groupby(["task", "method"])[column].transform("nunique") > 1
+        df.loc[several, "method"] += " (" + df[column].astype(str) + ")"
     return df
 
 # %% ../../nbs/report/27_records.ipynb #3d299e67
@@ -207,7 +207,7 @@ def columns_apart(df: pd.DataFrame, by: Sequence[str] | None, paired: bool = Fal
         done = df[df.status == "done"].groupby(["task", "method"])
         if paired: counts[TUNED] = done[TUNED].nunique(dropna=False).max()
         by = list(counts.index[counts > 1])
-    plain = [c for c in df if not isinstance(df[c].iloc[0], (dict, list))]
+    plain = [c for c in df if not df[c].map(lambda v: isinstance(v, (dict, list))).any()]
     for c in by: one_of("by", c, plain)
     return ["task", *(c for c in by if c not in ("task", "metric", "method"))]
 
@@ -226,7 +226,7 @@ def with_outcome(df: pd.DataFrame, value: str) -> pd.DataFrame:
     found = df[value] if value in df else df.metrics.map(lambda m: m.get(value))
     named = df.metric if value == "value" else value
     mixed = [task for task, n in df.groupby("task").metric.nunique().items() if n > 1 and value == "value"]
-    if mixed: raise ValueError(f"metric: runs of {mixed[0]!r} have different ones; choose those of one definition")
+    if mixed: raise ValueError(f"metric: the runs of {mixed[0]!r} have different metrics; pass only those of one")
     return df.assign(outcome=found.where(df.status == "done").astype(float), metric=named)
 
 def check_seeds(runs: pd.DataFrame) -> None:
@@ -285,7 +285,7 @@ def compare(
 def _pair(task: str, arm: pd.DataFrame, base: pd.DataFrame) -> dict:
     "Return the comparison of two methods on a task, whose runs are paired by seed."
     # a failed run at another setting does not stand in the way of one with its seed
-    arm, base = (g[(g.status == "done") | ~g.duplicated("seed", keep=False)] for g in (arm, base))
+    arm, base = (g.sort_values("status")[lambda h: (h.status == "done") | ~h.duplicated("seed")] for g in (arm, base))
     for g in (arm, base): check_seeds(g)
     a, b = (g.set_index("seed").sort_index() for g in (arm, base))
     gaps = a.outcome - b.outcome
@@ -322,7 +322,7 @@ def _together(g: pd.DataFrame) -> dict:
     have, pairs = g[g.n > 0], _pairs(g)
     shares = pairs.gain / pairs.groupby("task").task.transform("size") / len(have)  # sum to the mean of the means
     found, signs = {"low": math.nan, "high": math.nan}, np.sign(have.difference.round(12))
-    if have.n.min() > 1: found = two_errors(list(have.differences))
+    if all(math.isfinite(t_interval(d)[0]) for d in have.differences): found = two_errors(list(have.differences))
     sums = ["n", "failed", "incomplete", "differ", "collapsed", "collapsed_baseline", "records", "records_baseline"]
     return dict(g[sums].sum()) | dict(have[["mean", "mean_baseline"]].mean()) | {
         "metric": known_texts(g.metric) if g.metric.nunique() == 1 else "mean of the tasks' metrics",
@@ -394,7 +394,7 @@ def _mean(mean: float, sd: float, digits: int) -> str: return _number(mean, digi
 
 def _interval(r, digits: int, sign: str = "") -> str:
     if r.low == r.low: return f"[{_number(r.low, digits, sign=sign)}, {_number(r.high, digits, sign=sign)}]"
-    if hasattr(r, "agree") and np.ptp(r.differences) > ROUNDING: return "none"  # a task has one pair
+    if hasattr(r, "agree") and np.ptp(r.differences) > ROUNDING: return "none"  # a task has one pair, or no spread
     return "all equal" if r.n > 1 else "one seed: none" if r.n else "no run"
 
 def effect(r, digits: int = 3) -> str: return _number(r.difference, digits, "{} ", "+") + _interval(r, digits, "+")
