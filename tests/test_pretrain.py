@@ -190,7 +190,7 @@ pretrain(PretrainConfig(**{KILLED!r}), {str(out)!r}, 2, 5)"""
     streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     process = subprocess.Popen([sys.executable, "-c", program], env=place, **streams)
     folder = out / PretrainConfig(**KILLED).key
-    while process.poll() is None and not list(folder.glob(f"training/*/checkpoint-{step}")):
+    while process.poll() is None and not list(folder.glob(f".training/*/checkpoint-{step}")):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, process.stderr.read().decode()[-2000:]
