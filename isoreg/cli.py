@@ -62,7 +62,7 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
 _JSON = typer.Option("--json", help="Print JSON.")
 _OUT = typer.Option(help="Folder for the runs; each run gets a subfolder.")
 _ONLY = typer.Option(help="Only this block of the grid.")
-_SET = typer.Option("--set", help="name=value: in the runs of a block that set it, or in all of them if none does.")
+_SET = typer.Option("--set", help="name=value: replaces a setting where runs name it; else all runs of a block get it.")
 
 # %% ../nbs/31_cli.ipynb #7f6bcbdf
 @app.command("demo")

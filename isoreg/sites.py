@@ -121,7 +121,7 @@ def _candidates(model: nn.Module) -> list[str]:
         if placeholder or isinstance(m, _DropoutNd): handles.append(path)
         else:
             numbers = {k: v for k, v in vars(m).items() if "drop" in k.lower() and isinstance(v, (int, float))}
-            handles += [f"{path}.{k}".lstrip(".") for k, v in numbers.items() if 0 <= v < 1 and v is not False]
+            handles += [f"{path}.{k}".lstrip(".") for k, v in numbers.items() if 0 <= v < 1 and type(v) is not bool]
     return [h for h in handles if not _SKIPS.search(h)]
 
 def _owner(model: nn.Module, handle: str) -> tuple[nn.Module, str]:

@@ -380,7 +380,6 @@ def test_a_wrapped_model_has_the_scores_of_the_model(wrap):
     rows, model = list(corpus_of(8)), wrap(toy_model())
     with torch.inference_mode():
         assert empirical_fisher(model, rows).sums.keys() == expected.sums.keys()
-    assert ours != expected  # two estimates can be compared: they are two objects
 
 
 def test_agreement_measures():

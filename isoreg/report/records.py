@@ -171,7 +171,7 @@ def summarise(
     by, rows = columns_apart(df, by), []
     for names, g in by_setting(with_outcome(df, value), by).items():
         done, x, metric = g[g.status == "done"], g.outcome.dropna(), known_texts(g.metric)
-        drawn = math.nan if value in df and value != "value" else g.evaluation_rows.min()
+        evaluated = math.nan if value in df and value != "value" else g.evaluation_rows.min()
         check_seeds(done)
         low, high = t_interval(x)
         numbers = done.filter(list(RECORDED)).drop(columns=["value", *by], errors="ignore").select_dtypes("number")
@@ -180,7 +180,7 @@ def summarise(
             "sd": x.std(), "low": low, "high": high, "median": x.median(), "worst": x.min(),
             "collapsed": int(done.collapsed.sum()), "isoscore_after_sd": done.isoscore_after.std(),
             "majority": done.majority.mean() if value == "value" else math.nan, "records": _records(g),
-            "error": score_error(x, drawn, metric in CORRELATIONS) if len(x) else math.nan})
+            "error": score_error(x, evaluated, metric in CORRELATIONS) if len(x) else math.nan})
     return _table(rows, "summary", [*by, "method"], provenance(df))
 
 def _records(g: pd.DataFrame) -> tuple:
@@ -207,7 +207,7 @@ def columns_apart(df: pd.DataFrame, by: Sequence[str] | None, paired: bool = Fal
         done = df[df.status == "done"].groupby(["task", "method"])
         if paired: counts[TUNED] = done[TUNED].nunique(dropna=False).max()
         by = list(counts.index[counts > 1])
-    plain = [c for c in df if not df[c].map(lambda v: isinstance(v, (dict, list))).any()]
+    plain = [c for c in df if c not in by or not df[c].map(lambda v: isinstance(v, (dict, list))).any()]
     for c in by: one_of("by", c, plain)
     return ["task", *(c for c in by if c not in ("task", "metric", "method"))]
 
