@@ -125,7 +125,7 @@ def _execute(run, out: Path, save_model: bool):
     "Execute the notebook of a run in its folder. Raises `ValueError` for bad input, `OSError` if it is locked."
     from papermill.exceptions import PapermillExecutionError
     folder, notebook = Folder(out), out / run.key / "notebook.ipynb"
-    parameters = run.parameters | {"out": str(out), "save_model": save_model}
+    parameters = run.config | {"out": str(out), "save_model": save_model}
     def stage(): return _stage(folder.progress(run.key))
     try:
         with folder.lock(run.key), Live(get_renderable=stage, console=_errors, transient=True):
@@ -342,7 +342,7 @@ def _score_files(files: Sequence[str], each: bool, array: str | None, normalize:
     for parts in [[f] for f in files] if each else [files]:
         v, name = read_points(*parts, array=array), parts[0] + f" and {len(parts) - 1} more" * (len(parts) > 1)
         with Progress(console=_errors, transient=True, disable=not _errors.is_terminal) as bar:
-            row = bar.add_task(escape(name), total=2 * v.shape[0])
+            row = bar.add_task(escape(name), total=(2 + bool(measures)) * v.shape[0])
             measured.append(measure_points(v, name, normalize, measures or (), lambda rows: bar.advance(row, rows)))
         hint = "" if each else "; --each compares them"
         if len(v.files) > 1: about[name] = f"{len(v.files)} files, joined as one{hint}"

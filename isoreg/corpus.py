@@ -46,11 +46,14 @@ class TextBatches:
     by_length: bool = True  # neighbours in length share a batch; False: drawn at random
 
     def __post_init__(self, texts):
-        texts = self._check(texts)
+        one_of("loss", self.loss, LOSSES)
+        for n, low in (("batch_size", 1), ("max_length", 4), ("seed", 0)): in_range(n, vars(self)[n], low, whole=True)
+        in_range("probability", self.probability, 0, 1, ends="()")
+        in_range("span", self.span, 1)
+        texts = [t for t in check_texts(texts) if t.strip()]
         self.epoch, self.drawn = 0, None
         self.max_length = min(self.max_length, self.tokenizer.model_max_length)
         self.find_ids()
-        texts = [t for t in texts if t.strip()]
         self.samples = self.tokenised(texts) if texts else []
         least, special = 1 if self.loss == "mlm" else 2, [] if self.loss == "clm" else self.special
         lengths = [np.isin(ids, special, invert=True).sum() for ids in self.samples]
@@ -63,16 +66,6 @@ class TextBatches:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for numbers in self.order(): yield self.collate([self.sample(i) for i in numbers])
-
-# %% ../nbs/10_corpus.ipynb #textchk1
-@patch
-def _check(self: TextBatches, texts) -> list[str]:
-    "Return the texts. Raises `ValueError` for a setting out of its range, and for what is no list of strings."
-    one_of("loss", self.loss, LOSSES)
-    for n, low in (("batch_size", 1), ("max_length", 4), ("seed", 0)): in_range(n, vars(self)[n], low, whole=True)
-    in_range("probability", self.probability, 0, 1, ends="()")
-    in_range("span", self.span, 1)
-    return check_texts(texts)
 
 # %% ../nbs/10_corpus.ipynb #68a65817
 @patch
@@ -275,6 +268,9 @@ def check_head(model: nn.Module, loss: str) -> None:
     if known and loss not in known:
         raise ValueError(f"loss: {loss!r}, but {type(model).__name__} was made for "
                          f"{' or '.join(map(repr, known))}; use that, for the batches too")
+    if loss == "clm" and known and looks_ahead(model):
+        raise ValueError(f"loss: 'clm', but {type(model).__name__} sees the tokens on the right; load it with "
+                         "is_decoder=True, or use 'mlm'")
 
 def looks_ahead(model: nn.Module) -> bool:
     "Return whether a causal model sees the tokens on the right: by its settings, or as a masked family's encoder."

@@ -109,7 +109,9 @@ def _row_sums(m: Moments, pieces: Iterator[Tensor]) -> tuple[Tensor, int]:
             y = rows.to(dtype) - mean
             r, z, places = torch.linalg.vecdot(y, y), *(y @ side).tensor_split([1], 1)
             w = sum(torch.linalg.vecdot(y[:, a:] @ low[a:, a : a + 96], y[:, a : a + 96]) for a in range(0, d, 96))
-            if cell is None: cell = min(1e-3, n ** (-3 / d)) * r.median().sqrt().double() + 4 * eps * m.mean.norm()
+            if cell is None:
+                typical = r.median().clamp(min=1e-12 * float(m.m2.trace()) / n).sqrt().double()
+                cell = min(1e-3, n ** (-3 / d)) * typical + 4 * eps * m.mean.norm()
             sums.append(torch.stack([r, w, z[:, 0]]).double())
             marks.append(((places / cell).floor().long() * weights).sum(1))
     return torch.cat(sums, 1), int(n) - len(torch.cat(marks).unique())
@@ -151,7 +153,8 @@ def draw_texts(
     from isoreg.corpus import read_lines
     texts = [str(text) for text in read_lines(str(source), column) if text is not None and str(text).strip()]
     if not texts: raise ValueError(f"file: {str(source)!r} holds no text; give a file with a text in each line")
-    drawn = sorted(random.Random(seed).sample(range(len(texts)), min(in_range("limit", limit, 1), len(texts))))
+    limit = min(in_range("limit", limit, 1, whole=True), len(texts))
+    drawn = sorted(random.Random(seed).sample(range(len(texts)), limit))
     return [texts[i] for i in drawn], len(texts)
 
 # %% ../nbs/36_embeddings.ipynb #eff46717
@@ -166,7 +169,6 @@ def measure_model(
     max_length: int = 128,  # largest number of tokens of a text; ignored if the model pools itself
 ) -> Measured:
     "Return the scores of a model on texts, a row for each layer."
-    texts = check_texts(texts)
     if pooling is None and is_sentence_transformer(model):
         found = measure_points(embed(model, texts, layer=layer), model, normalize, unit="text")
         return found._replace(rows=[{"layer": "output"} | found.row])
@@ -255,7 +257,7 @@ def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
 # %% ../nbs/36_embeddings.ipynb #c9b2205a
 def _measure_tokens(model: str, texts, layer: int, normalize: bool, max_length: int) -> Measured:
     "Return the scores of the token vectors in each layer."
-    encoder, batch = _load(model, texts, max_length)
+    encoder, batch = _load(model, check_texts(texts), max_length)
     count = len(batch["input_ids"])
     if count < 6: raise ValueError(f"texts: {count} given, but a score by sequence needs at least 6; add texts")
     if repeated := count - len(batch["input_ids"].unique(dim=0)):

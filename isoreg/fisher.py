@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .checks import one_of
 from .corpus import (
-    LOSSES, TextBatches, check_head, head_input, looks_ahead, model_losses, predicted_positions, sample_losses)
+    LOSSES, TextBatches, check_head, head_input, model_losses, predicted_positions, sample_losses)
 from .files import from_json, read_text, write_atomically
 from .moments import wide_dtype
 from .states import eval_mode, inside_wrapper, model_fingerprint, named_weights, weights_state
@@ -48,7 +48,7 @@ def empirical_fisher(
     fit the model or the batches, batches without a sample, and squares that are not finite."""
     one_of("level", level, ("tensor", "diagonal"))
     one_of("precision", precision, ("fp32", "bf16"))
-    model = inside_wrapper(getattr(model, "_orig_mod", model))  # of torch.compile
+    model = inside_wrapper(model)
     loss = _loss_of(model, batches, loss)
     # a function decides for itself, and a causal model predicts all positions in one pass
     one_of("reduction", reduction, ("mean",) if callable(loss) else ("mean", "sum"))
@@ -479,6 +479,4 @@ def _loss_of(model: nn.Module, batches, loss: str | Callable | None) -> str | Ca
     if one_of("loss", loss, LOSSES, also="a function of model and sample") != (made or loss):
         raise ValueError(f"loss: {loss!r}, but the batches were made for {made!r}; leave it out or rebuild the batches")
     check_head(model, loss)
-    if loss == "clm" and looks_ahead(model):
-        raise ValueError("loss: 'clm', but the model sees the tokens on the right; load it with is_decoder=True")
     return loss

@@ -72,8 +72,7 @@ def ignores_items(model: nn.Module) -> bool:
     kinds = dict.fromkeys(map(type, model.modules()))
     known = r"For(\w*Classification|MultipleChoice|QuestionAnswering)$"
     if any(re.search(known, kind.__name__) for kind in kinds): return True
-    forwards = [getattr(kind, "forward", None) for kind in kinds]  # parts of TorchScript have none
-    own = [f for f in forwards if str(getattr(f, "__module__", "")).startswith("transformers.")]
+    own = [kind.forward for kind in kinds if kind.forward.__module__.startswith("transformers.")]
     # the outermost head computes the loss
     heads = [f for f in own if "labels" in inspect.signature(f).parameters]
     return bool(heads) and "self.loss_function(" not in inspect.getsource(heads[0])
@@ -101,22 +100,17 @@ def penalised(self: PenaltyMixin, loss: Tensor, states: tuple[Tensor, ...], mask
 def log(self: PenaltyMixin, logs, *args, **kwargs):
     "Log as the Trainer does, with the mean of each part since the last log, and with the held-out isotropy."
     for p in self.penalties: check_batches(p)
-    if "loss" in logs: logs |= self.mean_parts()
+    if "loss" in logs and (calls := self.sums.pop("calls", 0)):
+        # the means over the ranks and the micro-batches since the last log
+        total = torch.stack([torch.as_tensor(v, device=self.args.device).detach().float() for v in self.sums.values()])
+        if world_size() > 1: torch.distributed.all_reduce(total)
+        logs |= dict(zip(self.sums, (total / world_size() / calls).tolist()))
+        self.sums.clear()
     if "train_loss" in logs: self.sums.clear()
     for callback in self.callback_handler.callbacks:
         if isinstance(callback, IsotropyLog):
             callback.on_evaluate(self.args, self.state, self.control, self.model, logs)
     return super(PenaltyMixin, self).log(logs, *args, **kwargs)
-
-# %% ../nbs/09_trainer.ipynb #e20f16e6
-@patch
-def mean_parts(self: PenaltyMixin) -> dict[str, float]:
-    "Return the means over the ranks and the micro-batches since the last log, by name."
-    sums, self.sums = self.sums, Counter()
-    if not (calls := sums.pop("calls", 0)): return {}
-    total = torch.stack([torch.as_tensor(v, device=self.args.device).detach().float() for v in sums.values()])
-    if world_size() > 1: torch.distributed.all_reduce(total)
-    return dict(zip(sums, (total / world_size() / calls).tolist()))
 
 # %% ../nbs/09_trainer.ipynb #c318bbab
 class ReferenceRefresh(TrainerCallback):
@@ -134,19 +128,17 @@ class ReferenceRefresh(TrainerCallback):
     def on_epoch_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
         p = self.penalty
         if not p.needs_reference or getattr(p, "given", False): return
-        p.set_reference(self.draw(args, state, model, train_dataloader).to(args.device))
-        p.given = False
-
-    def draw(self, args, state, model: nn.Module, loader: DataLoader) -> Tensor:
-        "Return the reference of examples drawn for this epoch."
-        counted: dict = {n: getattr(self.penalty, n) for n in ("layers", "padding") if hasattr(self.penalty, n)}
-        batches = own_batches(loader, args.per_device_train_batch_size, args.seed * 1009 + int(state.epoch or 0))
+        counted = {n: getattr(p, n) for n in ("layers", "padding") if hasattr(p, n)}
+        seed = args.seed * 1009 + int(state.epoch or 0)
+        batches = own_batches(train_dataloader, args.per_device_train_batch_size, seed)
         half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         autocast = torch.autocast(args.device.type, dtype=half, enabled=half is not None and not self.released)
         with same_draws(args.device), autocast:
-            return reference_covariance(
+            reference = reference_covariance(
                 model, batches, self.max_points, released=self.released, mask_fn=self.mask_fn,
                 progress=not args.disable_tqdm, **counted)
+        p.set_reference(reference.to(args.device))
+        p.given = False
 
 # %% ../nbs/09_trainer.ipynb #36f0ad9e
 def own_batches(loader: DataLoader, batch_size: int | None, seed: int) -> Iterable[dict]:
@@ -170,7 +162,7 @@ class IsotropyLog(TrainerCallback):
         mask_fn: Callable | None = None,  # function (inputs, states) -> mask, as in hidden_states
     ):
         self.batches, self.max_points, self.mask_fn = batches, max_points, mask_fn
-        self.history, self.step, self.training = [], None, False
+        self.history, self.training = [], False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.training = True
@@ -182,7 +174,6 @@ class IsotropyLog(TrainerCallback):
         with same_draws(args.device): score = measure_isotropy(model, self.batches, limit, mask_fn=self.mask_fn)
         score["points"] //= world_size()
         self.history.append({"epoch": float(state.epoch or 0), "step": state.global_step, **score})
-        self.step = state.global_step
 
     def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
         # each evaluation has its time: eval_runtime, or eval_NAME_runtime
@@ -190,7 +181,7 @@ class IsotropyLog(TrainerCallback):
         for name in (time.replace("runtime", "isoscore") for time in times):
             if name in metrics: continue
             # after the training the weights may change without a step
-            if not self.training or self.step != state.global_step: self.read(args, state, model)
+            if not self.training or self.history[-1]["step"] != state.global_step: self.read(args, state, model)
             metrics[name] = self.history[-1]["union"]
 
     def on_train_end(self, args, state, control, **kwargs): self.training = False

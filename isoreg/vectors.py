@@ -4,7 +4,6 @@
 __all__ = ['Vectors', 'read_points', 'in_memory']
 
 # %% ../nbs/35_vectors.ipynb #vecimp1
-import contextlib
 import glob
 import re
 import zipfile
@@ -112,9 +111,7 @@ def _npy(open_file: Callable) -> Vectors:
     return Vectors(shape, pieces)
 
 def _npz(path: Path) -> dict[str, Vectors]:
-    @contextlib.contextmanager
-    def member(name: str):
-        with zipfile.ZipFile(path) as archive, archive.open(name) as file: yield file
+    def member(name: str): return zipfile.ZipFile(path).open(name)
     with zipfile.ZipFile(path) as archive: names = archive.namelist()
     return {name.removesuffix(".npy"): _npy(partial(member, name)) for name in names}
 

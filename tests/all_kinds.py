@@ -62,16 +62,20 @@ def kinds(out: Path, precision: str, model: str) -> dict:
     }
 
 
-if __name__ == "__main__":
-    arguments = sys.argv[1:] + ["1", "fp32", "toy-bert"][len(sys.argv) - 2 :]
+def found(out: str, threads: str = "1", precision: str = "fp32", model: str = "toy-bert") -> dict:
+    "Kind: the digest and the number of its run, in this process."
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(int(arguments[1]))
+    torch.set_num_threads(int(threads))
     random.seed()  # what was drawn before a run is none of its business
     torch.rand(random.randint(1, 9))
-    found = {}
-    for name, (make, number) in kinds(Path(arguments[0]), *arguments[2:4]).items():
+    digests = {}
+    for name, (make, number) in kinds(Path(out), precision, model).items():
         record = make()
         said = json.dumps(plain(without_times(record)), sort_keys=True)
-        found[name] = {"digest": hashlib.sha256(said.encode()).hexdigest(), "number": number(record)}
-    print(json.dumps(found))
+        digests[name] = {"digest": hashlib.sha256(said.encode()).hexdigest(), "number": number(record)}
+    return digests
+
+
+if __name__ == "__main__":
+    print(json.dumps(found(*sys.argv[1:])))

@@ -12,6 +12,7 @@ FORKS.set_forkserver_preload(  # of ranks.py, too
     [
         "execnb.shell",
         "isoreg.experiments.finetune",
+        "isoreg.experiments.pretrain",
         "isoreg.report.figures",
         "isoreg.report.records",
         "matplotlib.pyplot",
@@ -20,17 +21,20 @@ FORKS.set_forkserver_preload(  # of ranks.py, too
 )
 
 
-def run(path: Path) -> list[dict]:
+def run(path: Path, **parameters) -> list[dict]:
     "Return the cells of a notebook after a run in its folder; what fails there is raised here."
     with ProcessPoolExecutor(1, FORKS) as pool:
-        return json.loads(pool.submit(_run, str(path)).result())
+        return json.loads(pool.submit(_run, str(path), parameters).result())
 
 
-def _run(path: str) -> str:
-    from execnb.nbio import read_nb
+def _run(path: str, parameters: dict) -> str:
+    from execnb.nbio import mk_cell, read_nb
     from execnb.shell import CaptureShell
 
     os.chdir(Path(path).parent)
     shell, notebook = CaptureShell(mpl_format="png", timeout=300), read_nb(path)  # seconds, of a cell
+    if parameters:
+        place = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
+        notebook.cells.insert(place + 1, mk_cell("\n".join(f"{k} = {v!r}" for k, v in parameters.items())))
     shell.run_all(notebook, exc_stop=True)
     return json.dumps(notebook.cells)

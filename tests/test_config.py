@@ -46,6 +46,7 @@ def test_stored_runs_keep_their_keys_and_read_back(project):
     for config, key in runs:
         read = RunConfig.from_record(config)
         assert read.key == key == RunConfig.from_record(read.to_record()).key
+        assert read.to_record().items() >= config.items()
 
 
 def test_the_runs_of_earlier_versions_are_found_again():

@@ -187,21 +187,21 @@ import resource, sys
 from isoreg.embeddings import measure_points
 from isoreg.vectors import read_points
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-measure_points(read_points(sys.argv[1]))
-before = peak()
-found = measure_points(read_points(sys.argv[2])).row
-print(found["points"], peak() - before)
+for small, large in zip(sys.argv[1::2], sys.argv[2::2]):
+    measure_points(read_points(small))
+    before = peak()
+    print(measure_points(read_points(large)).row["points"], peak() - before)
 """
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors", "parquet"])
-def test_a_large_file_needs_a_fraction_of_its_size_in_memory(tmp_path, kind):
-    "300 MB, most of them zeros that take no room on the disk."
+def test_a_large_file_needs_a_fraction_of_its_size_in_memory(tmp_path):
+    "300 MB of each kind, most of them zeros that take no room on the disk."
     n, d = 300_000, 256
     x = np.random.default_rng(0).normal(size=(20_000, d)).astype(np.float32)
 
-    def write(path, rows):
+    def write(kind, name, rows):
+        path = tmp_path / f"{name}.{kind}"
         raw = path.with_suffix(".npy")
         if kind in ("npy", "npz"):
             np.lib.format.open_memmap(raw, "w+", np.float32, (rows, d))[: len(x)] = x[:rows]
@@ -220,14 +220,15 @@ def test_a_large_file_needs_a_fraction_of_its_size_in_memory(tmp_path, kind):
                     part = x if first == 0 else np.zeros_like(x)
                     values = pa.array(part[: rows - first].ravel())
                     file.write(pa.table({"v": pa.FixedSizeListArray.from_arrays(values, d)}))
+        return path
 
-    write(tmp_path / f"small.{kind}", 10_000)
-    write(tmp_path / f"large.{kind}", n)
-    command = [sys.executable, "-W", "ignore", "-c", PEAK, tmp_path / f"small.{kind}", tmp_path / f"large.{kind}"]
+    kinds = ["npy", "npz", "safetensors", "parquet"]
+    files = [write(kind, *size) for kind in kinds for size in (("small", 10_000), ("large", n))]
+    command = [sys.executable, "-W", "ignore", "-c", PEAK, *files]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    points, grown = map(int, done.stdout.split())
-    assert points == n and grown < 300 / 3
+    found = dict(zip(kinds, (tuple(map(int, line.split())) for line in done.stdout.splitlines()), strict=True))
+    assert all(points == n and grown < 300 / 3 for points, grown in found.values()), found
 
 
 def test_a_file_is_scored_without_the_libraries_of_models(tmp_path):
@@ -277,6 +278,8 @@ def test_repeated_rows_are_counted(tmp_path):
     texts = toy_corpus(12, seed=5)
     with pytest.warns(UserWarning, match=f"toy-bert: {24 - len(set(texts))} of 24 texts repeat another one"):
         measure_model("toy-bert", texts * 2, "tokens")
+    mostly = np.concatenate([np.zeros((900, 40)), x, -x])  # more than half lie at the mean
+    assert measure_points(mostly).row["repeated"] == 899
     same = x.copy()
     same[:, 1:] *= 1e-2  # few axes hold nearly all of the variance: not repeated for that
     assert measure_points(same).row["repeated"] == 0

@@ -24,7 +24,7 @@ import isoreg.experiments.finetune
 import isoreg.experiments.sweep
 from isoreg.cli import app
 from isoreg.experiments.config import RunConfig
-from isoreg.experiments.grid import Run, expand, load_grid
+from isoreg.experiments.grid import expand, load_grid
 from isoreg.isoscore import isoscore
 
 RUN = expand(load_grid("demo")).runs[0]
@@ -154,7 +154,7 @@ def _parameters(given, odd):
         config = RunConfig(**given)
     except (ValueError, OSError):  # a path that cannot be
         return
-    parameters = Run(config.key, "finetune", config.to_dict()).parameters
+    parameters = config.to_dict()
     cell = translate_parameters("python3", "python", parameters, "Parameters")
     assigned = ast.parse(cell).body
     assert all(isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Name) for s in assigned), cell

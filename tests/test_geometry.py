@@ -4,7 +4,9 @@ scikit-dimension."""
 import json
 import math
 import warnings
+from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import skdim
@@ -22,7 +24,6 @@ from isoreg.geometry import average_cosine, effective_rank, partition_score, ran
 from isoreg.isoscore import isoscore
 from isoreg.experiments.config import GeometryConfig, choices
 from isoreg.experiments.measure import layer_points, load_body, measure
-from isoreg.experiments.notebook import execute
 from isoreg.experiments.toy import toy_corpus, toy_tokenizer
 
 SCALARS = (average_cosine, partition_score, variance_explained, effective_rank, rankme, two_nn)
@@ -300,7 +301,8 @@ def test_a_finished_record_is_returned_until_its_text_changes(tmp_path, monkeypa
 
 
 def test_notebook_runs(tmp_path, gpt2):
-    execute("geometry", tmp_path / "out.ipynb", {"model": gpt2, "limit": 40, "pooling": "mean", "out": str(tmp_path)})
+    path = Path(__file__).parents[1] / "nbs" / "runs" / "geometry.ipynb"
+    forked.run(path, model=gpt2, limit=40, pooling="mean", out=str(tmp_path))
     (record,) = [json.loads(p.read_text()) for p in tmp_path.rglob("record.json")]
     assert record["config"]["pooling"] == "mean" and len(record["layers"]) == 3
 

@@ -74,7 +74,7 @@ def test_axes_tables_and_blocks(plan_of):
     assert all(run.config["lr"] == 1e-3 for run in plan.runs)
     assert plan.combinations == 9 + 2 + 1 and plan.duplicates == 1  # the run of third is one of first
     assert [b[::3] for b in plan.blocks] == [("first", 9), ("second", 2), ("third", 0)]
-    assert {run.block for run in plan_of(EVERYTHING, ("second",)).runs} == {"second"}
+    assert [name for name, *_ in plan_of(EVERYTHING, ("second",)).blocks] == ["second"]
 
 
 def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
@@ -103,6 +103,7 @@ def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
         ("notebook: finetun", "notebook: 'finetun' is unknown; did you mean 'finetune'"),
         ("fixed: {seed: [1, 2]}", "seed: Input should be a valid integer"),
         ("axes: {m: [{lam: 1}, {lam: 2}], lam: [1]}", "axes: two axes set one of lam; keep each in one"),
+        ("axes: {m: [{lam: 1}]}\nblocks: [{name: a, fixed: {lam: 2}}]", "a: fixed and an axis both set lam"),
         ("axes: {seed: 0..3, lr: [2, 1e-4], dropout: [standard, constant]}", "12 of 16 .*lr: .*dropout_p: "),
         ("axes: {lam: [.inf, 1]}", "1 of 2 .*lam: Input should be a finite number"),
         ("axes: {task: [nope.yaml, toy-cola]}", "1 of 2 .*No such file .*nope.yaml"),

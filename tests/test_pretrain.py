@@ -3,23 +3,21 @@
 import copy
 import json
 import math
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from forked import FORKS
 from torch.nn import functional as F
 
 from isoreg.corpus import TextBatches
-from isoreg.experiments.notebook import execute
 from isoreg.experiments.config import PretrainConfig
 from isoreg.experiments.pretrain import LikelihoodTrainer, corpus_texts, heldout_loss, last_checkpoint, log_frequencies
 from isoreg.experiments.pretrain import pretrain, toy_batches, toy_language_model, unigram_loss, with_mlm_head
@@ -182,18 +180,14 @@ KILLED = dict(steps=50, limit=400, train_encoder=True, seed=3)
 
 def killed_at(out: Path, step: int) -> Path:
     "Start the run in another process, kill it as soon as it writes the checkpoint of this step, and return its folder."
-    program = f"""import torch; torch.set_num_threads(1)
-from isoreg.experiments.config import PretrainConfig
-from isoreg.experiments.pretrain import pretrain
-pretrain(PretrainConfig(**{KILLED!r}), {str(out)!r}, 2, 5)"""
-    place = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    process = subprocess.Popen([sys.executable, "-c", program], env=place, **streams)
+    process = FORKS.Process(target=pretrain, args=(PretrainConfig(**KILLED), str(out), 2, 5))
+    process.start()
     folder = out / PretrainConfig(**KILLED).key
-    while process.poll() is None and not list(folder.glob(f".training/*/checkpoint-{step}")):
+    while process.is_alive() and not list(folder.glob(f".training/*/checkpoint-{step}")):
         time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, process.stderr.read().decode()[-2000:]
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     return folder
 
 
@@ -300,17 +294,16 @@ def test_each_source_gives_its_share_and_nothing_is_in_both_parts(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
-def test_toy_language_models_learn_and_repeat(kind):
+def test_toy_language_models_learn(kind):
     model, corpus, heldout = toy_language_model(kind, steps=50, seed=1)
     assert not model.training and heldout_loss(model, heldout)["loss"] < unigram_loss(corpus, heldout)["loss"] - 0.3
-    first, second = (toy_language_model(kind, steps=3, seed=1)[0].parameters() for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(ValueError, match="kind"):
         toy_language_model("bert")
 
 
 def test_notebook_writes_its_record(tmp_path):
-    execute("mlm_head", tmp_path / "done.ipynb", dict(steps=4, limit=100, out=str(tmp_path / "runs"), evaluations=1))
+    path = Path(__file__).parents[1] / "nbs" / "runs" / "mlm_head.ipynb"
+    forked.run(path, steps=4, limit=100, out=str(tmp_path / "runs"), evaluations=1)
     (record,) = (json.loads(p.read_text()) for p in (tmp_path / "runs").rglob("record.json"))
     assert (record["status"], record["steps"]) == ("done", 4)
     assert record["key"] == PretrainConfig(steps=4, limit=100).key

@@ -271,6 +271,8 @@ def test_rows_of_too_few_pairs_take_no_part():
     few = arms(none=base, minus=base - 0.1, plus=base[:2] + 0.1)
     whole, most = compare(few), compare(few, min_pairs=3)
     assert list(whole.n) == [6, 2] and list(most.n) == [6] and most.p_holm[0] == 2 / 64 < whole.p_holm[0]
+    with pytest.raises(ValueError, match="min_pairs: no row has 7 complete pairs"):
+        compare(few, min_pairs=7)
 
 
 def test_incomplete_pairs_are_named_and_a_verdict_says_that_a_run_failed():
@@ -565,6 +567,7 @@ LRS = [record(m, s, 0.6, settings={"lr": lr}) for m in (NONE, PLUS) for s in (0,
         (lambda: compare(TWO(), "Baseline"), "baseline: 'Baseline' is unknown; did you mean 'baseline'"),
         (lambda: compare(TWO(), of="Baseline"), "of: 'Baseline' is unknown; did you mean 'baseline'"),
         (lambda: compare(load(LRS), by=[]), "by: two runs of .* have seed 0; they differ in lr"),
+        (lambda: published(papr="I-STAR"), "where: 'papr' is unknown; did you mean 'paper'"),
         (lambda: published(table="Table 9"), "table: 'Table 9' is unknown; did you mean .*use 'Table 1'"),
         (lambda: three_columns(TWO(), published(table="Table 1"), {"Bse": "baseline"}), "methods: 'Bse' is unknown"),
     ],

@@ -53,7 +53,6 @@ def test_every_kind_runs_and_is_recorded(records, tmp_path):
 def test_kinds_differ_and_standard_is_the_baseline(records):
     standard, guided = losses(records["standard"]), losses(records["guided"])
     assert losses(run(RunConfig(**PLAIN, dropout="constant", dropout_p=0.1))) == standard != guided
-    assert losses(run(RunConfig(**PLAIN, dropout="guided"))) == guided
     assert losses(run(RunConfig(**PLAIN, dropout="reversed"))) != guided
 
 
@@ -123,6 +122,7 @@ def test_scores_source_and_the_record(tmp_path):
 
 def test_a_text_gives_one_schedule_to_all_tasks_and_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr("isoreg.experiments.finetune.CORPUS_TEXTS", 40)
+    monkeypatch.setattr("isoreg.experiments.finetune._train", lambda *_: None)
     file, texts = tmp_path / "wiki.txt", toy_corpus(50, seed=9)
     file.write_text("\n".join(texts))
     guided = dict(regularizer="none", dropout="guided")

@@ -22,7 +22,7 @@ SELECTION = {
     "tests/test_config.py": "",
     "tests/test_fisher.py": "autocast",
     "tests/test_trainer.py": "two_ranks and ustat or accumulation or mixed_precision or resumed or encoder_and_decoder",
-    "tests/test_finetune.py": "key or same_seed or other_kinds or weights_that_are_none or takes_any_penalty",
+    "tests/test_finetune.py": "key or share_their_start or weights_that_are_none or takes_any_penalty",
     "tests/test_boundary.py": "",
     "tests/test_cli.py": "run_writes or not_repeated or bad_input or tasks_and_version or report or interrupted",
     "tests/test_sweep.py": "toy_grid or interrupt_ends or damaged",

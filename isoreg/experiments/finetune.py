@@ -88,7 +88,8 @@ def run(
 def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
     "Return the configuration with the name and the settings of a module. Raises `ValueError` if a record cannot."
     kind, built_in = type(penalty), {c: name for name, c in PENALTY_CLASSES.items()}
-    known = {n: getattr(penalty, n) for n in PenaltySettings.model_fields if hasattr(penalty, n)}
+    found = {n: getattr(penalty, n) for n in PenaltySettings.model_fields if hasattr(penalty, n)}
+    known = {n: v for n, v in found.items() if not isinstance(v, (torch.Tensor, nn.Module))}
     known["regularizer"] = built_in.get(kind, _import_path(kind))
     if kind not in built_in: return config.model_copy(update=known)
     for n, p in inspect.signature(kind).parameters.items():
@@ -98,7 +99,9 @@ def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
                              "leave it out, or give a subclass of another name")
     return RunConfig(**config.to_dict() | known)
 
-def _import_path(of: Callable) -> str: return f"{of.__module__}:{of.__qualname__}"
+def _import_path(of: Callable) -> str:
+    "Return module:name; of an object that has no name, such as a partial, those of its class."
+    return f"{of.__module__}:{getattr(of, '__qualname__', type(of).__qualname__)}"
 
 # %% ../../nbs/experiments/23_finetune.ipynb #0f762bd4
 def _read_data(config: RunConfig) -> tuple[TaskData, dict[str, TaskData]]:

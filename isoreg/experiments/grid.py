@@ -43,7 +43,7 @@ def expand(
             try: config = config_class(block.notebook)(**given)
             except (ValueError, OSError) as error: problems[f"{block.name}: {error}"].append(given)
             else:
-                run = Run(config.key, block.notebook, config.to_dict(), block.name)
+                run = Run(config.key, block.notebook, config.to_dict())
                 runs.setdefault(run.key, run)
         plan.combinations += len(combinations)
         plan.blocks += ((block.name, block.notebook, len(combinations), len(runs) - before),)
@@ -58,17 +58,10 @@ class Run:
     key: str
     notebook: str
     config: dict  # all parameters, defaults filled in
-    block: str = ""
 
     def __str__(self):
         "Return the key, and for fine-tuning the method, which shows the sign of λ: I-STAR λ=-0.1."
         return f"{self.key}  {method_label(self.config)}" if self.notebook == "finetune" else self.key
-
-    @property
-    def parameters(self) -> dict:
-        "Parameters of the notebook: those that are not None, or whose default is not."
-        usual = config_class(self.notebook).model_fields
-        return {n: v for n, v in self.config.items() if v != usual[n].default or v is not None}
 
 @dataclass
 class Plan:
@@ -122,6 +115,8 @@ def combinations(self: Block, overrides: dict) -> list[dict]:
         given = {n: v for pick in picks for n, v in pick.items()}
         if len(given) < sum(map(len, picks)):
             raise ValueError(f"{self.name}: axes: two axes set one of {', '.join(given)}; keep each in one")
+        if both := self.fixed.keys() & given.keys():
+            raise ValueError(f"{self.name}: fixed and an axis both set {', '.join(both)}; keep each in one")
         found.append(self.fixed | given)
     return _with_values(found, {n: v for n, v in overrides.items() if n not in self.axes})
 
@@ -174,7 +169,8 @@ def load_grid(path: str | Path) -> Grid:
 @patch
 def within(self: Block, above: Block, name: str) -> Block:
     "Return the block with what it inherits, and with this name if it has none."
-    fixed = {n: v for n, v in above.fixed.items() if n not in self.axes}
+    own = {n for axis, values in self.axes.items() for option in _options(axis, values) for n in option}
+    fixed = {n: v for n, v in above.fixed.items() if n not in own}
     axes = {n: v for n, v in above.axes.items() if n not in self.fixed}
     notebook = self.notebook if "notebook" in self.model_fields_set else above.notebook
     return self.model_copy(update={"name": self.name or name, "notebook": notebook,

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase)
 
-from ..corpus import TextBatches, load_texts, looks_ahead
+from ..corpus import TextBatches, load_texts
 from ..dropout import site_scores
 from .config import (
     TOY_LOSSES, FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, TextSettings)
@@ -260,9 +260,6 @@ def load_language_model(config: LossSettings) -> tuple[nn.Module, TextBatches, s
         heads = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM}
         model = load_language_head(heads[loss], config.model, loss)
         tokenizer, notes = load_tokenizer(config.model), []
-    if loss == "clm" and looks_ahead(model):
-        raise ValueError(f"model: {config.model!r} sees the tokens on the right, so its causal loss is no likelihood; "
-                         "use loss mlm")
     limit_length(tokenizer, model)
     notes += check_vocabulary(tokenizer, model, texts := _texts(config))
     corpus = TextBatches(

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from accelerate.utils import patch_environment
 from torch import nn
 from transformers import (
     AutoModel, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
@@ -35,11 +35,10 @@ def load_model(
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, list[str]]:  # model, tokenizer, notes
     "Return the encoder with a head drawn with the seed, in float32. Raises `ValueError` for a missing weight."
     tokenizer, notes, task = load_tokenizer(config.model), [], task or get_task(config.task, config.definition)
-    model, missing, body, unread = _with_head(config, task)
+    model, missing, body = _with_head(config, task)
     limit_length(tokenizer, model)
     old = _redraw_head(model, body, missing, config.seed)
     if old: notes.append(f"{', '.join(old)} of the checkpoint not used: drawn with the seed")
-    if unread: notes.append(f"num_hidden_layers leaves out {len(unread)} weights of the checkpoint, as {min(unread)}")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         notes.append(f"padding token set to {tokenizer.eos_token}")
@@ -51,8 +50,8 @@ def load_model(
     return model, tokenizer, notes
 
 # %% ../../nbs/experiments/21_models.ipynb #withhead
-def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.Module, list[str]]:
-    "Return the model, the keys that the checkpoint lacks, the part below the head, and the layers not read."
+def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.Module]:
+    "Return the model, the keys that the checkpoint lacks, and the part below the head."
     kind, options = AutoModelForQuestionAnswering, dict[str, Any](ignore_mismatched_sizes=True)
     if task.kind != "qa":
         problem = "regression" if task.kind == "regression" else "single_label_classification"
@@ -66,8 +65,7 @@ def _with_head(config: RunConfig, task: Task) -> tuple[nn.Module, set[str], nn.M
     if body is model: body = nn.ModuleList([model.get_encoder(), model.get_decoder()])  # as T5 for questions has it
     other = {k if isinstance(k, str) else k[0] for k in info["mismatched_keys"]}  # such as a head of other labels
     check_whole(config.model, model, body, {*info["missing_keys"], *other})
-    unread = [k for k in info["unexpected_keys"] if re.search(r"\b(layers?|h|blocks?)\.\d+\.", k)]
-    return model, set(info["missing_keys"]), body, unread
+    return model, set(info["missing_keys"]), body
 
 # %% ../../nbs/experiments/21_models.ipynb #4b57d844s0
 def check_whole(name: str, model: nn.Module, body: nn.Module, missing: Iterable[str]) -> None:
@@ -136,10 +134,6 @@ def pretrained(kind, model: str, **options):
         raise ValueError(f"model: {model!r} cannot be read ({why}); give the folder of a complete checkpoint, "
                          "or a name on the hub") from None
     loaded = found[0] if isinstance(found, tuple) else found
-    for file in Path(source).glob("*.safetensors") if isinstance(loaded, nn.Module) else ():
-        with safe_open(file, "pt") as stored:
-            if any(k.endswith("weight") and stored.get_slice(k).get_dtype()[0] in "IU" for k in stored.keys()):
-                raise ValueError(f"model: {model!r} stores weights as integers; give it as it was before quantisation")
     named = loaded.named_parameters() if isinstance(loaded, nn.Module) else ()
     if odd := [name for name, w in named if not bool(w.isfinite().all())]:
         raise ValueError(f"model: {model!r} has NaN or infinity in {len(odd)} of its weights ({odd[0]}, ...); "
@@ -226,13 +220,10 @@ def trainer_arguments(precision: str, **settings) -> TrainingArguments:
 @contextlib.contextmanager
 def process_kept() -> Iterator[None]:
     "Give a context without the precision of an earlier training, and restore threads and environment at its end."
-    name, threads = "ACCELERATE_MIXED_PRECISION", torch.get_num_threads()
-    left = os.environ.pop(name, None)
-    try: yield
-    finally:
-        torch.set_num_threads(threads)
-        os.environ.pop(name, None)
-        if left is not None: os.environ[name] = left
+    threads = torch.get_num_threads()
+    try:
+        with patch_environment(accelerate_mixed_precision="no"): yield
+    finally: torch.set_num_threads(threads)
 
 # %% ../../nbs/experiments/21_models.ipynb #909ff6e7
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:

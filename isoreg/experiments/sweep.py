@@ -83,9 +83,9 @@ class Folder:
         if notebook.exists() and not _json(notebook): return None
         return record if is_record_of(record, run) and not changed_inputs(record) else None
 
-    def failure(self, key: str) -> dict | None:
-        "Return the content of a run's `failed.json`, None if there is none."
-        return _json(self.out / key / "failed.json") or None
+    def failure(self, key: str) -> dict:
+        "Return the content of a run's `failed.json`, an empty table if there is none."
+        return _json(self.out / key / "failed.json")
 
     def progress(self, key: str) -> dict:
         "Return the progress that a run, begun by a sweep or by `isoreg run`, wrote last."
@@ -134,7 +134,7 @@ def publish(self: Folder, run: Run, part: Path, failure: dict | None = None):
 # %% ../../nbs/experiments/30_sweep.ipynb #ac9da0c5
 def compute(run: Run, part: Path, env: dict | None = None, on_start: Callable = lambda kernel: None) -> dict | None:
     "Execute a run's notebook below the folder `part`, again if it fails; return the failure. Bad input fails at once."
-    output, parameters = part / run.key / "notebook.ipynb", run.parameters | {"out": str(part)}
+    output, parameters = part / run.key / "notebook.ipynb", run.config | {"out": str(part)}
     for attempt in (1, 2):
         shutil.rmtree(part / run.key, ignore_errors=True)
         try:
@@ -187,7 +187,7 @@ def do(self: Sweep, run: Run) -> str:
     try:
         with self.folder.lock(run.key):
             if self.folder.record(run): return "found"
-            if (self.folder.failure(run.key) or {}).get("ended", 0) > self.begun: return "failed"
+            if self.folder.failure(run.key).get("ended", 0) > self.begun: return "failed"
             part = self.folder.begin(run)
             self.running.add(run.key)
             if self.closed: return "stopped"
@@ -210,7 +210,7 @@ def count(self: Sweep, run: Run, status: str):
     "Count what came of a run."
     if status == "done": self.done.append(run.key)
     elif status == "found": self.found += 1
-    else: self.failed[run.key] = self.folder.failure(run.key) or {}
+    else: self.failed[run.key] = self.folder.failure(run.key)
     error = self.failed.get(run.key, {}).get("error", "")
     self.log(f"{status}: {run} {error.partition(chr(10))[0]}")
 
@@ -218,10 +218,10 @@ def count(self: Sweep, run: Run, status: str):
 class Local:
     "Run on this machine."
     def __init__(self, jobs: int | None = None):  # workers; None: see plan_jobs
-        self.asked, self.stopped = jobs, False
-        self.kernels, self.gpus = [], queue.SimpleQueue()
+        self.asked = jobs
 
     def start(self) -> str:
+        self.kernels, self.gpus, self.stopped = [], queue.SimpleQueue(), False
         cores, gpus, memory = machine()
         self.jobs, threads = plan_jobs(cores, len(gpus), memory, self.asked)
         self.env = environment(threads)

@@ -83,7 +83,7 @@ def _styles(df: pd.DataFrame) -> dict:
 def colour_of(method: str) -> str | tuple | None:
     "Return a method's colour in every figure; I-STAR: orange below zero, blue above, darker with λ; None: no own one."
     lam, *_ = method.partition("I-STAR λ=")[2].replace(",", " ").split() or [""]
-    if not lam: return next((colour for name, colour in COLOURS.items() if method.startswith(name)), None)
+    if lam in ("", "?"): return next((colour for name, colour in COLOURS.items() if method.startswith(name)), None)
     depth = np.clip(math.log(max(abs(float(lam)), 0.02) / 0.02) / math.log(500), 0, 1)
     return plt.get_cmap("Oranges" if float(lam) < 0 else "Blues")(0.4 + 0.55 * depth)
 

@@ -279,6 +279,7 @@ def compare(
         differ = ", ".join(c for c in by if not others[c].isin(own[c]).any())
         if differ: raise ValueError(f"by: no pair has the same {differ} as {fixed!r}; leave that out of by")
     rows = [r for r in rows if r["n"] >= min_pairs]
+    if min_pairs and not rows: raise ValueError(f"min_pairs: no row has {min_pairs} complete pairs")
     return _table(judged(rows), "comparison", [*apart, "method"], provenance(df))
 
 # %% ../../nbs/report/27_records.ipynb #1e73e853
@@ -456,7 +457,7 @@ def published(
     path = importlib.resources.files("isoreg") / "assets" / "published.json"
     out = pd.DataFrame(json.loads(path.read_text(encoding="utf-8")))
     for name, wanted in where.items():
-        one_of(name, wanted, out[name].dropna().unique())
+        one_of(name, wanted, out[one_of("where", name, out.columns)].dropna().unique())
         out = out[out[name] == wanted]
     return out.reset_index(drop=True)
 
