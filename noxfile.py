@@ -39,15 +39,17 @@ def mutation(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def fuzz(session: nox.Session) -> None:
-    "Try 10,000 random inputs and enter the counts in the record of trust."
+    "Try 6,400 random inputs and enter the counts in the record of trust."
     session.run("python", "tools/fuzz.py", env=QUIET)
 
 
 @nox.session(python=False)
 def long(session: nox.Session) -> None:
-    "Run the tests that take minutes: whole runs that are killed, clusters of Ray that lose a part."
+    "Run what takes minutes: runs that are killed, clusters of Ray that lose a part, slow cells of notebooks."
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     session.run("python", "-m", "pytest", "-q", "-rs", "tools/test_faults.py", env=QUIET | {"PYTHONPATH": path})
+    for place in ("nbs/experiments", "nbs/12_landscape.ipynb"):
+        session.run("nbdev_test", "--path", place, "--flags", "slow", env=QUIET)
 
 
 @nox.session

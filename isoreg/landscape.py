@@ -8,6 +8,7 @@ __all__ = ['loss_surface', 'grid', 'direction', 'step_length', 'displaced', 'mea
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -131,13 +132,19 @@ def displaced(
     """
     params = dict(model.named_parameters())
     directions = [_fitting(f"d{i}", d, params) for i, d in enumerate(directions, 1)]
-    kept = {n: p.detach().clone() for n, p in params.items() if any(n in d for d in directions)}
+    moving = [n for n in params if any(n in d for d in directions)]
+    kept, last = {n: params[n].detach().clone() for n in moving}, directions[-1]
+    @functools.lru_cache(maxsize=1)
+    def line(*at: float) -> dict[str, Tensor]:  # a surface goes along the last direction, line by line
+        weights = dict(kept)
+        for a, d in zip(at, directions[:-1], strict=True):
+            weights |= {n: torch.add(weights[n], x, alpha=a) for n, x in d.items() if a}
+        return weights
     def place(*at: float) -> None:
         torch.clear_autocast_cache()  # a bf16 copy of the last place would be stale
-        for n, weight in kept.items():
-            for a, d in zip(at, directions, strict=True):
-                if a and n in d: weight = torch.add(weight, d[n], alpha=float(a))
-            params[n].data.copy_(weight)
+        for n, weight in line(*map(float, at[:-1])).items():
+            if n in last and at[-1]: torch.add(weight, last[n], alpha=float(at[-1]), out=params[n].data)
+            else: params[n].data.copy_(weight)
     try: yield place
     finally: place(*[0.0] * len(directions))
 

@@ -5,7 +5,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, also by the processes that tests start
 
-LONGEST = "cli sweep results finetune istar extending pretrain run_dropout".split()
+LONGEST = "results sweep finetune cli pretrain trainer fisher dropout report extending embeddings".split()
 
 
 def pytest_collection_modifyitems(items):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import papermill
 import pytest
 import typer
-from typer.testing import CliRunner
+from command import invoke
 
 from isoreg.cli import app
 from isoreg.experiments.config import RunConfig
@@ -24,7 +24,6 @@ from isoreg.experiments.sweep import status
 
 ROOT = Path(__file__).parents[1]
 
-invoke = lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
 TINY = {"max_train": 32, "max_eval": 20, "epochs": 1}
 OPTIONS = [x for k, v in TINY.items() for x in ("--" + k.replace("_", "-"), str(v))]
 

@@ -22,10 +22,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModel, AutoTokenizer, GPT2Config, GPT2Model, PreTrainedTokenizerFast, T5Config
 from transformers import BertModel, T5EncoderModel, T5Model
-from typer.testing import CliRunner
+from command import invoke as isoreg
 
 from isoreg import embeddings
-from isoreg.cli import app
 from isoreg.embeddings import compare, draw_texts, embed, measure_model, measure_points
 from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
 from isoreg.geometry import average_cosine, outlier_dimensions, two_nn
@@ -35,7 +34,7 @@ from isoreg.vectors import read_points
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, ["score", *map(str, arguments)])
+    return isoreg("score", *arguments)
 
 
 def scores(*arguments):

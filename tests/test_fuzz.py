@@ -34,7 +34,7 @@ SIZES = {"command_lines": 60, "grids": 60, "parameters": 60, "vectors": 60, "num
 
 
 def both(name):
-    "Decorator of a property: a test of its share of 500 inputs, and one of 20 times as many that has to be asked for."
+    "Decorator of a property: a test of its share of 320 inputs, and one of 20 times as many that has to be asked for."
 
     def decorate(strategies):
         def wrap(check):

@@ -8,17 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from command import invoke
 
-from isoreg.cli import app
 from isoreg.experiments.grid import choose, expand, final_grid, grid_path, load_grid
 
 ROOT = Path(__file__).parents[1]
 TINY = "{max_train: 32, max_eval: 20, epochs: 1, lam: -0.1}"
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import matplotlib.pyplot
 import numpy as np
 import pandas as pd
 import pytest
+from command import rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -69,12 +70,6 @@ def on_tasks(base=0.5, **differences):
     "Runs of a base and of I-STAR λ=1 whose differences these are, by task."
     pairs = [(t, s, x) for t, d in differences.items() for s, x in enumerate(d)]
     return load([record(m, s, base + x * (m is PLUS), task=t) for t, s, x in pairs for m in (NONE, PLUS)])
-
-
-def rows_of(text):
-    "The cells of a table in Markdown, a list a line."
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
 def links(text):

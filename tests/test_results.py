@@ -9,6 +9,7 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import pytest
+from command import rows_of
 from forked import run
 from scipy import stats
 
@@ -55,12 +56,6 @@ def page_text(name):
     "What the tables and texts of a page say, without links and line ends."
     text = " ".join(shown(nbformat.read(NBS / "tables" / f"{name}.ipynb", 4).cells))
     return " ".join(re.sub(r"\\([\[\]])", r"\1", LINK.sub(r"\1", text)).split())
-
-
-def rows_of(text):
-    "The cells of a table in Markdown, a list a line."
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ from unittest.mock import MagicMock
 
 import psutil
 import pytest
+from command import invoke
 from filelock import Timeout
 from sweep_stub import finish, logged, records, start, stub, wait_for
-from typer.testing import CliRunner
 
-from isoreg.cli import app
 from isoreg.experiments.config import RunConfig
 from isoreg.experiments.data import MissingSplit
 from isoreg.experiments import finetune
@@ -26,10 +25,6 @@ from isoreg.experiments.grid import expand, load_grid
 from isoreg.experiments.notebook import KernelDied, error_words, is_refusal
 from isoreg.experiments.sweep import Folder, Local, OnRay, compute_on_node, environment, is_record_of, machine
 from isoreg.experiments.sweep import plan_jobs, status, sweep
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 @pytest.fixture(scope="module", autouse=True)

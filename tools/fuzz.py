@@ -1,4 +1,4 @@
-"""Try 10,000 random inputs and enter in the record of trust how many of each kind there were and what went wrong:
+"""Try 6,400 random inputs and enter in the record of trust how many of each kind there were and what went wrong:
 python tools/fuzz.py. A kind stops at its first failure."""
 
 import subprocess

@@ -231,11 +231,11 @@ def with_outcome(df: pd.DataFrame, value: str) -> pd.DataFrame:
 
 def check_seeds(runs: pd.DataFrame) -> None:
     "Raise `ValueError` if two runs of one method share a seed."
+    if runs.seed.is_unique: return
     twice = runs[runs.duplicated("seed", keep=False)].sort_values("seed")[:2]
     differ = [c for c in SETTINGS if twice[c].map(str).nunique() > 1]
-    if len(twice):
-        raise ValueError(f"by: two runs of {twice.method.iloc[0]} have seed {twice.seed.iloc[0]}; they differ in "
-                         f"{', '.join(differ) or 'nothing but the key'}: add that to by, or choose runs")
+    raise ValueError(f"by: two runs of {twice.method.iloc[0]} have seed {twice.seed.iloc[0]}; they differ in "
+                     f"{', '.join(differ) or 'nothing but the key'}: add that to by, or choose runs")
 
 # %% ../../nbs/report/27_records.ipynb #c17df239
 def clears_majority(
