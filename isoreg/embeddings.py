@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import random
 import re
 import warnings
@@ -236,7 +235,10 @@ def _part(batch: dict, rows: Tensor) -> dict:
 # %% ../nbs/36_embeddings.ipynb #d1c0a002
 def is_sentence_transformer(model: str) -> bool:
     "Return whether the model defines how its tokens become one vector."
-    return os.path.isfile(Path(model).expanduser() / "modules.json") or str(model).startswith("sentence-transformers/")
+    from transformers.utils import cached_file
+    from isoreg.experiments.models import model_source
+    try: return bool(cached_file(model_source(model), "modules.json", _raise_exceptions_for_missing_entries=False))
+    except OSError: return False  # the message comes when the model is loaded
 
 def _own_vectors(model: str, texts: list[str], normalize: bool) -> Tensor:
     "Return the vectors that a SentenceTransformers model gives, float32."
@@ -318,9 +320,10 @@ def compare(one: Measured, other: Measured, paired: bool = False) -> Difference:
             raise ValueError(f"paired: {sizes[0]} and {sizes[1]} rows; row i of both must be the same text")
         δ, k = p * one.without - q * other.without, len(one.without)
         stderr = float(((k - 1) / k * (δ - δ.mean()).square().sum()).sqrt())
-        reach = special.stdtrit(k - 1, 0.975)
-    else: stderr, reach = math.hypot(p * a["standard_error"], q * b["standard_error"]), special.ndtri(0.975)
-    difference, half = p * a["corrected"] - q * b["corrected"], float(reach) * stderr
+    else:
+        k = min(len(one.without), len(other.without))
+        stderr = math.hypot(p * a["standard_error"], q * b["standard_error"])
+    difference, half = p * a["corrected"] - q * b["corrected"], float(special.stdtrit(k - 1, 0.975)) * stderr
     return Difference(one.name, other.name, measure, difference, stderr, difference - half, difference + half, paired)
 
 # %% ../nbs/36_embeddings.ipynb #emtab1

@@ -34,12 +34,12 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     finally: temporary.unlink(missing_ok=True)
 
 # %% ../nbs/08_files.ipynb #c4fca8d3
-def record_files(folder: str | Path, *names: str) -> list[Path]:
-    "Return, sorted, the files of these names (default: record.json) below a folder, without `.sweep`."
+def record_files(folder: str | Path) -> list[Path]:
+    "Return, sorted, each failed.json below a folder, and each record.json without one beside it."
     found = []
     for place, folders, files in os.walk(folder, followlinks=True):
         if ".sweep" in folders: folders.remove(".sweep")
-        found += [Path(place, name) for name in names or ("record.json",) if name in files]
+        found += [Path(place, name) for name in ("record.json", "failed.json") if name in files][-1:]
     return sorted(found)
 
 # %% ../nbs/08_files.ipynb #bdcf34c0

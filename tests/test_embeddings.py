@@ -602,7 +602,7 @@ def test_a_paired_difference_is_the_jackknife_by_hand():
     assert same.difference == same.stderr == 0
     apart, errors = compare(one, other), [isoscore_with_error(a).stderr for a in (x, y)]
     assert not apart.paired and apart.stderr == pytest.approx(np.hypot(*errors)) and apart.stderr > found.stderr
-    assert apart.high - apart.difference == pytest.approx(stats.norm.ppf(0.975) * apart.stderr)
+    assert apart.high - apart.difference == pytest.approx(stats.t.ppf(0.975, 39) * apart.stderr)
 
 
 def test_of_different_dimensions_those_in_use_are_compared(tmp_path):

@@ -225,6 +225,8 @@ def test_a_penalty_has_its_import_path_in_config_record_and_label(example):
     record = run(config)
     assert "length" in record.loss[0] and record.config["regularizer"] == "isoreg_example:LengthPenalty"
     assert load(record).method.tolist() == ["LengthPenalty λ=0.1"]
+    with pytest.raises(ValueError, match="zeta: the constructor of isoreg_example:LengthPenalty has no such parameter"):
+        RunConfig(regularizer="isoreg_example:LengthPenalty", zeta=0.5)
     given = run(RunConfig(**TINY), penalty=example.LengthPenalty(0.1))
     assert given.key == record.key and given.loss == record.loss
 

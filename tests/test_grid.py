@@ -83,6 +83,12 @@ def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
     ]
 
 
+def test_a_value_picks_the_table_that_has_it(plan_of):
+    text = "axes: {task: [{task: toy-cola}, {task: toy-rte, max_train: 9, lam: [1, 2]}]}"
+    assert settings(plan_of(text, task="toy-rte"), "max_train", "lam") == [(9, 1.0), (9, 2.0)]
+    assert settings(plan_of(text, task="toy-stsb"), "task", "max_train") == [("toy-stsb", None)]
+
+
 @pytest.mark.parametrize(
     "text, words",
     [

@@ -96,7 +96,7 @@ def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
         "list/record.json": [1, 2],
         "lost/failed.json": failed(MINUS, 0),
         "again/failed.json": failed(PLUS, 0),
-        "again/record.json": record(PLUS, 0, 0.7),
+        "again/record.json": record(PLUS, 0, 0.7),  # of data that have changed since: the failure counts
         "nan/record.json": record(NONE, 1, float("nan")),
         "latin/record.json": json.dumps(record(NONE, 0, 0.6)).encode() + b"\xe9",
         "cut/record.json": json.dumps(record(NONE, 0, 0.6))[:300],
@@ -108,7 +108,7 @@ def test_a_folder_with_all_that_can_lie_in_it(tmp_path):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.warns(UserWarning, match="left out 4 that hold no record of a run: .*cut.*fisher.*latin"):
         df = load(tmp_path)
-    status = {"baseline0": "done", "I-STAR λ=-10": "failed", "I-STAR λ=10": "done", "baseline1": "failed"}
+    status = {"baseline0": "done", "I-STAR λ=-10": "failed", "I-STAR λ=10": "failed", "baseline1": "failed"}
     assert dict(zip(df.method + df.seed.astype(str), df.status)) == status and len(df) == 4
     assert df.error[df.method == "I-STAR λ=-1"].item().startswith("RuntimeError")
     assert math.isnan(df.value[df.seed == 1].item())

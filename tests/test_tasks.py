@@ -275,7 +275,15 @@ def test_labels_in_another_order_than_the_file_names_them_are_refused(tmp_path):
     Dataset.from_dict({"text": list("abcd"), "label": [0, 1] * 2}, features=features).to_parquet(tmp_path / "x.parquet")
     task = Task("own", text=("text",), files=dict.fromkeys(("train", "validation"), f"{tmp_path}/x.parquet"))
     assert load_task(Task(**dict(task) | {"labels": ("yes", "no")})).train["label"][:] == [0, 1] * 2
-    with pytest.raises(ValueError, match=r"labels: \['no', 'yes'\], and the file has the order \['yes', 'no'\]"):
+    other = features | {"label": datasets.ClassLabel(names=["no", "yes"])}
+    Dataset.from_dict({"text": list("ab"), "label": [0, 1]}, datasets.Features(other)).to_parquet(
+        tmp_path / "y.parquet"
+    )
+    with pytest.raises(
+        ValueError, match="labels: the training rows number .*, the others .*; number them in one order"
+    ):
+        load_task(Task(**dict(task) | {"files": task.files | {"validation": f"{tmp_path}/y.parquet"}}))
+    with pytest.raises(ValueError, match=r"labels: \['no', 'yes'\], and the data have the order \['yes', 'no'\]"):
         load_task(Task(**dict(task) | {"labels": ("no", "yes")}))
 
 

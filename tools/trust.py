@@ -5,6 +5,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from isoreg.files import write_atomically
+
 ROOT = Path(__file__).parents[1]
 _RECORD = ROOT / "nbs" / "results" / "trust.json"
 
@@ -20,4 +22,4 @@ def recorded(part: str) -> Any:
 
 def enter(part: str, found: Any) -> None:
     "Put what was found in place of a part of the record; the others stay."
-    _RECORD.write_text(json.dumps(json.loads(_RECORD.read_text()) | {part: found}, indent=1) + "\n")
+    write_atomically(_RECORD, json.dumps(json.loads(_RECORD.read_text()) | {part: found}, indent=1) + "\n")

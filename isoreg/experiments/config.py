@@ -242,7 +242,10 @@ def _check(self: RunConfig):
     "Raise `ValueError` for what is not there, and for settings that do not go together."
     if self.data_dir is not None and not Path(self.data_dir).is_dir():
         raise ValueError(f"data_dir: no folder {self.data_dir!r}; give the one with glue/")
-    if self.regularizer not in BUILT_IN: penalty_class(self.regularizer)
+    if self.regularizer not in BUILT_IN:
+        for n in _UNUSED.keys() - {"padding"} - penalty_settings(self.regularizer):
+            if ":" in self.regularizer and getattr(self, n) != _UNUSED[n]:
+                raise ValueError(f"{n}: the constructor of {self.regularizer} has no such parameter; leave it out")
     if self._is_qa() and self.model == "toy-bert":
         raise ValueError("model: the embedded model reads 64 words; give squad a real encoder")
     if self.length_groups > 1 and (self._is_qa() or (self.padding and self.regularizer != "none")):
@@ -268,14 +271,14 @@ def _simplify(self: RunConfig):
     if self.regularizer == "none": values.update(lam=0.0, padding=False)
     if self.regularizer in ("none", "cosreg"): values.update(layers="union", correction=None)
     if self.regularizer not in BUILT_IN and ":" not in self.regularizer:
-        usual = {"layers": "union", "zeta": 0.2, "correction": None, "convention": "released", "padding": False}
-        values.update({n: v for n, v in usual.items() if n not in penalty_settings(self.regularizer)})
+        values.update({n: v for n, v in _UNUSED.items() if n not in penalty_settings(self.regularizer)})
     if self.eval_split == task.eval_splits[0]: values["eval_split"] = None
     is_own = self.definition is not None and task.folder is None
     if is_own or task.name.startswith("toy-"): values["data_dir"] = None
 
 # %% ../../nbs/experiments/19_config.ipynb #c8ed374e
 BUILT_IN = ("none", "istar", "cosreg")
+_UNUSED = {"lam": 1.0, "layers": "union", "zeta": 0.2, "correction": None, "convention": "released", "padding": False}
 
 def make_penalty(config: RunConfig) -> Any:
     "Return the penalty of a run, a module that takes (hidden_states, attention_mask), or None."

@@ -11,7 +11,6 @@ import json
 import math
 import re
 import string
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,7 +66,7 @@ def load_task(
     if rows_by == "joined":
         notes.append(f"joined protocol: {splits[0]} and {splits[1]} shuffled together with "
                      f"seed {seed}, 80/20; not comparable with the official split")
-    task = _with_labels(task, tables[0], notes)
+    task = _with_labels(task, tables, notes)
     parts = [_typed(task, table, split) for table, split in zip(tables, splits)]
     keep, held = split_rows(len(parts[0]), len(parts[1]), rows_by, seed)
     wanted = min(max(1, round(train_fraction * len(keep))), max_train or len(keep))
@@ -200,12 +199,16 @@ def _label_numbers(task: Task, labels: list, where: str) -> list:
     raise ValueError(f"{where}: column {task.label}: {len(wrong)} of {len(labels)} rows have no valid label, such as "
                      f"{wrong[0]!r}; a label is {known}")
 
-def _with_labels(task: Task, table: pa.Table, notes: list[str]) -> Task:
+def _with_labels(task: Task, tables: tuple[pa.Table, ...], notes: list[str]) -> Task:
     "Return the task with its labels; if it names none, those of the training rows, sorted."
-    if task.kind != "classification" or table.column_names.count(task.label) != 1: return task
-    names = getattr(Features.from_arrow_schema(table.select([task.label]).schema)[task.label], "names", None)
-    if names and task.files and sorted(names) == sorted(task.labels) and names != [*task.labels]:
-        raise ValueError(f"labels: {[*task.labels]}, and the file has the order {names}; give them in that order")
+    table = tables[0]
+    if task.kind != "classification" or any(t.column_names.count(task.label) != 1 for t in tables): return task
+    kinds = [Features.from_arrow_schema(t.select([task.label]).schema)[task.label] for t in tables]
+    names, held = (getattr(kind, "names", None) for kind in kinds)
+    if names and held and names != held:
+        raise ValueError(f"labels: the training rows number {names}, the others {held}; number them in one order")
+    if names and sorted(names) == sorted(task.labels) and names != [*task.labels]:
+        raise ValueError(f"labels: {[*task.labels]}, and the data have the order {names}; give them in that order")
     if task.labels: return task
     if pa.types.is_nested(table[task.label].type): raise ValueError(f"column {task.label}: give one label a row")
     values = [v for v in set(table[task.label].to_pylist()) - {None} if str(v).strip().lower() not in ("", "nan")]
@@ -223,7 +226,9 @@ class TaskMetric(evaluate.Metric):
     Accuracy, F1 and exact match lie in [0, 1], correlations in [-1, 1]; one that is undefined is 0."""
     def __init__(self, task: Task):
         self.task = task
-        super().__init__(config_name=task.name, keep_in_memory=True, cache_dir=tempfile.gettempdir())
+        super().__init__(config_name=task.name, keep_in_memory=True)
+
+    def _build_data_dir(self): return ""  # nothing is kept in a file
 
     def _info(self):
         text, number = Value("string"), Value("float32" if self.task.kind == "regression" else "int64")

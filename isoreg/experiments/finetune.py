@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import AutoModelForMaskedLM, DataCollatorWithPadding, TrainerCallback, TrainingArguments, set_seed
@@ -81,7 +82,7 @@ def run(
     record.total_seconds = time.perf_counter() - begun
     if model_folder is not None:
         try: save_model(model, tokenizer, model_folder)
-        except OSError as error: record.warnings.append(f"the model was not saved: {error}")
+        except (OSError, SafetensorError) as error: record.warnings.append(f"the model was not saved: {error}")
     return record
 
 # %% ../../nbs/experiments/23_finetune.ipynb #e6b9973f
@@ -311,7 +312,7 @@ class ProgressFile(TrainerCallback):
         self.last, state = time.monotonic(), {"stage": stage, "step": step, "total": total, "loss": self.loss}
         if self.path is None: return
         # Windows refuses while another process reads the file
-        with contextlib.suppress(PermissionError): write_atomically(self.path, json.dumps(plain(state)))
+        with contextlib.suppress(OSError): write_atomically(self.path, json.dumps(plain(state)))
 
     def on_log(self, args, state, control, logs=None, **kwargs): self.loss = (logs or {}).get("loss", self.loss)
 

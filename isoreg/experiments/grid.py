@@ -109,7 +109,7 @@ class Grid(Block):
 @patch
 def combinations(self: Block, overrides: dict) -> list[dict]:
     "Return the parameters of each combination of the axes, with other values where they are given."
-    axes = self.axes | {n: v for n, v in overrides.items() if n in self.axes}
+    axes = {n: _picked(n, values, overrides[n]) if n in overrides else values for n, values in self.axes.items()}
     found: list[dict] = []
     for picks in _product(self.name, [_options(n, values) for n, values in axes.items()]):
         given = {n: v for pick in picks for n, v in pick.items()}
@@ -134,6 +134,11 @@ def _values(name: str, x) -> list:
         found += range(int(ends[1]), int(ends[2]) + 1)[:LARGEST + 1] if ends else [v]
     if found: return found
     raise ValueError(f"{name}: {x!r} has no value; give a value, or a range with the lower end first")
+
+def _picked(axis: str, values, given):
+    "Return the given values of an axis, or its tables that have them, with the settings that go along."
+    tables = [v for v in _values(axis, values) if isinstance(v, dict) and v.get(axis) in _values(axis, given)]
+    return tables if len(tables) == len(_values(axis, given)) else given
 
 def _options(axis: str, values) -> list[dict]:
     "Return the parameters of each value of an axis; of a table the product of its lists."

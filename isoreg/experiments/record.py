@@ -226,7 +226,7 @@ def better(kept: dict, new: dict) -> dict:
 # %% ../../nbs/experiments/20_record.ipynb #5b1d0c2s
 def _below(folder: str | Path, kind: str) -> Iterator[dict]:
     "Yield the records of this kind below a folder; warn of a file that holds none."
-    for file in record_files(folder, "record.json", "failed.json"):
+    for file in record_files(folder):
         try:
             found = read_record(file)
             if found.get("kind", "finetune") != kind: continue

@@ -153,7 +153,9 @@ def look(self: Sweep, retry_failed: bool) -> list[Run]:
     waiting = []
     for run in self.plan.runs:
         failure = self.folder.failure(run.key)
-        if self.folder.record(run): self.found += 1
+        if self.folder.record(run):
+            self.found += 1
+            (self.folder.out / run.key / "failed.json").unlink(missing_ok=True)  # of a time when it did not count
         elif failure and not retry_failed: self.failed[run.key] = failure
         else: waiting.append(run)
     self.log(f"{self.found} done, {len(waiting)} to do, {len(self.failed)} failed earlier")

@@ -65,7 +65,7 @@ def _entries(source) -> Iterator[tuple[object, str, int]]:
         for n, text in enumerate(read_text(source, errors="replace").split("\n"), 1):
             if text.strip(): yield text, Path(source).as_posix(), n
     else:
-        found = record_files(source, "record.json", "failed.json") if Path(source).is_dir() else [Path(source)]
+        found = record_files(source) if Path(source).is_dir() else [Path(source)]
         for file in found: yield read_text(file, errors="replace"), file.as_posix(), 0
 
 def _run_of(entry) -> dict | None:
