@@ -5,12 +5,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` below imports what is asked for
     from .dropout import apply_dropout as apply_dropout
     from .fisher import empirical_fisher as empirical_fisher
-    from .geometry import outlier_dimensions as outlier_dimensions
-    from .geometry import two_nn as two_nn
-    from .isoscore import isoscore as isoscore
-    from .isoscore import isoscore_with_error as isoscore_with_error
-    from .istar import CosReg as CosReg
-    from .istar import IStar as IStar
+    from .geometry import outlier_dimensions as outlier_dimensions, two_nn as two_nn
+    from .isoscore import isoscore as isoscore, isoscore_with_error as isoscore_with_error
+    from .istar import CosReg as CosReg, IStar as IStar
     from .metric import IsoScore as IsoScore
     from .trainer import PenaltyTrainer as PenaltyTrainer
 

@@ -28,6 +28,7 @@ from .experiments.grid import Run, choose, expand, final_grid, grid_path, load_g
 from .experiments.notebook import execute, is_refusal
 from .experiments.record import RunRecord, changed_inputs, read_lines, read_record
 from .experiments.sweep import Folder, Local, OnRay, is_record_of, status, sweep
+from .checks import one_of
 from .files import read_text, record_files, write_atomically
 
 # %% ../nbs/31_cli.ipynb #92727564
@@ -116,7 +117,7 @@ def run_command(
     record = RunRecord.load(folder)
     _show_records([record])
     notes = record.data["notes"] + record.model["notes"] + record.dropout.get("notes", [])
-    notes += [warning for warning in record.warnings if warning.startswith("the model was not saved")]
+    notes += [w for w in record.warnings if w.startswith("the model was not saved") or "has diverged" in w]
     for note in notes + ["predicts a single class"] * record.collapsed: _console.print(_printable(f"note: {note}"))
     _console.print(f"record and notebook: {folder}")
 
@@ -176,7 +177,7 @@ def _stored(what: Path, records: Path) -> dict:
     files = sorted(records.glob("*.jsonl")) if records.is_dir() else [records]
     runs = [r for file in files for r in read_lines(file) if r["key"] == str(what)]
     if runs: return max(runs, key=lambda r: str(r.get("started", "")))
-    raise ValueError(f"record: no file and no stored run {str(what)!r}; give a record.json, or --records")
+    raise ValueError(f"record: no file and no stored run {str(what)!r}; give runs/KEY, a record.json, or --records")
 
 # %% ../nbs/31_cli.ipynb #3c934f1c
 @app.command("sweep")
@@ -354,6 +355,8 @@ def _show_scores(measured: Sequence, paired: bool, about: dict, read: Sequence[P
     from isoreg.embeddings import as_table, compare, in_words, write_page
     scored = [m for m in measured if "corrected" in m.row]
     differences = [compare(m, scored[0], paired=paired) for m in scored[1:]]
+    if len(measured) > 1 and (rest := [m.name for m in measured if "corrected" not in m.row]):
+        about["not compared, for lack of a corrected score"] = ", ".join(rest)
     if differences and not paired and len({m.row["points"] for m in scored}) == 1:
         about["paired"] = "add --paired if row i is the same text in all of them"
     axes = [str(m.row["spectrum"]["axes_for"]["90%"]) for m in measured if "spectrum" in m.row]
@@ -383,6 +386,7 @@ def report_command(
     with _errors.status("tables and figures"):
         runs = load([str(s) for s in source])
         methods = list(runs.method.unique())
+        if baseline != "baseline": one_of("baseline", baseline, methods)
         compared = baseline in methods and len(methods) > 1
         files, summary = write_report(runs, out, baseline if compared else None, by), summarise(runs, by)
     if not compared:

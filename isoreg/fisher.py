@@ -29,7 +29,7 @@ from .corpus import (
     LOSSES, TextBatches, check_head, head_input, model_losses, predicted_positions, sample_losses)
 from .files import from_json, read_text, write_atomically
 from .moments import wide_dtype
-from .states import eval_mode, inside_wrapper, model_fingerprint, named_weights, weights_state
+from .states import check_batch, eval_mode, inside_wrapper, model_fingerprint, named_weights, weights_state
 
 # %% ../nbs/11_fisher.ipynb #3df8e5f6
 @torch.inference_mode(False)  # it needs gradients, also in a caller's inference mode
@@ -457,6 +457,7 @@ def _samples(model, batch, loss, sample: str) -> Iterator[tuple[Mapping, tuple[T
     if callable(loss):
         yield batch, None
         return
+    check_batch(batch)
     batch = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in batch.items()}  # where counting waits for nothing
     row, column, _ = predicted_positions(batch, loss)
     labels, rows = batch["labels"], row.unique()

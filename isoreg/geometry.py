@@ -84,13 +84,10 @@ def _descending(values: Tensor) -> Tensor:
     return torch.where(values > max(len(values), 32) * torch.finfo(values.dtype).eps * values[0], values, 0)
 
 # %% ../nbs/05_geometry.ipynb #ca80f80a
-def average_cosine(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-) -> float:
+def average_cosine(points, mask=None) -> float:
     """Return the mean cosine similarity of all pairs of different points, -1 / (n - 1) to 1 (Ethayarajh 2019).
 
-    Exact in O(n d). Raises `ValueError` for fewer than 2 points and for a point at the origin: it has no direction."""
+    Points, mask: as in `geometry`. Exact in O(n d). Raises `ValueError` below 2 points and for one at the origin."""
     c = as_cloud(points, mask)
     return float(unit_rows(c.x).sum(0).square().sum() - c.n) / (c.n * (c.n - 1))
 
@@ -122,36 +119,27 @@ def partition_score(
     return score if log else math.exp(score)
 
 # %% ../nbs/05_geometry.ipynb #6f6994b3
-def variance_explained(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-) -> float:
+def variance_explained(points, mask=None) -> float:
     """Return VarEx, the share k/d of k components over the share of variance that they explain (Rudman et al. 2022).
 
-    k = floor(0.3 d), at least 1. Raises `ValueError` for fewer than 2 points or zero variance."""
+    k = floor(0.3 d), at least 1. Points, mask: as in `geometry`. Raises `ValueError` below 2 points or without variance."""
     c = as_cloud(points, mask)
     v, k = c.centred, max(1, math.floor(0.3 * c.d + 1e-9))
     return k / c.d / float(v[:k].sum() / v.sum())
 
 # %% ../nbs/05_geometry.ipynb #4d5ca8ca
-def effective_rank(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-) -> float:
+def effective_rank(points, mask=None) -> float:
     """Return the exponential of the entropy of the normalised singular values about the mean, in [1, min(n, d)].
 
-    After Roy and Vetterli 2007. Raises `ValueError` for fewer than 2 points or zero variance."""
+    After Roy and Vetterli 2007. Points, mask: as in `geometry`. Raises `ValueError` below 2 points or without variance."""
     σ = as_cloud(points, mask).centred.sqrt()
     return math.exp(torch.special.entr(σ / σ.sum()).sum())
 
 # %% ../nbs/05_geometry.ipynb #e3a73239
-def rankme(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-) -> float:
+def rankme(points, mask=None) -> float:
     """Return RankMe, the effective rank of the cloud as it is, with 1e-7 added to each share (Garrido et al. 2023).
 
-    Raises `ValueError` for fewer than 2 points and where all are zero."""
+    Points, mask: as in `geometry`. Raises `ValueError` below 2 points and where all are zero."""
     σ = as_cloud(points, mask).raw[0].sqrt()
     return math.exp(torch.special.entr(σ / σ.sum() + 1e-7).sum())
 

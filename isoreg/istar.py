@@ -163,7 +163,8 @@ def logged_term(penalty: nn.Module, name: str, term: Tensor, **parts: Tensor) ->
 def as_penalties(penalty) -> list[nn.Module]:
     "Return one penalty, several or None as a list of modules."
     if penalty is None: return []
-    return list(nn.ModuleList(penalty if isinstance(penalty, Iterable) else [penalty]))
+    try: return list(nn.ModuleList(penalty if isinstance(penalty, Iterable) else [penalty]))
+    except TypeError: raise ValueError("penalty: need a module such as IStar(lam=-0.1), or a list of them") from None
 
 # %% ../nbs/07_istar.ipynb #540d1170
 def reference_covariance(

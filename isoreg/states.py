@@ -25,6 +25,7 @@ def hidden_states(
     """Return the hidden states of a batch, L + 1 tensors (batch, length, d), and its mask (batch, length) or None.
 
     A model with an encoder and a decoder gives those of the encoder. Raises `ValueError` if there are none."""
+    check_batch(batch)
     encoder = encoder_of(model)
     device = next(encoder.parameters()).device
     names = set(inspect.signature(encoder.forward).parameters) - {"args", "kwargs"} or USUAL
@@ -39,6 +40,12 @@ def hidden_states(
 
 # %% ../nbs/06_states.ipynb #84750e3c
 USUAL = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
+
+def check_batch(batch):
+    "Raise `ValueError` if this is no collated batch, that is, tensors by name."
+    if not isinstance(batch, Mapping) or not any(isinstance(v, Tensor) for v in batch.values()):
+        raise ValueError("batches: need collated batches, tensors by name, as from a DataLoader, or from "
+                         "TextBatches(texts, tokenizer)")
 
 def inside_wrapper(model: nn.Module) -> nn.Module:
     "Return the model inside DistributedDataParallel and torch.compile, in any order, or the model itself."

@@ -422,7 +422,7 @@ def test_run_notebook_takes_any_penalty_and_writes_the_record_before_it_draws(tm
 
 def test_a_record_outlives_a_model_that_cannot_be_saved(monkeypatch, tmp_path):
     def full(*args):
-        raise OSError(28, "No space left on device")
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("isoreg.experiments.finetune.save_model", full)
     record = run(RunConfig(**SMALL), model_folder=tmp_path / "model")

@@ -246,6 +246,10 @@ def _check(self: RunConfig):
         for n in _UNUSED.keys() - {"padding"} - penalty_settings(self.regularizer):
             if ":" in self.regularizer and getattr(self, n) != _UNUSED[n]:
                 raise ValueError(f"{n}: the constructor of {self.regularizer} has no such parameter; leave it out")
+        settings = dict.fromkeys(penalty_settings(self.regularizer))
+        try: inspect.signature(penalty_class(self.regularizer)).bind(**settings)
+        except TypeError as error:
+            raise ValueError(f"regularizer: {self.regularizer} is not made of the settings of a run: {error}") from None
     if self._is_qa() and self.model == "toy-bert":
         raise ValueError("model: the embedded model reads 64 words; give squad a real encoder")
     if self.length_groups > 1 and (self._is_qa() or (self.padding and self.regularizer != "none")):

@@ -27,6 +27,7 @@ from transformers import AutoModelForMaskedLM, DataCollatorWithPadding, TrainerC
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 # %% ../../nbs/experiments/23_finetune.ipynb #1bdfce06s0
+from ..checks import one_of
 from ..corpus import TextBatches, load_texts
 from ..dropout import apply_dropout
 from .config import GUIDED, RATED, PenaltySettings, RunConfig, make_penalty
@@ -365,6 +366,7 @@ def rerun(
     "Repeat a stored run and return what is equal; `rows` counts the predictions that differ."
     if not record.get("predictions"):
         raise ValueError(f"record: {record.get('key')} keeps no predictions to compare with")
+    for name in where: one_of("where", name, ("model", "data_dir", "scores", "dropout"))
     config = record["config"] | where
     own = config.get("definition") or {}
     if where.get("data_dir") and "files" in own:

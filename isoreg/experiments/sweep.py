@@ -143,7 +143,8 @@ def compute(run: Run, part: Path, env: dict | None = None, on_start: Callable = 
         except Exception as error:
             words, trace = error_words(error)
             failure = {"error": words, "traceback": trace, "attempts": attempt}
-            if is_refusal(error, (ValueError,)): break
+            # an error of the program would only come again
+            if is_refusal(error, (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError)): break
     return failure
 
 # %% ../../nbs/experiments/30_sweep.ipynb #2c8a1cs2

@@ -213,7 +213,9 @@ def columns_apart(df: pd.DataFrame, by: Sequence[str] | None, paired: bool = Fal
 
 def by_setting(df: pd.DataFrame, by: list[str]) -> dict[tuple, pd.DataFrame]:
     "Return the runs of each setting and method by (*settings, method), in order; a setting of None is a dash."
-    df = df.assign(how=pd.Categorical(df.dropout, [*SCHEMES]), kind=pd.Categorical(df.regularizer, ["none", "istar"]))
+    orders: dict = {"dropout": [*SCHEMES], "regularizer": ["none", "istar"]}
+    how, kind = (pd.Categorical(df[c].where(df[c].isin(order)), order) for c, order in orders.items())
+    df = df.assign(how=how, kind=kind)
     df = df.sort_values([*by, "how", "kind", "lam", "method"], kind="stable")
     settings = [df[c].astype(object).where(df[c].notna(), "–") for c in by]
     return dict(iter(df.groupby([*settings, "method"], sort=False)))
