@@ -87,7 +87,7 @@ def _descending(values: Tensor) -> Tensor:
 def average_cosine(points, mask=None) -> float:
     """Return the mean cosine similarity of all pairs of different points, -1 / (n - 1) to 1 (Ethayarajh 2019).
 
-    Points, mask: as in `geometry`. Exact in O(n d). Raises `ValueError` below 2 points and for one at the origin."""
+    Points as in `geometry`; exact in O(n d). Raises `ValueError` below 2 points and for one at the origin."""
     c = as_cloud(points, mask)
     return float(unit_rows(c.x).sum(0).square().sum() - c.n) / (c.n * (c.n - 1))
 
@@ -122,7 +122,7 @@ def partition_score(
 def variance_explained(points, mask=None) -> float:
     """Return VarEx, the share k/d of k components over the share of variance that they explain (Rudman et al. 2022).
 
-    k = floor(0.3 d), at least 1. Points, mask: as in `geometry`. Raises `ValueError` below 2 points or without variance."""
+    k = floor(0.3 d), at least 1. Points as in `geometry`. Raises `ValueError` below 2 points or without variance."""
     c = as_cloud(points, mask)
     v, k = c.centred, max(1, math.floor(0.3 * c.d + 1e-9))
     return k / c.d / float(v[:k].sum() / v.sum())
@@ -131,7 +131,7 @@ def variance_explained(points, mask=None) -> float:
 def effective_rank(points, mask=None) -> float:
     """Return the exponential of the entropy of the normalised singular values about the mean, in [1, min(n, d)].
 
-    After Roy and Vetterli 2007. Points, mask: as in `geometry`. Raises `ValueError` below 2 points or without variance."""
+    After Roy and Vetterli 2007. Points as in `geometry`. Raises `ValueError` below 2 points or without variance."""
     σ = as_cloud(points, mask).centred.sqrt()
     return math.exp(torch.special.entr(σ / σ.sum()).sum())
 
@@ -139,7 +139,7 @@ def effective_rank(points, mask=None) -> float:
 def rankme(points, mask=None) -> float:
     """Return RankMe, the effective rank of the cloud as it is, with 1e-7 added to each share (Garrido et al. 2023).
 
-    Points, mask: as in `geometry`. Raises `ValueError` below 2 points and where all are zero."""
+    Points as in `geometry`. Raises `ValueError` below 2 points and where all are zero."""
     σ = as_cloud(points, mask).raw[0].sqrt()
     return math.exp(torch.special.entr(σ / σ.sum() + 1e-7).sum())
 
