@@ -70,5 +70,5 @@ def check_texts(texts: Iterable[str]) -> list[str]:
     odd = isinstance(texts, (str, Mapping)) or hasattr(texts, "columns") or not isinstance(texts, Iterable)
     texts = [] if odd else list(texts)
     if not texts or not all(isinstance(t, str) for t in texts):
-        raise ValueError("texts: need a list of strings, at least one; of a table pass the column, such as data['text']")
+        raise ValueError("texts: need a list of strings, not empty; of a table pass the column, such as data['text']")
     return texts

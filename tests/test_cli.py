@@ -1,6 +1,7 @@
 """The command and the run notebook as a user meets them: processes, exit codes, files."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -77,6 +78,8 @@ def test_a_run_is_repeated_and_compared(done, tmp_path):
     result = invoke("rerun", record["key"], "--records", tmp_path, "--set", "model=toy-bert")
     assert result.exit_code == 1 and "not equal: 0 predictions differ" in result.output
     assert re.search(r"torch +│ 1.0 ", result.output), "the version that differs is shown"
+    result = invoke("rerun", path, "--set", "seed=4")
+    assert result.exit_code == 2 and "where: 'seed' is unknown" in result.output
 
 
 @pytest.mark.parametrize(
@@ -201,6 +204,14 @@ def test_report_of_stored_records(tmp_path):
     made = {p.name for p in (tmp_path / "report").iterdir()}
     assert {"summary.md", "comparisons.md", "tradeoff.png", "forest.png"} <= made
     assert "I-STAR λ=-1" in (tmp_path / "report" / "summary.md").read_text()
+    typo = invoke(
+        "report", ROOT / "nbs/results/istar_first.jsonl", "--out", tmp_path / "report", "--baseline", "basline"
+    )
+    assert (
+        typo.exit_code == 2
+        and "did you mean 'baseline'" in typo.output
+        and made <= set(os.listdir(tmp_path / "report"))
+    )
     assert {"task", "method", "metric", "λ=-1"} <= set(done.stdout.replace(",", " ").split())  # the summary
 
 

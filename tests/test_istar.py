@@ -272,7 +272,7 @@ def test_penalties_come_alone_or_in_a_list():
     assert as_penalties(None) == [] and as_penalties(one) == [one]
     assert as_penalties(tuple(two)) == as_penalties(torch.nn.ModuleList(two)) == two
     for wrong in (5, IStar, [IStar]):
-        with pytest.raises(TypeError, match="not a Module subclass|not iterable"):
+        with pytest.raises(ValueError, match="penalty: need a module such as"):
             as_penalties(wrong)
 
 
