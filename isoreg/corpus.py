@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from .checks import check_texts, in_range, one_of
 from .files import file_kind, load_rows, read_table
+from .states import unwrapped
 
 # %% ../nbs/10_corpus.ipynb #bb6ad3ec
 LOSSES = ("mlm", "clm", "seq2seq")
@@ -254,6 +255,7 @@ ENDINGS = {"mlm": ("ForMaskedLM",), "clm": ("ForCausalLM", "LMHeadModel")}
 
 def model_losses(model: nn.Module) -> list[str]:
     "Return the losses for which the model's class, or one from which it inherits, was made."
+    model = unwrapped(model)
     # a T5Model has no head, and no such method
     if hasattr(model, "prepare_decoder_input_ids_from_labels"): return ["seq2seq"]
     names = [kind.__name__ for kind in type(model).__mro__]
@@ -261,6 +263,7 @@ def model_losses(model: nn.Module) -> list[str]:
 
 def check_head(model: nn.Module, loss: str) -> None:
     "Raise `ValueError` for a loss for which the model's class was not made, and for a model without a head."
+    model = unwrapped(model)
     known, prefix = model_losses(model), getattr(model, "base_model_prefix", "")
     if not known and prefix and model.base_model is model:
         raise ValueError(f"model: {type(model).__name__} has no language-model head; load it with "

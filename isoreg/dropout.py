@@ -26,10 +26,10 @@ from .checks import in_range, one_of
 from .files import from_json, read_text
 from .fisher import FisherEstimate
 from .schedules import SCHEMES, Scheme, check_names, check_rate, check_schedule, guided_schedule, load_schedule
-from .sites import (
+from isoreg.sites import (
     Found, Site, applied_rate, dropout_sites, find_sites, rates_at, record_calls, recorders, seen_in_output, set_rate,
-    trial, unwrapped)
-from .states import base_prefix
+    trial)
+from .states import base_prefix, unwrapped
 
 # %% ../nbs/15_dropout.ipynb #2a5dae37
 def apply_dropout(
@@ -263,13 +263,10 @@ def mixout(
     return _change(model, found, rates, batch, noises, p=p, mixed=len(noises))
 
 # %% ../nbs/15_dropout.ipynb #5fa1fdb3
-def load_dropout(
-    model: nn.Module,  # fresh from from_pretrained
-    *,
-    batch=None,  # as for dropout_sites
-) -> Applied:  # as of set_dropout or gaussian_dropout
-    """Set the rates that `set_dropout` or `gaussian_dropout` noted in the configuration, but not that of a classifier
-    which the model lacks. Raises `ValueError` without a note, and for Mixout, whose pretrained weights are lost."""
+def load_dropout(model: nn.Module, *, batch=None) -> Applied:
+    """Set the rates that `set_dropout` or `gaussian_dropout` noted in the configuration of a loaded model, but not that
+    of a classifier which it lacks; `batch` as for `dropout_sites`. Raises `ValueError` without a note, and for Mixout,
+    whose pretrained weights are lost."""
     model = unwrapped(model)
     note = getattr(getattr(model, "config", model), _NOTE, None)
     if not note: raise ValueError(f"model: its configuration has no {_NOTE}; use load_schedule and set_dropout")

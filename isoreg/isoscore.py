@@ -77,18 +77,14 @@ def score_from_cov(S: Tensor) -> Tensor:
     return closed_form(t * t, f, S.shape[-1])
 
 # %% ../nbs/02_isoscore.ipynb #5324799b
-def isoscore_from_cov(
-    cov,  # (..., d, d) covariance, tensor or array
-):
+def isoscore_from_cov(cov):
     "Return the IsoScore (...) of covariances (..., d, d), differentiable. Raises `ValueError` for an invalid one."
     S = check_cov(cov)
     return as_score(score_from_cov(S), cov, S)
 
 # %% ../nbs/02_isoscore.ipynb #5324799c
-def participation_ratio(
-    cov,  # (..., d, d) covariance, tensor or array
-):
-    "Return tr(S)² / tr(S²), (...), the effective dimensions, 1 to d. Raises `ValueError` for an invalid covariance."
+def participation_ratio(cov):
+    "Return tr(S)² / tr(S²) of covariances (..., d, d), effective dimensions, 1 to d. Raises as `isoscore_from_cov`."
     return 1 + (check_cov(cov).shape[-1] - 1) * isoscore_from_cov(cov)
 
 # %% ../nbs/02_isoscore.ipynb #c2e9d60c

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .checks import in_range, one_of
 from .corpus import predicted_positions, sample_losses
 from .moments import wide_dtype
-from .states import eval_mode
+from .states import eval_mode, inside_wrapper
 
 # %% ../nbs/12_landscape.ipynb #82aaf65a
 def loss_surface(
@@ -86,7 +86,7 @@ def direction(
     a mask that does not fit the model, and one that moves nothing."""
     one_of("one_d", one_d, ("zero", "scale"))
     one_of("norm", norm, ("filter", "equal"))
-    params = dict(model.named_parameters())
+    params = dict(inside_wrapper(model).named_parameters())
     masks = _check_mask(mask, params)
     names = [n for n, p in params.items() if p.ndim > 1 or one_d == "scale"]
     whole = {n: _filter_normalised(seed, n, params[n]) for n in names}
@@ -104,6 +104,8 @@ def step_length(direction: Mapping[str, Tensor]) -> float:
 # %% ../nbs/12_landscape.ipynb #f568ab4e
 def _fitting(name: str, given: Mapping, params: dict) -> dict[str, Tensor]:
     "Return tensors, each a single number or in its parameter's shape; raise `ValueError` for others."
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name}: need tensors by parameter name; of an estimate of Fisher information, its mean()")
     tensors = {n: torch.as_tensor(x).detach() for n, x in given.items()}
     for n, x in tensors.items():
         if n not in params:
@@ -130,7 +132,7 @@ def displaced(
         with displaced(model, d1, d2) as place:
             place(0.3, -0.1)        # weights + 0.3 d1 - 0.1 d2
     """
-    params = dict(model.named_parameters())
+    params = dict(inside_wrapper(model).named_parameters())
     directions = [_fitting(f"d{i}", d, params) for i, d in enumerate(directions, 1)]
     moving = [n for n in params if any(n in d for d in directions)]
     kept, last = {n: params[n].detach().clone() for n in moving}, directions[-1]
@@ -195,7 +197,7 @@ def subset(
     in_range("share", share, 0, 1, ends="(]")
     one_of("which", which, ("top", "bottom", "random"))
     one_of("by", by, ("scalar", "tensor"))
-    params = dict(model.named_parameters())
+    params = dict(inside_wrapper(model).named_parameters())
     shapes = {n: p.shape if by == "scalar" else torch.Size() for n, p in params.items()}
     if which == "random":
         scores = {n: _noise(seed, f"subset/{n}", shape, torch.rand) for n, shape in shapes.items()}
@@ -275,11 +277,12 @@ def plane_hessian(
     reduction: str = "mean",  # as in mean_loss
 ) -> np.ndarray:
     "Return the Hessian of the mean loss in the coordinates of the directions at the origin, (k, k)."
+    model = inside_wrapper(model)
     params, k = dict(model.named_parameters()), len(directions)
     directions = [_fitting(f"d{i}", d, params) for i, d in enumerate(directions, 1)]
     moving = [n for n in params if any(n in d for d in directions)]
     losses, H, samples = _BatchLosses(model, loss, reduction), torch.zeros(k, k).double(), 0
-    with eval_mode(model), sdpa_kernel(SDPBackend.MATH):
+    with eval_mode(model), sdpa_kernel(SDPBackend.MATH), torch.inference_mode(False), torch.enable_grad():
         for batch in batches:
             at, weights = torch.zeros(k, dtype=torch.float64, requires_grad=True), {}
             for n in moving:
@@ -302,7 +305,7 @@ def expected_curvature(
 ) -> float:
     "Return the mean of d'Hd over the random directions of `direction`, from H's diagonal."
     one_of("one_d", one_d, ("zero", "scale"))
-    params, total = dict(model.named_parameters()), 0.0
+    params, total = dict(inside_wrapper(model).named_parameters()), 0.0
     masks, scores = _check_mask(mask, params), _check_scores(scores, params)
     for n, p in params.items():
         if p.ndim < 2 and one_d == "zero": continue

@@ -118,19 +118,14 @@ SCHEMES = {
 }
 
 # %% ../nbs/14_schedules.ipynb #a1b2c3d3
-def save_schedule(
-    path: str | Path,  # JSON file, replaced as a whole
-    schedule: Mapping[str, float],  # site -> p, or what apply_dropout gave
-) -> Path:
-    "Write a schedule to a JSON file and return its path. Raises `ValueError` for rates outside [0, 1)."
+def save_schedule(path: str | Path, schedule: Mapping[str, float]) -> Path:
+    "Write a schedule, site -> rate, to a JSON file and return its path. Raises `ValueError` for rates outside [0, 1)."
     content = {"format": "isoreg-dropout-schedule-1", "rates": check_schedule(schedule)}
     write_atomically(path, json.dumps(content, indent=1) + "\n")
     return Path(path)
 
-def load_schedule(
-    path: str | Path,  # written by save_schedule, or a plain JSON object of rates
-) -> dict[str, float]:  # site -> p
-    "Return the schedule of a file. Raises `ValueError` with its name if it is missing or holds no schedule."
+def load_schedule(path: str | Path) -> dict[str, float]:
+    "Return the schedule of a JSON file, site -> rate. Raises `ValueError` with its name if it holds no schedule."
     try: return check_schedule(from_json(read_text(path)))
     except (OSError, ValueError) as error:
         raise ValueError(f"schedule: {path} cannot be read ({error}); write it with save_schedule") from None

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import one_of
-from .states import base_prefix, eval_mode, inside_wrapper, named_weights, same_draws
+from .states import base_prefix, eval_mode, named_weights, same_draws, unwrapped
 
 # %% ../nbs/13_sites.ipynb #c2cdd011
 def dropout_sites(
@@ -358,11 +358,3 @@ def _tensors_of_site(
             found[e], waiting = waiting, set()
             if e in inside and kinds[e] != "embedding": last = e
     return found[handle] | (waiting if last == handle else set())
-
-# %% ../nbs/13_sites.ipynb #40e085a2
-def unwrapped(model: nn.Module) -> nn.Module:
-    "Return the model inside DistributedDataParallel, torch.compile or PEFT. Raises `ValueError` for no module."
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: {model!r:.80} is no torch module; load it with AutoModel.from_pretrained")
-    inner = inside_wrapper(model)
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # adapters stay in it

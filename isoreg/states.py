@@ -63,6 +63,13 @@ def encoder_of(model: nn.Module) -> nn.Module:
     two_stacks = getattr(getattr(body, "config", None), "is_encoder_decoder", False)
     return body.get_encoder() if two_stacks and hasattr(body, "get_encoder") else body
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    "Return the model inside DistributedDataParallel, torch.compile or PEFT. Raises `ValueError` for no module."
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: {model!r:.80} is no torch module; load it with AutoModel.from_pretrained")
+    inner = inside_wrapper(model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # adapters stay in it
+
 # %% ../nbs/06_states.ipynb #0e9700ee
 def states_of(output: Mapping) -> tuple[Tensor, ...]:
     "Return the hidden states of an output, the encoder's where there are two stacks. Raises `ValueError` without any."

@@ -4,6 +4,7 @@
 __all__ = ['PenaltyMixin', 'PenaltyTrainer', 'ReferenceRefresh', 'IsotropyLog', 'split_by_length']
 
 # %% ../nbs/09_trainer.ipynb #fbc025cb
+import copy
 import functools
 import inspect
 import re
@@ -43,7 +44,7 @@ class PenaltyMixin:
         self.penalties, self.mask_fn, self.sums = as_penalties(penalty), mask_fn, Counter()
         super().__init__(*args, **kwargs)
         if ignores_items(self.model): self.model_accepts_loss_kwargs = False
-        known = [getattr(c, "penalty", None) for c in self.callback_handler.callbacks]
+        known = [c.penalty for c in self.callback_handler.callbacks if isinstance(c, ReferenceRefresh)]
         for p in dict.fromkeys(self.penalties):
             p.to(self.args.device)
             if getattr(p, "needs_reference", False) and p not in known:
@@ -92,7 +93,8 @@ def penalised(self: PenaltyMixin, loss: Tensor, states: tuple[Tensor, ...], mask
     for number, p in enumerate(self.penalties, 1):
         for name, value in getattr(p, "parts", {}).items():
             parts[f"{name}_{number}" if name in parts else name] = value
-    self.sums.update(parts | {"calls": 1})
+    step = {n: v / self.current_gradient_accumulation_steps for n, v in (parts | {"calls": 1}).items()}
+    self.sums.update(step)
     return loss + sum(terms).to(loss.device) / steps
 
 # %% ../nbs/09_trainer.ipynb #e20f16e5
@@ -101,12 +103,11 @@ def log(self: PenaltyMixin, logs, *args, **kwargs):
     "Log as the Trainer does, with the mean of each part since the last log, and with the held-out isotropy."
     for p in self.penalties: check_batches(p)
     if "loss" in logs and (calls := self.sums.pop("calls", 0)):
-        # the means over the ranks and the micro-batches since the last log
+        # the means over the ranks and the steps since the last log
         total = torch.stack([torch.as_tensor(v, device=self.args.device).detach().float() for v in self.sums.values()])
         if world_size() > 1: torch.distributed.all_reduce(total)
         logs |= dict(zip(self.sums, (total / world_size() / calls).tolist()))
         self.sums.clear()
-    if "train_loss" in logs: self.sums.clear()
     for callback in self.callback_handler.callbacks:
         if isinstance(callback, IsotropyLog):
             callback.on_evaluate(self.args, self.state, self.control, self.model, logs)
@@ -133,10 +134,14 @@ class ReferenceRefresh(TrainerCallback):
         batches = own_batches(train_dataloader, args.per_device_train_batch_size, seed)
         half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         autocast = torch.autocast(args.device.type, dtype=half, enabled=half is not None and not self.released)
+        # a collator with a seed has a generator of its own
+        collator = getattr(train_dataloader.collate_fn, "data_collator", train_dataloader.collate_fn)
+        generator = copy.deepcopy(getattr(collator, "generator", None))
         with same_draws(args.device), autocast:
             reference = reference_covariance(
                 model, batches, self.max_points, released=self.released, mask_fn=self.mask_fn,
                 progress=not args.disable_tqdm, **counted)
+        if hasattr(collator, "generator"): collator.generator = generator
         p.set_reference(reference.to(args.device))
         p.given = False
 
@@ -190,6 +195,7 @@ class IsotropyLog(TrainerCallback):
 @patch
 def train(self: PenaltyMixin, *args, **kwargs):
     "Train as the Trainer does, with the dropout schedule of the model's configuration."
+    self.sums.clear()  # of a training that was interrupted
     _put_schedule(self.model)
     return super(PenaltyMixin, self).train(*args, **kwargs)
 

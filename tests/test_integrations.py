@@ -352,6 +352,8 @@ def test_the_fisher_information_of_a_language_model_with_adapters():
         settings = peft.LoraConfig(task_type=task, r=2, target_modules=["q_proj"], init_lora_weights=False)
         model = peft.get_peft_model(llama(), settings)
         found.append(empirical_fisher(model, [tokens()], loss="clm").scores())
+        with pytest.raises(ValueError, match="loss: 'mlm', but LlamaForCausalLM was made for 'clm'"):
+            empirical_fisher(model, [tokens()], loss="mlm")
     assert found[0] == found[1] and len(found[0]) == 6 and min(found[0].values()) > 0
 
 

@@ -379,7 +379,8 @@ def test_hessian_vector_products_against_finite_differences():
     first = {n: torch.tensor("layer.0" in n) for n, _ in model.named_parameters()}
     d1, d2 = direction(model, 0), direction(model, 1, "scale", first)
     f = loss_surface(model, batches, d1, d2, alphas=[-h, 0.0, h]).losses / h**2
-    H = plane_hessian(model, batches, d1, d2)
+    with torch.no_grad():
+        H = plane_hessian(torch.compile(model), batches, d1, d2)
     cross = (f[2, 2] + f[0, 0] - f[0, 2] - f[2, 0]) / 4
     right = [[f[2, 1] + f[0, 1] - 2 * f[1, 1], cross], [cross, f[1, 2] + f[1, 0] - 2 * f[1, 1]]]
     np.testing.assert_allclose(H, right, rtol=2e-3, atol=1e-5)
@@ -456,6 +457,7 @@ REFUSED = {
     "which: 'best'": lambda: subset(MODEL, SCORES, 0.5, "best"),
     "by: 'layer'": lambda: subset(MODEL, SCORES, 0.5, by="layer"),
     "scores: b is missing": lambda: subset(MODEL, {n: SCORES[n] for n in "wv"}, 0.5),
+    "scores: need tensors by parameter name": lambda: subset(MODEL, None, 0.5),
     "scores: w .* NaN": lambda: subset(MODEL, SCORES | {"w": SCORES["w"] * float("nan")}, 0.5),
     "batches: no sample came": lambda: line(batches=[]),
     "loss: 'nll' is unknown": lambda: line(loss="nll", batches=mlm_batches()),

@@ -15,7 +15,7 @@ import transformers
 from ranks import on_ranks
 from small_transformers import CONFIG, as_released, model_and_batches, of_two_stacks
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel, Seq2SeqTrainer
-from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments, default_data_collator
+from transformers import Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from isoreg.dropout import apply_dropout
 from isoreg.isoscore import isoscore_star
@@ -183,10 +183,25 @@ def test_evaluation_has_no_penalty_and_no_hidden_states():
     assert trainer.model.config.output_hidden_states is False
 
 
+class Masked:
+    "Collate, and put random tokens at random places."
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(42)
+
+    def __call__(self, rows):
+        batch = default_data_collator(rows)
+        place = torch.rand(batch["input_ids"].shape, generator=self.generator) < 0.3
+        return batch | {"input_ids": batch["input_ids"].masked_fill(place, 7)}
+
+
 def test_lambda_zero_is_the_baseline_bit_for_bit():
+    "Also with a collator that has its own generator, and another callback that knows the penalty."
     runs, epochs = [], dict(steps=-1, num_train_epochs=3, optim="adamw_torch", learning_rate=1e-3)
     for penalty in (None, IStar(0.0), IStar(0.0, correction="ustat")):
         trainer = make_trainer(penalty, examples(64, 0), dropout=0.1, kind=PenaltyTrainer, **epochs)
+        trainer.data_collator = Masked()
+        trainer.add_callback(type("WarmUp", (TrainerCallback,), {"penalty": penalty}))
         trainer.train()
         runs.append(trainer.model.state_dict())
     for other in runs[1:]:
@@ -195,8 +210,10 @@ def test_lambda_zero_is_the_baseline_bit_for_bit():
 
 
 def test_two_penalties_of_one_kind_are_logged_apart():
+    "The last of the two steps has one batch of 4 rows, the first has two."
     penalties = [IStar(-1, zeta=0, layers=1), IStar(1, zeta=0, layers=2)]
-    trainer = make_trainer(penalties, examples(8, 0), batch_size=4, accumulation=2)
+    trainer = make_trainer(penalties, examples(12, 0), batch_size=4, accumulation=2, steps=2, logging_steps=2)
+    trainer.sums.update(calls=3, task_loss=9)  # of a training that was interrupted
     trainer.train()
     entry = next(e for e in trainer.state.log_history if "loss" in e)
     assert entry["istar"] == pytest.approx(entry["isoscore"] - 1, abs=1e-3)
