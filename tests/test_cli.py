@@ -205,7 +205,7 @@ def test_report_of_stored_records(tmp_path):
     assert {"summary.md", "comparisons.md", "tradeoff.png", "forest.png"} <= made
     assert "I-STAR λ=-1" in (tmp_path / "report" / "summary.md").read_text()
     typo = invoke(
-        "report", ROOT / "nbs/results/istar_first.jsonl", "--out", tmp_path / "report", "--baseline", "basline"
+        "report", ROOT / "nbs/results/istar_first.jsonl", "--out", tmp_path / "report", "--baseline", "baselines"
     )
     assert (
         typo.exit_code == 2
