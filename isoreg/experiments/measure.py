@@ -20,7 +20,7 @@ from torch import nn
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase)
 
-from ..corpus import TextBatches, load_texts
+from ..corpus import TextBatches, check_head, load_texts
 from ..dropout import site_scores
 from .config import (
     TOY_LOSSES, FisherConfig, GeometryConfig, LandscapeConfig, LossSettings, TextSettings)
@@ -260,6 +260,7 @@ def load_language_model(config: LossSettings) -> tuple[nn.Module, TextBatches, s
         heads = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM}
         model = load_language_head(heads[loss], config.model, loss)
         tokenizer, notes = load_tokenizer(config.model), []
+    check_head(model, loss)
     limit_length(tokenizer, model)
     notes += check_vocabulary(tokenizer, model, texts := _texts(config))
     corpus = TextBatches(
