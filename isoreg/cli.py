@@ -263,7 +263,7 @@ def select_command(
         raise ValueError(f"out: {str(out)!r} is the grid of the search; give another file")
     plan = expand(load_grid(grid), tuple(only or ()), parse_set(set_ or ()))
     parts = [map(read_record, record_files(p)) if p.is_dir() else read_lines(p) for p in records]
-    runs = [r for part in parts for r in part if r.get("status") != "failed"]
+    runs = [r for part in parts for r in part if r.get("status", "failed") != "failed"]
     choices = choose(plan, sorted(runs, key=lambda r: str(r.get("started", ""))))
     text = final_grid(choices, seeds, plan.name)
     rows = [(c.config["task"], " ".join(c.method), ", ".join(f"{name} {value}" for name, value in c.settings.items()),

@@ -100,15 +100,11 @@ def unit_rows(x: Tensor) -> Tensor:
     return x / length
 
 # %% ../nbs/05_geometry.ipynb #f07730c0
-def partition_score(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-    *,
-    log: bool = False,  # its logarithm, which stays finite where the score is 0 in floating point
-) -> float:
+def partition_score(points, mask=None, *, log: bool = False) -> float:
     """Return the smallest over the largest Z(c) = sum exp(c'x), in [0, 1] (Mu and Viswanath 2018).
 
-    c are the unit eigenvectors of X'X with both their signs. Raises `ValueError` below 2 points or for zeros."""
+    c are the unit eigenvectors of X'X with both their signs. With `log` we return its logarithm, which stays finite.
+    Points as in `geometry`. Raises `ValueError` below 2 points or for zeros."""
     c = as_cloud(points, mask)
     values, V = c.raw
     # for n < d, X V = U sqrt(values)
@@ -144,14 +140,11 @@ def rankme(points, mask=None) -> float:
     return math.exp(torch.special.entr(σ / σ.sum() + 1e-7).sum())
 
 # %% ../nbs/05_geometry.ipynb #f203105b
-def two_nn(
-    points,  # (n, d) tensor or array
-    mask=None,  # (n,), true or 1 where a row counts
-) -> float:
+def two_nn(points, mask=None) -> float:
     """Return the intrinsic dimension by TwoNN: the slope of -log(1 - F(rho)) on log(rho) (Facco et al. 2017).
 
-    rho is the second over the first neighbour's distance; equal points count once, and the largest tenth of rho is left
-    out. Warns of rows that are nearly equal. Raises `ValueError` for too few different points."""
+    Points as in `geometry`. rho is the second over the first neighbour's distance; equal points count once, and the
+    largest tenth of rho is left out. Warns of nearly equal rows. Raises `ValueError` for too few different points."""
     x = as_cloud(points, mask, 3).x
     near = nearest_two(x)
     if not near[:, 0].all():  # some are equal

@@ -249,6 +249,7 @@ def isoscore_with_error(
     X, keep = check_cloud(points, mask)
     if X.ndim != 2:
         raise ValueError(f"points: one cloud wanted, got shape {tuple(X.shape)}; score the clouds one by one")
+    check_finite(X, keep)
     rows = X.detach() if keep is None else X.detach()[keep]
     n = len(rows)
     if n < 5: raise ValueError(f"points: {n} rows count, but a standard error needs at least 5; add points")

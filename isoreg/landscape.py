@@ -283,6 +283,7 @@ def plane_hessian(
     moving = [n for n in params if any(n in d for d in directions)]
     losses, H, samples = _BatchLosses(model, loss, reduction), torch.zeros(k, k).double(), 0
     with eval_mode(model), sdpa_kernel(SDPBackend.MATH), torch.inference_mode(False), torch.enable_grad():
+        directions = [{n: d.clone() for n, d in one.items()} for one in directions]  # also those of inference mode
         for batch in batches:
             at, weights = torch.zeros(k, dtype=torch.float64, requires_grad=True), {}
             for n in moving:

@@ -32,7 +32,7 @@ class PenaltyMixin:
     """Add penalties to the training loss of a transformers Trainer: `class MyTrainer(PenaltyMixin, Trainer)`.
 
     A penalty is a module that is called as `penalty(hidden_states, attention_mask)` and returns a weighted scalar. The
-    log shows the means of `task_loss` and of the scalars that a penalty keeps in a dict `parts`. Raises `TypeError`
+    log shows the means of `task_loss` and of the scalars that a penalty keeps in a dict `parts`. Raises `ValueError`
     for a penalty that is no module."""
     def __init__(
         self,
@@ -73,7 +73,8 @@ def ignores_items(model: nn.Module) -> bool:
     kinds = dict.fromkeys(map(type, model.modules()))
     known = r"For(\w*Classification|MultipleChoice|QuestionAnswering)$"
     if any(re.search(known, kind.__name__) for kind in kinds): return True
-    own = [kind.forward for kind in kinds if kind.forward.__module__.startswith("transformers.")]
+    forwards = [getattr(kind, "forward", None) for kind in kinds]  # parts of TorchScript have none
+    own = [f for f in forwards if str(getattr(f, "__module__", "")).startswith("transformers.")]
     # the outermost head computes the loss
     heads = [f for f in own if "labels" in inspect.signature(f).parameters]
     return bool(heads) and "self.loss_function(" not in inspect.getsource(heads[0])
@@ -87,14 +88,14 @@ def penalised(self: PenaltyMixin, loss: Tensor, states: tuple[Tensor, ...], mask
     scaled = getattr(self, "loss_is_scaled_for_ga", None)
     if scaled is None:
         scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
-    steps = self.current_gradient_accumulation_steps if scaled else 1
+    window = getattr(self, "current_gradient_accumulation_steps", 1)  # which only training has
+    steps = window if scaled else 1
     # the sums of the log
     parts = {"task_loss": loss.detach().mean() * steps}
     for number, p in enumerate(self.penalties, 1):
         for name, value in getattr(p, "parts", {}).items():
             parts[f"{name}_{number}" if name in parts else name] = value
-    step = {n: v / self.current_gradient_accumulation_steps for n, v in (parts | {"calls": 1}).items()}
-    self.sums.update(step)
+    self.sums.update({n: v / window for n, v in (parts | {"calls": 1}).items()})
     return loss + sum(terms).to(loss.device) / steps
 
 # %% ../nbs/09_trainer.ipynb #e20f16e5

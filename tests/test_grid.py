@@ -86,7 +86,8 @@ def test_overrides_take_the_place_of_what_the_grid_gives(plan_of):
 def test_a_value_picks_the_table_that_has_it(plan_of):
     text = "axes: {task: [{task: toy-cola}, {task: toy-rte, max_train: 9, lam: [1, 2]}]}"
     assert settings(plan_of(text, task="toy-rte"), "max_train", "lam") == [(9, 1.0), (9, 2.0)]
-    assert settings(plan_of(text, task="toy-stsb"), "task", "max_train") == [("toy-stsb", None)]
+    both = settings(plan_of(text, task=["toy-stsb", "toy-rte"]), "task", "max_train", "lam")
+    assert both == [("toy-stsb", None, -0.1), ("toy-rte", 9, 1.0), ("toy-rte", 9, 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +227,12 @@ def test_select_writes_the_grid_of_the_final_runs_of_what_was_swept(tmp_path, pl
     all_.write_text("".join(json.dumps(r) + "\n" for r in records))
     missing = invoke("select", search, all_)
     assert missing.exit_code == 2 and "--set" in missing.output
+    lost = tmp_path / "runs" / swept.runs[0].key
+    lost.mkdir(parents=True)
+    (lost / "failed.json").write_text(json.dumps({"key": swept.runs[0].key, "error": "x", "config": {}}))
+    (tmp_path / "rest.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records[1:]))
+    failed = invoke("select", search, tmp_path / "rest.jsonl", lost.parent, "--set", "seed=102")
+    assert failed.exit_code == 2 and "records: 1 of" in failed.output
     final = tmp_path / "final.yaml"
     result = invoke("select", search, all_, "--set", "seed=102", "--out", final, "--seeds", "0..1")
     assert result.exit_code == 0 and "different numbers of settings" in result.output, result.output

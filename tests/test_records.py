@@ -1,5 +1,4 @@
-"""What a record keeps beside its scores, against the model that was saved with it; the stored records against
-their schema."""
+"""What a record keeps beside its scores; the stored records against their schema."""
 
 import json
 import subprocess

@@ -199,9 +199,9 @@ def test_lambda_zero_is_the_baseline_bit_for_bit():
     "Also with a collator that has its own generator, and another callback that knows the penalty."
     runs, epochs = [], dict(steps=-1, num_train_epochs=3, optim="adamw_torch", learning_rate=1e-3)
     for penalty in (None, IStar(0.0), IStar(0.0, correction="ustat")):
-        trainer = make_trainer(penalty, examples(64, 0), dropout=0.1, kind=PenaltyTrainer, **epochs)
-        trainer.data_collator = Masked()
-        trainer.add_callback(type("WarmUp", (TrainerCallback,), {"penalty": penalty}))
+        warm_up = type("WarmUp", (TrainerCallback,), {"penalty": penalty})
+        kind = partial(PenaltyTrainer, callbacks=[warm_up], data_collator=Masked())
+        trainer = make_trainer(penalty, examples(64, 0), dropout=0.1, kind=kind, **epochs)
         trainer.train()
         runs.append(trainer.model.state_dict())
     for other in runs[1:]:

@@ -243,10 +243,10 @@ def _check(self: RunConfig):
     if self.data_dir is not None and not Path(self.data_dir).is_dir():
         raise ValueError(f"data_dir: no folder {self.data_dir!r}; give the one with glue/")
     if self.regularizer not in BUILT_IN:
-        for n in _UNUSED.keys() - {"padding"} - penalty_settings(self.regularizer):
-            if ":" in self.regularizer and getattr(self, n) != _UNUSED[n]:
-                raise ValueError(f"{n}: the constructor of {self.regularizer} has no such parameter; leave it out")
         settings = dict.fromkeys(penalty_settings(self.regularizer))
+        for n, usual in UNUSED.items():
+            if ":" in self.regularizer and n not in ("padding", *settings) and getattr(self, n) != usual:
+                raise ValueError(f"{n}: the constructor of {self.regularizer} has no such parameter; leave it out")
         try: inspect.signature(penalty_class(self.regularizer)).bind(**settings)
         except TypeError as error:
             raise ValueError(f"regularizer: {self.regularizer} is not made of the settings of a run: {error}") from None
@@ -275,14 +275,14 @@ def _simplify(self: RunConfig):
     if self.regularizer == "none": values.update(lam=0.0, padding=False)
     if self.regularizer in ("none", "cosreg"): values.update(layers="union", correction=None)
     if self.regularizer not in BUILT_IN and ":" not in self.regularizer:
-        values.update({n: v for n, v in _UNUSED.items() if n not in penalty_settings(self.regularizer)})
+        values.update({n: v for n, v in UNUSED.items() if n not in penalty_settings(self.regularizer)})
     if self.eval_split == task.eval_splits[0]: values["eval_split"] = None
     is_own = self.definition is not None and task.folder is None
     if is_own or task.name.startswith("toy-"): values["data_dir"] = None
 
 # %% ../../nbs/experiments/19_config.ipynb #c8ed374e
 BUILT_IN = ("none", "istar", "cosreg")
-_UNUSED = {"lam": 1.0, "layers": "union", "zeta": 0.2, "correction": None, "convention": "released", "padding": False}
+UNUSED = {"lam": 1.0, "layers": "union", "zeta": 0.2, "correction": None, "convention": "released", "padding": False}
 
 def make_penalty(config: RunConfig) -> Any:
     "Return the penalty of a run, a module that takes (hidden_states, attention_mask), or None."

@@ -202,9 +202,9 @@ def _label_numbers(task: Task, labels: list, where: str) -> list:
 def _with_labels(task: Task, tables: tuple[pa.Table, ...], notes: list[str]) -> Task:
     "Return the task with its labels; if it names none, those of the training rows, sorted."
     table = tables[0]
-    if task.kind != "classification" or any(t.column_names.count(task.label) != 1 for t in tables): return task
-    kinds = [Features.from_arrow_schema(t.select([task.label]).schema)[task.label] for t in tables]
-    names, held = (getattr(kind, "names", None) for kind in kinds)
+    if task.kind != "classification" or table.column_names.count(task.label) != 1: return task
+    labelled = [t.select([task.label]) for t in tables if t.column_names.count(task.label) == 1]
+    names, held = (getattr(Features.from_arrow_schema(labelled[i].schema)[task.label], "names", None) for i in (0, -1))
     if names and held and names != held:
         raise ValueError(f"labels: the training rows number {names}, the others {held}; number them in one order")
     if names and sorted(names) == sorted(task.labels) and names != [*task.labels]:

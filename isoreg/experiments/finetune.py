@@ -30,7 +30,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from ..checks import one_of
 from ..corpus import TextBatches, load_texts
 from ..dropout import apply_dropout
-from .config import GUIDED, RATED, PenaltySettings, RunConfig, make_penalty
+from .config import GUIDED, RATED, UNUSED, PenaltySettings, RunConfig, make_penalty
 from .data import MissingSplit, TaskData, encode, load_metric, load_task, resample, squad_predictions
 from isoreg.experiments.models import (
     check_vocabulary, load_language_head, load_model, model_source, process_kept, resolve_precision, save_model,
@@ -92,9 +92,10 @@ def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
     kind, built_in = type(penalty), {c: name for name, c in PENALTY_CLASSES.items()}
     found = {n: getattr(penalty, n) for n in PenaltySettings.model_fields if hasattr(penalty, n)}
     known = {n: v for n, v in found.items() if not isinstance(v, (torch.Tensor, nn.Module))}
-    known["regularizer"] = built_in.get(kind, _import_path(kind))
-    if kind not in built_in: return config.model_copy(update=known)
-    for n, p in inspect.signature(kind).parameters.items():
+    taken, known["regularizer"] = inspect.signature(kind).parameters, built_in.get(kind, _import_path(kind))
+    if kind not in built_in:
+        return config.model_copy(update=UNUSED | {n: v for n, v in known.items() if n in ("regularizer", *taken)})
+    for n, p in taken.items():
         is_made = n == "reference_cov" and not penalty.given  # by an earlier run
         if n not in known and not is_made and getattr(penalty, n) is not p.default:
             raise ValueError(f"penalty: {n} of {kind.__name__} is no setting of a run, whose record lacks it; "
@@ -102,8 +103,9 @@ def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
     return RunConfig(**config.to_dict() | known)
 
 def _import_path(of: Callable) -> str:
-    "Return module:name; of an object that has no name, such as a partial, those of its class."
-    return f"{of.__module__}:{getattr(of, '__qualname__', type(of).__qualname__)}"
+    "Return module:name. Raises `ValueError` for an object without a name, such as a partial."
+    if hasattr(of, "__qualname__"): return f"{of.__module__}:{of.__qualname__}"
+    raise ValueError(f"schedule: {of!r:.80} has no name for the record; give a function or a class")
 
 # %% ../../nbs/experiments/23_finetune.ipynb #0f762bd4
 def _read_data(config: RunConfig) -> tuple[TaskData, dict[str, TaskData]]:

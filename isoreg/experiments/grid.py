@@ -136,9 +136,9 @@ def _values(name: str, x) -> list:
     raise ValueError(f"{name}: {x!r} has no value; give a value, or a range with the lower end first")
 
 def _picked(axis: str, values, given):
-    "Return the given values of an axis, or its tables that have them, with the settings that go along."
-    tables = [v for v in _values(axis, values) if isinstance(v, dict) and v.get(axis) in _values(axis, given)]
-    return tables if len(tables) == len(_values(axis, given)) else given
+    "Return the given values of an axis; in place of a value, the tables that have it, with the settings that go along."
+    options = _options(axis, values)
+    return [o for v in _values(axis, given) for o in [o for o in options if o.get(axis) == v] or [v]]
 
 def _options(axis: str, values) -> list[dict]:
     "Return the parameters of each value of an axis; of a table the product of its lists."

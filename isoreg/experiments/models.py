@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import patch_environment
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoModel, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer,
@@ -134,6 +135,10 @@ def pretrained(kind, model: str, **options):
         raise ValueError(f"model: {model!r} cannot be read ({why}); give the folder of a complete checkpoint, "
                          "or a name on the hub") from None
     loaded = found[0] if isinstance(found, tuple) else found
+    for file in Path(source).glob("*.safetensors") if isinstance(loaded, nn.Module) else ():
+        with safe_open(file, "pt") as stored:
+            if any(k.endswith("weight") and stored.get_slice(k).get_dtype()[0] in "IU" for k in stored.keys()):
+                raise ValueError(f"model: {model!r} stores weights as integers; give it as it was before quantisation")
     named = loaded.named_parameters() if isinstance(loaded, nn.Module) else ()
     if odd := [name for name, w in named if not bool(w.isfinite().all())]:
         raise ValueError(f"model: {model!r} has NaN or infinity in {len(odd)} of its weights ({odd[0]}, ...); "

@@ -74,6 +74,7 @@ def save(self: RunRecord, folder: str | Path) -> Path:
     "Write `record.json` into the folder, atomically, and return its path."
     path = Path(folder) / "record.json"
     write_atomically(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+    path.with_name("failed.json").unlink(missing_ok=True)
     return path
 
 @patch(cls_method=True)

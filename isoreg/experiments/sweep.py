@@ -133,7 +133,7 @@ def publish(self: Folder, run: Run, part: Path, failure: dict | None = None):
 
 # %% ../../nbs/experiments/30_sweep.ipynb #ac9da0c5
 def compute(run: Run, part: Path, env: dict | None = None, on_start: Callable = lambda kernel: None) -> dict | None:
-    "Execute a run's notebook below the folder `part`, again if it fails; return the failure. Bad input fails at once."
+    "Execute a run's notebook below `part`, again if it fails, but not after a bug or bad input; return the failure."
     output, parameters = part / run.key / "notebook.ipynb", run.config | {"out": str(part)}
     for attempt in (1, 2):
         shutil.rmtree(part / run.key, ignore_errors=True)
