@@ -178,7 +178,6 @@ FILTER_BREAKS = {
         ("code", "#| hide\n#| export\ndef half(x):\n    'Half.'\n    return x / 2"),
         "half is exported but its documentation is not shown",
     ),
-    "imports and code": (("code", "import math\ny = math.pi"), "a cell mixes imports with other code"),
     "failing export": (("code", "#| export\nlimit = undefined_name"), "the filter fails"),
 }
 
