@@ -28,6 +28,7 @@ from .states import unwrapped
 # %% ../nbs/10_corpus.ipynb #bb6ad3ec
 LOSSES = ("mlm", "clm", "seq2seq")
 
+# %% ../nbs/10_corpus.ipynb #bb6ad3ed
 @dataclass(eq=False, repr=False)
 class TextBatches:
     """Yield the batches of a text corpus for a language-model loss, the same at every pass.

@@ -26,9 +26,8 @@ from .checks import in_range, one_of
 from .files import from_json, read_text
 from .fisher import FisherEstimate
 from .schedules import SCHEMES, Scheme, check_names, check_rate, check_schedule, guided_schedule, load_schedule
-from isoreg.sites import (
-    Found, Site, applied_rate, dropout_sites, find_sites, rates_at, record_calls, recorders, seen_in_output, set_rate,
-    trial)
+from .sites import Found, Site, applied_rate, dropout_sites, find_sites, rates_at, record_calls, recorders
+from .sites import seen_in_output, set_rate, trial
 from .states import base_prefix, unwrapped
 
 # %% ../nbs/15_dropout.ipynb #2a5dae37

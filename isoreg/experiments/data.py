@@ -199,6 +199,7 @@ def _label_numbers(task: Task, labels: list, where: str) -> list:
     raise ValueError(f"{where}: column {task.label}: {len(wrong)} of {len(labels)} rows have no valid label, such as "
                      f"{wrong[0]!r}; a label is {known}")
 
+# %% ../../nbs/experiments/18_data.ipynb #36688f99
 def _with_labels(task: Task, tables: tuple[pa.Table, ...], notes: list[str]) -> Task:
     "Return the task with its labels; if it names none, those of the training rows, sorted."
     table = tables[0]
