@@ -35,7 +35,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 
 # %% ../nbs/08_files.ipynb #c4fca8d3
 def record_files(folder: str | Path) -> list[Path]:
-    "Return, sorted, each failed.json below a folder, and each record.json without one beside it."
+    "Return, sorted, each failed.json below a folder, and each record.json that has none next to it."
     found = []
     for place, folders, files in os.walk(folder, followlinks=True):
         if ".sweep" in folders: folders.remove(".sweep")

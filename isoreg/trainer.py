@@ -135,7 +135,7 @@ class ReferenceRefresh(TrainerCallback):
         batches = own_batches(train_dataloader, args.per_device_train_batch_size, seed)
         half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         autocast = torch.autocast(args.device.type, dtype=half, enabled=half is not None and not self.released)
-        # a collator with a seed has a generator of its own
+        # a collator with a seed has its own generator
         collator = getattr(train_dataloader.collate_fn, "data_collator", train_dataloader.collate_fn)
         generator = copy.deepcopy(getattr(collator, "generator", None))
         with same_draws(args.device), autocast:
