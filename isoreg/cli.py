@@ -123,19 +123,20 @@ def run_command(
 
 # %% ../nbs/31_cli.ipynb #1b55a03e
 def _execute(run, out: Path, save_model: bool):
-    "Execute the notebook of a run in its folder. Raises `ValueError` for bad input, `OSError` if it is locked."
+    "Compute a run and put its folder in place. Raises `ValueError` for bad input, `OSError` if it is locked."
     from papermill.exceptions import PapermillExecutionError
-    folder, notebook = Folder(out), out / run.key / "notebook.ipynb"
-    parameters = run.config | {"out": str(out), "save_model": save_model}
+    folder = Folder(out)
     def stage(): return _stage(folder.progress(run.key))
     try:
         with folder.lock(run.key), Live(get_renderable=stage, console=_errors, transient=True):
-            for earlier in ("progress.json", "failed.json"): (out / run.key / earlier).unlink(missing_ok=True)
-            execute("finetune", notebook, parameters)
+            part = folder.begin(run)
+            parameters = run.config | {"out": str(part), "save_model": save_model}
+            execute("finetune", part / run.key / "notebook.ipynb", parameters)
+            folder.publish(run, part)
     except PapermillExecutionError as error:
         if error.ename == "KeyboardInterrupt": raise KeyboardInterrupt from None
         if not is_refusal(error) and error.ename != "OutOfMemoryError": raise
-        raise ValueError(f"{error.evalue}\nnotebook: {notebook}") from None
+        raise ValueError(f"{error.evalue}\nnotebook: {part / run.key / 'notebook.ipynb'}") from None
 
 def _stage(state: dict) -> Text:
     "Return how far a run is, by its progress.json."

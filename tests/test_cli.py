@@ -21,6 +21,7 @@ from isoreg.experiments.grid import load_grid
 from isoreg.experiments.record import RunRecord
 from isoreg.experiments.notebook import KernelDied, execute
 from isoreg.experiments.sweep import status
+from isoreg.files import write_atomically
 
 ROOT = Path(__file__).parents[1]
 
@@ -127,11 +128,14 @@ def cell(name, value=""):
 def test_what_a_user_can_mend_is_one_line_and_a_mistake_of_isoreg_an_exception(
     tmp_path, monkeypatch, error, code, words
 ):
-    def ends(*a):
+    def ends(notebook, output, parameters):
+        write_atomically(output, "half")
         raise error
 
     monkeypatch.setattr("isoreg.cli.execute", ends)
-    result = invoke("run", "--out", tmp_path)
+    write_atomically(earlier := tmp_path / RunConfig().key / "notebook.ipynb", "whole")
+    result = invoke("run", "--force", "--out", tmp_path)
+    assert earlier.read_text() == "whole"
     assert result.exit_code == code and words in result.stderr and "Traceback" not in result.stderr
     assert (result.exception is error) == (code == 1)
 
@@ -154,7 +158,7 @@ def test_an_interrupted_run_leaves_no_record(tmp_path):
     command = [sys.executable, "-m", "isoreg.cli", "run", "--epochs", "50", "--out", str(tmp_path)]
     heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run in the background it is ignored
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
-    while process.poll() is None and not any("training" in p.read_text() for p in tmp_path.glob("*/progress.json")):
+    while process.poll() is None and not any("training" in p.read_text() for p in tmp_path.rglob("progress.json")):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()

@@ -88,9 +88,9 @@ class Folder:
         return _json(self.out / key / "failed.json")
 
     def progress(self, key: str) -> dict:
-        "Return the progress that a run, begun by a sweep or by `isoreg run`, wrote last."
+        "Return the progress that a run wrote last."
         files = [*(self.home / key).glob(f"part-*/{key}/progress.json")]
-        return _json(files[0] if files else self.out / key / "progress.json")
+        return _json(files[0]) if files else {}
 
 def _json(path: Path) -> dict:
     "Return the table in a JSON file, an empty one if it cannot be read."
