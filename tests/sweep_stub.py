@@ -62,7 +62,7 @@ def work(config, out):
     kill_once(config, "start")
     time.sleep(config.wait)
     if config.fail == "always":
-        raise ValueError("this run cannot work")
+        raise ValueError(" this run cannot work\n")
     if config.fail == "die":
         os._exit(9)
     if config.fail == "kill":

@@ -19,12 +19,7 @@ import base_round
 import gpu
 
 
-@pytest.fixture(autouse=True)
-def _with_the_rows(tmp_path, monkeypatch):
-    "A folder from which the grids see their rows and their scores."
-    (tmp_path / "base-data").mkdir()
-    (tmp_path / "nbs").symlink_to(Path(__file__).parents[1] / "nbs")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("project")
 
 
 def test_the_primary_runs_come_first_seed_by_seed():

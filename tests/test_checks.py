@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from isoreg.checks import did_you_mean, in_range, one_of
+from isoreg.checks import in_range, one_of
 
 KNOWN = (None, "gaussian", "ustat")
 
@@ -67,8 +67,3 @@ def test_in_range_says_what_is_wrong(value, bounds, more, message):
     with pytest.raises(ValueError) as error:
         in_range("p", value, *bounds, **more)
     assert str(error.value) == f"p: {message}"
-
-
-def test_only_near_strings_are_proposed():
-    assert did_you_mean("relesed", ("released", "text")) == "did you mean 'released'? "
-    assert did_you_mean("paper", ("released", "text")) == did_you_mean(3, ("released", 2)) == ""

@@ -30,15 +30,6 @@ def stored():
             yield record["config"], record["key"]
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    "A working folder in which the stored runs find their files."
-    for name in ("data", "base-data"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "nbs").symlink_to(ROOT / "nbs")
-    monkeypatch.chdir(tmp_path)
-
-
 # ---- keys
 def test_stored_runs_keep_their_keys_and_read_back(project):
     runs = list(stored())
@@ -57,6 +48,7 @@ def test_the_runs_of_earlier_versions_are_found_again():
         "geometry-toy-bert-92b1c5030d",
         "toy-bert-head-seed0-3d1c131b64",
     ]
+    assert RunConfig(recipe="quick", lr=5e-4, max_length=64).key == RunConfig().key  # the values of the toy recipe
     config = RunConfig(max_train=64, max_eval=32, epochs=1, dropout="guided", batches="by-length")
     assert config.key == "toy-cola-toy-bert-istar-0.1-guided-seed0-8c52f27328"
 
@@ -97,6 +89,10 @@ def test_one_folder_has_one_key_however_it_is_written(tmp_path, monkeypatch):
     assert RunConfig(task="cola", data_dir="~/data").key == RunConfig(task="cola", data_dir=str(tmp_path / "data")).key
     assert RunConfig(task="cola", model="./toy-bert").model == "./toy-bert"  # not the embedded one
     assert FisherConfig(model="m/").key == FisherConfig(model="m").key
+    (tmp_path / "plan.json").write_text('{"bert.x": 0.1}')  # a schedule and scores are alike in form
+    for name in ("scores", "dropout"):
+        given = [RunConfig(**{"dropout": "guided"} | {name: path}) for path in ("plan.json", ".//plan.json")]
+        assert given[0].key == given[1].key
 
 
 # ---- values
@@ -206,6 +202,8 @@ def test_a_recipe_fills_all_that_is_open(recipe):
         (RunConfig, {}, {"recipe": "toy", "lam": -0.1, "zeta": 0.2}),
         (RunConfig, {"regularizer": "none", "lam": 3, "zeta": 0.4, "layers": "mean"}, {"lam": 0, "layers": "union"}),
         (RunConfig, {"regularizer": "cosreg", "layers": 2, "zeta": 0.4}, {"layers": "union", "zeta": 0, "lam": 1}),
+        (RunConfig, {"regularizer": "cosreg", "correction": "ustat"}, {"correction": None}),
+        (RunConfig, {"correction": "gaussian", "convention": "text"}, {"zeta": 0, "convention": "released"}),
         (RunConfig, {"zeta": 1.0, "convention": "text"}, {"zeta": 0, "convention": "released"}),
         (RunConfig, {"eval_split": "validation"}, {"eval_split": None}),
         (LandscapeConfig, {"subset": "all", "share": 0.3}, {"share": 1, "fisher": None}),
@@ -274,5 +272,6 @@ def test_a_method_is_named_by_what_is_not_the_default(config, label):
 def test_pairs_of_a_command_line():
     pairs = ["lr=1e-5", "a=[1, 2e-3]", "b=true", "max-train=3", "d=null", "e=a=b"]
     assert parse_set(pairs) == {"lr": "1e-5", "a": [1, "2e-3"], "b": True, "max_train": 3, "d": None, "e": "a=b"}
-    with pytest.raises(ValueError, match="set: 'lr' is no name=value"):
-        parse_set(["lr"])
+    for pair in ("lr", "=3"):
+        with pytest.raises(ValueError, match=f"set: '{pair}' is no name=value"):
+            parse_set([pair])

@@ -51,7 +51,7 @@ def test_every_rate_arrives_where_it_should(name, attention, monkeypatch):
 def test_undo_and_context_manager_put_everything_back(name):
     model = make(name, attention_dropout=0.0) if name == "modernbert" else make(name)
     before, config = rates(model), model.config.to_dict()
-    modules = {n: id(m) for n, m in model.named_modules()}
+    modules = {n: (id(m), type(m)) for n, m in model.named_modules()}
     outer = set_dropout(model, {n: 0.2 for n in before})
     with pytest.raises(KeyError):
         with set_dropout(model, {n: 0.33 for n in before}) as applied:
@@ -62,7 +62,7 @@ def test_undo_and_context_manager_put_everything_back(name):
     outer.undo()
     outer.undo()
     assert rates(model) == before and model.config.to_dict() == config
-    assert {n: id(m) for n, m in model.named_modules()} == modules
+    assert {n: (id(m), type(m)) for n, m in model.named_modules()} == modules
 
 
 @pytest.mark.parametrize("first,second", [("guided", "gaussian"), ("mixout", "constant")])

@@ -686,9 +686,10 @@ def test_the_page_holds_the_scores_and_where_they_come_from(tmp_path):
         row = measure_points(read(name)).row
         (line,) = [line for line in page.splitlines() if line.startswith("| ") and f" {n} rows " in line]
         assert f"{row['corrected']:.4f}" in line and "{:.4f} to {:.4f}".format(*row["interval"]) in line
+        assert f" {row['dimensions_in_use']:.1f} of 10 " in line
         assert hashlib.sha256(name.read_bytes()).hexdigest() in page
     assert isoreg.__version__ in page and "date: 20" in page and "Read a score" in page
-    assert r"a\|b\_c.npy" in page and "IsoScore of" in page and "(score.png)" in page
+    assert r"a\|b\_c.npy" in page and "IsoScore of" in page and "(score.png)" in page and "participation" in page
     (tmp_path / "t.txt").write_text("\n".join(toy_corpus(40)))
     given = ["--model", "toy-bert", "--texts", tmp_path / "t.txt", "--max-lines", 20, "--seed", 3]
     assert invoke(*given, "--out", tmp_path / "model").exit_code == 0
@@ -724,14 +725,6 @@ def test_what_the_command_refuses(arguments, words, tmp_path, monkeypatch):
     Path("few.txt").write_text("a\nb\n")
     result = invoke(*arguments.split())
     assert result.exit_code == 2 and words in result.stderr
-
-
-def test_one_score_of_all_rows_with_their_number(tmp_path):
-    x = cloud(3000, 8)
-    np.save(tmp_path / "x.npy", x)
-    shown = invoke(tmp_path / "x.npy").stdout
-    assert f"{isoscore(x, correction='ustat'):.4f}" in shown and "3000 rows" in shown
-    assert "participation" in shown and f"{1 + 7 * isoscore(x, correction='ustat'):.1f} of 8" in shown
 
 
 def test_options_of_the_other_kind_are_refused_and_rows_of_equal_number_get_a_hint(tmp_path):

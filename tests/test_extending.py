@@ -3,9 +3,7 @@
 import csv
 import importlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,23 +11,20 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from safetensors.torch import load_file, save_file
 
-import isoreg
 from isoreg.cli import sweep_command
 from isoreg.experiments.config import RATED, RunConfig, make_penalty
 from isoreg.experiments.data import load_metric, load_task
 from isoreg.experiments.finetune import rerun, run
-from isoreg.experiments.grid import Run, expand, load_grid
+from isoreg.experiments.grid import expand, load_grid
 from isoreg.dropout import NOISES, gaussian_dropout
 from isoreg.istar import PENALTY_CLASSES, CosReg, IStar
 from isoreg.experiments.record import changed_inputs, inputs_sha256
 from isoreg.report import records
 from isoreg.report.records import load
 from isoreg.schedules import SCHEMES, Scheme
-from isoreg.experiments.sweep import Folder, is_record_of
 from isoreg.experiments.tasks import TASKS, Task, definition, read_task
-from isoreg.experiments.toy import toy_model_path, toy_task, toy_tokenizer
+from isoreg.experiments.toy import toy_task, toy_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(max_train=48, max_eval=40, epochs=1)
@@ -83,24 +78,6 @@ def test_the_key_changes_with_definition_and_data_and_not_with_the_place(folder,
         run(planned)
 
 
-@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
-def test_every_kind_of_file_has_the_same_rows_and_labels_by_name(kind, tmp_path):
-    rows = [{"text": t, "grade": k} for t, k in zip(["NA", "3", 'he said "no", twice', "é"], [5, 1, 5, 3])]
-    file = tmp_path / f"t.{kind}"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), file)
-    elif kind == "jsonl":
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        with open(file, "w", newline="") as f:
-            writer = csv.writer(f, delimiter="\t" if kind == "tsv" else ",")
-            writer.writerows([rows[0], *(row.values() for row in rows)])
-    task = Task("grades", label="grade", files={"train": str(file), "validation": str(file)})
-    data = load_task(task)
-    assert data.train["text"] == [row["text"] for row in rows] and data.train["label"] == [2, 0, 2, 1]  # of 1, 3, 5
-    assert data.task.labels == ("1", "3", "5")
-
-
 @pytest.mark.parametrize("metric", ["accuracy", "f1", "matthews_correlation"])
 def test_the_majority_is_the_best_constant_answer_by_the_metric(tmp_path, metric):
     labels = [0, 1] * 2 + [0] * 6
@@ -133,7 +110,6 @@ REFUSED = [  # a change of the definition, the training rows, the message
     ("!!python/object/apply:os.system [id]", None, "polarity.yaml: is no readable YAML"),
     ("labels: [right, left]", None, "column label: .*no valid label, such as 'wrong'"),
     ("metric: pearson", None, "polarity: column label: .*such as '(right|wrong)'; a label is a number"),
-    ("", "sentence,label\na,x\nb,x\n", "labels: .*'x'.* two different labels or more"),
     ("metric: f1", "sentence,label\na,x\nb,x\n", "labels: .*'x'.* two different labels or more"),
     ("", "words,label\na,x\nb,y\n", "no column sentence; it has"),
 ]
@@ -161,22 +137,6 @@ def test_what_is_odd_about_rows_of_ones_own_is_noted(folder):
     ]
     lengths = [2] + [len(toy_tokenizer()(t)["input_ids"]) for t, _ in rows("train", 48)]
     assert notes[2] == f"{sum(n >= 8 for n in lengths)} of 49 training rows fill 8 tokens; what is longer is cut"
-
-
-def test_a_run_is_done_anew_when_the_weights_in_its_folder_change(folder):
-    model = shutil.copytree(toy_model_path(), folder / "model")
-    config = RunConfig(task=str(folder / "polarity.yaml"), model=str(model), regularizer="none", epochs=1)
-    record = run(config).to_dict()
-    planned = Run(config.key, "finetune", config.to_dict())
-    (folder / "out" / config.key).mkdir(parents=True)
-    (folder / "out" / config.key / "record.json").write_text(json.dumps(record))
-    assert set(record["inputs"]) == {"model", "tokenizer"} and Folder(folder / "out").record(planned) == record
-    weights = load_file(model / "model.safetensors")
-    save_file({n: 2 * w for n, w in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
-    assert config.key == record["key"] and changed_inputs(record) == ["model"]
-    assert is_record_of(record, planned) and Folder(folder / "out").record(planned) is None
-    shutil.rmtree(model)
-    assert changed_inputs(record) == []  # nor can what is not here
 
 
 def test_a_change_of_a_data_folder_is_seen(folder):
@@ -283,21 +243,3 @@ def test_a_schedule_of_ones_own_sets_the_rates(example, tmp_path):
     (tmp_path / "rising.json").write_text(json.dumps(rates))
     config = RunConfig(regularizer="none", dropout=str(tmp_path / "rising.json"), **TINY)
     assert run(config).loss == record.loss and config.key != record.key
-
-
-# ---- names of the package --------------------------------------------------------------------------------------------
-
-
-def test_names_of_the_package_are_lazy():
-    code = """
-import sys, isoreg
-names = "IStar CosReg PenaltyTrainer isoscore IsoScore empirical_fisher apply_dropout".split()
-assert set(names) <= set(dir(isoreg)) and "torch" not in sys.modules
-from isoreg import isoscore
-import isoreg.isoscore as module, torch
-x = torch.randn(50, 4)
-assert isoscore(x) == module.isoscore(x) == isoreg.isoscore.isoscore(x)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    found = {name: getattr(isoreg, name).__module__ for name in ("PenaltyTrainer", "IsoScore")}
-    assert found == {"PenaltyTrainer": "isoreg.trainer", "IsoScore": "isoreg.metric"}

@@ -1,12 +1,9 @@
 """Measures of geometry against independent references: NumPy's decompositions, loops over pairs, SciPy's distances,
 scikit-dimension."""
 
-import json
 import math
 import warnings
-from pathlib import Path
 
-import forked
 import numpy as np
 import pytest
 import skdim
@@ -17,7 +14,6 @@ from sklearn.decomposition import PCA
 from sklearn.preprocessing import normalize
 from small_models import make
 
-import isoreg.experiments.measure as measuring
 from isoreg.corpus import TextBatches
 from isoreg.geometry import MEASURES, Dimensions, Measure, geometry, nearest_two, outlier_dimensions, transformed
 from isoreg.geometry import average_cosine, effective_rank, partition_score, rankme, two_nn, variance_explained
@@ -283,28 +279,6 @@ def test_points_are_drawn_alike_in_all_layers_and_layers_chosen(tmp_path):
     with pytest.raises(ValueError, match="layers: .*0 to 4"):
         measure(GeometryConfig(**TINY, layers="7"), tmp_path / "b")
     assert not (tmp_path / "b" / "record.json").exists()
-
-
-def test_a_finished_record_is_returned_until_its_text_changes(tmp_path, monkeypatch):
-    text, sentences = tmp_path / "t.txt", toy_corpus(60)
-    text.write_text("\n".join(sentences[:40]))
-    config = GeometryConfig(**TINY | {"corpus": str(text)}, layers="-1")
-    first = measure(config, tmp_path / "a")
-    assert (first["kind"], first["status"], first["key"]) == ("geometry", "done", config.key)
-    assert set(first["inputs"]) == {"corpus"}
-    with monkeypatch.context() as patch:
-        patch.setattr(measuring, "load_body", lambda config: pytest.fail("measured again"))
-        assert measure(config, tmp_path / "a") == first
-    text.write_text("\n".join(sentences[20:]))
-    second = measure(config, tmp_path / "a")
-    assert second["key"] == first["key"] and second["layers"] != first["layers"]
-
-
-def test_notebook_runs(tmp_path, gpt2):
-    path = Path(__file__).parents[1] / "nbs" / "runs" / "geometry.ipynb"
-    forked.run(path, model=gpt2, limit=40, pooling="mean", out=str(tmp_path))
-    (record,) = [json.loads(p.read_text()) for p in tmp_path.rglob("record.json")]
-    assert record["config"]["pooling"] == "mean" and len(record["layers"]) == 3
 
 
 def test_linear_steps_against_scikit_learn():

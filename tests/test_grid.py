@@ -113,7 +113,6 @@ def test_a_value_picks_the_table_that_has_it(plan_of):
         ("axes: {seed: 0..9999, lam: 0..9999}", "more than 100000 combinations"),
         ("blocks: [{name: a}, {name: a}]", "blocks: two have the same name"),
         ("axes: !!python/object/apply:os.system [ls]", "YAML"),
-        ("a: [", "YAML"),
     ],
 )
 def test_bad_grids_are_refused_with_their_reason(tmp_path, plan_of, text, words):

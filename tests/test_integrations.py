@@ -274,13 +274,6 @@ def test_in_the_trainer_of_trl_the_penalty_trains(padding_free):
     assert scores[-1.0] < scores[1.0] / 2
 
 
-def test_llama_has_a_site_a_layer_at_rate_0_and_guided_adds_dropout():
-    model = llama()
-    assert [(s.kind, s.p) for s in dropout_sites(model)] == [("attention_probs", 0.0)] * 3
-    scores = {n: float(p.detach().abs().mean()) for n, p in model.named_parameters()}
-    assert sorted(apply_dropout(model, "guided", scores=scores)["rates"].values()) == [0.0, 0.05, 0.1]
-
-
 # ---- images and choices
 
 

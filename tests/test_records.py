@@ -9,10 +9,8 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 from small_transformers import CONFIG
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig, BertModel
+from transformers import BertConfig, BertModel
 
-from isoreg.dropout import load_dropout
-from isoreg.sites import dropout_sites
 from isoreg.experiments.config import RunConfig
 from isoreg.files import unpack
 from isoreg.experiments.finetune import run, sentence_vectors
@@ -21,7 +19,6 @@ from isoreg.report.records import load
 from isoreg.experiments.config import FisherConfig, GeometryConfig, LandscapeConfig, PretrainConfig
 from isoreg.experiments.measure import measure
 from isoreg.experiments.data import load_metric, load_task
-from isoreg.experiments.toy import toy_model_path
 
 RESULTS = Path(__file__).parents[1] / "nbs" / "results"
 
@@ -73,12 +70,13 @@ def test_several_processes_collect_into_one_file(tmp_path):
     assert [process.wait() for process in started] == [0] * 4 and len(read_lines(lines)) == 4
 
 
-def test_the_held_out_text_is_an_input(tmp_path):
-    config = PretrainConfig(heldout=str(tmp_path / "t.txt")).to_dict()
+@pytest.mark.parametrize("name", ["corpus", "heldout"])
+def test_a_text_is_an_input(tmp_path, name):
+    config = PretrainConfig(**{name: str(tmp_path / "t.txt")}).to_dict()
     (tmp_path / "t.txt").write_text("first")
     record = {"config": config, "inputs": inputs_sha256(config)}
     (tmp_path / "t.txt").write_text("second")
-    assert changed_inputs(record) == ["heldout"]
+    assert changed_inputs(record) == [name]
 
 
 @pytest.mark.parametrize("name", ["special_tokens_map.json", "vocab.txt", "config.json", "model-2.safetensors"])
@@ -112,20 +110,6 @@ def test_metric_follows_from_the_kept_predictions(task, done):
     data = load_task(task, **sizes)
     again = load_metric(data.task).compute(predictions=unpack(record.predictions), references=data.evaluation["label"])
     assert {m: again[m] for m in record.metrics} == pytest.approx(record.metrics, abs=1e-12)
-
-
-def test_a_saved_model_loads_with_its_dropout(tmp_path):
-    names = [name for name, _ in AutoModelForMaskedLM.from_pretrained(toy_model_path()).named_parameters()]
-    scores, file = {name: float(i + 1) for i, name in enumerate(names)}, tmp_path / "scores.json"
-    file.write_text(json.dumps({"tensor_scores": scores}))
-    config = RunConfig(max_train=64, max_eval=64, epochs=1, regularizer="none", dropout="guided", scores=str(file))
-    record = run(config, model_folder=tmp_path / "model")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
-    load_dropout(model)
-    rates = {s.name: s.p for s in dropout_sites(model)}
-    assert len(set(rates.values())) > 3
-    written = {name: p for name, p in record.dropout["rates"].items() if name in rates}
-    assert written == pytest.approx({name: rates[name] for name in written})
 
 
 def same(got, wanted):

@@ -149,20 +149,13 @@ def test_every_record_is_whole_and_clean():
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    "A folder in which the relative paths of the records lead to the notebooks."
-    (tmp_path / "nbs").symlink_to(NBS)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def as_it_ran(here):
+def as_it_ran(project):
     "The same, with the data."
     if not (DATA and MODELS):
         pytest.skip("needs ISOREG_DATA and ISOREG_MODELS")
-    (here / "data").symlink_to(DATA)
-    (here / "models").symlink_to(MODELS)
+    (project / "data").rmdir()
+    (project / "data").symlink_to(DATA)
+    (project / "models").symlink_to(MODELS)
 
 
 def planned(*grids, **overrides):
@@ -192,9 +185,8 @@ def test_second_round_is_as_planned():
         assert r["loss"]["step"] and r["hardware"]["cpu_flags"]
 
 
-def test_base_size_round_is_as_planned(here):
+def test_base_size_round_is_as_planned(project):
     "Each run is of a grid of the plan, read in groups or as a whole; the counted ones of a device are of one commit."
-    (here / "base-data").mkdir()
     assert {r["key"] for r in BASE} <= keys(planned("base-*")) | keys(planned("base-*", length_groups=1))
     counted = [r for r in BASE if r["config"]["seed"] != 99]
     assert len({r["git_commit"] for r in counted}) <= 1 and all(len(unpack(r["resampled"])) == 5000 for r in counted)
@@ -211,13 +203,13 @@ def test_the_first_records_are_of_a_shipped_grid_but_for_groups_by_length(as_it_
 
 
 @pytest.mark.parametrize("kind", ["fisher", "geometry", "landscape"])
-def test_the_measurements_are_those_of_their_grid(kind, here):
+def test_the_measurements_are_those_of_their_grid(kind, project):
     "The stored surfaces took a Fisher estimate by --set; their keys are of its path."
     records, options = stored(kind), {}
     if kind == "landscape":
         (place,) = {r["config"]["fisher"] for r in records} - {None}
-        (here / place).mkdir(parents=True)
-        (here / place / "record.json").write_text(json.dumps({"tensor_scores": {"a": 1.0}}))
+        (project / place).mkdir(parents=True)
+        (project / place / "record.json").write_text(json.dumps({"tensor_scores": {"a": 1.0}}))
         options = {"fisher": place}
     assert sorted(r["key"] for r in records) == sorted(run.key for run in planned(f"small-{kind}", **options))
 

@@ -5,18 +5,18 @@ import json
 
 import numpy as np
 import pytest
-from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from isoreg.corpus import TextBatches
-from isoreg.dropout import load_scores, site_scores
+from isoreg.dropout import load_dropout, load_scores, site_scores
 from isoreg.experiments.config import RunConfig
 from isoreg.experiments.finetune import run
 from isoreg.experiments.models import load_tokenizer
 from isoreg.experiments.record import RunRecord
-from isoreg.experiments.toy import toy_corpus, toy_model_path, toy_tokenizer
+from isoreg.experiments.toy import toy_corpus, toy_model_path
 from isoreg.files import scores_source
 from isoreg.fisher import FisherEstimate, empirical_fisher
-from isoreg.schedules import SCHEMES, guided_schedule, save_schedule
+from isoreg.schedules import guided_schedule, save_schedule
 
 SMALL = dict(task="toy-cola", max_train=64, max_eval=32, epochs=1)
 PLAIN = SMALL | dict(regularizer="none")
@@ -70,35 +70,6 @@ def test_with_istar_from_files(tmp_path):
         run(RunConfig(**SMALL, dropout="guided", scores=str(tmp_path / "scores.json")))
 
 
-@pytest.mark.parametrize("kind", ["estimate", "record"])
-def test_scores_of_a_model_of_another_width_are_refused(kind, tmp_path):
-    config = BertConfig.from_pretrained(toy_model_path(), hidden_size=48, intermediate_size=96)
-    estimate = empirical_fisher(BertForMaskedLM(config), TextBatches(toy_corpus(8), toy_tokenizer()))
-    if kind == "estimate":
-        estimate.save(tmp_path)
-    else:
-        record = {"tensor_scores": estimate.scores(), "numel": estimate.numel}
-        (tmp_path / "record.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="scalars in the estimate, .* in the model; take the scores of the same model"):
-        run(RunConfig(**SMALL, regularizer="none", dropout="guided", scores=str(tmp_path)))
-
-
-@pytest.mark.parametrize("setting", ["scores", "dropout"])
-def test_a_file_has_one_name(tmp_path, monkeypatch, setting):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan.json").write_text(json.dumps({"bert.x": 0.1}))  # a schedule and scores are alike in form
-    given = lambda path: RunConfig(**SMALL, **{"dropout": "guided"} | {setting: path})
-    assert given("plan.json").key == given("./plan.json").key == given(".//plan.json").key
-
-
-def test_keys_keep_and_tell_apart():
-    plain = RunConfig(**SMALL)
-    assert plain.key == RunConfig(**SMALL, dropout="standard").key
-    keys = {RunConfig(**SMALL, dropout=h, dropout_p=0.2 if h == "constant" else None).key for h in SCHEMES}
-    assert len(keys) == len(SCHEMES) and plain.key in keys
-    assert RunConfig(**SMALL, dropout="guided", dropout_p=0.2).key != RunConfig(**SMALL, dropout="guided").key
-
-
 def test_scores_source_and_the_record(tmp_path):
     model = AutoModelForMaskedLM.from_pretrained(toy_model_path())
     numel = {n: p.numel() for n, p in model.named_parameters()}
@@ -115,7 +86,10 @@ def test_scores_source_and_the_record(tmp_path):
         assert scores_source(path) | {"sha256": ""} == {"sha256": "", "path": "record.json"} | named
     (tmp_path / "plain.json").write_text(json.dumps(load_scores(record)[0]))
     assert set(scores_source(tmp_path / "plain.json")) == {"sha256", "path"}
-    done = run(RunConfig(**PLAIN, dropout="guided", scores=str(tmp_path / "fisher"))).to_dict()["dropout"]
+    config = RunConfig(**PLAIN, dropout="guided", scores=str(tmp_path / "fisher"))
+    done = run(config, model_folder=tmp_path / "model").to_dict()["dropout"]
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert load_dropout(loaded)["rates"] == done["rates"] and len(set(done["rates"].values())) > 3
     assert done["scores_source"] == scores_source(tmp_path / "fisher")
     assert any("Fisher of toy-bert" in n for n in done["notes"])
 

@@ -1,5 +1,6 @@
 """Scores of tensors become scores of sites, schedules are equations 9 and 10, controls keep what they do not test."""
 
+import json
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from small_models import make, rates, scores_of
 
 from isoreg.fisher import FisherEstimate, empirical_fisher
 from isoreg.dropout import apply_dropout, set_dropout, site_scores
-from isoreg.schedules import CONTROLS, SCHEMES, Scheme, control_schedule, guided_schedule, load_schedule
+from isoreg.schedules import CONTROLS, control_schedule, guided_schedule, load_schedule
 from isoreg.schedules import released_schedule, save_schedule
 from isoreg.sites import Site, dropout_sites
 
@@ -48,14 +49,17 @@ def estimate_of(model):
     return FisherEstimate(sums, 1, "tensor", "mlm", numel=sizes)
 
 
-def test_scores_of_another_model_are_refused():
+def test_scores_of_another_model_are_refused(tmp_path):
     model, deep, wide = make(), make(head="ForMaskedLM", num_hidden_layers=4), make(head="ForMaskedLM", hidden_size=32)
     before = rates(model)
     for scores in (scores_of(deep), estimate_of(deep)):
         with pytest.raises(ValueError, match=r"0 of 33 .* 32 scores are of other layers, such as 'encoder.layer.2"):
             site_scores(model, scores)
-    with pytest.raises(ValueError, match=r"0.attention.self.query.weight' has 1024 scalars in the estimate, 256 in"):
-        apply_dropout(model, "guided", scores=estimate_of(wide))
+    estimate, file = estimate_of(wide), tmp_path / "record.json"
+    file.write_text(json.dumps({"tensor_scores": estimate.scores(), "numel": estimate.numel}))
+    for scores in (estimate, file):
+        with pytest.raises(ValueError, match="query.weight' has 1024 scalars in the estimate, 256 in"):
+            apply_dropout(model, "guided", scores=scores)
     with pytest.raises(ValueError, match="tensors have no score"):
         apply_dropout(deep, "shuffled", scores=scores_of(model))
     assert rates(model) == before
@@ -121,13 +125,6 @@ def test_a_control_from_a_file_is_the_control_from_scores(how, tmp_path):
     done = apply_dropout(model, control_schedule(how, load_schedule(path), sites, seed=3))
     assert done["rates"] == want["rates"] == rates(model) and done["mean"] == want["mean"]
     assert all(done["rates"][s.name] == s.p for s in sites if s.kind == "classifier")
-
-
-def test_a_scheme_of_your_own_is_one_line(monkeypatch):
-    half = Scheme("half of guided", lambda schedule, sites, seed: {n: q / 2 for n, q in schedule.items()}, scores=True)
-    monkeypatch.setitem(SCHEMES, "half", half)
-    scores = scores_of(make())
-    assert apply_dropout(make(), "half", scores=scores)["mean"] == pytest.approx(0.025)
 
 
 def test_schedule_files(tmp_path):

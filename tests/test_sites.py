@@ -120,16 +120,6 @@ def test_looking_leaves_no_trace():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_identity_in_place_of_a_dropout_can_be_set_and_comes_back():
-    model = make("modernbert", attention_dropout=0.0, mlp_dropout=0.0, embedding_dropout=0.0).train()
-    drop = model.model.layers[0].attn
-    old = drop.out_drop
-    assert isinstance(old, nn.Identity)
-    with set_dropout(model, {"layers.0.attention_output": 0.4}, partial=True):
-        assert drop.out_drop.p == 0.4 and not torch.equal(output(model), output(model))
-    assert drop.out_drop is old and torch.equal(output(model), output(model))
-
-
 def test_plain_torch_modules_with_a_batch():
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

@@ -19,11 +19,9 @@ from filelock import Timeout
 from sweep_stub import finish, logged, records, start, stub, wait_for
 
 from isoreg.experiments.config import RunConfig
-from isoreg.experiments.data import MissingSplit
 from isoreg.experiments import finetune
 from isoreg.experiments.grid import expand, load_grid
-from isoreg.experiments.notebook import KernelDied, error_words, is_refusal
-from isoreg.experiments.sweep import Folder, Local, OnRay, compute_on_node, environment, is_record_of, machine
+from isoreg.experiments.sweep import Folder, Local, OnRay, compute_on_node, environment, machine
 from isoreg.experiments.sweep import plan_jobs, status, sweep
 
 
@@ -99,7 +97,8 @@ def test_failures_are_reported_and_done_again_on_demand(swept, tmp_path):
     runs = {r.config["fail"]: r for r in plan.runs}
     failed = {f: json.loads((out / runs[f].key / "failed.json").read_text()) for f in BAD}
     assert failed["always"]["error"] == "ValueError: this run cannot work" and failed["always"]["attempts"] == 1
-    assert "work(" in failed["always"]["traceback"] and failed["die"]["attempts"] == 2
+    trace = failed["always"]["traceback"]
+    assert "work(" in trace and "\x1b" not in trace and failed["die"]["attempts"] == 2
     assert "this run cannot work" in (out / runs["always"].key / "notebook.ipynb").read_text()
     assert "kernel died with exit code 9" in failed["die"]["error"] and "last words" in failed["kill"]["traceback"]
     s = status(out)
@@ -419,17 +418,6 @@ def test_a_run_whose_files_changed_is_not_done(tmp_path, monkeypatch):
 # Machines
 
 
-def test_errors_are_in_the_same_words_for_all_who_execute_notebooks():
-    from papermill import PapermillExecutionError
-
-    cell = PapermillExecutionError(1, 1, "", "ValueError", " no \n", ["\x1b[31mTraceback\x1b[0m", "ValueError: no"])
-    assert error_words(cell) == ("ValueError: no", "Traceback\nValueError: no")
-    names = [PapermillExecutionError(1, 1, "", "MissingSplit", "", []), MissingSplit(), OSError(), KernelDied(-9)]
-    assert [is_refusal(e) for e in names] == [True, True, True, False]
-    assert [is_refusal(e, (ValueError,)) for e in names] == [True, True, False, False]
-    assert error_words(KernelDied(-9, "last words"))[1] == "last words"
-
-
 def test_workers_and_threads():
     assert plan_jobs(16, jobs=3) == (3, 5) and plan_jobs(2, jobs=8) == (8, 1) and plan_jobs(8, memory=0.1) == (1, 8)
     assert plan_jobs(32, gpus=2, jobs=18) == (18, 1) and plan_jobs(1, gpus=4) == (1, 1)
@@ -550,13 +538,6 @@ def test_runs_in_a_file_of_records_count_as_done_if_they_are_records_of_the_grid
     (tmp_path / "r.jsonl").write_text("[1]\n")
     result = invoke(*given)
     assert result.exit_code == 2 and "r.jsonl line 1 is no record" in result.stderr
-
-
-@pytest.mark.parametrize("change", [{"config": [1]}, {"config": {"definition": 3}}])
-def test_a_damaged_record_is_no_record_of_a_run(change):
-    run = expand(load_grid("toy")).runs[0]
-    record = {"key": run.key, "status": "done", "config": run.config, "metric": "m", "value": 0.5}
-    assert is_record_of(record, run) and not is_record_of(record | change, run)
 
 
 def test_isoreg_run_leaves_a_run_alone_that_another_process_has(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from ranks import on_ranks
+from small_models import rates
 from small_transformers import CONFIG, as_released, model_and_batches, of_two_stacks
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel, Seq2SeqTrainer
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments, default_data_collator
@@ -361,10 +362,6 @@ def scheduled(rate=0.3):
     sites = [s.name for s in dropout_sites(model) if s.kind != "classifier"]
     apply_dropout(model, {name: rate * k / len(sites) for k, name in enumerate(sites)})
     return model
-
-
-def rates(model):
-    return {s.name: s.p for s in dropout_sites(model)}
 
 
 def test_a_reloaded_model_trains_with_its_schedule(tmp_path):
