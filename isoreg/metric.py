@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .checks import in_range, one_of
 from .isoscore import (
-    CONVENTIONS, CORRECTIONS, MIN_ROWS, check_evenness, check_reference_cov, check_zeta, closed_form, estimate_traces,
-    invariants_of_moments, mix, reference_weight, score_from_cov)
+    CORRECTIONS, MIN_ROWS, check_evenness, closed_form, estimate_traces, invariants_of_moments)
 from .moments import Moments, check_finite, check_points, merge, moments, pool
 
 # %% ../nbs/04_metric.ipynb #e5b37bea
@@ -24,24 +23,12 @@ class IsoScore(torchmetrics.Metric):
         self,
         num_dims: int,  # d, the size of a point
         correction: str | None = None,  # None, "gaussian" or "ustat", as in isoscore
-        reference_cov: Tensor | None = None,  # (d, d); gives IsoScore*
-        zeta: float = 0.0,  # weight of reference_cov, see convention
-        convention: str = "released",  # "released" or "text", as in isoscore_star
         **kwargs,  # arguments of torchmetrics.Metric
     ):
         super().__init__(**kwargs)
-        check_zeta(zeta)
-        self.zeta, self.num_dims = zeta, in_range("num_dims", num_dims, 2, whole=True)
+        self.num_dims = in_range("num_dims", num_dims, 2, whole=True)
         self.correction = one_of("correction", correction, CORRECTIONS)
-        self.convention = one_of("convention", convention, CONVENTIONS)
-        given, weighed = reference_cov is not None, reference_weight(zeta, convention) != 0
-        if given or zeta if correction else weighed and not given:
-            raise ValueError(f"reference_cov: {'given' if given else 'missing'} with {correction=}, {zeta=}, "
-                             f"{convention=}; leave reference_cov and zeta out with a correction, else give both")
-        R = check_reference_cov(reference_cov, num_dims).double() if given else None
-        self.reference_cov: Tensor | None
-        self.mixed, self.names = given and weighed, Moments._fields[: 5 if correction == "ustat" else 3]
-        self.register_buffer("reference_cov", R)
+        self.names = Moments._fields[: 5 if correction == "ustat" else 3]
         for name, value in zip(self.names, _empty(num_dims)): self.add_state(name, value, dist_reduce_fx=None)
 
     def update(
@@ -68,10 +55,9 @@ def forward(self: IsoScore, *args, **kwargs) -> Tensor:
 
 @patch
 def _score(self: IsoScore, m: Moments) -> Tensor:
-    "Return the score of the moments, plain, corrected or with the reference."
+    "Return the score of the moments, plain or corrected."
     if m.count < (need := MIN_ROWS[self.correction]):
         raise ValueError(f"points: {int(m.count)} seen, but this score needs at least {need}; call update with more")
-    if self.mixed: return score_from_cov(mix(m.cov(), self.reference_cov, self.zeta, self.convention))
     if not m.varies():
         raise ValueError("points: all that were seen are equal: zero variance has no isotropy; leave such clouds out")
     inv = invariants_of_moments(m)
@@ -111,7 +97,7 @@ def _seen(self: IsoScore) -> Moments:
 
 @patch
 def _apply(self: IsoScore, move, *args):
-    "Move with a module around the metric to its device; the states and the reference stay in float64."
+    "Move with a module around the metric to its device; the states stay in float64."
     return torchmetrics.Metric._apply(self, lambda x: x.to(move(x).device), *args)
 
 # %% ../nbs/04_metric.ipynb #141d1d8d

@@ -109,7 +109,7 @@ def test_defaults_survive_json_and_every_setting_has_its_line_of_help(kind):
 def test_a_run_notebook_has_the_settings_of_its_configuration(name):
     kind, given = module.CONFIGS[name], inspect_notebook(str(shipped("runs/*.ipynb")[name]))
     values = {n: ast.literal_eval(p["default"]) for n, p in given.items() if n in kind.model_fields}
-    beside = {"finetune": {"save_model"}, "mlm_head": {"evaluations", "checkpoint_steps"}}.get(name, set()) | {"out"}
+    beside = {"finetune": {"save_model"}, "mlm_head": {"evaluations"}}.get(name, set()) | {"out"}
     assert set(given) == set(kind.model_fields) | beside and kind(**values) == kind()
 
 

@@ -5,12 +5,9 @@ __all__ = ['pretrain', 'corpus_texts', 'with_mlm_head', 'LikelihoodTrainer', 'he
            'predicted_tokens', 'toy_language_model', 'toy_batches', 'random_model']
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #a6f23742
-import contextlib
-import hashlib
 import json
 import math
 import os
-import shutil
 import tempfile
 import time
 from datetime import UTC, datetime
@@ -43,9 +40,8 @@ def pretrain(
     config: PretrainConfig,
     out: str | Path = "runs",  # folder of runs; this one lies in out/<key>
     evaluations: int = 10,  # number of evaluations on the held-out part
-    checkpoint_steps: int = 500,  # steps between checkpoints
 ) -> dict:
-    """Train as configured and return the record; a finished run is not repeated, and an interrupted one continues.
+    """Train as configured and return the record; a finished run is not repeated, a killed one starts anew.
     Leaves the model, its tokenizer and `record.json` in the folder. Raises `ValueError` before training if the model
     or a text is missing, or the tokenizer has no mask token."""
     in_range("evaluations", evaluations, 1, whole=True)
@@ -54,7 +50,7 @@ def pretrain(
     if file.exists() and not changed_inputs(done := json.loads(file.read_text())):
         if (folder / done["model"].get("folder", "model") / "config.json").is_file(): return done
     begun, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
-    with process_kept(): trainer, record = train(config, folder, evaluations, checkpoint_steps)
+    with process_kept(): trainer, record = train(config, folder, evaluations)
     save_model(trainer.model, trainer.corpus.tokenizer, folder / name)
     record |= results(trainer) | {
         "key": config.key, "config": config.to_dict(), "status": "done", "peak_memory_mib": peak_memory_mib(),
@@ -62,11 +58,10 @@ def pretrain(
         "git_commit": git_commit(), "started": started, "seconds": time.perf_counter() - begun}
     record["model"]["folder"] = name
     write_atomically(file, json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
-    shutil.rmtree(folder / ".training")
     return json.loads(file.read_text())
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #05f3daca
-def train(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_steps: int) -> tuple:
+def train(config: PretrainConfig, folder: Path, evaluations: int) -> tuple:
     "Train, and return the trainer and what the record says of the text and the head."
     corpus, heldout = text_batches(config)
     model, notes = with_mlm_head(config.model, corpus, config.new_head, config.seed)
@@ -76,25 +71,14 @@ def train(config: PretrainConfig, folder: Path, evaluations: int, checkpoint_ste
     if model.num_parameters() < SMALL: torch.set_num_threads(1)
     text = {"corpus": corpus.describe(), "heldout": heldout.describe()}
     record = {"inputs": inputs_sha256(config.to_dict()), "text": text, "notes": notes}
-    place = folder / ".training" / hashlib.sha256(json.dumps(record).encode()).hexdigest()[:8]
     steps = config.steps or config.epochs * len(corpus)
-    checkpoint = last_checkpoint(place, steps)
     trainer = LikelihoodTrainer(
-        model, corpus, heldout, place, steps, config.lr, config.precision, warmup_steps=round(config.warmup * steps),
-        weight_decay=config.weight_decay, eval_steps=math.ceil(steps / evaluations), eval_on_start=checkpoint is None,
-        save_strategy="steps", save_steps=checkpoint_steps, save_total_limit=2)
+        model, corpus, heldout, folder, steps, config.lr, config.precision, warmup_steps=round(config.warmup * steps),
+        weight_decay=config.weight_decay, eval_steps=math.ceil(steps / evaluations))
     trainer.add_callback(ProgressFile(folder / "progress.json"))
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train()
     (folder / "progress.json").unlink()
     return trainer, record
-
-# %% ../../nbs/experiments/24_pretrain.ipynb #391bdfce
-def last_checkpoint(folder: Path, steps: int) -> str | None:
-    "Return the newest whole checkpoint before the last step. The Trainer writes its `trainer_state.json` last."
-    whole = {}
-    for file in folder.glob("checkpoint-*/trainer_state.json"):
-        with contextlib.suppress(ValueError): whole[json.loads(file.read_text())["global_step"]] = str(file.parent)
-    return whole.get(max((step for step in whole if step < steps), default=None))
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #391bdfcf
 def results(trainer: "LikelihoodTrainer") -> dict:
@@ -189,7 +173,7 @@ class LikelihoodTrainer(Trainer):
         model: nn.Module,
         corpus: TextBatches,  # text to train on, with batch size and seed
         heldout: TextBatches,  # text to evaluate on
-        folder: str | Path,  # folder of the checkpoints
+        folder: str | Path,  # output folder
         steps: int,  # optimiser steps
         lr: float,  # peak learning rate
         precision: str = "fp32",  # "auto", "fp32", "bf16" or "fp16"
