@@ -2,15 +2,11 @@
 
 import copy
 import json
-import signal
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
-from forked import FORKS
 from torch.nn import functional as F
 
 from isoreg.corpus import TextBatches
