@@ -141,7 +141,7 @@ def provenance(df: pd.DataFrame) -> str:
     commits = dict.fromkeys(c[:8] + "+" * c.endswith("+") for c in df.commit.dropna())
     return (f"Model {'; '.join(models)}. Data {'; '.join(data)}. Protocol {', '.join(recipes)}; {', '.join(chosen)}. "
             f"Seeds {', '.join(map(str, sorted(df.seed.unique())))}. Hardware {known_texts(df.hardware)}. Commit "
-            f"{', '.join(commits) or 'unknown'}. {len(df)} runs, {(df.status == 'failed').sum() or 'none'} crashed."
+            f"{', '.join(commits) or 'unknown'}. {len(df)} runs, {(df.status == 'failed').sum() or 'none'} failed."
             + f" Notes: {'; '.join(notes[:6])}." * bool(notes))
 
 # %% ../../nbs/report/27_records.ipynb #f383eb27
