@@ -112,7 +112,7 @@ def run_command(
     config = RunConfig(**parse_set(set_ or ()) | {name: v for name, v in settings.items() if v is not None})
     run, folder = Run(config.key, "finetune", config.to_dict()), out / config.key
     complete = Folder(out).record(run) and ((folder / "model").is_dir() or not save_model)
-    if force or not complete: _execute(run, out, save_model)
+    if force or not complete: _execute(run, out, save_model or (folder / "model").is_dir())
     else: _console.print("This run is already done (--force runs it again).")
     record = RunRecord.load(folder)
     _show_records([record])
@@ -128,15 +128,18 @@ def _execute(run, out: Path, save_model: bool):
     folder = Folder(out)
     def stage(): return _stage(folder.progress(run.key))
     try:
-        with folder.lock(run.key), Live(get_renderable=stage, console=_errors, transient=True):
+        with folder.lock(run.key):
             part = folder.begin(run)
-            parameters = run.config | {"out": str(part), "save_model": save_model}
-            execute("finetune", part / run.key / "notebook.ipynb", parameters)
+            notebook, parameters = part / run.key / "notebook.ipynb", run.config | {"out": str(part)}
+            with Live(get_renderable=stage, console=_errors, transient=True):
+                execute("finetune", notebook, parameters | {"save_model": save_model})
             folder.publish(run, part)
     except PapermillExecutionError as error:
         if error.ename == "KeyboardInterrupt": raise KeyboardInterrupt from None
+        failed = out / run.key / "failed.ipynb"
+        write_atomically(failed, notebook.read_bytes())
         if not is_refusal(error) and error.ename != "OutOfMemoryError": raise
-        raise ValueError(f"{error.evalue}\nnotebook: {part / run.key / 'notebook.ipynb'}") from None
+        raise ValueError(f"{error.evalue}\nnotebook: {failed}") from None
 
 def _stage(state: dict) -> Text:
     "Return how far a run is, by its progress.json."

@@ -61,6 +61,7 @@ def test_finished_run_is_not_repeated_and_a_damaged_record_is_with_its_model(don
     saved = {p.name for p in (path.parent / "model").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= saved
     assert "already done" in invoke(*again, "--save-model").stdout
+    assert invoke(*again, "--force").exit_code == 0 and saved == {p.name for p in (path.parent / "model").iterdir()}
 
 
 def test_a_run_is_repeated_and_compared(done, tmp_path):
@@ -128,6 +129,7 @@ def test_what_a_user_can_mend_is_one_line_and_a_mistake_of_isoreg_an_exception(
     write_atomically(earlier := tmp_path / RunConfig().key / "notebook.ipynb", "whole")
     result = invoke("run", "--force", "--out", tmp_path)
     assert earlier.read_text() == "whole"
+    assert "notebook: " not in words or earlier.with_name("failed.ipynb").read_text() == "half"
     assert result.exit_code == code and words in result.stderr and "Traceback" not in result.stderr
     assert (result.exception is error) == (code == 1)
 
@@ -173,7 +175,7 @@ def test_tasks_and_version():
     assert invoke("--version").stdout.strip() == package.__version__
 
 
-def test_what_is_heavy_is_not_imported():
+def test_names_and_heavy_packages_are_imported_when_they_are_used():
     code = """
 import sys
 lacks = lambda names: not set(names.split()) & set(sys.modules)
@@ -200,7 +202,7 @@ assert (isoreg.PenaltyTrainer.__module__, isoreg.IsoScore.__module__) == ("isore
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_report_of_stored_records(tmp_path):
+def test_a_misspelt_baseline_of_a_report_is_refused(tmp_path):
     typo = invoke("report", ROOT / "nbs/results/istar_first.jsonl", "--out", tmp_path / "r", "--baseline", "baselines")
     assert typo.exit_code == 2 and "did you mean 'baseline'" in typo.output and not (tmp_path / "r").exists()
 

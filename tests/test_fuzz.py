@@ -31,7 +31,7 @@ TIMES = int(os.environ.get("ISOREG_FUZZ", 1))
 
 
 def examples(name, **strategies):
-    "Decorator of a property: a test of its share of 320 inputs, or of so many times as many."
+    "Decorator: try a property on its share of 320 inputs, times ISOREG_FUZZ."
     quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     many = settings(max_examples=TIMES * SIZES[name], deadline=None, database=None, suppress_health_check=quiet)
     return lambda check: many(given(**strategies)(check))

@@ -150,7 +150,7 @@ def test_every_record_is_whole_and_clean():
 
 @pytest.fixture
 def as_it_ran(project):
-    "The same, with the data."
+    "The folder of `project` with the data and the models; skips without them."
     if not (DATA and MODELS):
         pytest.skip("needs ISOREG_DATA and ISOREG_MODELS")
     (project / "data").rmdir()

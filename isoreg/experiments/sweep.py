@@ -67,7 +67,7 @@ class Sweep:
 
 # %% ../../nbs/experiments/30_sweep.ipynb #a5d4469b
 class Folder:
-    "The folder of the runs of a sweep."
+    "The folder of runs that sweeps and `isoreg run` share."
     def __init__(self, out: str | Path):
         self.out, self.home = Path(out), Path(out) / ".sweep"
 
