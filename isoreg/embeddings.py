@@ -175,10 +175,12 @@ def measure_model(
         return _measure_tokens(model, texts, layer, normalize, max_length)
     points = embed(model, texts, pooling, None, normalize, max_length)
     shown, found = range(len(points))[check_layer("layer", layer, list(points))], []
-    for x in points:
-        # before the first layer all first tokens are equal: no score
-        try: found.append(measure_points(x, model, unit="text"))
-        except ValueError: found.append(Measured(model, [{"unit": "text"}], 0, torch.empty(0)))
+    for k, x in enumerate(points):
+        with warnings.catch_warnings():
+            if k != shown: warnings.simplefilter("ignore")
+            # before the first layer all first tokens are equal: no score
+            try: found.append(measure_points(x, model, unit="text"))
+            except ValueError: found.append(Measured(model, [{"unit": "text"}], 0, torch.empty(0)))
     return found[shown]._replace(rows=[{"layer": k} | m.row for k, m in enumerate(found)], shown=shown)
 
 # %% ../nbs/36_embeddings.ipynb #21a925af
@@ -216,11 +218,10 @@ def _load(model: str, texts: Sequence[str], max_length: int) -> tuple[torch.nn.M
     limit_length(tokenizer, body)
     check_vocabulary(tokenizer, body, texts)
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
-    if has_decoder(body):
-        body, tokenizer.model_input_names = body.get_encoder(), ["input_ids", "attention_mask"]
+    if has_decoder(body): body = body.get_encoder()
     length = min(in_range("max_length", max_length, 4, whole=True), tokenizer.model_max_length)
     batch = dict(tokenizer(texts, max_length=length, truncation=True, padding=True, return_tensors="pt",
-                           return_attention_mask=True))
+                           return_attention_mask=True, return_token_type_ids=False))
     lengths = batch["attention_mask"].sum(1)
     if not bool(lengths.all()): raise ValueError(f"texts: number {int(lengths.argmin())} (from 0) has no token")
     if full := int((lengths == length).sum()):

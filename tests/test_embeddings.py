@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import warnings
 import weakref
 import zipfile
 from pathlib import Path
@@ -443,6 +444,16 @@ def test_padding_on_the_left_moves_no_position(tmp_path, pooling):
     torch.testing.assert_close(embed(model, texts, pooling), alone, rtol=1e-4, atol=1e-4)
 
 
+def test_the_tokens_that_are_scored_are_those_of_embed(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(toy_model_path())  # it gives types, which this model would embed as words
+    model = gpt2(tmp_path, tokenizer)
+    texts = [f"every dog {'sleeps ' * k}." for k in range(30)]
+    assert "token_type_ids" in tokenizer(texts[0])
+    for row in measure_model(model, texts).rows:
+        right = float(isoscore(embed(model, texts, "tokens", row["layer"])))
+        assert row["plain"] == pytest.approx(right, rel=1e-4)
+
+
 def test_a_text_without_tokens_has_no_vector(tmp_path):
     words = Tokenizer(WordLevel({w: i for i, w in enumerate(["[PAD]", "[UNK]", *"abcdefgh"])}, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
@@ -465,6 +476,9 @@ def test_layers_of_a_model_are_scored_each(texts):
         assert row["dimensions_in_use"] == pytest.approx(1 + 95 * row["corrected"])
     first = measure_model("toy-bert", texts, pooling="cls")  # before the first layer it is the same in all texts
     assert first.rows[0] == {"layer": 0, "unit": "text"} and "corrected" in first.rows[-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # before the first layer, the last token differs only in its position
+        assert measure_model("toy-bert", list(dict.fromkeys(texts)), pooling="last").row["repeated"] == 0
 
 
 def test_outlier_dimensions_of_tokens_are_those_of_all_their_vectors(texts):

@@ -15,7 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from isoreg.dropout import load_scores
 from isoreg.fisher import FisherEstimate, empirical_fisher
 from isoreg.landscape import direction, mean_loss, step_length, subset
-from isoreg.experiments.config import CONFIGS, FisherConfig, LandscapeConfig
+from isoreg.experiments.config import CONFIGS, FisherConfig, GeometryConfig, LandscapeConfig
 from isoreg.experiments.measure import as_surface, load_language_model, measure
 from isoreg.experiments.record import collect
 from isoreg.experiments.toy import toy_model_path
@@ -61,6 +61,16 @@ def test_a_run_notebook_writes_its_record(name, given, tmp_path):
     (record,) = [json.loads(p.read_text()) for p in tmp_path.rglob("record.json")]
     config = CONFIGS[name](limit=100, **given)
     assert (record["status"], record["key"], record["config"]) == ("done", config.key, config.to_dict())
+
+
+def test_a_layer_without_a_corrected_score_gets_a_note(tmp_path):
+    "Before the first layer, the last tokens of these texts are equal, except one."
+    words = [w for w in AutoTokenizer.from_pretrained(toy_model_path()).get_vocab() if w.isalpha()][:40]
+    (tmp_path / "texts.txt").write_text("\n".join(f"{w} sleeps ." for w in words) + "\na cat sleeps in a park .\n")
+    record = measure(GeometryConfig(corpus=str(tmp_path / "texts.txt"), pooling="last", limit=100), tmp_path / "out")
+    scores = [row["isoscore_corrected"] for row in record["layers"]]
+    assert scores[0] is None and all(scores[1:]), record["notes"]
+    assert any("layer 0" in note and "isoscore_corrected" in note for note in record["notes"])
 
 
 def test_the_mean_loss_is_that_of_the_samples_it_says(tmp_path):

@@ -315,7 +315,7 @@ _QUICK: dict[str, Callable] = {  # the same numbers, for thousands of draws
 
 # %% ../../nbs/experiments/18_data.ipynb #05c34669
 def encode(
-    dataset: Dataset,  # rows of `load_task`; those to predict need no labels
+    dataset: Dataset,  # rows of `load_task`; sentences to predict need no labels
     task: str | Task,  # a task or its name
     tokenizer: PreTrainedTokenizerBase,  # a fast one for questions
     max_length: int = 128,  # largest number of tokens; the tokenizer's own limit counts too

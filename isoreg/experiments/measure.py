@@ -207,8 +207,8 @@ def _measure_geometry(config: GeometryConfig, folder: Path, on_progress: Callabl
         found = geometry(x)
         last = found.pop("dimensions")
         if config.pooling != "tokens" and len(x) > 3:
-            defined = not np.isnan(found["isoscore"])
-            found["isoscore_corrected"] = float(isoscore(x, correction="ustat")) if defined else np.nan
+            try: found["isoscore_corrected"] = float(isoscore(x, correction="ustat"))
+            except ValueError: found["isoscore_corrected"] = np.nan
         missing = [k for k, v in found.items() if isinstance(v, float) and np.isnan(v)]
         if missing: notes.append(f"layer {number}: {', '.join(missing)} not defined, too few different points")
         rows.append({"layer": number, **found, "by_mean": last.by_mean, "by_variance": last.by_variance})
@@ -265,7 +265,7 @@ def load_language_model(config: LossSettings) -> tuple[nn.Module, TextBatches, s
     notes += check_vocabulary(tokenizer, model, texts := _texts(config))
     corpus = TextBatches(
         texts, tokenizer, loss, config.batch_size, config.max_length, config.probability, config.span, config.seed,
-        config.packed, config.corpus, by_length=getattr(config, "reduction", "sample") != "batch")
+        config.packed, config.corpus, by_length=config.reduction != "batch")
     return model.eval().to(_device()), corpus, loss, notes
 
 def _own_loss(model: str) -> str:

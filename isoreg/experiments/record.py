@@ -14,7 +14,6 @@ import re
 import subprocess
 import warnings
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -111,7 +110,7 @@ def record_schema() -> dict:
 def versions() -> dict[str, str]:
     "Return the versions of Python, isoreg and the libraries below it."
     names = ("torch", "transformers", "accelerate", "datasets", "evaluate", "numpy")
-    found = {name: importlib.metadata.version(name) for name in names if find_spec(name)}
+    found = {name: importlib.metadata.version(name) for name in names}
     return {"python": platform.python_version(), "isoreg": isoreg.__version__} | found
 
 def git_commit() -> str | None:

@@ -49,10 +49,9 @@ def _draw_arm(ax, arm: pd.DataFrame, style: tuple, name: str):
     "Draw the runs of a method and their mean."
     if not len(arm): return
     (colour, mark, _), x, y, stuck = style, arm.isoscore_after, arm.value, arm.collapsed
-    spread = np.nan_to_num([x.std(), y.std()])
     ax.plot(x, y, mark, color=colour, mfc="none", ms=4, alpha=0.7)
     ax.plot(x[stuck], y[stuck], "x", color=colour, ms=9)
-    ax.errorbar(x.mean(), y.mean(), xerr=spread[0], yerr=spread[1], color=colour, marker=mark, ms=7, capsize=2, lw=1,
+    ax.errorbar(x.mean(), y.mean(), xerr=x.std(), yerr=y.std(), color=colour, marker=mark, ms=7, capsize=2, lw=1,
                 ls="", label=name)
 
 def _metric_name(g: pd.DataFrame) -> str: return setting_text(known_texts(g.metric, "score")).replace("_", " ")
@@ -116,7 +115,7 @@ def plot_layers(
 ):
     """Return a figure of a measure of each hidden state, 0 (the embeddings) to L, one line a method.
 
-    Mean over seeds with a band from the lowest to the highest, before training in grey."""
+    Mean over seeds with a band from the lowest to the highest; the IsoScore before training in grey."""
     done = df[df.status == "done"].reset_index(drop=True)  # a row's number is its name below
     values = {when: [_by_layer(r, what, when) for r in done.itertuples()] for when in ("before", "after")}
     if not any(values["after"]): raise NotRecorded(f"df: no finished run has {what} by layer")
@@ -135,7 +134,7 @@ def plot_layers(
 def _by_layer(r, what: str, when: str) -> list | None:
     "Return the values of hidden states 0 (embeddings) to L of a run; None where the record has none."
     if what == "intrinsic_dimension":
-        found = getattr(r, f"{what}_{when}")
+        found = getattr(r, f"{what}_{when}", None)
         return found["mean"] if isinstance(found, dict) else None
     layers = getattr(r, f"{what}_layers_{when}")
     return [getattr(r, f"{what}_embeddings_{when}"), *layers] if isinstance(layers, list) else None
@@ -166,7 +165,7 @@ def plot_fraction(df: pd.DataFrame):  # runs from load: several values of train_
 def plot_mean_activation(df: pd.DataFrame):  # runs from load, records with mean_activation
     """Return a figure of the mean activation of each dimension of the last layer, averaged over seeds.
 
-    One row a method, one column a task or setting, on one scale; a grey line is the state before training."""
+    One row a method, one column a task or setting, on one scale."""
     done = df[(df.status == "done") & df.mean_activation_after.map(lambda v: isinstance(v, list))]
     if not len(done): raise NotRecorded("df: no finished run has mean_activation")
     styles, by = _styles(done), columns_apart(done, None, paired=True)
@@ -175,10 +174,8 @@ def plot_mean_activation(df: pd.DataFrame):  # runs from load, records with mean
     fig, axes = plt.subplots(len(styles), len(columns), figsize=size, layout="constrained", squeeze=False, sharex="col",
                              sharey=True)
     for (names, g), line in zip(columns, axes.T):
-        before = [v for v in g.mean_activation_before if isinstance(v, list)]
         for ax, (name, (colour, *_)) in zip(line, styles.items()):
             arm = g.mean_activation_after[g.method == name].tolist()
-            ax.plot(pd.DataFrame(before, dtype=float).mean(), color="grey", lw=0.8)
             ax.plot(pd.DataFrame(arm, dtype=float).mean(), ".", color=colour, ms=3)
             ax.set_title(f"{', '.join(map(setting_text, names))}, seeds: {len(arm)}\n{name}", fontsize=8, loc="left")
             ax.set_visible(len(arm) > 0)

@@ -83,12 +83,11 @@ RECORDED = {  # column: its place in a record
     "weights": "model.fingerprint", "data": "data.fingerprint", "train_rows": "data.train_rows",
     "evaluation_rows": "data.evaluation_rows", "seconds": "total_seconds", "device_seconds": "device_seconds",
     "hardware": "hardware", "commit": "git_commit", "started": "started"}
+RECORDED |= {f"{name}_after": f"geometry.after.{name}" for name in ("intrinsic_dimension", "mean_activation")}
 for when in ("before", "after"):
     RECORDED |= {
         f"isoscore_{when}": f"isoscore.{when}.union", f"isoscore_embeddings_{when}": f"isoscore.{when}.embeddings",
-        f"isoscore_layers_{when}": f"isoscore.{when}.layers",
-        f"intrinsic_dimension_{when}": f"geometry.{when}.intrinsic_dimension",
-        f"mean_activation_{when}": f"geometry.{when}.mean_activation"}
+        f"isoscore_layers_{when}": f"isoscore.{when}.layers"}
 SETTINGS = dict.fromkeys(RunConfig().to_record()) | {n: field.default for n, field in RunConfig.model_fields.items()}
 
 # %% ../../nbs/report/27_records.ipynb #d69f4acf
@@ -439,7 +438,7 @@ def _linked(cell) -> str:
     if not records: return _escape(cell)
     places = list(dict.fromkeys(r[1:3] for r in records))
     near = all(line and Path(file).parent == Path(places[0][0]).parent for file, line in places)
-    place = places[0][0] if near else Path(os.path.commonpath([file for file, _ in places])).as_posix()
+    place = places[0][0] if near else Path(os.path.commonpath([os.path.relpath(file) for file, _ in places])).as_posix()
     starts, ends = ([p for p in places if near and (p[0], p[1] + step) not in places] for step in (-1, 1))
     spans = ",".join(f"{Path(file).name}:" * (file != place) + f"L{a}" + f"-L{b}" * (b > a)
                      for (file, a), (_, b) in zip(starts, ends))
