@@ -454,10 +454,10 @@ def checked(self: _Squares) -> dict[str, Tensor]:
 # %% ../nbs/11_fisher.ipynb #d7e7eafc
 def _samples(model, batch, loss, sample: str) -> Iterator[tuple[Mapping, tuple[Tensor, ...] | None]]:
     "Yield the samples of a batch, its sequences that have a label or its positions, and where these predict."
+    check_batch(batch)
     if callable(loss):
         yield batch, None
         return
-    check_batch(batch)
     batch = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in batch.items()}  # where counting waits for nothing
     row, column, _ = predicted_positions(batch, loss)
     labels, rows = batch["labels"], row.unique()

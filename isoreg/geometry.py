@@ -248,10 +248,6 @@ def _scaled(V: Tensor, σ: Tensor, y: Tensor, error: Tensor, strength: float) ->
     return V[kept].T * (σ[kept] / (len(y) - 1) ** 0.5) ** -strength
 
 # %% ../nbs/05_geometry.ipynb #a1b00048
-def _isoscore(c: Cloud) -> float:
-    eigenvalues = c.centred
-    return float((eigenvalues.sum() ** 2 / eigenvalues.square().sum() - 1) / (c.d - 1))
-
 class Measure(NamedTuple):
     "Hold one measure of a cloud: how it is computed and what it is called."
     of: Callable[[Cloud], float]  # raises `ValueError` where it is not defined
@@ -259,7 +255,8 @@ class Measure(NamedTuple):
     digits: int  # after the point, where it is printed
 
 MEASURES = {
-    "isoscore": Measure(_isoscore, "IsoScore", 4),
+    "isoscore": Measure(
+        lambda c: float((c.centred.sum() ** 2 / c.centred.square().sum() - 1) / (c.d - 1)), "IsoScore", 4),
     "average_cosine": Measure(average_cosine, "cosine", 3),
     "partition_score": Measure(partition_score, "partition", 4),
     "log_partition_score": Measure(functools.partial(partition_score, log=True), "log partition", 1),

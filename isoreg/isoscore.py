@@ -226,10 +226,6 @@ def check_zeta(zeta: float) -> None:
     "Raise a `ValueError` unless zeta is a number in [0, 1]."
     in_range("zeta", zeta, 0, 1, hint="0 is the sample alone (released convention), the paper uses 0.2 to 0.8")
 
-def check_reference_cov(reference_cov, dims: int | None = None) -> Tensor:
-    "Return a reference (..., d, d) as a detached copy. Raises `ValueError` as `check_cov`."
-    return check_cov(reference_cov, "reference_cov", dims).detach().clone()
-
 # %% ../nbs/02_isoscore.ipynb #f8068286
 class IsoScoreEstimate(NamedTuple):
     "A score with its standard error and the number of independent units behind it."
@@ -312,7 +308,7 @@ def isoscore_star(
     check_zeta(zeta)
     one_of("convention", convention, CONVENTIONS)
     X, keep = check_cloud(points, mask)
-    R, m = check_reference_cov(reference_cov, X.shape[-1]).to(X.device), moments(X, keep)
+    R, m = check_cov(reference_cov, "reference_cov", X.shape[-1]).detach().to(X.device), moments(X, keep)
     score = score_from_cov(mix(m.m2 / (m.count - 1)[..., None, None], R, zeta, convention))
     alone = reference_weight(zeta, convention) == 0
     constant = alone and is_constant(X, keep, *on_host(invariants_of_moments(m), X, keep))

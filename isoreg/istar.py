@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from .checks import in_range, one_of
 from .isoscore import (
-    CONVENTIONS, CORRECTIONS, check_reference_cov, check_zeta, closed_form, estimate_traces, invariants_of_moments, mix,
+    CONVENTIONS, CORRECTIONS, check_cov, check_zeta, closed_form, estimate_traces, invariants_of_moments, mix,
     reference_weight, score_from_cov)
 from .moments import (
     Moments, all_reduce, full_precision, merge, moments, pool, sum_over_ranks, union_moments, world_size)
@@ -122,7 +122,7 @@ def unmixed(self: IStar, m: Moments) -> Tensor:
 @patch
 def set_reference(self: IStar, reference_cov: Tensor) -> None:
     "Set the reference covariance, (d, d) or (L, d, d), detached; a `PenaltyTrainer` then does not replace it."
-    self.reference_cov, self.given = check_reference_cov(reference_cov), True
+    self.reference_cov, self.given = check_cov(reference_cov, "reference_cov").detach().clone(), True
 
 @patch(as_prop=True)
 def needs_reference(self: IStar) -> bool:

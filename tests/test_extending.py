@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from isoreg.cli import sweep_command
-from isoreg.experiments.config import RATED, RunConfig, make_penalty
+from isoreg.experiments.config import RunConfig, make_penalty
 from isoreg.experiments.data import load_metric, load_task
 from isoreg.experiments.finetune import rerun, run
 from isoreg.experiments.grid import expand, load_grid
@@ -49,10 +49,14 @@ def folder(tmp_path):
 
 
 def test_five_lines_make_a_run_whose_record_stands_alone(folder):
+    for split in ("train", "dev"):  # files of one name
+        (folder / split).mkdir()
+        (folder / f"{split}.csv").rename(folder / split / "rows.csv")
+    (folder / "polarity.yaml").write_text((folder / "polarity.yaml").read_text().replace(".csv", "/rows.csv"))
     config = RunConfig(task=str(folder / "polarity.yaml"), regularizer="none", epochs=1)
     record = run(config)
     assert record.metric == "accuracy" and record.data["labels"] == ["right", "wrong"]  # learnt, sorted
-    assert record.data["sources"] == {"train": "train.csv", "validation": "dev.csv"}
+    assert record.data["sources"] == {"train": "rows.csv", "validation": "rows.csv"}
     assert record.key.startswith("polarity-toy-bert-none-seed0-")
     (folder / "polarity.yaml").unlink()  # the definition is in the record
     again = RunConfig.from_record(record.config)
@@ -199,6 +203,22 @@ def test_a_class_of_isoreg_that_is_passed_is_the_run_of_its_name():
         run(RunConfig(**TINY), penalty=CosReg(layer=2))
 
 
+def test_a_constructor_that_passes_all_on_keeps_its_settings_in_the_record(monkeypatch):
+    class Mine(IStar):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+
+    Mine.__module__, Mine.__qualname__ = "mine", "Mine"
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Mine=Mine))
+    config = RunConfig(regularizer="mine:Mine", lam=-0.2, zeta=0.0, correction="ustat", **TINY)
+    given = run(RunConfig(**TINY), penalty=Mine(-0.2, zeta=0.0, correction="ustat"))
+    assert given.key == config.key and given.loss == run(config).loss
+    with pytest.raises(ValueError, match="penalty: give one module"):
+        run(RunConfig(**TINY), penalty=[IStar(-0.2), CosReg()])
+    with pytest.raises(ValueError, match="'math:pi' is no class"):
+        RunConfig(regularizer="math:pi")
+
+
 def test_a_constructor_gets_the_settings_that_it_has_parameters_for(monkeypatch):
     taken = SimpleNamespace(Mine=lambda lam, layers, **more: (lam, layers, more))
     monkeypatch.setitem(sys.modules, "mine", taken)
@@ -228,8 +248,6 @@ def test_a_column_is_a_line_in_recorded_and_one_in_heads(monkeypatch):
 def test_a_scheme_is_one_line_and_its_noise_another(monkeypatch):
     monkeypatch.setitem(SCHEMES, "twice", Scheme("twice the noise", rate=True))
     monkeypatch.setitem(NOISES, "twice", lambda model, p, batch=None: gaussian_dropout(model, 2 * p, batch=batch))
-    for room in ("config", "finetune"):  # which reads the schemes when it is imported
-        monkeypatch.setattr(f"isoreg.experiments.{room}.RATED", (*RATED, "twice"))
     record = run(RunConfig(regularizer="none", dropout="twice", dropout_p=0.1, **TINY))
     rates = {p for name, p in record.dropout["rates"].items() if name != "classifier"}
     assert rates == {0.2} and load(record).method.tolist() == ["twice the noise p=0.1"]

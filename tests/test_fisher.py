@@ -531,6 +531,7 @@ REFUSED = [  # model, batches, options, message
     (causal_model, lambda: corpus_of(12), {}, "loss: 'mlm', but GPT2LMHeadModel was made for 'clm'"),
     (ahead, lambda: [batch_of("clm")], {}, "loss: 'clm', but .* sees the tokens on the right"),
     (bert, lambda: ["a text"], {}, "batches: need collated batches"),
+    (bert, lambda: [[torch.ones(2, 3)]], dict(loss=lambda model, batch: 0), "batches: need collated batches"),
     (both_ways, lambda: [batch_of("clm")], {}, "sees the tokens on the right"),
 ]
 

@@ -48,6 +48,15 @@ def test_a_right_answer_has_the_best_score(task):
     assert compute(task, p, r) == pytest.approx(dict.fromkeys(task.metrics, 1.0)) and task.metric in task.metrics
 
 
+def test_questions_of_ones_own_have_two_texts(tmp_path):
+    row = {"context": "a cat runs", "question": "who runs ?", "answers": {"text": ["cat"], "answer_start": [2]}}
+    files = {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "validation")}
+    for split, file in files.items():
+        Path(file).write_text(json.dumps(row | {"id": split}))
+    data = load_task(Task("mine", kind="qa", metric="f1", files=files))
+    assert data.train["question"][0] == data.evaluation["question"][0] == "who runs ?" and data.seen == 1
+
+
 OWN = {"name": "polarity", "labels": ("negative", "positive"), "metrics": ("accuracy", "f1"), "folder": "polarity"}
 TEXTS = ["the cat runs .", "the dog sleeps ."] * 3
 

@@ -30,7 +30,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from ..checks import one_of
 from ..corpus import TextBatches, load_texts
 from ..dropout import apply_dropout
-from .config import GUIDED, RATED, UNUSED, PenaltySettings, RunConfig, make_penalty
+from .config import UNUSED, PenaltySettings, RunConfig, make_penalty, penalty_settings
 from .data import MissingSplit, TaskData, encode, load_metric, load_task, resample, squad_predictions
 from isoreg.experiments.models import (
     check_vocabulary, load_language_head, load_model, model_source, process_kept, resolve_precision, save_model,
@@ -43,6 +43,7 @@ from ..files import file_kind, pack, scores_source, scores_texts, unpack, write_
 from ..fisher import empirical_fisher
 from ..geometry import two_nn
 from ..istar import PENALTY_CLASSES, measure_isotropy
+from ..schedules import SCHEMES
 from ..sites import Site, dropout_sites
 from ..states import eval_mode, hidden_states
 from ..trainer import PenaltyTrainer, ReferenceRefresh, split_by_length
@@ -89,18 +90,20 @@ def run(
 # %% ../../nbs/experiments/23_finetune.ipynb #e6b9973f
 def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
     "Return the configuration with the name and the settings of a module. Raises `ValueError` if a record cannot."
+    if not isinstance(penalty, nn.Module) or isinstance(penalty, nn.ModuleList):
+        raise ValueError("penalty: give one module, because a record holds the settings of one")
     kind, built_in = type(penalty), {c: name for name, c in PENALTY_CLASSES.items()}
     found = {n: getattr(penalty, n) for n in PenaltySettings.model_fields if hasattr(penalty, n)}
     known = {n: v for n, v in found.items() if not isinstance(v, (torch.Tensor, nn.Module))}
-    taken, known["regularizer"] = inspect.signature(kind).parameters, built_in.get(kind, _import_path(kind))
+    named = {"regularizer": built_in.get(kind, _import_path(kind))}
     if kind not in built_in:
-        return config.model_copy(update=UNUSED | {n: v for n, v in known.items() if n in ("regularizer", *taken)})
-    for n, p in taken.items():
+        return config.model_copy(update=UNUSED | named | {n: known[n] for n in penalty_settings(kind) if n in known})
+    for n, p in inspect.signature(kind).parameters.items():
         is_made = n == "reference_cov" and not penalty.given  # by an earlier run
         if n not in known and not is_made and getattr(penalty, n) is not p.default:
             raise ValueError(f"penalty: {n} of {kind.__name__} is no setting of a run, whose record lacks it; "
                              "leave it out, or give a subclass of another name")
-    return RunConfig(**config.to_dict() | known)
+    return RunConfig(**config.to_dict() | known | named)
 
 def _import_path(of: Callable) -> str:
     "Return module:name. Raises `ValueError` for an object without a name, such as a partial."
@@ -142,9 +145,9 @@ def _apply_dropout(config: RunConfig, model: nn.Module, data: TaskData, tokenize
     "Put the configuration's dropout, or your own schedule, on the model, and return what was done."
     if schedule is not None:
         return dict(apply_dropout(model, schedule(dropout_sites(model)))) | {"how": config.dropout}
-    options: dict = {"p": config.dropout_p} if config.dropout in RATED else {}
-    notes, more = [], {}
-    if config.dropout in GUIDED:
+    scheme, notes, more = SCHEMES.get(config.dropout), [], {}
+    options: dict = {"p": config.dropout_p} if scheme and scheme.rate else {}
+    if scheme and scheme.scores:
         scores, source, note = _fisher_scores(config, data, tokenizer)
         rate = 0.1 if config.dropout_p is None else config.dropout_p
         options = {"scores": scores, "p_max": rate, "seed": config.seed}
@@ -372,8 +375,9 @@ def rerun(
     config = record["config"] | where
     own = config.get("definition") or {}
     if where.get("data_dir") and "files" in own:
-        files = {s: str(Path(where["data_dir"]).expanduser() / Path(f).name) for s, f in own["files"].items()}
-        config["definition"] = own | {"files": files}
+        root = os.path.commonpath([Path(f).parent for f in own["files"].values()])
+        files = {s: Path(where["data_dir"]).expanduser() / os.path.relpath(f, root) for s, f in own["files"].items()}
+        config["definition"] = own | {"files": {s: str(f) for s, f in files.items()}}
     now = run(RunConfig.from_record(config)).to_dict()
     old, new = (unpack(r["predictions"]) for r in (record, now))
     differ = sum(not (a == b or (a != a and b != b)) for a, b in zip(old, new))  # NaN is NaN: both diverged

@@ -77,7 +77,7 @@ def train(config: PretrainConfig, folder: Path, evaluations: int) -> tuple:
         weight_decay=config.weight_decay, eval_steps=math.ceil(steps / evaluations))
     trainer.add_callback(ProgressFile(folder / "progress.json"))
     trainer.train()
-    (folder / "progress.json").unlink()
+    (folder / "progress.json").unlink(missing_ok=True)
     return trainer, record
 
 # %% ../../nbs/experiments/24_pretrain.ipynb #391bdfcf

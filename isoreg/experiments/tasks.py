@@ -60,6 +60,7 @@ class Task(Checked):
         numbers = self.metric in METRICS["regression"] and not self.labels
         kind = self.kind or ("regression" if numbers else "classification")
         vars(self).update(kind=kind, metrics=self.metrics or (self.metric,))
+        if kind == "qa": vars(self).update(text=("question", "context"))
         self._check()
         return self
 

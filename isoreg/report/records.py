@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from ..checks import one_of
-from ..experiments.config import GUIDED, METHOD, RECIPES, RunConfig, method_label as label
+from ..experiments.config import METHOD, RECIPES, RunConfig, method_label as label
 from ..experiments.record import better
 from ..files import from_json, path_label, read_text, record_files
 from .statistics import (
@@ -47,7 +47,8 @@ def load(
     numbers = ["value", "majority", *df.filter(regex="^isoscore_(?!layers)")]
     df[numbers] = df[numbers].astype(float)
     df["metric"] = df.metric.fillna(df.task.map(df.groupby("task").metric.first()))  # a failed run has none
-    named = df[df.dropout.isin(GUIDED)].groupby("task").scores.nunique(dropna=False).max() > 1
+    guided = df[df.dropout.isin([n for n, s in SCHEMES.items() if s.scores])]
+    named = guided.groupby("task").scores.nunique(dropna=False).max() > 1
     df["method"] = [label(settings, scores=named) for settings in df[list(METHOD)].to_dict("records")]
     for column in ("regularizer", "dropout", "scores"):  # two files or classes of one name
         several = df.groupby(["task", "method"])[column].transform("nunique") > 1
