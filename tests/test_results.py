@@ -374,6 +374,21 @@ def test_the_larger_encoder_is_judged_by_the_formula_of_the_plan():
         assert f"{mean} [{low}, {high}]" in text and "equivalent within ±0.01" in text, path
 
 
+def test_what_the_larger_encoder_gains_over_its_baseline():
+    "Without CoLA, and on the seeds before and after the processor of the baseline changed."
+    runs = {(c["dropout"], c["task"], c["seed"]): r["value"] for r in BASE if (c := r["config"])["seed"] < 5}
+    gains = {}
+    for how in ("guided", "constant-mean", "constant"):
+        d = {(t, s): v - runs["standard", t, s] for (h, t, s), v in runs.items() if h == how}
+        some = lambda keep, d=d: f"{np.mean([v for key, v in d.items() if keep(*key)]):+.3f}"
+        gains[how] = some(lambda t, s: t != "cola"), some(lambda t, s: s < 2), some(lambda t, s: s >= 2)
+    text = " ".join(prose(nbformat.read(NBS / "tables/found.ipynb", 4)).split())
+    without, before, after = zip(*gains.values())
+    assert "Without CoLA, these three are {}, {} and {}.".format(*without) in text
+    for pair, name in zip(zip(before, after), ("guided dropout", "the constant rate", "no dropout")):
+        assert re.search(rf"{name} minus the baseline( is)? {re.escape(' and '.join(pair))}", text), (name, pair)
+
+
 def test_the_front_page_names_the_effect_of_cosreg_as_the_records_have_it():
     "Computed from the lines of the file, without the library."
     scores, readme = {}, " ".join((ROOT / "README.md").read_text().split())

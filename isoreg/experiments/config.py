@@ -11,12 +11,12 @@ import inspect
 import json
 import os
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from fastcore.basics import patch
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from ..checks import one_of
@@ -241,7 +241,7 @@ def _check(self: RunConfig):
     if self.data_dir is not None and not Path(self.data_dir).is_dir():
         raise ValueError(f"data_dir: no folder {self.data_dir!r}; give the one with glue/")
     if self.regularizer not in BUILT_IN:
-        settings = dict.fromkeys(penalty_settings(penalty_class(self.regularizer)))
+        settings = dict.fromkeys(penalty_settings(self.regularizer))
         for n, usual in UNUSED.items():
             if ":" in self.regularizer and n not in ("padding", *settings) and getattr(self, n) != usual:
                 raise ValueError(f"{n}: the constructor of {self.regularizer} has no such parameter; leave it out")
@@ -274,7 +274,7 @@ def _simplify(self: RunConfig):
     if self.regularizer == "none": values.update(lam=0.0, padding=False)
     if self.regularizer in ("none", "cosreg"): values.update(layers="union", correction=None)
     if self.regularizer not in BUILT_IN and ":" not in self.regularizer:
-        values.update({n: v for n, v in UNUSED.items() if n not in penalty_settings(penalty_class(self.regularizer))})
+        values.update({n: v for n, v in UNUSED.items() if n not in penalty_settings(self.regularizer)})
     if self.eval_split == task.eval_splits[0]: values["eval_split"] = None
     is_own = self.definition is not None and task.folder is None
     if is_own or task.name.startswith("toy-"): values["data_dir"] = None
@@ -286,17 +286,12 @@ UNUSED = {"lam": 1.0, "layers": "union", "zeta": 0.2, "correction": None, "conve
 def make_penalty(config: RunConfig) -> Any:
     "Return the penalty of a run, a module that takes (hidden_states, attention_mask), or None."
     if config.regularizer == "none": return None
-    made_by = penalty_class(config.regularizer)
-    return made_by(**{n: getattr(config, n) for n in penalty_settings(made_by)})
+    taken = penalty_settings(config.regularizer)
+    return penalty_class(config.regularizer)(**{n: getattr(config, n) for n in taken})
 
-def penalty_settings(made_by: Callable) -> set[str]:
-    "Return the settings of a run that a penalty's constructor takes, itself or as **kwargs for that of a parent class."
-    names: set[str] = set()
-    for kind in getattr(made_by, "__mro__", [made_by]):
-        taken = inspect.signature(kind).parameters
-        names |= PenaltySettings.model_fields.keys() & taken.keys()
-        if not any(p.kind is p.VAR_KEYWORD for p in taken.values()): break
-    return names
+def penalty_settings(name: str) -> set[str]:
+    "Return the settings of a run that the constructor of a penalty takes."
+    return PenaltySettings.model_fields.keys() & inspect.signature(penalty_class(name)).parameters.keys()
 
 def penalty_class(name: str) -> type:
     "Return the class that a name or an import path means. Raises `ValueError` if there is none."
@@ -306,7 +301,7 @@ def penalty_class(name: str) -> type:
     try: found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"regularizer: {name!r} cannot be imported ({error}); is it on PYTHONPATH?") from None
-    if not callable(found): raise ValueError(f"regularizer: {name!r} is no class; name one")
+    if not callable(found): raise ValueError(f"regularizer: {name!r} is neither a class nor a function")
     return found
 
 # %% ../../nbs/experiments/19_config.ipynb #77d36f3d
@@ -380,8 +375,9 @@ class FisherConfig(LossSettings):
     reduction: Literal["mean", "sum"] = setting("mean", "mean or sum of a sample's loss over its predicted tokens")
     sample: Literal["sequence", "position"] = setting("sequence", "unit for which one gradient is computed")
     level: Literal["diagonal", "tensor"] = setting("diagonal", "one number for each scalar, or for each tensor")
-    shares: str | None = setting("33,10,5,1,0.1", "subsamples in per cent of the corpus; none if empty",
-                          pattern=r"^ *(\d+(\.\d+)? *(, *\d+(\.\d+)? *)*)?$")
+    shares: Annotated[str, BeforeValidator(lambda given: given or "")] = setting(
+        "33,10,5,1,0.1", "subsamples in per cent of the corpus; none if empty",
+        pattern=r"^ *(\d+(\.\d+)? *(, *\d+(\.\d+)? *)*)?$")
     draws: int = setting(5, "subsamples of each share", ge=1)
 
     @model_validator(mode="after")
@@ -390,7 +386,7 @@ class FisherConfig(LossSettings):
         raise ValueError(f"shares: {self.shares!r}; give per cent between 0 and 100")
 
     @property
-    def percentages(self) -> list[float]: return [float(s) for s in (self.shares or "").split(",") if s.strip()]
+    def percentages(self) -> list[float]: return [float(s) for s in self.shares.split(",") if s.strip()]
 
 class GeometryConfig(TextSettings):
     "Hold the settings of isotropy and geometry of a model's hidden states."

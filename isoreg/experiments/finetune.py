@@ -30,7 +30,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from ..checks import one_of
 from ..corpus import TextBatches, load_texts
 from ..dropout import apply_dropout
-from .config import UNUSED, PenaltySettings, RunConfig, make_penalty, penalty_settings
+from .config import UNUSED, PenaltySettings, RunConfig, make_penalty
 from .data import MissingSplit, TaskData, encode, load_metric, load_task, resample, squad_predictions
 from isoreg.experiments.models import (
     check_vocabulary, load_language_head, load_model, model_source, process_kept, resolve_precision, save_model,
@@ -95,15 +95,18 @@ def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
     kind, built_in = type(penalty), {c: name for name, c in PENALTY_CLASSES.items()}
     found = {n: getattr(penalty, n) for n in PenaltySettings.model_fields if hasattr(penalty, n)}
     known = {n: v for n, v in found.items() if not isinstance(v, (torch.Tensor, nn.Module))}
-    named = {"regularizer": built_in.get(kind, _import_path(kind))}
+    taken, known["regularizer"] = inspect.signature(kind).parameters, built_in.get(kind, _import_path(kind))
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken.values()):
+        raise ValueError(f"penalty: the constructor of {kind.__name__} has *args or **kwargs, whose values a record "
+                         "cannot keep; name its parameters")
     if kind not in built_in:
-        return config.model_copy(update=UNUSED | named | {n: known[n] for n in penalty_settings(kind) if n in known})
-    for n, p in inspect.signature(kind).parameters.items():
+        return config.model_copy(update=UNUSED | {n: v for n, v in known.items() if n in ("regularizer", *taken)})
+    for n, p in taken.items():
         is_made = n == "reference_cov" and not penalty.given  # by an earlier run
         if n not in known and not is_made and getattr(penalty, n) is not p.default:
             raise ValueError(f"penalty: {n} of {kind.__name__} is no setting of a run, whose record lacks it; "
                              "leave it out, or give a subclass of another name")
-    return RunConfig(**config.to_dict() | known | named)
+    return RunConfig(**config.to_dict() | known)
 
 def _import_path(of: Callable) -> str:
     "Return module:name. Raises `ValueError` for an object without a name, such as a partial."
@@ -375,9 +378,8 @@ def rerun(
     config = record["config"] | where
     own = config.get("definition") or {}
     if where.get("data_dir") and "files" in own:
-        root = os.path.commonpath([Path(f).parent for f in own["files"].values()])
-        files = {s: Path(where["data_dir"]).expanduser() / os.path.relpath(f, root) for s, f in own["files"].items()}
-        config["definition"] = own | {"files": {s: str(f) for s, f in files.items()}}
+        files = {s: str(Path(where["data_dir"]).expanduser() / Path(f).name) for s, f in own["files"].items()}
+        config["definition"] = own | {"files": files}
     now = run(RunConfig.from_record(config)).to_dict()
     old, new = (unpack(r["predictions"]) for r in (record, now))
     differ = sum(not (a == b or (a != a and b != b)) for a, b in zip(old, new))  # NaN is NaN: both diverged
