@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch import nn
 
 from isoreg.cli import sweep_command
 from isoreg.experiments.config import RunConfig, make_penalty
@@ -197,6 +198,14 @@ def test_a_class_of_isoreg_that_is_passed_is_the_run_of_its_name():
     assert given.key == named.key and given.loss == run(named).loss
     with pytest.raises(ValueError, match="penalty: layer of CosReg is no setting of a run"):
         run(RunConfig(**TINY), penalty=CosReg(layer=2))
+
+
+def test_a_penalty_without_settings_needs_no_constructor():
+    class Norm(nn.Module):
+        def forward(self, hidden_states, attention_mask):
+            return 0.1 * hidden_states[-1].square().mean()
+
+    assert run(RunConfig(**TINY), penalty=Norm()).config["regularizer"].endswith("Norm")
 
 
 def test_a_penalty_that_a_record_cannot_describe_is_refused():

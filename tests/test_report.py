@@ -729,5 +729,5 @@ def test_a_cell_links_the_lines_of_its_records_in_every_file_beside_the_first():
     table = lambda *places: to_markdown(pd.DataFrame({"a": [made(*places)]}), caption="")
     three = ("r/t.jsonl", 9), ("r/s.jsonl", 4), ("r/s.jsonl", 3)
     assert '[x](r/s.jsonl#L3-L4,t.jsonl:L9 "s3 and 2 more")' in table(*three)
-    for second in ("b/t.jsonl", os.path.abspath("b/t.jsonl")):
-        assert re.search(r'\[x]\(\. "\w+ and 1 more"\)', table(("a/s.jsonl", 3), (second, 3)))
+    assert '[x](. "s3 and 1 more")' in table(("a/s.jsonl", 3), ("b/t.jsonl", 3))
+    assert re.search(r'\[x]\(\. "\S+ and 1 more"\)', table(("a/s.jsonl", 3), (os.path.abspath("b/t.jsonl"), 3)))

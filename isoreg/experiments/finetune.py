@@ -96,7 +96,8 @@ def _with_penalty(config: RunConfig, penalty: nn.Module) -> RunConfig:
     found = {n: getattr(penalty, n) for n in PenaltySettings.model_fields if hasattr(penalty, n)}
     known = {n: v for n, v in found.items() if not isinstance(v, (torch.Tensor, nn.Module))}
     taken, known["regularizer"] = inspect.signature(kind).parameters, built_in.get(kind, _import_path(kind))
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken.values()):
+    own = kind.__init__ is not nn.Module.__init__
+    if own and any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken.values()):
         raise ValueError(f"penalty: the constructor of {kind.__name__} has *args or **kwargs, whose values a record "
                          "cannot keep; name its parameters")
     if kind not in built_in:
